@@ -9,137 +9,113 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 
 from deploy.observability.overview import overview
-from deploy.observability.panels import Query, board, choice, graph, number
+from deploy.observability.panels import AnyPanel, Query, board, choice, graph, number
 
 _JOB = 'job_id="$job_id"'
 
 
 def job() -> dashboard.Dashboard:
     """One live job."""
-    made = board("shardloom-job", "Shardloom: job", "One job while it lives.")
-    made = made.with_variable(
-        choice("project", "Project", "label_values(shardloom_job_info, project)")
+    return board(
+        "shardloom-job",
+        "Shardloom: job",
+        "One job while it lives.",
+        {
+            "": _job_numbers(),
+            "Course": _job_course(),
+            "Copies and groups": _job_copies(),
+            "Trouble of the attempt": _job_trouble(),
+        },
+        choice("project", "Project", "label_values(shardloom_job_info, project)"),
+        choice("job_id", "Job", 'label_values(shardloom_job_info{project="$project"}, job_id)'),
     )
-    made = made.with_variable(
-        choice("job_id", "Job", 'label_values(shardloom_job_info{project="$project"}, job_id)')
-    )
-    for part in (_job_numbers, _job_course, _job_copies, _job_trouble):
-        made = part(made)
-    return made
 
 
-def _of(metric: str) -> str:
+def _of(metric: str, legend: str = "") -> Query:
     """A metric of the chosen job, as any replica shows it."""
-    return f"max({metric}{{{_JOB}}})"
+    return Query(f"max({metric}{{{_JOB}}})", legend)
 
 
-def _job_numbers(made: dashboard.Dashboard) -> dashboard.Dashboard:
+def _job_numbers() -> list[AnyPanel]:
     status = Query(f"max by (status) (shardloom_job_status{{{_JOB}}})", "{{status}}")
-    share = f"{_of('shardloom_job_steps')} / ({_of('shardloom_job_wanted_steps')} > 0)"
-    return (
-        made.with_panel(number("Status", status))
-        .with_panel(number("Done", Query(share), unit="percentunit"))
-        .with_panel(number("Workers", Query(_of("shardloom_job_workers"))))
-        .with_panel(number("Attempts", Query(_of("shardloom_job_attempts"))))
-        .with_panel(number("Failures that count", Query(_of("shardloom_job_failures"))))
-        .with_panel(
-            number("Copies that differed", Query(_of("shardloom_job_divergences")), red_from=1)
-        )
-    )
+    steps, wanted = _of("shardloom_job_steps").expr, _of("shardloom_job_wanted_steps").expr
+    return [
+        number("Status", status),
+        number("Done", Query(f"{steps} / ({wanted} > 0)"), unit="percentunit"),
+        number("Workers", _of("shardloom_job_workers")),
+        number("Attempts", _of("shardloom_job_attempts")),
+        number("Failures that count", _of("shardloom_job_failures")),
+        number("Copies that differed", _of("shardloom_job_divergences"), red_from=1),
+    ]
 
 
-def _job_course(made: dashboard.Dashboard) -> dashboard.Dashboard:
+def _job_course() -> list[AnyPanel]:
     lost = f"job_id_cause:shardloom_job_lost_seconds:rate30m{{{_JOB}}}"
-    return (
-        made.with_row(dashboard.Row("Course"))
-        .with_panel(
-            graph(
-                "Steps",
-                Query(_of("shardloom_job_steps"), "trained"),
-                Query(_of("shardloom_job_wanted_steps"), "wanted"),
-            )
-        )
-        .with_panel(graph("Rows per second", Query(_of("shardloom_job_rows_per_second"), "rows/s")))
-        .with_panel(graph("Rows", Query(_of("shardloom_job_rows"), "rows")))
-        .with_panel(
-            graph(
-                "Goodput",
-                Query(_of("shardloom_job_goodput_ratio"), "of the attempt"),
-                Query(f"job_id:shardloom_job_goodput_ratio:rate30m{{{_JOB}}}", "last 30 min"),
-                unit="percentunit",
-                bounds=(0, 1),
-                text="Share of the workers' time that trained rows that count.",
-            )
-        )
-        .with_panel(
-            graph(
-                "Time lost to",
-                Query(lost, "{{cause}}"),
-                text="Groups' seconds per second.",
-                stacked=True,
-            )
-        )
-        .with_panel(
-            graph(
-                "At risk",
-                Query(f"job_id:shardloom_job_idle_seconds:min{{{_JOB}}}", "since the last step"),
-                Query(
-                    f"job_id:shardloom_job_unsaved_seconds:min{{{_JOB}}}",
-                    "since the last checkpoint",
-                ),
-                unit="s",
-            )
-        )
-    )
+    return [
+        graph(
+            "Steps",
+            _of("shardloom_job_steps", "trained"),
+            _of("shardloom_job_wanted_steps", "wanted"),
+        ),
+        graph("Rows per second", _of("shardloom_job_rows_per_second", "rows/s")),
+        graph("Rows", _of("shardloom_job_rows", "rows")),
+        graph(
+            "Goodput",
+            _of("shardloom_job_goodput_ratio", "of the attempt"),
+            Query(f"job_id:shardloom_job_goodput_ratio:rate30m{{{_JOB}}}", "last 30 min"),
+            unit="percentunit",
+            bounds=(0, 1),
+            text="Share of the workers' time that trained rows that count.",
+        ),
+        graph(
+            "Time lost to",
+            Query(lost, "{{cause}}"),
+            text="Groups' seconds per second.",
+            stacked=True,
+        ),
+        graph(
+            "At risk",
+            Query(f"job_id:shardloom_job_idle_seconds:min{{{_JOB}}}", "since the last step"),
+            Query(
+                f"job_id:shardloom_job_unsaved_seconds:min{{{_JOB}}}", "since the last checkpoint"
+            ),
+            unit="s",
+        ),
+    ]
 
 
-def _job_copies(made: dashboard.Dashboard) -> dashboard.Dashboard:
-    return (
-        made.with_row(dashboard.Row("Copies and groups"))
-        .with_panel(
-            graph(
-                "Hosts with a copy of the rarest shard",
-                Query(_of("shardloom_job_alive_host_copies"), "alive"),
-                Query(_of("shardloom_job_needed_host_copies"), "needed"),
-            )
-        )
-        .with_panel(
-            graph(
-                "Groups",
-                Query(_of("shardloom_job_current_groups"), "training"),
-                Query(_of("shardloom_job_wanted_groups"), "wanted"),
-                Query(_of("shardloom_job_alive_copies"), "copies of the rarest shard"),
-            )
-        )
-        .with_panel(graph("Workers", Query(_of("shardloom_job_workers"), "workers")))
-    )
+def _job_copies() -> list[AnyPanel]:
+    return [
+        graph(
+            "Hosts with a copy of the rarest shard",
+            _of("shardloom_job_alive_host_copies", "alive"),
+            _of("shardloom_job_needed_host_copies", "needed"),
+        ),
+        graph(
+            "Groups",
+            _of("shardloom_job_current_groups", "training"),
+            _of("shardloom_job_wanted_groups", "wanted"),
+            _of("shardloom_job_alive_copies", "copies of the rarest shard"),
+        ),
+        graph("Workers", _of("shardloom_job_workers", "workers")),
+    ]
 
 
-def _job_trouble(made: dashboard.Dashboard) -> dashboard.Dashboard:
-    return (
-        made.with_row(dashboard.Row("Trouble of the attempt"))
-        .with_panel(
-            graph(
-                "Losses and recoveries",
-                Query(_of("shardloom_job_lost_groups"), "groups lost"),
-                Query(_of("shardloom_job_recoveries"), "recoveries"),
-                Query(_of("shardloom_job_divergences"), "divergences"),
-            )
-        )
-        .with_panel(
-            graph(
-                "Pause of recoveries, in all",
-                Query(_of("shardloom_job_recovery_pause_seconds"), "pause"),
-                unit="s",
-            )
-        )
-        .with_panel(
-            graph(
-                "Steps in no checkpoint",
-                Query(_of("shardloom_job_undurable_steps"), "steps"),
-            )
-        )
-    )
+def _job_trouble() -> list[AnyPanel]:
+    return [
+        graph(
+            "Losses and recoveries",
+            _of("shardloom_job_lost_groups", "groups lost"),
+            _of("shardloom_job_recoveries", "recoveries"),
+            _of("shardloom_job_divergences", "divergences"),
+        ),
+        graph(
+            "Pause of recoveries, in all",
+            _of("shardloom_job_recovery_pause_seconds", "pause"),
+            unit="s",
+        ),
+        graph("Steps in no checkpoint", _of("shardloom_job_undurable_steps", "steps")),
+    ]
 
 
 def _newest(metric: str) -> str:
@@ -153,10 +129,9 @@ def _by_node(expr: str, legend: str = "{{instance}}", how: str = "sum") -> Query
 
 def ray() -> dashboard.Dashboard:
     """The machines under the jobs, as Ray tells of them."""
-    made = board("shardloom-ray", "Shardloom: Ray nodes", "Ray's own metrics, by node.")
     states = ("active", "idle", "pending", "failed")
     nodes = [Query(f"sum({_newest(f'ray_cluster_{state}_nodes')})", state) for state in states]
-    made = made.with_panel(graph("Nodes", *nodes))
+    panels = [graph("Nodes", *nodes)]
     used = f"{_newest('ray_node_mem_used')} / {_newest('ray_node_mem_total')}"
     shares = {
         "CPU": f"{_newest('ray_node_cpu_utilization')} / 100",
@@ -166,13 +141,14 @@ def ray() -> dashboard.Dashboard:
     }
     for title, share in shares.items():
         query = _by_node(share, how="avg")
-        made = made.with_panel(graph(title, query, unit="percentunit", bounds=(0, 1)))
+        panels.append(graph(title, query, unit="percentunit", bounds=(0, 1)))
     # Ray tells it in MiB.
     gpu_memory = _by_node(f"{_newest('ray_node_gram_used')} * 1048576")
-    made = made.with_panel(graph("GPU memory used", gpu_memory, unit="bytes"))
+    panels.append(graph("GPU memory used", gpu_memory, unit="bytes"))
     for title, kind in (("Network", "node_network"), ("Disk", "node_disk_io")):
-        made = made.with_panel(graph(f"{title} speed", *_speeds(kind), unit="Bps", width=12))
-    return made
+        panels.append(graph(f"{title} speed", *_speeds(kind), unit="Bps", width=12))
+    title, text = "Shardloom: Ray nodes", "Ray's own metrics, by node."
+    return board("shardloom-ray", title, text, {"": panels})
 
 
 def _speeds(kind: str) -> list[Query]:

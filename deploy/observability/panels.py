@@ -5,7 +5,7 @@ A panel is 8 high; widths are of 24. Each reads the data source that the dashboa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, timeseries
@@ -30,6 +30,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "shardloom"
+AnyPanel = timeseries.Panel | stat.Panel | table.Panel
 _HEIGHT, _STAT_HEIGHT = 8, 4
 
 
@@ -158,11 +159,20 @@ def listing(
     ).with_transformation(DataTransformerConfig(id_val="organize", options=arranged))
 
 
-def board(uid: str, title: str, text: str) -> dashboard.Dashboard:
-    """An empty dashboard that leads to the others of ours and lets one choose the data source."""
+def board(
+    uid: str,
+    title: str,
+    text: str,
+    rows: Mapping[str, Sequence[AnyPanel]],
+    *choices: dashboard.QueryVariable,
+) -> dashboard.Dashboard:
+    """A dashboard of rows by title ("" for panels above all rows).
+
+    It leads to the others of ours, and lets one choose the data source and the values of `choices`.
+    """
     link = dashboard.DashboardLink("Shardloom").type(DashboardLinkType.DASHBOARDS).tags([TAG])
     source = dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
-    return (
+    made = (
         dashboard.Dashboard(title)
         .uid(uid)
         .description(text)
@@ -174,6 +184,14 @@ def board(uid: str, title: str, text: str) -> dashboard.Dashboard:
         .link(link.as_dropdown(True).include_vars(False).keep_time(True))
         .with_variable(source)
     )
+    for each in choices:
+        made = made.with_variable(each)
+    for row, panels in rows.items():
+        if row:
+            made = made.with_row(dashboard.Row(row))
+        for panel in panels:
+            made = made.with_panel(panel)
+    return made
 
 
 def choice(name: str, label: str, query: str) -> dashboard.QueryVariable:

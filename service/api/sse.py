@@ -75,7 +75,7 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
     poll_s, heartbeat_s = context.settings.stream_poll_s, context.settings.stream_heartbeat_s
     # A first comment shows the client that it is connected before anything happens.
     silent_s = heartbeat_s
-    with context.telemetry.following():
+    with context.telemetry.followers.track_inprogress():
         while not context.closing.is_set():
             try:
                 batch = await run_in_threadpool(poll)

@@ -19,8 +19,8 @@ from service.cli.common import (
     human_age,
     human_duration,
     print_answer,
-    print_hint,
     print_json,
+    print_line,
 )
 from service.cli.render import plain_table
 from service.client import credentials
@@ -98,11 +98,7 @@ def create_key(
     else:
         with common.open_client(url) as client:
             made = client.create_key(name, roles, expires_in_s=expires_in_s)
-    if as_json:
-        print_json(made)
-        return
-    print_hint(f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}")
-    typer.echo(made.key)
+    print_line(made, made.key, f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}", as_json=as_json)
 
 
 @keys_app.command("list")
@@ -201,8 +197,7 @@ def _audit_table(lines: list[AuditOut]) -> Table:
 
 def migrate(
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Change nothing; exit with 1 if the database is behind."),
+        bool, typer.Option("--check", help="Change nothing; exit with 1 if the database is behind.")
     ] = False,
 ) -> None:
     """Bring the service's database to this version; run it where SHARDLOOM_DATABASE_URL is set.
@@ -267,10 +262,8 @@ def remove_project(name: NameArgument, url: UrlOption = None, as_json: JsonOptio
     """Take the quotas of a project away; its jobs stay."""
     with common.open_client(url) as client:
         client.remove_quotas(name)
-    if as_json:
-        print_json({"name": name, "removed": True})
-    else:
-        typer.echo(f"project {name} has no quotas any more")
+    answer = {"name": name, "removed": True}
+    print_line(answer, f"project {name} has no quotas any more", as_json=as_json)
 
 
 def _projects_table(projects: list[ProjectOut]) -> Table:
@@ -422,10 +415,8 @@ def send_test(webhook: WebhookArgument, url: UrlOption = None, as_json: JsonOpti
     """Send a test message."""
     with common.open_client(url) as client:
         queued = client.try_webhook(webhook)
-    if as_json:
-        print_json(queued)
-    else:
-        typer.echo(f"queued as {queued.id}; `shardloom webhooks deliveries {webhook}` tells more")
+    line = f"queued as {queued.id}; `shardloom webhooks deliveries {webhook}` tells more"
+    print_line(queued, line, as_json=as_json)
 
 
 @webhooks_app.command("deliveries")
@@ -452,18 +443,11 @@ def redeliver(
     """Send a message again."""
     with common.open_client(url) as client:
         queued = client.redeliver(webhook, delivery)
-    if as_json:
-        print_json(queued)
-    else:
-        typer.echo(f"message {queued.message_id} goes out again")
+    print_line(queued, f"message {queued.message_id} goes out again", as_json=as_json)
 
 
 def _print_secret(made: WebhookCreated, *, as_json: bool) -> None:
-    if as_json:
-        print_json(made)
-        return
-    print_hint(f"webhook {made.id}; {_SECRET_SHOWN_ONCE}")
-    typer.echo(made.secret)
+    print_line(made, made.secret, f"webhook {made.id}; {_SECRET_SHOWN_ONCE}", as_json=as_json)
 
 
 def _webhooks_table(found: list[WebhookOut]) -> Table:

@@ -23,20 +23,23 @@ from rich.text import Text
 
 from service.cli import common
 from service.cli.common import (
+    FollowOption,
     JobArgument,
     JsonOption,
     UrlOption,
+    YesOption,
     console,
     human_age,
     human_bytes,
     print_answer,
     print_hint,
     print_json,
+    print_line,
 )
 from service.cli.render import plain_table, traces_table
 from service.client.client import ShardloomClient
 from service.client.resources import LogQuery
-from service.schemas.jobs import ExportOut, LogLine, TraceOut, TraceRequested
+from service.schemas.jobs import ExportOut, LogLine, TraceOut
 from trainer.spec.training import Quantization
 
 _DEFAULT_PORT = 8800
@@ -93,7 +96,7 @@ def exports(
         str | None,
         typer.Option(metavar="ID", help="Delete this one instead; one being made is given up."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,10 +121,8 @@ def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_
         what = "" if found is None else f" ({found.checkpoint}, {found.quantize}, {found.status})"
         typer.confirm(f"delete export {export_id} of {job}{what}?", abort=True, err=True)
     client.delete_export(job, export_id)
-    if as_json:
-        print_json({"id": export_id, "deleted": True})
-    else:
-        typer.echo(f"export {export_id} of {job} is deleted")
+    answer = {"id": export_id, "deleted": True}
+    print_line(answer, f"export {export_id} of {job} is deleted", as_json=as_json)
 
 
 def serve(
@@ -206,7 +207,6 @@ DEFAULT_TAIL = 100
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 SourceOption = Annotated[
     str | None, typer.Option(help="One log only: driver, rank-0, group-1-rank-0, ...")
 ]
@@ -332,7 +332,8 @@ def trace(
     with common.open_client(url) as client:
         requested = client.request_trace(job, num_steps=steps, ranks=rank or (0,))
         if not wait and out is None:
-            _print_requested(job, requested, as_json=as_json)
+            hint = f"the trace is asked for; `shardloom traces {job}` lists it once it is written"
+            print_line(requested, requested.id, hint, as_json=as_json)
             return
         written = client.wait_for_traces(job, requested)
         if as_json:
@@ -365,11 +366,3 @@ def _save_traces(
             raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}") from None
         if not is_quiet:
             console().print(str(path), soft_wrap=True)
-
-
-def _print_requested(job: str, requested: TraceRequested, *, as_json: bool) -> None:
-    if as_json:
-        print_json(requested)
-        return
-    typer.echo(requested.id)
-    print_hint(f"the trace is asked for; `shardloom traces {job}` lists it once it is written")

@@ -107,6 +107,8 @@ UrlOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
 
 def console() -> Console:
@@ -167,6 +169,18 @@ def print_answer(
         console().print(empty)
     else:
         console().print(page())
+
+
+def print_line(
+    value: BaseModel | dict[str, Any], line: str, hint: str = "", *, as_json: bool
+) -> None:
+    """Print an answer as JSON, or a line that scripts can take and a hint on standard error."""
+    if as_json:
+        print_json(value)
+        return
+    typer.echo(line)
+    if hint:
+        print_hint(hint)
 
 
 def print_hint(text: str) -> None:

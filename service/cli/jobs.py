@@ -17,14 +17,16 @@ from rich.text import Text
 
 from service.cli import common
 from service.cli.common import (
+    FollowOption,
     JobArgument,
     JsonOption,
     SetOption,
     UrlOption,
+    YesOption,
     console,
     print_answer,
-    print_hint,
     print_json,
+    print_line,
 )
 from service.cli.render import (
     SHOWN_KINDS,
@@ -40,7 +42,6 @@ from service.schemas.jobs import JobDetail, ResizeRequestOut
 from trainer.spec.parse import parse_document
 
 DEFAULT_NUM_JOBS = 20
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
 
 def ps(
@@ -203,10 +204,7 @@ def clone(
         made = client.clone(
             job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
         )
-    if as_json:
-        print_json(made)
-    else:
-        typer.echo(made.id)
+    print_line(made, made.id, as_json=as_json)
 
 
 def restart(
@@ -235,7 +233,7 @@ def delete(
     keep_files: Annotated[
         bool, typer.Option("--keep-files", help="Keep checkpoints, logs and traces.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -266,9 +264,7 @@ def recover() -> None:
 
 
 def _print_change(job: JobDetail, what: str, hint: str, *, as_json: bool) -> None:
-    print_answer(job, lambda: f"{job.id} ({job.name}) {what}", as_json=as_json)
-    if not as_json:
-        print_hint(hint)
+    print_line(job, f"{job.id} ({job.name}) {what}", hint, as_json=as_json)
 
 
 # ---- workers and hosts of a running job
@@ -301,10 +297,7 @@ def drain(
 
 
 def _print_resize(job: str, request: ResizeRequestOut, *, as_json: bool) -> None:
-    if as_json:
-        print_json(request)
-        return
     size = f"{request.workers} workers" if request.workers else "its workers"
     hosts = f" without {', '.join(request.drain_hosts)}" if request.drain_hosts else ""
-    typer.echo(f"asked for {size}{hosts}")
-    print_hint(f"`shardloom events -f {job}` tells when it is so")
+    hint = f"`shardloom events -f {job}` tells when it is so"
+    print_line(request, f"asked for {size}{hosts}", hint, as_json=as_json)

@@ -32,8 +32,7 @@ from service.network import NoAddress, address_towards, interface_of
 
 GRACE_S = 120
 CpusOption = Annotated[
-    int | None,
-    typer.Option(min=0, help="CPUs that jobs may use on this machine (default: all)."),
+    int | None, typer.Option(min=0, help="CPUs that jobs may use on this machine (default: all).")
 ]
 GpusOption = Annotated[
     int | None, typer.Option(min=0, help="GPUs that jobs may use here (default: all).")
@@ -51,8 +50,7 @@ WorkerPortsOption = Annotated[
     ),
 ]
 RayPortOption = Annotated[
-    int,
-    typer.Option(min=1024, max=65535, envvar="SHARDLOOM_RAY_PORT", help="Where machines join."),
+    int, typer.Option(min=1024, max=65535, envvar="SHARDLOOM_RAY_PORT", help="Where machines join.")
 ]
 DashboardPortOption = Annotated[
     int,

@@ -155,8 +155,7 @@ def up(
         bool, typer.Option("--head", help="Let other machines join, and users call with a key.")
     ] = False,
     host: Annotated[
-        str | None,
-        typer.Option(help="With --head: address of this machine that the others reach."),
+        str | None, typer.Option(help="With --head: address of this machine that the others reach.")
     ] = None,
     cpus: machines.CpusOption = None,
     gpus: machines.GpusOption = None,

@@ -25,8 +25,8 @@ from service.cli.common import (
     human_bytes,
     human_number,
     print_answer,
-    print_hint,
     print_json,
+    print_line,
     read_spec,
 )
 from service.cli.follow import detaching, follow
@@ -202,14 +202,10 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
 
 def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
     # Only the id goes to standard output, so that scripts can take it from there.
-    if as_json:
-        print_json(job)
-        return
-    typer.echo(job.id)
     hint = f"has ended: {job.message or job.status.value}"
     if not job.status.is_terminal:
         hint = f"is submitted; `shardloom follow {job.id}` shows it at work"
-    print_hint(f"{job.name} {hint}")
+    print_line(job, job.id, f"{job.name} {hint}", as_json=as_json)
 
 
 # ---- the page of a plan: layout, its reason and price, what a loss costs

@@ -44,9 +44,15 @@ class _Family:
     labels: tuple[str, ...] = ()
 
 
-def _value(value: float | None) -> Iterator[Sample]:
-    if value is not None:
-        yield (), value
+def _single(name: str, text: str, value_of: Callable[[Job], float | None]) -> _Family:
+    """A metric with one series for each job of which `value_of` knows the value."""
+
+    def _read(job: Job) -> Iterator[Sample]:
+        value = value_of(job)
+        if value is not None:
+            yield (), value
+
+    return _Family(name, text, _read)
 
 
 def _runs(job: Job) -> bool:
@@ -65,27 +71,27 @@ def _lost(job: Job) -> Iterator[Sample]:
             yield (name.removeprefix(LOST_PREFIX),), lost_s
 
 
-def _of_groups(read: Callable[[Job, Membership], float]) -> Read:
-    """A reader of running jobs whose groups are failure domains; others have no such series."""
+def _of_groups(name: str, text: str, value_of: Callable[[Job, Membership], float]) -> _Family:
+    """A metric of running jobs whose groups are failure domains; others have no such series."""
 
-    def _read(job: Job) -> Iterator[Sample]:
+    def _value(job: Job) -> float | None:
         membership = membership_of(job)
-        if membership is not None and _runs(job):
-            yield (), read(job, membership)
+        return value_of(job, membership) if membership is not None and _runs(job) else None
 
-    return _read
+    return _single(name, text, _value)
 
 
-def _in_attempt(name: str) -> Read:
-    """A reader of a counter of the current attempt's membership; 0 before its first report."""
+def _in_attempt(name: str, text: str, field_name: str) -> _Family:
+    """A counter of the current attempt's membership; 0 before its first report."""
 
-    def _read(job: Job) -> Iterator[Sample]:
+    def _value(job: Job) -> float | None:
         membership = job.membership
+        if job.current_attempt_id is None:
+            return None
         is_current = membership is not None and membership.attempt_id == job.current_attempt_id
-        if job.current_attempt_id is not None:
-            yield (), float(getattr(membership, name)) if is_current else 0.0
+        return float(getattr(membership, field_name)) if is_current else 0.0
 
-    return _read
+    return _single(name, text, _value)
 
 
 _FAMILIES = (
@@ -101,46 +107,46 @@ _FAMILIES = (
         lambda job: iter([((job.status.value,), 1.0)]),
         ("status",),
     ),
-    _Family(
+    _single(
         "shardloom_job_created_timestamp_seconds",
         "When the job was submitted.",
-        lambda job: _value(job.created_at),
+        lambda job: job.created_at,
     ),
-    _Family("shardloom_job_steps", "Steps trained so far.", lambda job: _value(job.progress.step)),
-    _Family(
+    _single("shardloom_job_steps", "Steps trained so far.", lambda job: job.progress.step),
+    _single(
         "shardloom_job_wanted_steps",
         "Steps that the job trains in all; 0 while that is not known.",
-        lambda job: _value(job.progress.total_steps),
+        lambda job: job.progress.total_steps,
     ),
-    _Family(
+    _single(
         "shardloom_job_rows",
         "Rows trained so far by all ranks, repeats left out.",
-        lambda job: _value(job.progress.rows),
+        lambda job: job.progress.rows,
     ),
-    _Family(
+    _single(
         "shardloom_job_rows_per_second",
         "Rows per second as the job last told, while it runs.",
-        lambda job: _value(job.progress.rows_per_s if _runs(job) else None),
+        lambda job: job.progress.rows_per_s if _runs(job) else None,
     ),
-    _Family(
+    _single(
         "shardloom_job_advanced_timestamp_seconds",
         "When a running job last got further: an attempt began to train, or its step changed.",
-        lambda job: _value(job.progress.advanced_at if _runs(job) else None),
+        lambda job: job.progress.advanced_at if _runs(job) else None,
     ),
-    _Family(
+    _single(
         "shardloom_job_checkpoint_timestamp_seconds",
         "When a running job last committed a checkpoint, or began to train since.",
-        lambda job: _value(_checkpoint_at(job)),
+        _checkpoint_at,
     ),
-    _Family(
+    _single(
         "shardloom_job_undurable_steps",
         "Steps that are in no checkpoint yet.",
-        lambda job: _value(steps_at_risk(job.latest_metrics)),
+        lambda job: steps_at_risk(job.latest_metrics),
     ),
-    _Family(
+    _single(
         "shardloom_job_goodput_ratio",
         "Share of the workers' time in this attempt that trained rows that count, while it runs.",
-        lambda job: _value(job.latest_metrics.get(SHARE) if _runs(job) else None),
+        lambda job: job.latest_metrics.get(SHARE) if _runs(job) else None,
     ),
     _Family(
         "shardloom_job_lost_seconds",
@@ -148,61 +154,53 @@ _FAMILIES = (
         _lost,
         ("cause",),
     ),
-    _Family(
-        "shardloom_job_workers",
-        "Workers that the job holds now; 0 at rest.",
-        lambda job: _value(workers_held(job)),
-    ),
-    _Family(
+    _single("shardloom_job_workers", "Workers that the job holds now; 0 at rest.", workers_held),
+    _of_groups(
         "shardloom_job_current_groups",
         "Sharding groups that train, where they are failure domains.",
-        _of_groups(lambda job, membership: num_current(membership)),
+        lambda _, membership: num_current(membership),
     ),
-    _Family(
+    _of_groups(
         "shardloom_job_wanted_groups",
         "Sharding groups that there should be, where they are failure domains.",
-        _of_groups(lambda job, membership: num_wanted(membership)),
+        lambda _, membership: num_wanted(membership),
     ),
-    _Family(
+    _of_groups(
         "shardloom_job_alive_copies",
         "Copies alive of the shard with the fewest, where groups are failure domains.",
-        _of_groups(lambda job, membership: membership.copies_alive),
+        lambda _, membership: membership.copies_alive,
     ),
-    _Family(
+    _of_groups(
         "shardloom_job_alive_host_copies",
         "Hosts with a copy of the shard with the fewest, where groups are failure domains.",
-        _of_groups(lambda job, membership: membership.host_copies_alive),
+        lambda _, membership: membership.host_copies_alive,
     ),
-    _Family(
+    _of_groups(
         "shardloom_job_needed_host_copies",
         "Hosts that must hold a copy for what `survive` asks; 0 where it asks nothing.",
-        _of_groups(lambda job, membership: copies_needed(job)),
+        lambda job, _: copies_needed(job),
     ),
-    _Family(
-        "shardloom_job_divergences",
-        "Copies found to differ in this attempt.",
-        _in_attempt("num_divergences"),
+    _in_attempt(
+        "shardloom_job_divergences", "Copies found to differ in this attempt.", "num_divergences"
     ),
-    _Family("shardloom_job_lost_groups", "Groups lost in this attempt.", _in_attempt("num_losses")),
-    _Family(
+    _in_attempt("shardloom_job_lost_groups", "Groups lost in this attempt.", "num_losses"),
+    _in_attempt(
         "shardloom_job_recoveries",
         "Recoveries from lost groups or failed rounds in this attempt.",
-        _in_attempt("num_recoveries"),
+        "num_recoveries",
     ),
-    _Family(
+    _in_attempt(
         "shardloom_job_recovery_pause_seconds",
         "How long the recoveries of this attempt kept the other groups waiting, in all.",
-        _in_attempt("recovery_pause_s"),
+        "recovery_pause_s",
     ),
-    _Family(
-        "shardloom_job_attempts",
-        "Attempts that the job has had.",
-        lambda job: _value(job.num_attempts),
+    _single(
+        "shardloom_job_attempts", "Attempts that the job has had.", lambda job: job.num_attempts
     ),
-    _Family(
+    _single(
         "shardloom_job_failures",
         "Failures that count against the budget of the job.",
-        lambda job: _value(job.num_failures),
+        lambda job: job.num_failures,
     ),
 )
 

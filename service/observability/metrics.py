@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -41,130 +41,88 @@ class ServiceMetrics:
         self._waits = Waits()
         self._live = JobCollector(clock, max_jobs, self._waits.queued_since)
         self.registry.register(self._live)
-        self._add_jobs()
-        self._add_ends()
-        self._add_loop()
-        self._add_ingest()
-        self._add_requests()
-
-    def _add_jobs(self) -> None:
-        self._live_jobs = Gauge(
-            "shardloom_live_jobs", "Jobs that have not ended.", ["status"], registry=self.registry
-        )
-        self._queue_wait_s = Histogram(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self._live_jobs = gauge("shardloom_live_jobs", "Jobs that have not ended.", ["status"])
+        self._queue_wait_s = histogram(
             "shardloom_queue_wait_seconds",
             "Time that a job waited in the queue until an attempt was made.",
             buckets=_WAIT_BUCKETS,
-            registry=self.registry,
         )
-        self._submit_to_running_s = Histogram(
+        self._submit_to_running_s = histogram(
             "shardloom_submit_to_running_seconds",
             "Time from the submission of a job until its workers trained for the first time.",
             buckets=_WAIT_BUCKETS,
-            registry=self.registry,
         )
+        self._ended_jobs = counter(
+            "shardloom_ended_jobs", "Jobs whose end this replica stored.", ["status", "reason"]
+        )
+        self._ended_attempts = counter(
+            "shardloom_ended_attempts", "Attempts whose end this replica stored.", ["reason"]
+        )
+        self._submitted_attempts = counter(
+            "shardloom_submitted_attempts", "Attempts that the backend took from this replica."
+        )
+        self._polled_at = clock()
+        lag_s = gauge(
+            "shardloom_reconcile_lag_seconds",
+            "Time since the reconciler last listed the live jobs.",
+        )
+        lag_s.set_function(lambda: clock() - self._polled_at)
+        self._late_s = histogram(
+            "shardloom_reconcile_wait_seconds",
+            "Time that a job waited for a thread of the reconciler.",
+            buckets=_REQUEST_BUCKETS,
+        )
+        self.reconcile_s = histogram(
+            "shardloom_reconcile_seconds", "Time of one look at one job, backend included."
+        )
+        self._unreachable = counter(
+            "shardloom_backend_unreachable", "Requests that the backend did not answer."
+        )
+        self._answered_at = gauge(
+            "shardloom_backend_answered_timestamp_seconds",
+            "When the backend last answered this replica; 0 before it was asked.",
+        )
+        self._unanswered_at = gauge(
+            "shardloom_backend_unanswered_timestamp_seconds",
+            "When the backend last left a request of this replica unanswered; 0 if it never did.",
+        )
+        self._events = counter("shardloom_events_received", "Records received from drivers.")
+        self._batches = counter(
+            "shardloom_batches_received", "Batches of records received from drivers."
+        )
+        self._points = counter("shardloom_points_received", "Metric points received from drivers.")
+        self._webhook_tries = counter(
+            "shardloom_webhook_tries",
+            "Tries to deliver a message to a webhook, by what the message became.",
+            ["state"],
+        )
+        self._request_s = histogram(
+            "shardloom_request_seconds",
+            "Time until the answer to a request began.",
+            ["method", "route", "status"],
+            buckets=_REQUEST_BUCKETS,
+        )
+        self.followers = gauge("shardloom_stream_followers", "Streams that are followed now.")
+        self._store_s = histogram(
+            "shardloom_store_seconds",
+            "Time of one transaction of the store.",
+            ["kind"],
+            buckets=_STORE_BUCKETS,
+        )
+        self._start_series()
 
-    def _add_ends(self) -> None:
-        self._ended_jobs = Counter(
-            "shardloom_ended_jobs",
-            "Jobs whose end this replica stored.",
-            ["status", "reason"],
-            registry=self.registry,
-        )
-        self._ended_attempts = Counter(
-            "shardloom_ended_attempts",
-            "Attempts whose end this replica stored.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._submitted_attempts = Counter(
-            "shardloom_submitted_attempts",
-            "Attempts that the backend took from this replica.",
-            registry=self.registry,
-        )
-        # An increase from nothing to 1 is none to Prometheus: each series is there from the start.
+    def _start_series(self) -> None:
+        """Start counters at 0: to Prometheus, 1 after nothing is no increase."""
         for reason in EndReason:
             self._ended_attempts.labels(reason.value)
             self._ended_jobs.labels(JobStatus.FAILED.value, reason.value)
         self._ended_jobs.labels(JobStatus.SUCCEEDED.value, EndReason.COMPLETED.value)
         self._ended_jobs.labels(JobStatus.CANCELLED.value, EndReason.CANCELLED.value)
-
-    def _add_loop(self) -> None:
-        self._polled_at = self._clock()
-        lag_s = Gauge(
-            "shardloom_reconcile_lag_seconds",
-            "Time since the reconciler last listed the live jobs.",
-            registry=self.registry,
-        )
-        lag_s.set_function(lambda: self._clock() - self._polled_at)
-        self._late_s = Histogram(
-            "shardloom_reconcile_wait_seconds",
-            "Time that a job waited for a thread of the reconciler.",
-            buckets=_REQUEST_BUCKETS,
-            registry=self.registry,
-        )
-        self.reconcile_s = Histogram(
-            "shardloom_reconcile_seconds",
-            "Time of one look at one job, backend included.",
-            registry=self.registry,
-        )
-        self._unreachable = Counter(
-            "shardloom_backend_unreachable",
-            "Requests that the backend did not answer.",
-            registry=self.registry,
-        )
-        self._answered_at = Gauge(
-            "shardloom_backend_answered_timestamp_seconds",
-            "When the backend last answered this replica; 0 before it was asked.",
-            registry=self.registry,
-        )
-        self._unanswered_at = Gauge(
-            "shardloom_backend_unanswered_timestamp_seconds",
-            "When the backend last left a request of this replica unanswered; 0 if it never did.",
-            registry=self.registry,
-        )
-
-    def _add_ingest(self) -> None:
-        self._events = Counter(
-            "shardloom_events_received", "Records received from drivers.", registry=self.registry
-        )
-        self._batches = Counter(
-            "shardloom_batches_received",
-            "Batches of records received from drivers.",
-            registry=self.registry,
-        )
-        self._points = Counter(
-            "shardloom_points_received",
-            "Metric points received from drivers.",
-            registry=self.registry,
-        )
-        self._webhook_tries = Counter(
-            "shardloom_webhook_tries",
-            "Tries to deliver a message to a webhook, by what the message became.",
-            ["state"],
-            registry=self.registry,
-        )
         for state in DeliveryState:
             self._webhook_tries.labels(state.value)
-
-    def _add_requests(self) -> None:
-        self._request_s = Histogram(
-            "shardloom_request_seconds",
-            "Time until the answer to a request began.",
-            ["method", "route", "status"],
-            buckets=_REQUEST_BUCKETS,
-            registry=self.registry,
-        )
-        self.followers = Gauge(
-            "shardloom_stream_followers", "Streams that are followed now.", registry=self.registry
-        )
-        self._store_s = Histogram(
-            "shardloom_store_seconds",
-            "Time of one transaction of the store.",
-            ["kind"],
-            buckets=_STORE_BUCKETS,
-            registry=self.registry,
-        )
 
     def saw_live_jobs(self, jobs: Iterable[Job]) -> None:
         """Set the number of live jobs per status, and note who waits no more."""
@@ -233,15 +191,6 @@ class ServiceMetrics:
     def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
         """Count a request by the template of its route."""
         self._request_s.labels(method, route, str(status)).observe(duration_s)
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Count a stream while it is followed."""
-        self.followers.inc()
-        try:
-            yield
-        finally:
-            self.followers.dec()
 
     def watch(self, engine: Engine) -> None:
         """Time every transaction of a store."""

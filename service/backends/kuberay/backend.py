@@ -13,17 +13,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
 from service.backends.base import ClusterNeed, HostFacts, Submission
 from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
-    SELECTOR,
     ClusterOptions,
     Manifest,
     attempt_of,
@@ -48,7 +47,7 @@ from service.backends.kuberay.status import (
     observation_of,
     unix_s,
 )
-from service.backends.kuberay.watch import WATCH_S, PodProblems, RayJobWatch
+from service.backends.kuberay.watch import PodProblems, RayJobWatch
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
@@ -128,13 +127,6 @@ def is_garbage(rayjob: Mapping[str, Any], now: float) -> bool:
 _MAX_AGE_S = 30.0
 
 
-class Template(Protocol):
-    """Where the manifest comes from."""
-
-    def read(self) -> Manifest:
-        """The manifest of a RayCluster; raises `BackendUnreachable`."""
-
-
 class FileTemplate:
     """The first RayCluster in a YAML file."""
 
@@ -206,7 +198,7 @@ class KubeRayBackend:
         self,
         api: KubeApi,
         shared: RayJobsBackend | None,
-        template: Template,
+        template: FileTemplate | LiveTemplate,
         options: ClusterOptions,
         open_head: Callable[[str], RayJobsBackend],
         clock: Callable[[], float] = time.time,
@@ -220,7 +212,7 @@ class KubeRayBackend:
         self._clock = clock
         self._backoff = SubmitBackoff(clock)
         self._pod_problems = PodProblems(api, clock)
-        self._watch = RayJobWatch(_RayJobs(api), self._sweep)
+        self._watch = RayJobWatch(api, self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
         self._is_own: dict[str, bool] = {}
         # How attempts ended whose RayJobs we deleted, for the poll that finds them gone.
@@ -446,7 +438,7 @@ class KubeRayBackend:
         metadata = rayjob["metadata"]
         # A conflict says that another object has the name now: ours is gone.
         with suppress(KubeRefused):
-            self._api.delete(RAYJOBS, metadata["name"], uid=metadata["uid"])
+            self._api.delete(RAYJOBS, metadata["name"], metadata["uid"])
 
     def _sweep(self, rayjobs: list[Manifest]) -> None:
         """Delete RayJobs that nobody needs any more."""
@@ -504,19 +496,6 @@ class KubeRayBackend:
     def _forget_many(remembered: dict[str, Any]) -> None:
         if len(remembered) > _MAX_REMEMBERED:
             remembered.clear()
-
-
-class _RayJobs:
-    """The RayJobs that Shardloom made, as the watch wants them."""
-
-    def __init__(self, api: KubeApi) -> None:
-        self._api = api
-
-    def list(self) -> Manifest:
-        return self._api.list(RAYJOBS, label_selector=SELECTOR)
-
-    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
-        return self._api.watch(RAYJOBS, version, SELECTOR, WATCH_S)
 
 
 def _number(text: str | None, otherwise: float) -> float:

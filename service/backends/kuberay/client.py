@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ class KubeApi:
         """One object."""
         return self._json("get", resource, name)
 
-    def list(self, resource: Resource, **options: str) -> Manifest:
+    def list(self, resource: Resource, **query: str) -> Manifest:
         """A list object, with its `items` and `metadata.resourceVersion`."""
-        return self._json("list", resource, query=_camel(options))
+        return self._json("list", resource, query=query)
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Manifest:
         """Create an object; unknown fields are refused."""
@@ -118,14 +118,12 @@ class KubeApi:
         """Merge a change into an object."""
         return self._json("patch", resource, name, body=change)
 
-    def delete(self, resource: Resource, name: str, **preconditions: str) -> None:
+    def delete(self, resource: Resource, name: str, uid: str) -> None:
         """Delete what an object owns, and then itself; one that is not there is no error.
 
         As long as it is there, so may be its pods.
         """
-        body: Manifest = {"propagationPolicy": "Foreground"}
-        if preconditions:
-            body["preconditions"] = _camel(preconditions)
+        body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
         try:
             self._json("delete", resource, name, body=body)
         except KubeRefused as error:
@@ -160,7 +158,8 @@ class KubeApi:
         }
         # A server that is cut off says nothing: no event for longer than this is no watch.
         timeout = (self._timeout_s, duration_s + self._timeout_s)
-        with self._answer("watch", resource, query=query, timeout=timeout) as response:
+        path = resource.path(self.namespace)
+        with self._answer("watch", resource, path, query=query, timeout=timeout) as response:
             yield _events(response)
 
     # ---- one request
@@ -174,7 +173,12 @@ class KubeApi:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        with self._answer(verb, resource, name, query=query, body=body) as response:
+        path = resource.path(self.namespace, name)
+        with self._answer(verb, resource, path, query=query, body=body) as response:
+            return _object(response.data)
+
+    def _plain(self, path: str) -> Manifest:
+        with self._answer("get", Resource("", path), path) as response:
             return _object(response.data)
 
     @contextmanager
@@ -182,65 +186,37 @@ class KubeApi:
         self,
         verb: str,
         resource: Resource,
-        name: str | None = None,
+        path: str,
         *,
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         timeout: tuple[float, float] | None = None,
     ) -> Iterator[urllib3.HTTPResponse]:
-        path = resource.path(self.namespace, name)
+        content = _MERGE_PATCH if verb == "patch" else "application/json"
         try:
-            response = self._send(_METHODS[verb], path, query, body, timeout)
-            try:
+            response = self._client.call_api(
+                path,
+                _METHODS.get(verb, "GET"),
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "application/json", "Content-Type": content},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _return_http_data_only=True,
+                _request_timeout=timeout or self._timeout_s,
+            )
+            with closing(response):
                 yield response
-            finally:
-                response.close()
         except ApiException as error:
-            raise self._fault(error, verb, resource, name) from error
+            raise self._fault(error, verb, resource) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise self._silent(error) from error
+            cause = str(error) or type(error).__name__
+            raise BackendUnreachable(
+                f"no answer from Kubernetes at {self.address} ({cause[:_MAX_ERROR_CHARS]}); is its "
+                "API server up, and open to this service?"
+            ) from error
 
-    def _plain(self, path: str) -> Manifest:
-        try:
-            return _object(self._send("GET", path).data)
-        except ApiException as error:
-            raise self._fault(error, "get", Resource("", path), None) from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise self._silent(error) from error
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout: tuple[float, float] | None = None,
-    ) -> urllib3.HTTPResponse:
-        content = _MERGE_PATCH if method == "PATCH" else "application/json"
-        return self._client.call_api(
-            path,
-            method,
-            query_params=list((query or {}).items()),
-            header_params={"Accept": "application/json", "Content-Type": content},
-            body=body,
-            auth_settings=["BearerToken"],
-            _preload_content=False,
-            _return_http_data_only=True,
-            _request_timeout=timeout or self._timeout_s,
-        )
-
-    # ---- what is wrong
-
-    def _silent(self, error: Exception) -> BackendUnreachable:
-        cause = str(error) or type(error).__name__
-        return BackendUnreachable(
-            f"no answer from Kubernetes at {self.address} ({cause[:_MAX_ERROR_CHARS]}); is its "
-            "API server up, and open to this service?"
-        )
-
-    def _fault(
-        self, error: ApiException, verb: str, resource: Resource, name: str | None
-    ) -> Exception:
+    def _fault(self, error: ApiException, verb: str, resource: Resource) -> Exception:
         status, body = int(error.status or 0), _object(error.body)
         message = str(body.get("message") or error.body or error.reason)[:_MAX_ERROR_CHARS]
         known = _explained(status, body, message, verb, resource, self.namespace)
@@ -254,14 +230,8 @@ class KubeApi:
         return KubeRefused(status, str(body.get("reason", "")), message)
 
 
-_METHODS = {
-    "get": "GET",
-    "list": "GET",
-    "watch": "GET",
-    "create": "POST",
-    "patch": "PATCH",
-    "delete": "DELETE",
-}
+# Other verbs only read.
+_METHODS = {"create": "POST", "patch": "PATCH", "delete": "DELETE"}
 
 
 def _explained(
@@ -272,12 +242,14 @@ def _explained(
         return f"Kubernetes does not know our token (HTTP 401: {message}); renew the kubeconfig"
     if status == 403:
         return _forbidden(message, verb, resource, namespace)
-    if status == 404 and resource.crd and _is_unknown_kind(body):
+    details = body.get("details") or {}
+    # About the kind: a 404 about one object gives its name.
+    if status == 404 and resource.crd and not details.get("name"):
         return (
             f"Kubernetes does not know {resource.plural}: the CRD {resource.crd} is missing; "
             "install KubeRay v1.7.0"
         )
-    if status == 404 and (body.get("details") or {}).get("kind") == "namespaces":
+    if status == 404 and details.get("kind") == "namespaces":
         return f"the namespace {namespace} is missing ({message}); SHARDLOOM_KUBERAY_NAMESPACE"
     return None
 
@@ -296,23 +268,12 @@ def _forbidden(message: str, verb: str, resource: Resource, namespace: str) -> s
     )
 
 
-def _is_unknown_kind(body: Manifest) -> bool:
-    """Whether a 404 is about the kind and not about one object, whose name it would give."""
-    return not (body.get("details") or {}).get("name")
-
-
 def _object(data: bytes | str | None) -> Manifest:
     try:
         found = json.loads(data or "{}")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _camel(options: Mapping[str, str]) -> dict[str, str]:
-    """Python's names of parameters as Kubernetes spells them."""
-    words = ((name.split("_"), value) for name, value in options.items())
-    return {first + "".join(map(str.title, rest)): value for (first, *rest), value in words}
 
 
 def _events(response: urllib3.HTTPResponse) -> Iterator[Manifest]:

@@ -118,30 +118,26 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
     Raises `SubmissionRefused` where the group is no usable one.
     """
     try:
-        return _shape_of(group)
+        (container, *_) = group["template"]["spec"]["containers"]
+        resources = container.get("resources", {})
+        amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
+        start = group.get("rayStartParams") or {}
+        gpus = sum(quantity(amount) for name, amount in amounts.items() if name.endswith("/gpu"))
+        # Ray rounds a share of a CPU up.
+        cpus = math.ceil(quantity(amounts.get("cpu", 0)))
+        return GroupShape(
+            name=group["groupName"],
+            num_cpus=float(start.get("num-cpus", cpus)),
+            num_gpus=float(start.get("num-gpus", gpus)),
+            memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
+            num_hosts=int(group.get("numOfHosts", 1)),
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise SubmissionRefused(
             f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
             f"{error}); the template is no usable RayCluster, compare it with "
             "k8s/base/raycluster.yaml"
         ) from error
-
-
-def _shape_of(group: Mapping[str, Any]) -> GroupShape:
-    (container, *_) = group["template"]["spec"]["containers"]
-    resources = container.get("resources", {})
-    amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
-    start = group.get("rayStartParams") or {}
-    gpus = sum(quantity(amount) for name, amount in amounts.items() if name.endswith("/gpu"))
-    # Ray rounds a share of a CPU up.
-    cpus = math.ceil(quantity(amounts.get("cpu", 0)))
-    return GroupShape(
-        name=group["groupName"],
-        num_cpus=float(start.get("num-cpus", cpus)),
-        num_gpus=float(start.get("num-gpus", gpus)),
-        memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
-        num_hosts=int(group.get("numOfHosts", 1)),
-    )
 
 
 def quantity(text: str | float) -> float:
@@ -156,12 +152,7 @@ def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
     """The hosts of a cluster at its largest, which have no addresses yet."""
     shape = size.shape
     return tuple(
-        HostFacts(
-            address=f"{shape.name}-{index}",
-            num_cpus=shape.num_cpus,
-            num_gpus=shape.num_gpus,
-            memory_bytes=shape.memory_bytes,
-        )
+        HostFacts(f"{shape.name}-{index}", shape.num_cpus, shape.num_gpus, shape.memory_bytes)
         for index in range(size.max_pods)
     )
 
@@ -277,10 +268,7 @@ def is_submitted(rayjob: Mapping[str, Any]) -> bool:
 
 
 def rayjob_of(
-    submission: Submission,
-    template: Mapping[str, Any],
-    options: ClusterOptions,
-    nonce: str = "0",
+    submission: Submission, template: Mapping[str, Any], options: ClusterOptions, nonce: str = "0"
 ) -> Manifest:
     """The RayJob of an attempt, from the manifest of a RayCluster.
 
@@ -321,12 +309,7 @@ def rayjob_of(
         job["activeDeadlineSeconds"] = need.deadline_s
     if submission.code_uris:
         job["runtimeEnvYAML"] = yaml.safe_dump({"py_modules": list(submission.code_uris)})
-    return {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": "RayJob",
-        "metadata": metadata,
-        "spec": job,
-    }
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RayJob", "metadata": metadata, "spec": job}
 
 
 def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Manifest:

@@ -52,8 +52,8 @@ _UNREACHED = (
 )
 
 
-def observation_of(rayjob: Mapping[str, Any], obstacle: str = "") -> Observation:
-    """What a RayJob says; `obstacle` is what keeps its pods from running, if anything does."""
+def observation_of(rayjob: Mapping[str, Any], pod_problem: str = "") -> Observation:
+    """What a RayJob says; `pod_problem` is what keeps its pods from running, if anything does."""
     status = rayjob.get("status") or {}
     deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     if is_evicted(rayjob):
@@ -67,7 +67,7 @@ def observation_of(rayjob: Mapping[str, Any], obstacle: str = "") -> Observation
         return Observation(state, _message(status))
     if is_over(rayjob):
         return _failure(status)
-    return Observation(ObservedState.PENDING, _wait(rayjob, status, obstacle))
+    return Observation(ObservedState.PENDING, _pending_message(rayjob, status, pod_problem))
 
 
 def is_over(rayjob: Mapping[str, Any]) -> bool:
@@ -132,15 +132,15 @@ def _message(status: Mapping[str, Any]) -> str:
     return str(status.get("message") or "").partition(", last available logs")[0][:_MAX_CHARS]
 
 
-def _wait(rayjob: Mapping[str, Any], status: Mapping[str, Any], obstacle: str) -> str:
+def _pending_message(rayjob: Mapping[str, Any], status: Mapping[str, Any], pod_problem: str) -> str:
     """Why a job has not started yet."""
     metadata = rayjob["metadata"]
     if is_suspended(rayjob):
         queue = (metadata.get("labels") or {}).get(QUEUE)
         what = f"admission by Kueue queue {queue}" if queue else "spec.suspend to be lifted"
         return f"its cluster waits for {what}"
-    if obstacle:
-        return f"its cluster does not start: {obstacle}"
+    if pod_problem:
+        return f"its cluster does not start: {pod_problem}"
     cluster = status.get("rayClusterStatus") or {}
     if status.get("jobStatusCheckFailureStartTime"):
         url = status.get("dashboardURL", "its address")
@@ -156,7 +156,7 @@ def _wait(rayjob: Mapping[str, Any], status: Mapping[str, Any], obstacle: str) -
     return "its RayJob waits for KubeRay's operator (if that lasts: is it at work?)"
 
 
-def obstacle_in(
+def pod_problem_in(
     pods: Sequence[Manifest], events: Sequence[Manifest] = (), now: float | None = None
 ) -> str:
     """What keeps pods from running, in a sentence, with where it was seen; empty if nothing does.

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from service.backends.kuberay.client import EVENTS, PODS, KubeApi, KubeRefused, Resource
-from service.backends.kuberay.manifest import Manifest
-from service.backends.kuberay.status import is_suspended, obstacle_in
+from service.backends.kuberay.client import EVENTS, PODS, RAYJOBS, KubeApi, KubeRefused, Resource
+from service.backends.kuberay.manifest import SELECTOR, Manifest
+from service.backends.kuberay.status import is_suspended, pod_problem_in
 from service.errors import BackendUnreachable
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,13 @@ class PodProblems:
 
     def _ask(self, name: str, cluster: str) -> str:
         """Pods tell most; events of those that could not be made, and of the cluster itself."""
-        pods = self._items(PODS, label_selector=f"ray.io/cluster={cluster}")
-        found = obstacle_in(pods)
-        if found:
+        pods = self._items(PODS, labelSelector=f"ray.io/cluster={cluster}")
+        if found := pod_problem_in(pods):
             return found
         events: list[Manifest] = []
         for each in (name, cluster):
-            events += self._items(EVENTS, field_selector=f"involvedObject.name={each}")
-        return obstacle_in((), events, self._clock())
+            events += self._items(EVENTS, fieldSelector=f"involvedObject.name={each}")
+        return pod_problem_in((), events, self._clock())
 
     def _items(self, resource: Resource, **selector: Any) -> list[Manifest]:
         return list(self._api.list(resource, **selector).get("items") or [])
@@ -77,16 +76,6 @@ _MAX_PAUSE_S = 30.0
 # A stream that ends sooner was none: a server may refuse each, and a proxy cut each.
 _SHORT_S = 1.0
 _GONE = 410
-
-
-class Source(Protocol):
-    """Where the objects are."""
-
-    def list(self) -> Manifest:
-        """All of them, with `metadata.resourceVersion`."""
-
-    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
-        """Events after a version."""
 
 
 class WatchExpired(Exception):
@@ -126,24 +115,25 @@ class WatchCache:
 
 
 class RayJobWatch:
-    """A thread that keeps a `WatchCache` of what `source` has.
+    """A thread that keeps a `WatchCache` of the RayJobs that Shardloom made.
 
     `on_turn` gets all objects after each list and each watch, which is about once a minute.
     """
 
     def __init__(
         self,
-        source: Source,
+        api: KubeApi,
         on_turn: Callable[[list[Manifest]], None] = lambda objects: None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
-        self._source = source
+        self._api = api
         self._on_turn = on_turn
         self._cache = WatchCache()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._pause = pause or self._closing.wait
-        self._is_live = False
+        # Whether what is known here is what the server says now.
+        self.is_live = False
         self._thread = threading.Thread(target=self._run, name="rayjobs", daemon=True)
 
     def start(self) -> None:
@@ -154,15 +144,10 @@ class RayJobWatch:
         """Watch no more; a stream that is open ends by itself, and nothing of it is used."""
         self._closing.set()
 
-    @property
-    def is_live(self) -> bool:
-        """Whether what is known here is what the server says now."""
-        return self._is_live
-
     def find(self, name: str) -> Manifest | None:
         """An object as it is now; None where it is not known, or nothing is."""
         with self._lock:
-            return self._cache.objects.get(name) if self._is_live else None
+            return self._cache.objects.get(name) if self.is_live else None
 
     def all(self) -> list[Manifest]:
         """Every object that is known."""
@@ -171,62 +156,57 @@ class RayJobWatch:
 
     def _run(self) -> None:
         failures = 0
-        while not self._closing.is_set():
-            began = time.monotonic()
-            is_well = self.follow()
-            lasted_s = time.monotonic() - began
-            if is_well and lasted_s > _SHORT_S:
-                failures = 0
-                continue
-            is_first = lasted_s > _MAX_PAUSE_S
-            failures = 1 if is_first else failures + 1
-            self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+        try:
+            while not self._closing.is_set():
+                began = time.monotonic()
+                is_well = self.follow()
+                lasted_s = time.monotonic() - began
+                if is_well and lasted_s > _SHORT_S:
+                    failures = 0
+                    continue
+                is_first = lasted_s > _MAX_PAUSE_S
+                failures = 1 if is_first else failures + 1
+                self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+        finally:
+            self._lose(is_expired=True)
 
     def follow(self) -> bool:
         """List if that is needed, then watch until the stream ends; whether it ended well."""
         try:
             if self._cache.version is None:
-                self._relist()
+                listed = self._api.list(RAYJOBS, labelSelector=SELECTOR)
+                with self._lock:
+                    self._cache.replace(listed)
             assert self._cache.version is not None
-            with self._source.watch(self._cache.version) as events:
-                self._is_live = True
+            with self._api.watch(RAYJOBS, self._cache.version, SELECTOR, WATCH_S) as events:
+                self.is_live = True
                 for event in events:
-                    self._take(event)
+                    with self._lock:
+                        self._cache.apply(event)
                     if self._closing.is_set():
                         return True
             if not self._closing.is_set():
                 self._on_turn(self.all())
-        except WatchExpired:
-            self._lose(is_expired=True)
-        except KubeRefused as error:
-            self._lose(is_expired=error.status == _GONE)
-            if error.status != _GONE and not self._closing.is_set():
+            return True
+        except (WatchExpired, KubeRefused) as error:
+            is_expired = isinstance(error, WatchExpired) or error.status == _GONE
+            self._lose(is_expired=is_expired)
+            if not is_expired and not self._closing.is_set():
                 logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
-            if error.status != _GONE:
-                return False
+            return is_expired
         except BackendUnreachable as error:
             self._lose(is_expired=False)
             logger.info("the watch of RayJobs broke: %s", error)
             return False
-        except Exception:
-            # Whatever came was no event: nothing of what is known may be relied on.
+        except (AttributeError, KeyError, TypeError, ValueError):
+            # What came was no event: nothing of what is known may be relied on.
             self._lose(is_expired=True)
             if not self._closing.is_set():
                 logger.exception("the watch of RayJobs broke")
             return False
-        return True
-
-    def _relist(self) -> None:
-        listed = self._source.list()
-        with self._lock:
-            self._cache.replace(listed)
-
-    def _take(self, event: Manifest) -> None:
-        with self._lock:
-            self._cache.apply(event)
 
     def _lose(self, *, is_expired: bool) -> None:
         with self._lock:
-            self._is_live = False
+            self.is_live = False
             if is_expired:
                 self._cache.version = None

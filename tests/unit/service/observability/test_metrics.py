@@ -68,7 +68,7 @@ def test_records_batches_and_points_are_counted(api: Api) -> None:
 
 def test_followers_are_counted_while_they_follow() -> None:
     telemetry = ServiceMetrics()
-    with telemetry.following(), telemetry.following():
+    with telemetry.followers.track_inprogress(), telemetry.followers.track_inprogress():
         assert _value(telemetry, "shardloom_stream_followers") == 2
     assert _value(telemetry, "shardloom_stream_followers") == 0
 

@@ -14,7 +14,7 @@ from service.backends.kuberay.status import (
     is_given_up,
     is_over,
     observation_of,
-    obstacle_in,
+    pod_problem_in,
 )
 from service.domain.models import EndReason, ObservedState
 from service.domain.retries import RULES, Budget
@@ -138,14 +138,14 @@ def test_pods_say_what_keeps_them() -> None:
         "reason": "Unschedulable",
         "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     }
-    found = obstacle_in([_pod(phase="Pending", conditions=[unscheduled])])
+    found = pod_problem_in([_pod(phase="Pending", conditions=[unscheduled])])
     assert found == f"pod pod-1: Unschedulable: {unscheduled['message']}"
     stuck = _pod(containerStatuses=[_waiting("ImagePullBackOff")])
     # What somebody has to mend comes before what may change by itself.
-    both = obstacle_in([_pod(conditions=[unscheduled]), stuck])
+    both = pod_problem_in([_pod(conditions=[unscheduled]), stuck])
     assert both == "pod pod-1: ImagePullBackOff: no such image"
-    assert obstacle_in([_pod(containerStatuses=[_waiting("ContainerCreating")])]) == ""
-    assert "ErrImagePull" in obstacle_in([_pod(initContainerStatuses=[_waiting("ErrImagePull")])])
+    assert pod_problem_in([_pod(containerStatuses=[_waiting("ContainerCreating")])]) == ""
+    assert "ErrImagePull" in pod_problem_in([_pod(initContainerStatuses=[_waiting("ErrImagePull")])])
 
 
 def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None:
@@ -155,14 +155,14 @@ def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None
         | {"lastTimestamp": None, "eventTime": "2026-01-02T00:00Z"},
         {"type": "Normal", "reason": "Fine", "message": "c", "lastTimestamp": "2026-01-03T00:00Z"},
     ]
-    assert obstacle_in([], events) == "FailedToCreateHeadPod: exceeded quota: team"
+    assert pod_problem_in([], events) == "FailedToCreateHeadPod: exceeded quota: team"
 
 
 def test_warnings_of_long_ago_are_over() -> None:
     event = {"type": "Warning", "reason": "FailedToCreateRayCluster", "message": "quota"}
     event["lastTimestamp"] = "2026-01-01T00:00:00Z"
-    assert "FailedToCreateRayCluster" in obstacle_in([], [event], _CREATED_AT + 60)
-    assert obstacle_in([], [event], _CREATED_AT + 3600) == ""
+    assert "FailedToCreateRayCluster" in pod_problem_in([], [event], _CREATED_AT + 60)
+    assert pod_problem_in([], [event], _CREATED_AT + 3600) == ""
 
 
 @given(st.sampled_from(_DEPLOYMENTS), st.sampled_from(_JOBS), st.booleans(), st.booleans())

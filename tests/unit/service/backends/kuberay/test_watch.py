@@ -57,7 +57,7 @@ class Server:
         about = {"name": name, "resourceVersion": str(self.version)}
         return {"metadata": about, "value": value}
 
-    def list(self) -> dict[str, Any]:
+    def list(self, *_args: Any, **_query: str) -> dict[str, Any]:
         self.num_lists += 1
         if self._trouble() == "away":
             raise BackendUnreachable("nobody is there")
@@ -65,7 +65,7 @@ class Server:
         return {"metadata": {"resourceVersion": str(self.version)}, "items": items}
 
     @contextmanager
-    def watch(self, version: str) -> Iterator[Iterator[dict[str, Any]]]:
+    def watch(self, _resource: object, version: str, *_args: Any) -> Iterator[Iterator[dict[str, Any]]]:
         trouble = self._trouble()
         if trouble == "away":
             raise BackendUnreachable("nobody is there")

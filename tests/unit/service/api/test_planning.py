@@ -47,7 +47,7 @@ def test_a_group_on_each_host_lets_the_others_train_on() -> None:
     plan = plan_of(job({"min": 2, "max": 6}, survive={"hosts": 1}), hosts(2, 2, 2))
     assert (plan.min_workers, plan.world_size, plan.num_replicas) == (2, 6, 3)
     assert plan.placement == "inter_host"
-    assert plan.sharding_groups == [[0, 1], [2, 3], [4, 5]]
+    assert plan.sharding_groups == ((0, 1), (2, 3), (4, 5))
     assert plan.after_loss == "a lost host takes down one of 3 groups; the others train on"
     assert plan.num_hosts_needed == 2
     assert plan.obstacle == ""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from service.cli import stack
 from service.cli.artifacts import comparison, exports_table, moment
-from service.dashboard.views import export_lines
+from service.dashboard import fragments
 from service.schemas.jobs import ExportOut
 from tests.harness.builders import (
     NOW,
@@ -249,10 +249,11 @@ def test_exports_are_listed_with_where_they_stand() -> None:
 def test_only_what_is_done_can_be_downloaded_from_the_dashboard() -> None:
     job = queued_job()
     queued = export_out(status="queued", step=None, size_bytes=None, report=None)
-    waiting, done = export_lines(job, [queued, export_out()], NOW)
-    assert waiting.href == ""
-    assert done.href == f"/v1/jobs/{job.id}/exports/x-0000c0de/archive"
-    assert "0.8604 as trained, 0.8605 exported" in done.message
+    html = fragments.exports(job, [queued, export_out()], NOW)
+    waiting, done = html.split("<tr>")[2:]
+    assert "href" not in waiting
+    assert f'href="/v1/jobs/{job.id}/exports/x-0000c0de/archive"' in done
+    assert "0.8604 as trained, 0.8605 exported" in done
 
 
 # ---- `--code`

@@ -43,7 +43,7 @@ from service.db.idempotency import IdempotencyStore
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
-from service.errors import PortInUse, ServiceError, UnsafeAddress
+from service.errors import ServiceError
 from service.files import make_private
 from service.jobs.export_runner import ExportRunner
 from service.network import is_loopback
@@ -64,15 +64,15 @@ _GZIP_LEVEL = 4
 
 
 def check_address(settings: Settings, *, has_credentials: bool) -> None:
-    """Raise `UnsafeAddress` where the service would let anybody on the network in, or nobody."""
+    """Raise `ServiceError` where the service would let anybody on the network in, or nobody."""
     where = f"SHARDLOOM_HOST={settings.host}"
     if settings.auth == "local" and not is_loopback(settings.host):
-        raise UnsafeAddress(
+        raise ServiceError(
             f"{where} can be reached from the network, and SHARDLOOM_AUTH=local would let anybody "
             "in: set SHARDLOOM_AUTH=required, or listen on 127.0.0.1"
         )
     if settings.auth == "required" and not has_credentials:
-        raise UnsafeAddress(
+        raise ServiceError(
             f"{where} with SHARDLOOM_AUTH=required, but there is no API key yet, so that nobody "
             "could call: make the first one with `shardloom keys create NAME --admin` (it works "
             "directly on the database), or set SHARDLOOM_OIDC_ISSUER"
@@ -241,7 +241,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; raises `PortInUse` before anything else is touched."""
+    """Serve until SIGINT or SIGTERM; it binds its port before anything else is touched."""
     check_address(settings, has_credentials=True)
     # A request that comes back from the database waits this long for a thread that computes, and
     # does so many times: at Python's own 5 ms that adds up to most of an answer's time.
@@ -276,7 +276,7 @@ def _has_credentials(app: FastAPI) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; raises `PortInUse` if the address cannot be had."""
+    """A listening socket; raises `ServiceError` if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -286,7 +286,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise PortInUse(host, port, error.strerror or str(error)) from error
+        raise ServiceError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); is another service "
+            "running? Stop it or set SHARDLOOM_PORT to a free port"
+        ) from error
     return listener
 
 

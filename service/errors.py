@@ -174,19 +174,6 @@ class ReconcilerDied(ServiceError):
         )
 
 
-class PortInUse(ServiceError):
-    """The service cannot listen where it was told to."""
-
-    code = "port_in_use"
-    title = "Port in use"
-
-    def __init__(self, host: str, port: int, cause: str) -> None:
-        super().__init__(
-            f"cannot listen on {host}:{port} ({cause}); is another service running? "
-            "Stop it or set SHARDLOOM_PORT to a free port"
-        )
-
-
 # ---- logs, checkpoints, traces, exports, code
 
 
@@ -302,31 +289,6 @@ class CodeStoreFull(ServiceError):
 
 
 # ---- jobs, their attempts and what they report
-
-
-class RanksUnknown(InvalidRequest):
-    """A request names ranks that the job does not have."""
-
-    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
-        message = f"no such rank: workers are numbered 0 to {world_size - 1}"
-        unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
-        super().__init__([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
-
-
-class SizeRefused(InvalidRequest):
-    """A job cannot train with the number of workers that a request names."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__([FieldProblem("workers", code, message)])
-
-
-class HostUnknown(InvalidRequest):
-    """A request names a host that has none of the job's workers."""
-
-    def __init__(self, host: str, known: Sequence[str]) -> None:
-        hosts = ", ".join(known) or "none yet"
-        message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
-        super().__init__([FieldProblem("host", "host", message)])
 
 
 class JobNotFound(NotFound):
@@ -609,13 +571,6 @@ class SecretKeyUnusable(ServiceError):
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"{cause} (SHARDLOOM_SECRET_KEY)")
-
-
-class UnsafeAddress(ServiceError):
-    """The service would listen on a network without authentication."""
-
-    code = "unsafe_address"
-    title = "Unsafe address"
 
 
 class KeyNotFound(NotFound):

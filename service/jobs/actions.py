@@ -37,7 +37,7 @@ from service.domain.timeline import (
 )
 from service.errors import (
     CheckpointNotFound,
-    HostUnknown,
+    InvalidRequest,
     JobActive,
     JobEnded,
     JobNotEnded,
@@ -46,7 +46,6 @@ from service.errors import (
     JobNotRunning,
     JobUnreadable,
     LayoutUnknown,
-    SizeRefused,
     StaleVersion,
     StorageUnavailable,
     VersionChanged,
@@ -67,6 +66,7 @@ from service.settings import Settings
 from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
+from trainer.spec.base import FieldProblem
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import check_depth, set_values
 
@@ -368,7 +368,7 @@ def request_resize(
 ) -> ResizeRequest:
     """Ask a running job for another number of workers.
 
-    Raises `JobNotFound`, `SizeRefused`, and as conflicts `JobNotRunning` and `LayoutUnknown`;
+    Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `LayoutUnknown`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
 
@@ -391,7 +391,7 @@ def request_drain(
 ) -> ResizeRequest:
     """Ask a running job to leave a host, or with `undo` to use it again.
 
-    Raises as `request_resize`, with `HostUnknown` for a host that has none of the job's workers.
+    Raises as `request_resize`, `InvalidRequest` for a host that has none of the job's workers.
     """
 
     def change(job: Job, known: ResizeRequest) -> ResizeRequest:
@@ -400,7 +400,9 @@ def request_drain(
         if host not in known.drain_hosts:
             hosts = known_hosts(job, read_timeline(store, job.id, (STARTED,)))
             if host not in hosts:
-                raise HostUnknown(host, hosts)
+                known_ones = ", ".join(hosts) or "none yet"
+                message = f"no worker of the job is on '{host}'; its hosts: {known_ones}"
+                raise InvalidRequest([FieldProblem("host", "host", message)])
         return known.model_copy(update={"drain_hosts": known.drain_hosts | {host}})
 
     message = f"host {host} may be used again" if undo else f"drain of host {host} requested"
@@ -416,22 +418,23 @@ def legal_sizes(job: Job) -> list[int]:
 
 
 def check_size(job: Job, num_workers: int) -> None:
-    """Raise `SizeRefused` if a job cannot train with so many workers, and `LayoutUnknown`."""
+    """Raise `InvalidRequest` if a job cannot train with so many workers, and `LayoutUnknown`."""
     legal, sizes = legal_sizes(job), job.spec.parallelism
     if num_workers in legal:
         return
     if not sizes.is_elastic:
-        raise SizeRefused(
-            "fixed_size",
+        message = (
             f"the job was submitted with {sizes.world_size} workers and keeps them; submit it with "
-            "parallelism.workers: {min, max} to change its size while it trains",
+            "parallelism.workers: {min, max} to change its size while it trains"
         )
+        raise InvalidRequest([FieldProblem("workers", "fixed_size", message)])
     why = f"it trains with {sizes.min_workers} to {sizes.world_size} workers"
     why += f" in groups of {_group_size(job)}"
     if copies_needed(job):
         why += f", and survive needs {copies_needed(job)} groups"
     listed = ", ".join(str(size) for size in legal)
-    raise SizeRefused("size", f"{num_workers} workers do not fit: {why}; possible: {listed}")
+    message = f"{num_workers} workers do not fit: {why}; possible: {listed}"
+    raise InvalidRequest([FieldProblem("workers", "size", message)])
 
 
 def _group_size(job: Job) -> int:

@@ -19,8 +19,8 @@ from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus, TimelineEvent
 from service.domain.timeline import _NAME_PATTERN, REQUESTED, WITHDRAWN, WRITTEN, Trace, traces_of
 from service.errors import (
+    InvalidRequest,
     JobNotRunning,
-    RanksUnknown,
     StaleVersion,
     StorageUnavailable,
     TraceNotFound,
@@ -29,6 +29,7 @@ from service.errors import (
 from service.files import is_below
 from service.jobs.actions import read_timeline, retry_if_stale
 from trainer.protocol.run_dir import RunDir, trace_name
+from trainer.spec.base import FieldProblem
 
 # A request that brought nothing for so long does not stand in the way of another.
 PATIENCE_S = 600.0
@@ -49,7 +50,7 @@ def request_trace(
 ) -> TraceRequest:
     """Ask the workers of a running job for a trace of their next steps.
 
-    Raises `JobNotFound`, `RanksUnknown`, and as conflicts `JobNotRunning` and `TracePending`;
+    Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `TracePending`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
 
@@ -97,8 +98,10 @@ def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -
 
 def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
     world_size = job.spec.parallelism.world_size
-    if any(rank >= world_size for rank in ranks):
-        raise RanksUnknown(ranks, world_size)
+    unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
+    if unknown:
+        message = f"no such rank: workers are numbered 0 to {world_size - 1}"
+        raise InvalidRequest([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
     if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
         raise JobNotRunning(job.id, job.status)
     chosen = tuple(sorted(set(ranks)))

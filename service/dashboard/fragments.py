@@ -35,23 +35,11 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_templates.filters |= {
-    "clock": format.clock,
-    "duration": format.duration,
-    "grouped": format.grouped,
-    "metrics_line": format.metrics_line,
-    "ratio": format.ratio,
-    "size": format.size,
-    "utc": format.utc,
-}
-_templates.globals |= {
-    "end_tone": views.end_tone,
-    "event_tone": views.event_tone,
-    "export_errors": views.export_errors,
-    "metric": format.metric,
-    "num_colours": views.NUM_HOST_COLOURS,
-    "shard_text": shard_text,
-}
+_FILTERS = ("clock", "duration", "grouped", "metrics_line", "ratio", "size", "utc")
+_FUNCTIONS = (format.metric, shard_text, views.end_tone, views.event_tone, views.export_errors)
+_templates.filters |= {name: getattr(format, name) for name in _FILTERS}
+_templates.globals |= {each.__name__: each for each in _FUNCTIONS}
+_templates.globals["num_colours"] = views.NUM_HOST_COLOURS
 
 
 def render(template: str, **values: object) -> str:

@@ -248,7 +248,10 @@ def serve(settings: Settings) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with bind(settings.host, settings.port) as listener:
         app = build_app(settings)
-        check_address(settings, has_credentials=_has_credentials(app))
+        security: Security = app.state.context.security
+        has_key = security.keys.has_usable_key(time.time())
+        can_sign_in = has_key or security.authenticator.knows_provider
+        check_address(settings, has_credentials=can_sign_in)
         config = uvicorn.Config(
             app,
             ssl_certfile=settings.ssl_certfile,
@@ -265,14 +268,6 @@ def serve(settings: Settings) -> None:
             server.run(sockets=[listener])
         if not server.started:
             raise ServiceError("the app did not start; the log above says why")
-
-
-def _has_credentials(app: FastAPI) -> bool:
-    """Whether anybody could sign in."""
-    context: Context = app.state.context
-    return context.security.authenticator.knows_provider or context.security.keys.has_usable_key(
-        time.time()
-    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -31,8 +31,7 @@ from service.client.errors import (
     ShardloomError,
 )
 from service.client.transport import DEFAULT_URL, RetryPolicy
-from service.domain.sharding import JobPlan
-from service.schemas.jobs import JobDetail, JobSummary
+from service.schemas.jobs import JobDetail, JobPlan, JobSummary
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from service.backends.base import HostFacts, cluster_text
 from service.domain.membership import sizes_of_spec
-from service.domain.sharding import JobPlan, LayoutOption
+from service.schemas.jobs import JobPlan, LayoutOption
 from trainer.layout.choice import Choice, candidates, choose, need_of
 from trainer.layout.layout import LayoutError
 from trainer.spec.job import JobSpec

@@ -24,7 +24,6 @@ from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
 from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path
 from service.domain.models import JobStatus
-from service.domain.sharding import JobPlan
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
 from service.schemas.jobs import (
@@ -33,6 +32,7 @@ from service.schemas.jobs import (
     CodeOut,
     DeletedJob,
     JobDetail,
+    JobPlan,
     JobSummary,
     MetricsOut,
     ProgressOut,

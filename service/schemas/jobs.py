@@ -202,6 +202,49 @@ class JobDetail(JobSummary):
     secret_names: list[str] = Field(default=[], description="Names of the job's secrets.")
 
 
+class LayoutOption(ApiModel):
+    """A layout and its price. Of a full sync, `sync_bytes` travel from and to each worker."""
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    num_hosts_per_shard: int = Field(description="Hosts with a copy, of the shard with fewest.")
+    memory_overhead_bytes: int | None = Field(description="What other copies cost each worker.")
+    sync_bytes: int | None
+    sync_latency_s: float | None
+    is_chosen: bool
+
+
+class JobPlan(ApiModel):
+    """What a dry run answers: the checked spec and the groups that it would form.
+
+    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided; `options`
+    are what it could become. `obstacle` says why the job could not start on the cluster as it is.
+    """
+
+    spec: JobSpec
+    min_workers: int
+    world_size: int
+    shard_group_size: int | None
+    num_replicas: int | None
+    placement: str | None
+    sharding_groups: tuple[tuple[int, ...], ...]
+    replica_groups: tuple[tuple[int, ...], ...]
+    moment_scale: float | None
+    cluster: str
+    obstacle: str
+    reason: str
+    after_loss: str
+    table_bytes: int | None
+    num_hosts_needed: int | None
+    layout: LayoutOption | None
+    options: tuple[LayoutOption, ...]
+
+
 class CodeOut(ApiModel):
     """Uploaded code: `id` is what `model.code` of a spec names."""
 

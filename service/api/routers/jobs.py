@@ -27,7 +27,6 @@ from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
-from service.domain.sharding import JobPlan
 from service.errors import StorageUnavailable
 from service.jobs.actions import (
     cancel_job,
@@ -49,6 +48,7 @@ from service.schemas.jobs import (
     DeletedJob,
     DrainHost,
     JobDetail,
+    JobPlan,
     JobSummary,
     RemainingPathOut,
     ResizeJob,

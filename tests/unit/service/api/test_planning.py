@@ -13,8 +13,8 @@ from rich.console import Console
 from service.api.planning import plan_of, rooms, worker_bytes
 from service.backends.base import HostFacts
 from service.cli.submit import plan_page
-from service.domain.sharding import JobPlan
 from service.jobs.submit import with_table_sizes
+from service.schemas.jobs import JobPlan
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.builders import spec
 from trainer.spec import load_spec

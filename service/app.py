@@ -269,10 +269,8 @@ def serve(settings: Settings) -> None:
 
 def _has_credentials(app: FastAPI) -> bool:
     """Whether anybody could sign in."""
-    context: Context = app.state.context
-    return context.security.authenticator.knows_provider or context.security.keys.has_usable_key(
-        time.time()
-    )
+    security: Security = app.state.context.security
+    return security.authenticator.verifier is not None or security.keys.has_usable_key(time.time())
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -95,9 +95,6 @@ class Authenticator:
     def sign_out(self, cookie: str) -> None:
         self.keys.end_session(hash_of(cookie))
 
-    def csrf_token(self, cookie: str) -> str:
-        return self.master.csrf_token(cookie)
-
     def forget_key(self, key_id: str) -> None:
         """Notice at once that a key was revoked."""
         with self._lock:

@@ -250,7 +250,7 @@ def serve(settings: Settings) -> None:
         app = build_app(settings)
         security: Security = app.state.context.security
         has_key = security.keys.has_usable_key(time.time())
-        can_sign_in = has_key or security.authenticator.knows_provider
+        can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)
         config = uvicorn.Config(
             app,

@@ -246,7 +246,7 @@ class AuthenticationMiddleware:
         is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
         if principal is not None and principal.kind == "session" and not is_form:
             cookie = connection.cookies.get(SESSION_COOKIE, "")
-            expected = self._security.authenticator.csrf_token(cookie)
+            expected = self._security.master.csrf_token(cookie)
             if headers.get(CSRF_HEADER) != expected:
                 raise CsrfRefused
 

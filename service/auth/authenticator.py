@@ -60,11 +60,6 @@ class Authenticator:
         self._cache: dict[str, tuple[float, ApiKey, str]] = {}
         self._noted_at: dict[str, float] = {}
 
-    @property
-    def knows_provider(self) -> bool:
-        """Whether tokens of an identity provider count."""
-        return self.verifier is not None
-
     def is_quick(self, credentials: Credentials) -> bool:
         """Whether `principal_of` answers without asking database or provider."""
         is_attempt = (credentials.bearer or "").startswith(ATTEMPT_TOKEN_PREFIX)
@@ -99,9 +94,6 @@ class Authenticator:
 
     def sign_out(self, cookie: str) -> None:
         self.keys.end_session(hash_of(cookie))
-
-    def csrf_token(self, cookie: str) -> str:
-        return self.master.csrf_token(cookie)
 
     def forget_key(self, key_id: str) -> None:
         """Notice at once that a key was revoked."""

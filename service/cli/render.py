@@ -373,7 +373,8 @@ def _positions_text(plan: TablePlan) -> str:
 
 def _loads_line(workers: WorkersStarted) -> str:
     loads = loads_of(workers.tables, workers.shard_group_size)
-    held = ", ".join(f"{load.position}: {human_bytes(load.size_bytes)}" for load in loads)
+    sizes = (human_bytes(sum(load.values())) for load in loads)
+    held = ", ".join(f"{position}: {size}" for position, size in enumerate(sizes))
     ratio = imbalance(loads)
     return f"per position  {held}" + (f"  (imbalance {ratio:.2f})" if ratio else "")
 

@@ -74,7 +74,7 @@ async def sign_in(request: Request, context: ContextDep) -> Response:
         SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
     )
     # Scripts of our own pages send it back in a header.
-    csrf_token = authenticator.csrf_token(token)
+    csrf_token = authenticator.master.csrf_token(token)
     answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
     return answer
 
@@ -85,7 +85,7 @@ async def sign_out(request: Request, context: ContextDep) -> Response:
     cookie = request.cookies.get(SESSION_COOKIE, "")
     form = await _form_of(request)
     authenticator = context.security.authenticator
-    if cookie and form.get("csrf") != authenticator.csrf_token(cookie):
+    if cookie and form.get("csrf") != authenticator.master.csrf_token(cookie):
         raise CsrfRefused
     if cookie:
         await run_in_threadpool(authenticator.sign_out, cookie)

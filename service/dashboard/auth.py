@@ -83,7 +83,7 @@ def account_menu() -> None:
     cookie = ui.context.client.request.cookies.get(SESSION_COOKIE, "")
     ui.label(reader().name.removeprefix("key:")).classes("account-name")
     with ui.element("form").props('method="post" action="/logout"').classes("account-form"):
-        token = _rules.security.authenticator.csrf_token(cookie)
+        token = _rules.security.master.csrf_token(cookie)
         ui.element("input").props(f'type="hidden" name="csrf" value="{token}"')
         with ui.element("button").props('type="submit"').classes("account-button"):
             ui.label("Sign out")

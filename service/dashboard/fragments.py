@@ -133,6 +133,7 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
         "sharding.html",
         workers=workers,
         loads=loads,
+        largest_bytes=max((sum(load.values()) for load in loads), default=0.0),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
         alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
-# Causes of lost time as the coordinator names them, in words.
-CAUSES = {
-    "start": "start",
-    "recovery": "recovery",
-    "redo": "work done again",
-    "hang": "hangs",
-    "checkpoint": "checkpoints",
-    "validation": "validation",
-}
+# Causes of lost time in words, where the coordinator's names are other ones.
+_CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
         for name, seconds in metrics.items()
         if name.startswith(LOST_PREFIX) and seconds > 0
     }
-    named = ((CAUSES.get(cause, cause.replace("_", " ")), lost_s[cause]) for cause in lost_s)
+    named = ((_CAUSES.get(cause, cause.replace("_", " ")), lost_s[cause]) for cause in lost_s)
     return Goodput(share, tuple(sorted(named, key=lambda item: (-item[1], item[0]))))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from service.domain.models import Attempt, EndReason, Job
@@ -82,32 +82,18 @@ class Budget(StrEnum):
     NONE = "none"
 
 
-class Change(StrEnum):
-    """What the next attempt does differently."""
-
-    LARGER_GROUPS = "larger_groups"
-    """A larger shard_group_size, where the spec leaves it `auto`: each worker holds less."""
-    AVOID_HOST = "avoid_host"
-    """No worker on the host to blame for `recovery.exclude_host_s`, if there is room elsewhere."""
-    WAIT_FOR_ROOM = "wait_for_room"
-    """It waits in the queue until its minimum of workers fits, and grows later."""
-
-
 @dataclass(frozen=True)
 class RetryRule:
     """What follows an end; the wait doubles from `first_backoff_s` on."""
 
     budget: Budget
     first_backoff_s: float = 2.0
-    changes: tuple[Change, ...] = ()
 
 
 # What would come back: the fault of the spec, the data or the code.
 _FAULT = RetryRule(Budget.NONE)
 # What broke and may not break again.
 _LOSS = RetryRule(Budget.USER)
-_HOST_TO_BLAME = replace(_LOSS, changes=(Change.AVOID_HOST,))
-_MEMORY = replace(_LOSS, changes=(Change.LARGER_GROUPS,))
 # Resources were taken away, which is no fault of the job.
 _INTERRUPTION = RetryRule(Budget.FREE)
 RULES: dict[EndReason, RetryRule] = {
@@ -123,7 +109,7 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.BAD_SPEC: _FAULT,
     EndReason.DATA_ERROR: _FAULT,
     # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
-    EndReason.STORAGE_ERROR: replace(_LOSS, first_backoff_s=30.0),
+    EndReason.STORAGE_ERROR: RetryRule(Budget.USER, 30.0),
     EndReason.TRAINING_ERROR: _FAULT,
     EndReason.USER_CODE: _FAULT,
     EndReason.VERSION_MISMATCH: _FAULT,
@@ -131,21 +117,23 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.DIVERGED: _LOSS,
     # Bad rows are left out from then on; too many of them are no accident.
     EndReason.ROWS_SKIPPED: _LOSS,
-    EndReason.HANG: _HOST_TO_BLAME,
-    EndReason.DEVICE_OOM: _MEMORY,
-    EndReason.HOST_OOM: _MEMORY,
-    EndReason.HOST_LOST: replace(_INTERRUPTION, changes=(Change.AVOID_HOST,)),
+    EndReason.HANG: _LOSS,
+    EndReason.DEVICE_OOM: _LOSS,
+    EndReason.HOST_OOM: _LOSS,
+    EndReason.HOST_LOST: _INTERRUPTION,
     EndReason.PREEMPTED: _INTERRUPTION,
-    EndReason.NO_ROOM: RetryRule(Budget.FREE, 10.0, changes=(Change.WAIT_FOR_ROOM,)),
+    EndReason.NO_ROOM: RetryRule(Budget.FREE, 10.0),
     EndReason.NON_FINITE: _FAULT,
     # The service took the other attempt for ended; its processes only need longer than it thought.
-    EndReason.RUN_IN_USE: replace(_INTERRUPTION, first_backoff_s=30.0),
+    EndReason.RUN_IN_USE: RetryRule(Budget.FREE, 30.0),
     EndReason.RETRIES_EXHAUSTED: _FAULT,
 }
 _BY_NAME = {reason.value: rule for reason, rule in RULES.items()}
-_MEMORY_SHORTAGES = tuple(
-    reason for reason, rule in RULES.items() if Change.LARGER_GROUPS in rule.changes
-)
+# After these each worker of the next attempt holds less: its sharding groups are larger, where the
+# spec leaves that `auto`.
+_MEMORY_SHORTAGES = (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
+# After these it has no worker on the host, for a while and if there is room elsewhere.
+_HOST_TO_BLAME = (EndReason.HANG, EndReason.HOST_LOST)
 
 
 def spends_budget(reason: str) -> bool:
@@ -203,9 +191,8 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
     """Hosts that ended an attempt lately, each until its time."""
     until: dict[str, float] = {}
     for attempt in ended:
-        rule = RULES.get(attempt.end_reason) if attempt.end_reason else None
         host = attempt.evidence.get("host")
-        if rule and host and Change.AVOID_HOST in rule.changes:
+        if host and attempt.end_reason in _HOST_TO_BLAME:
             until[host] = (attempt.ended_at or now) + job.spec.recovery.exclude_host_s
     return tuple(sorted((host, time) for host, time in until.items() if time > now))
 

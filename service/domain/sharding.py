@@ -7,7 +7,6 @@ the reported plan what each position of a sharding group holds, in bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.protocol.events import TablePlan, WorkersStarted
@@ -166,45 +165,22 @@ def newest_workers(timeline: Sequence[TimelineEntry]) -> WorkersStarted | None:
     return None
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one position of a sharding group holds of one table."""
+def loads_of(tables: Iterable[TablePlan], shard_group_size: int) -> list[dict[str, float]]:
+    """Bytes of each table, with its optimizer state, at each position of a sharding group.
 
-    table: str
-    size_bytes: float
-
-
-@dataclass(frozen=True)
-class PositionLoad:
-    """All that one position of each sharding group holds."""
-
-    position: int
-    shares: tuple[Share, ...]
-
-    @property
-    def size_bytes(self) -> float:
-        """Weights and optimizer state."""
-        return sum(share.size_bytes for share in self.shares)
-
-
-def loads_of(tables: Iterable[TablePlan], shard_group_size: int) -> list[PositionLoad]:
-    """What each position holds; a shard's bytes are its part of the table's cells.
-
-    A data-parallel table is whole on every position, whatever its shards say.
+    A shard's bytes are its part of the table's cells. A data-parallel table is whole on every
+    position, whatever its shards say.
     """
-    shares: list[dict[str, float]] = [{} for _ in range(shard_group_size)]
+    loads: list[dict[str, float]] = [{} for _ in range(shard_group_size)]
     for table in tables:
         if table.sharding_type == DATA_PARALLEL:
-            for held in shares:
+            for held in loads:
                 held[table.name] = float(table.size_bytes)
             continue
         for shard in table.shards:
-            held, part = shares[shard.position], shard_fraction(table, shard)
+            held, part = loads[shard.position], shard_fraction(table, shard)
             held[table.name] = held.get(table.name, 0.0) + part * table.size_bytes
-    return [
-        PositionLoad(position, tuple(Share(table, size) for table, size in held.items()))
-        for position, held in enumerate(shares)
-    ]
+    return loads
 
 
 def shard_fraction(table: TablePlan, shard: TablePlan.Shard) -> float:
@@ -213,12 +189,10 @@ def shard_fraction(table: TablePlan, shard: TablePlan.Shard) -> float:
     return shard.num_rows * shard.num_columns / num_cells if num_cells else 0.0
 
 
-def imbalance(loads: Sequence[PositionLoad]) -> float | None:
-    """The largest load over the mean (1 is perfect); None where nothing is held."""
-    total_bytes = sum(load.size_bytes for load in loads)
-    if not total_bytes:
-        return None
-    return max(load.size_bytes for load in loads) * len(loads) / total_bytes
+def imbalance(loads: Sequence[Mapping[str, float]]) -> float | None:
+    """The largest of the loads of positions over the mean (1 is perfect); None where all are 0."""
+    sizes = [sum(load.values()) for load in loads]
+    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else None
 
 
 def shard_text(table: TablePlan, shard: TablePlan.Shard) -> str:

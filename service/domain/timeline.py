@@ -337,15 +337,9 @@ def traces_of(events: Sequence[TimelineEvent]) -> list[Trace]:
     for event in events:
         if event.kind == WRITTEN:
             data: dict[str, Any] = event.data
-            trace = Trace(
-                name=Path(data["path"]).name,
-                attempt_id=event.attempt_id or "",
-                rank=data["rank"],
-                step=data["step"],
-                num_steps=data["num_steps"],
-                size_bytes=data["size_bytes"],
-                time=event.time,
-            )
+            same = {name: data[name] for name in ("rank", "step", "num_steps", "size_bytes")}
+            name = Path(data["path"]).name
+            trace = Trace(name, event.attempt_id or "", time=event.time, **same)
             if _NAME_PATTERN.fullmatch(trace.name):
                 found[trace.attempt_id, trace.name] = trace
     return sorted(found.values(), key=lambda trace: trace.time)

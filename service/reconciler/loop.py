@@ -156,8 +156,6 @@ class Reconciler:
         self._pool = ThreadPoolExecutor(
             settings.reconcile_threads, "reconcile", initializer=write_in_background
         )
-        # A future holds whatever goes wrong in a dispatch, so that nothing can end the loop.
-        self._dispatcher = ThreadPoolExecutor(1, "dispatch", initializer=write_in_background)
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
     # ---- the loop
@@ -184,7 +182,6 @@ class Reconciler:
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._dispatcher.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
         try:
             self._store.release_leases(self._settings.replica_id)
@@ -192,11 +189,14 @@ class Reconciler:
             logger.warning("other replicas take over the jobs late: %s", error)
 
     def _loop(self) -> None:
+        write_in_background()
         while not self._closing.is_set():
             # Cleared before the pass: a wake during it must cause another one.
             self._woken.clear()
-            error = self._dispatcher.submit(self._dispatch).exception()
-            _log_error("cannot reconcile the jobs", error)
+            try:
+                self._dispatch()
+            except Exception as error:  # nothing may end the loop
+                _log_error("cannot reconcile the jobs", error)
             # A hundred submissions in a second cause a few passes, not a hundred.
             self._closing.wait(_MIN_INTERVAL_S)
             self._woken.wait(self._settings.reconcile_interval_s)

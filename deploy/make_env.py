@@ -8,9 +8,10 @@ file that is there stays as it is; names that it lacks, as after an upgrade, are
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 from pathlib import Path
+
+from service.files import write_private
 
 _FOLDER = Path(__file__).parent
 _SECRETS = (
@@ -36,16 +37,9 @@ def make_env(folder: Path) -> list[str]:
     added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
     if added:
         joint = "" if not text or text.endswith("\n") else "\n"
-        _write_private(env, text + joint + added)
+        write_private(env, text + joint + added)
     _make_metrics_key(folder / "secrets")
     return missing
-
-
-def _write_private(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 def _make_metrics_key(folder: Path) -> None:

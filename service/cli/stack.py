@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -23,7 +22,7 @@ from service.cli.common import (
     human_bytes,
     print_json,
 )
-from service.cli.machines import HeadOptions, print_dim
+from service.cli.machines import print_dim
 from service.cli.render import facts_grid, plain_table
 from service.client.errors import ShardloomError
 from service.local.join import JoinedMachine
@@ -33,6 +32,7 @@ from service.local.ray_node import (
     RAY_DASHBOARD_PORT,
     RAY_PORT,
     WORKER_PORTS,
+    MachineHead,
     RayState,
 )
 from service.local.stack import CPUS_PER_HOST, LocalHosts, LocalStack, Report
@@ -179,10 +179,10 @@ def up(
     """
     home = StackHome.from_environment()
     if head:
-        options = HeadOptions(
+        made = machines.head_of(
             host, cpus, gpus, node_port, worker_ports, ray_port, ray_dashboard_port
         )
-        _up_head(home, options, port, detach=detach, keeps_key=not no_keep_key)
+        _up_head(home, made, port, detach=detach, keeps_key=not no_keep_key)
         return
     _refuse_head_options(call)
     stack = LocalStack(home)
@@ -207,9 +207,8 @@ def _refuse_head_options(call: typer.Context) -> None:
 
 
 def _up_head(
-    home: StackHome, options: HeadOptions, port: int | None, *, detach: bool, keeps_key: bool
+    home: StackHome, head: MachineHead, port: int | None, *, detach: bool, keeps_key: bool
 ) -> None:
-    head = options.head()
     stack = LocalStack(home, head=head)
     if (state := stack.running()) and state.head_address is None:
         raise StackError(
@@ -290,9 +289,7 @@ def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))
         return
-    # A supervisor's SIGTERM and a closed terminal end the stack as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    machines.interrupt_on_signals()
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)

@@ -38,17 +38,13 @@ def make_env(folder: Path) -> list[str]:
     if added:
         joint = "" if not text or text.endswith("\n") else "\n"
         write_private(env, text + joint + added)
-    _make_metrics_key(folder / "secrets")
-    return missing
-
-
-def _make_metrics_key(folder: Path) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    key = folder / "metrics-key"
+    (folder / "secrets").mkdir(mode=0o700, exist_ok=True)
+    key = folder / "secrets" / "metrics-key"
     if not key.exists():
         key.touch()
         # Prometheus runs as another user; the folder keeps others of this machine out.
         key.chmod(0o644)
+    return missing
 
 
 def main() -> None:

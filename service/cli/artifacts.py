@@ -123,7 +123,14 @@ def exports(
     """List the exports of a job, or delete one."""
     with common.open_client(url) as client:
         if delete is not None:
-            _delete(client, job, delete, yes=yes, as_json=as_json)
+            if not yes:
+                # From the list, which tells of damaged ones, too.
+                found = [each for each in client.exports(job) if each.id == delete]
+                what = "".join(f" ({it.checkpoint}, {it.quantize}, {it.status})" for it in found)
+                typer.confirm(f"delete export {delete} of {job}{what}?", abort=True, err=True)
+            client.delete_export(job, delete)
+            answer = {"id": delete, "deleted": True}
+            print_line(answer, f"export {delete} of {job} is deleted", as_json=as_json)
             return
         found = client.exports(job)
     print_answer(
@@ -132,17 +139,6 @@ def exports(
         as_json=as_json,
         empty=f"no exports yet; `shardloom export {job} --to DIR` makes one",
     )
-
-
-def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_json: bool) -> None:
-    if not yes:
-        # From the list, which tells of damaged ones, too.
-        found = next((each for each in client.exports(job) if each.id == export_id), None)
-        what = "" if found is None else f" ({found.checkpoint}, {found.quantize}, {found.status})"
-        typer.confirm(f"delete export {export_id} of {job}{what}?", abort=True, err=True)
-    client.delete_export(job, export_id)
-    answer = {"id": export_id, "deleted": True}
-    print_line(answer, f"export {export_id} of {job} is deleted", as_json=as_json)
 
 
 def serve(
@@ -260,7 +256,9 @@ def logs(
                     if as_json:
                         typer.echo(line.model_dump_json())
                     else:
-                        _print_line(line)
+                        style = _STYLES.get(line.level or "", "")
+                        text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
+                        console().print(text, soft_wrap=True)
 
 
 def moment(text: str | None, now_s: float) -> float | None:
@@ -278,12 +276,6 @@ def moment(text: str | None, now_s: float) -> float | None:
         raise typer.BadParameter(
             f"{text!r} is no time; write 10m, 2h or 2026-11-21T10:00"
         ) from None
-
-
-def _print_line(line: LogLine) -> None:
-    style = _STYLES.get(line.level or "", "")
-    text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
-    console().print(text, soft_wrap=True)
 
 
 # ---- profiler traces

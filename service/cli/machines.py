@@ -21,7 +21,6 @@ from service.local.ray_node import (
     MachineHead,
     MachineNode,
     NodePorts,
-    RayNode,
     parse_ports,
 )
 from service.local.state import JoinedState, StackError, StackHome, StackState
@@ -193,7 +192,11 @@ def join(
         head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
     )
     state, node = machine.join(request, print_dim)
-    console().print(_joined(state, node))
+    memory = human_bytes(node.memory_bytes)
+    console().print(
+        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
+        f"{node.num_gpus:g} GPUs, {memory}"
+    )
     if detach:
         console().print(Text("`shardloom leave` ends it", style="dim"))
     else:
@@ -225,14 +228,6 @@ def interrupt_on_signals() -> None:
     """Let a supervisor's SIGTERM and a closed terminal end the command as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-
-
-def _joined(state: JoinedState, node: RayNode) -> Text:
-    memory = human_bytes(node.memory_bytes)
-    return Text(
-        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
-        f"{node.num_gpus:g} GPUs, {memory}"
-    )
 
 
 def print_dim(line: str) -> None:

@@ -311,7 +311,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if line := phases_line(job.latest_metrics):
         grid.add_row("step", line)
     if alarms := [line for line in timeline if line.kind == DIVERGENCE]:
-        grid.add_row("diverged", Text(f"{_times(len(alarms))}; {alarms[-1].message}", style="red"))
+        times = "once" if len(alarms) == 1 else f"{len(alarms)} times"
+        grid.add_row("diverged", Text(f"{times}; {alarms[-1].message}", style="red"))
     if num_traces := sum(line.kind == WRITTEN for line in timeline):
         grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
     if job.labels:
@@ -333,10 +334,6 @@ def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[Renderab
     if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
         lines += [Text(), Text(advice, style="yellow")]
     return lines
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
 
 
 def phases_line(metrics: Mapping[str, float]) -> str:

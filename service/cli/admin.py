@@ -39,7 +39,6 @@ from service.schemas.jobs import QueueOut
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
-_KEY_SHOWN_ONCE = "shown this once: keep it where only its user can read it"
 
 
 def login(url: UrlOption = None) -> None:
@@ -97,7 +96,8 @@ def create_key(
     if made is None:
         with common.open_client(url) as client:
             made = client.create_key(name, roles, expires_in_s=expires_in_s)
-    print_line(made, made.key, f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}", as_json=as_json)
+    hint = "shown this once: keep it where only its user can read it"
+    print_line(made, made.key, f"key {made.id} of {made.name}, {hint}", as_json=as_json)
 
 
 @keys_app.command("list")
@@ -334,7 +334,6 @@ KindOption = Annotated[
     list[str] | None,
     typer.Option("--kind", help="Kind of timeline line, as in job_ended; repeatable (all)."),
 ]
-_SECRET_SHOWN_ONCE = "the secret that signs its messages, shown this once"
 
 
 @webhooks_app.command("create")
@@ -442,7 +441,8 @@ def redeliver(
 
 
 def _print_secret(made: WebhookCreated, *, as_json: bool) -> None:
-    print_line(made, made.secret, f"webhook {made.id}; {_SECRET_SHOWN_ONCE}", as_json=as_json)
+    hint = f"webhook {made.id}; the secret that signs its messages, shown this once"
+    print_line(made, made.secret, hint, as_json=as_json)
 
 
 def _webhooks_table(found: list[WebhookOut]) -> Table:

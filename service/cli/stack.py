@@ -97,33 +97,27 @@ def ls(as_json: JsonOption = False) -> None:
     """List the hosts; on a head the machines that have joined, too."""
     stack = LocalStack(StackHome.from_environment())
     state = stack.running()
+    head: str | None = NODE_IP
+    rows: list[tuple[str, ...]]
     if state is not None and state.head_address is not None and state.ray_address is not None:
-        _list_machines(RayState(state.ray_address, stack.home.token()), as_json=as_json)
-        return
-    addresses = [NODE_IP, *_hosts().running()]
-    if as_json:
-        print_json({"head": NODE_IP, "hosts": addresses})
-        return
-    table = Table("host", "role")
-    for address in addresses:
-        table.add_row(address, "head" if address == NODE_IP else "worker")
-    console().print(table)
-
-
-def _list_machines(ray: RayState, *, as_json: bool) -> None:
-    nodes = ray.live_nodes()
-    if nodes is None:
-        raise StackError(f"Ray does not answer at {ray.ray_address}; `shardloom down` and `up`")
-    nodes = sorted(nodes, key=lambda node: (not node.is_head, node.address))
-    if as_json:
+        ray = RayState(state.ray_address, stack.home.token())
+        nodes = ray.live_nodes()
+        if nodes is None:
+            raise StackError(f"Ray does not answer at {ray.ray_address}; `shardloom down` and `up`")
         head = next((node.address for node in nodes if node.is_head), None)
-        print_json({"head": head, "hosts": [node.address for node in nodes]})
+        table = Table("host", "role", "CPUs", "GPUs", "memory")
+        rows = [
+            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", human_bytes(it.memory_bytes))
+            for it in sorted(nodes, key=lambda node: (not node.is_head, node.address))
+        ]
+    else:
+        table = Table("host", "role")
+        rows = [(address,) for address in (NODE_IP, *_hosts().running())]
+    if as_json:
+        print_json({"head": head, "hosts": [address for address, *_ in rows]})
         return
-    table = Table("host", "role", "CPUs", "GPUs", "memory")
-    for node in nodes:
-        role = "head" if node.is_head else "worker"
-        memory = human_bytes(node.memory_bytes)
-        table.add_row(node.address, role, f"{node.num_cpus:g}", f"{node.num_gpus:g}", memory)
+    for address, *sizes in rows:
+        table.add_row(address, "head" if address == head else "worker", *sizes)
     console().print(table)
 
 

@@ -252,7 +252,16 @@ def open_engine(database_url: str) -> Engine:
     try:
         url = make_url(database_url)
         if url.drivername in ("postgresql", "postgres", _POSTGRESQL):
-            return _postgresql_engine(url.set(drivername=_POSTGRESQL))
+            given = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in url.query}
+            return create_engine(
+                url.set(drivername=_POSTGRESQL),
+                pool_size=_POOL_SIZE,
+                max_overflow=_POOL_OVERFLOW["postgresql"],
+                # A restart of the server is noticed before a transaction begins.
+                pool_pre_ping=True,
+                isolation_level="READ COMMITTED",
+                connect_args=given,
+            )
         if url.get_backend_name() != "sqlite":
             raise ArgumentError(f"the service supports no database '{url.drivername}'")
         return _sqlite_engine(url)
@@ -263,19 +272,6 @@ def open_engine(database_url: str) -> Engine:
             "SHARDLOOM_DATABASE_URL reads as in sqlite:////FOLDER/FILE.db or "
             "postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from error
-
-
-def _postgresql_engine(url: URL) -> Engine:
-    given = {key: value for key, value in _POSTGRESQL_OPTIONS.items() if key not in url.query}
-    return create_engine(
-        url,
-        pool_size=_POOL_SIZE,
-        max_overflow=_POOL_OVERFLOW["postgresql"],
-        # A restart of the server is noticed before a transaction begins.
-        pool_pre_ping=True,
-        isolation_level="READ COMMITTED",
-        connect_args=given,
-    )
 
 
 def _sqlite_engine(url: URL) -> Engine:

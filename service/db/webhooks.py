@@ -12,18 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Engine,
-    RowMapping,
-    delete,
-    exists,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Engine, RowMapping, delete, exists, insert, or_, select, update
 
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
@@ -198,7 +187,9 @@ class WebhookStore:
         with self._transactions.write() as connection:
             found = []
             for hook in hooks:
-                for row in _lock_due(connection, hook["id"], due):
+                mine = select(webhook_deliveries).where(own.webhook_id == hook["id"], *due)
+                mine = mine.order_by(own.id).limit(MAX_CLAIMED_EACH)
+                for row in connection.execute(mine.with_for_update(skip_locked=True)).mappings():
                     found.append(Claimed(_delivery_of(row), hook["url"], hook["secret"]))
             mark = update(webhook_deliveries).values(claimed_until=now + claim_s)
             ids = [claimed.delivery.id for claimed in found]
@@ -254,19 +245,6 @@ def _read(connection: Connection, webhook_id: str) -> Webhook:
     if row is None:
         raise WebhookNotFound(webhook_id)
     return _webhook_of(row)
-
-
-def _lock_due(
-    connection: Connection, webhook_id: str, due: Sequence[ColumnElement[bool]]
-) -> Sequence[RowMapping]:
-    query = (
-        select(webhook_deliveries)
-        .where(webhook_deliveries.c.webhook_id == webhook_id, *due)
-        .order_by(webhook_deliveries.c.id)
-        .limit(MAX_CLAIMED_EACH)
-        .with_for_update(skip_locked=True)
-    )
-    return connection.execute(query).mappings().all()
 
 
 def _webhook_of(row: RowMapping) -> Webhook:

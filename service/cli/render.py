@@ -85,7 +85,10 @@ def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -
     layout = membership.layout
     if layout is not None:
         facts.append(("domain", f"{layout.failure_domain}: {_DOMAINS[layout.failure_domain]}"))
-        facts.append(("chosen", _layout_text(membership)))
+        price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
+        if layout.sync_latency_s is not None:
+            price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
+        facts.append(("chosen", f"{layout.reason} ({price})"))
     if membership.changed_at and job.status is JobStatus.RUNNING:
         facts.append(("groups", _counts_text(membership)))
         facts.append(("copies", _copies_text(membership)))
@@ -96,15 +99,6 @@ def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -
         named = (f"{host.host} (for {human_duration(host.until - now_s)})" for host in excluded)
         facts.append(("left out", Text(", ".join(named), style="yellow")))
     return facts
-
-
-def _layout_text(membership: MembershipOut) -> str:
-    layout = membership.layout
-    assert layout is not None
-    price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
-    if layout.sync_latency_s is not None:
-        price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
-    return f"{layout.reason} ({price})"
 
 
 def _counts_text(membership: MembershipOut) -> Text:

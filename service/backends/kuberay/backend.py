@@ -162,18 +162,15 @@ class LiveTemplate:
     def read(self) -> Manifest:
         """The manifest as it is, or was a moment ago."""
         if self._known is None or self._clock() - self._known[0] > _MAX_AGE_S:
-            self._known = (self._clock(), self._get())
+            try:
+                self._known = (self._clock(), self._api.get(RAYCLUSTERS, self._name))
+            except KubeRefused as error:
+                raise BackendUnreachable(
+                    f"no RayCluster {self._name} to make clusters from ({error}); "
+                    "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
+                    "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
+                ) from error
         return self._known[1]
-
-    def _get(self) -> Manifest:
-        try:
-            return self._api.get(RAYCLUSTERS, self._name)
-        except KubeRefused as error:
-            raise BackendUnreachable(
-                f"no RayCluster {self._name} to make clusters from ({error}); "
-                "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
-                "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
-            ) from error
 
 
 # ---- the backend

@@ -8,9 +8,10 @@ file that is there stays as it is; names that it lacks, as after an upgrade, are
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 from pathlib import Path
+
+from service.files import write_private
 
 _FOLDER = Path(__file__).parent
 _SECRETS = (
@@ -36,25 +37,14 @@ def make_env(folder: Path) -> list[str]:
     added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
     if added:
         joint = "" if not text or text.endswith("\n") else "\n"
-        _write_private(env, text + joint + added)
-    _make_metrics_key(folder / "secrets")
-    return missing
-
-
-def _write_private(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    partial.replace(path)
-
-
-def _make_metrics_key(folder: Path) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    key = folder / "metrics-key"
+        write_private(env, text + joint + added)
+    (folder / "secrets").mkdir(mode=0o700, exist_ok=True)
+    key = folder / "secrets" / "metrics-key"
     if not key.exists():
         key.touch()
         # Prometheus runs as another user; the folder keeps others of this machine out.
         key.chmod(0o644)
+    return missing
 
 
 def main() -> None:

@@ -94,7 +94,9 @@ def bill_of(image: str) -> str:
     bom.register_dependency(bom.metadata.component, parts)
     content = " ".join(f"{pin.name}=={pin.version}" for pin in pins)
     bom.serial_number = uuid.uuid5(_NAMESPACE, f"{image} {tag} {content}")
-    return _without_time(JsonV1Dot6(bom).output_as_string())
+    bill = json.loads(JsonV1Dot6(bom).output_as_string())
+    del bill["metadata"]["timestamp"]
+    return json.dumps(bill, indent=1, sort_keys=True) + "\n"
 
 
 def _component(pin: Pin) -> Component:
@@ -119,12 +121,6 @@ def default_of(dockerfile: str, name: str) -> str:
     if found is None:
         raise ValueError(f"{dockerfile} gives no default for {name}")
     return found[1]
-
-
-def _without_time(text: str) -> str:
-    bill = json.loads(text)
-    del bill["metadata"]["timestamp"]
-    return json.dumps(bill, indent=1, sort_keys=True) + "\n"
 
 
 def write_bills(folder: Path) -> list[Path]:

@@ -145,18 +145,20 @@ def ray() -> dashboard.Dashboard:
     # Ray tells it in MiB.
     gpu_memory = _by_node(f"{_newest('ray_node_gram_used')} * 1048576")
     panels.append(graph("GPU memory used", gpu_memory, unit="bytes"))
-    for title, kind in (("Network", "node_network"), ("Disk", "node_disk_io")):
-        panels.append(graph(f"{title} speed", *_speeds(kind), unit="Bps", width=12))
+    speeds = {
+        "Network": ("node_network_receive", "node_network_send"),
+        "Disk": ("node_disk_io_read", "node_disk_io_write"),
+    }
+    for title, metrics in speeds.items():
+        both = [
+            _by_node(
+                _newest(f"ray_{metric}_speed"), f"{metric.rpartition('_')[2]} {{{{instance}}}}"
+            )
+            for metric in metrics
+        ]
+        panels.append(graph(f"{title} speed", *both, unit="Bps", width=12))
     title, text = "Shardloom: Ray nodes", "Ray's own metrics, by node."
     return board("shardloom-ray", title, text, {"": panels})
-
-
-def _speeds(kind: str) -> list[Query]:
-    """Bytes per second in and out of each node."""
-    words = ("receive", "send") if kind == "node_network" else ("read", "write")
-    return [
-        _by_node(_newest(f"ray_{kind}_{word}_speed"), f"{word} {{{{instance}}}}") for word in words
-    ]
 
 
 def dashboards() -> dict[str, dashboard.Dashboard]:

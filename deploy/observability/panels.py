@@ -92,7 +92,6 @@ def number(
     title: str,
     *queries: Query,
     unit: str = "short",
-    width: int = 4,
     red_from: float | None = None,
     red_below: float | None = None,
 ) -> stat.Panel:
@@ -102,7 +101,7 @@ def number(
         .title(title)
         .datasource(SOURCE)
         .unit(unit)
-        .span(width)
+        .span(4)
         .height(_STAT_HEIGHT)
         .color_mode(BigValueColorMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))

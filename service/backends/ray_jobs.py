@@ -60,16 +60,20 @@ class RayJobsBackend:
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt; a known id is accepted without effect."""
+        runtime_env: dict[str, Any] = {"env_vars": submission.env}
+        if submission.code_uris:
+            runtime_env["py_modules"] = list(submission.code_uris)
         body = {
             "submission_id": submission.attempt_id,
             "entrypoint": submission.entrypoint,
-            "runtime_env": _runtime_env(submission),
+            "runtime_env": runtime_env,
             "metadata": submission.metadata,
         }
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
-        if response.is_success or _is_duplicate(response):
+        if response.is_success or "already exists" in response.text:
             return
-        self._raise_unless_refused(response)
+        if not response.is_client_error or response.status_code in (401, 403, 404, 429):
+            raise BackendUnreachable(self._strange(response))
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 
     def may_submit(self, attempt_id: str) -> bool:
@@ -88,7 +92,9 @@ class RayJobsBackend:
         state = _STATES.get(str(found.get("status")))
         if state is None:
             return Observation(ObservedState.UNREACHABLE, self._strange(response))
-        return Observation(state, _without_logs(str(found.get("message") or "")))
+        # Ray may add 20 000 characters of the driver's log to its message.
+        message = str(found.get("message") or "").partition(", last available logs")[0]
+        return Observation(state, message)
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; an ended or unknown one is left alone."""
@@ -146,11 +152,6 @@ class RayJobsBackend:
                 "SHARDLOOM_RAY_ADDRESS says where to look"
             ) from error
 
-    def _raise_unless_refused(self, response: httpx.Response) -> None:
-        is_refusal = response.is_client_error and response.status_code not in (401, 403, 404, 429)
-        if not is_refusal:
-            raise BackendUnreachable(self._strange(response))
-
     def _strange(self, response: httpx.Response) -> str:
         if response.status_code in (401, 403):
             return (
@@ -161,12 +162,6 @@ class RayJobsBackend:
             f"unexpected answer from {self.address} (HTTP {response.status_code}: "
             f"{_cause(response)}); is it the Ray dashboard?"
         )
-
-
-def _runtime_env(submission: Submission) -> dict[str, Any]:
-    """What Ray gives every process of the job, on whatever host it runs."""
-    modules = list(submission.code_uris)
-    return {"env_vars": submission.env} | ({"py_modules": modules} if modules else {})
 
 
 def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFacts, ...]:
@@ -183,17 +178,8 @@ def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFac
     return tuple(hosts.values())
 
 
-def _is_duplicate(response: httpx.Response) -> bool:
-    return not response.is_success and "already exists" in response.text
-
-
 def _is_unknown_job(response: httpx.Response) -> bool:
     return response.status_code == 404 and "does not exist" in response.text
-
-
-def _without_logs(message: str) -> str:
-    """Ray's verdict alone: it may add 20 000 characters of the driver's log to it."""
-    return message.partition(", last available logs")[0]
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

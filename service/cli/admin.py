@@ -39,7 +39,6 @@ from service.schemas.jobs import QueueOut
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
-_KEY_SHOWN_ONCE = "shown this once: keep it where only its user can read it"
 
 
 def login(url: UrlOption = None) -> None:
@@ -93,12 +92,12 @@ def create_key(
     """
     roles = _roles(role or [], admin=admin)
     expires_in_s = None if expires_days is None else expires_days * _DAY_S
-    if admin and url is None and _may_bootstrap():
-        made = _bootstrap(name, roles, expires_in_s)
-    else:
+    made = _first_key(name, roles, expires_in_s) if admin and url is None else None
+    if made is None:
         with common.open_client(url) as client:
             made = client.create_key(name, roles, expires_in_s=expires_in_s)
-    print_line(made, made.key, f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}", as_json=as_json)
+    hint = "shown this once: keep it where only its user can read it"
+    print_line(made, made.key, f"key {made.id} of {made.name}, {hint}", as_json=as_json)
 
 
 @keys_app.command("list")
@@ -147,17 +146,13 @@ def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
     return roles
 
 
-def _may_bootstrap() -> bool:
-    """Whether the database of the settings has no key yet, so that nobody could ask for one."""
-    from service.auth.security import has_no_key
-
-    return has_no_key()
-
-
-def _bootstrap(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey:
-    from service.auth.security import create_first_key
+def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey | None:
+    """The very first key, made in the database of the settings; None where that has a key."""
+    from service.auth.security import create_first_key, has_no_key
     from service.domain.auth import role_names
 
+    if not has_no_key():
+        return None
     key, text = create_first_key(name, roles, expires_in_s)
     return NewKey.model_validate({**vars(key), "roles": role_names(key.roles), "key": text})
 
@@ -339,7 +334,6 @@ KindOption = Annotated[
     list[str] | None,
     typer.Option("--kind", help="Kind of timeline line, as in job_ended; repeatable (all)."),
 ]
-_SECRET_SHOWN_ONCE = "the secret that signs its messages, shown this once"
 
 
 @webhooks_app.command("create")
@@ -447,7 +441,8 @@ def redeliver(
 
 
 def _print_secret(made: WebhookCreated, *, as_json: bool) -> None:
-    print_line(made, made.secret, f"webhook {made.id}; {_SECRET_SHOWN_ONCE}", as_json=as_json)
+    hint = f"webhook {made.id}; the secret that signs its messages, shown this once"
+    print_line(made, made.secret, hint, as_json=as_json)
 
 
 def _webhooks_table(found: list[WebhookOut]) -> Table:

@@ -83,11 +83,31 @@ def export(
     if to.exists():
         raise typer.BadParameter(f"--to: {to} exists already; name a folder that does not")
     if run_dir is not None:
-        _export_here(run_dir, to, checkpoint, quantize, as_json=as_json)
+        # In a process of its own: the CLI imports no torch.
+        options = ["--run-dir", str(run_dir), "--to", str(to)]
+        chosen = ["--checkpoint", checkpoint, "--quantize", quantize]
+        command = [sys.executable, "-m", "trainer.export", *options, *chosen]
+        # Its lines are for people; a program reads the report.
+        done = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False)
+        if done.returncode:
+            raise typer.Exit(done.returncode)
+        if as_json:
+            print_json(json.loads((to / "report.json").read_text(encoding="utf-8")))
         return
     assert job is not None
     with common.open_client(url) as client:
-        _export_there(client, job, to, checkpoint, quantize, as_json=as_json)
+        asked = client.request_export(job, checkpoint=checkpoint, quantize=quantize)
+        if not as_json:
+            print_hint(f"export {asked.id} is asked for")
+        made = client.wait_for_export(job, asked.id)
+        try:
+            client.download_export(job, asked.id, to)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {to}: {error.strerror or error}") from None
+    if as_json:
+        print_json(made)
+    else:
+        console().print(f"{comparison(made)}\n{to}", soft_wrap=True)
 
 
 def exports(
@@ -103,7 +123,14 @@ def exports(
     """List the exports of a job, or delete one."""
     with common.open_client(url) as client:
         if delete is not None:
-            _delete(client, job, delete, yes=yes, as_json=as_json)
+            if not yes:
+                # From the list, which tells of damaged ones, too.
+                found = [each for each in client.exports(job) if each.id == delete]
+                what = "".join(f" ({it.checkpoint}, {it.quantize}, {it.status})" for it in found)
+                typer.confirm(f"delete export {delete} of {job}{what}?", abort=True, err=True)
+            client.delete_export(job, delete)
+            answer = {"id": delete, "deleted": True}
+            print_line(answer, f"export {delete} of {job} is deleted", as_json=as_json)
             return
         found = client.exports(job)
     print_answer(
@@ -112,17 +139,6 @@ def exports(
         as_json=as_json,
         empty=f"no exports yet; `shardloom export {job} --to DIR` makes one",
     )
-
-
-def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_json: bool) -> None:
-    if not yes:
-        # From the list, which tells of damaged ones, too.
-        found = next((each for each in client.exports(job) if each.id == export_id), None)
-        what = "" if found is None else f" ({found.checkpoint}, {found.quantize}, {found.status})"
-        typer.confirm(f"delete export {export_id} of {job}{what}?", abort=True, err=True)
-    client.delete_export(job, export_id)
-    answer = {"id": export_id, "deleted": True}
-    print_line(answer, f"export {export_id} of {job} is deleted", as_json=as_json)
 
 
 def serve(
@@ -150,30 +166,6 @@ def exports_table(found: list[ExportOut], now: float) -> Table:
     return table
 
 
-def _export_there(
-    client: ShardloomClient,
-    job: str,
-    to: Path,
-    checkpoint: str,
-    quantize: Quantization,
-    *,
-    as_json: bool,
-) -> None:
-    asked = client.request_export(job, checkpoint=checkpoint, quantize=quantize)
-    if not as_json:
-        print_hint(f"export {asked.id} is asked for")
-    done = client.wait_for_export(job, asked.id)
-    try:
-        client.download_export(job, asked.id, to)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to {to}: {error.strerror or error}") from None
-    if as_json:
-        print_json(done)
-        return
-    for line in (comparison(done), f"{to}"):
-        console().print(line, soft_wrap=True)
-
-
 def comparison(done: ExportOut) -> str:
     """What the report says of the predictions, in a line for each task."""
     report = done.report or {}
@@ -186,19 +178,6 @@ def comparison(done: ExportOut) -> str:
         for name, task in report.get("tasks", {}).items()
     ]
     return "\n".join([f"{report.get('num_rows', 0)} validation rows compared", *lines])
-
-
-def _export_here(run_dir: Path, to: Path, checkpoint: str, quantize: str, *, as_json: bool) -> None:
-    """Run the trainer's own command in a process of its own: the CLI imports no torch."""
-    options = ["--run-dir", str(run_dir), "--to", str(to)]
-    chosen = ["--checkpoint", checkpoint, "--quantize", quantize]
-    command = [sys.executable, "-m", "trainer.export", *options, *chosen]
-    # Its lines are for people; a program reads the report.
-    code = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
-    if code:
-        raise typer.Exit(code)
-    if as_json:
-        print(json.dumps(json.loads((to / "report.json").read_text(encoding="utf-8")), indent=2))
 
 
 # ---- logs
@@ -268,19 +247,18 @@ def logs(
         else:
             # Ctrl-C is the usual way out of a log that goes on.
             with contextlib.suppress(KeyboardInterrupt):
-                for line in _lines(client, job, query, follow=follow):
+                lines: Iterable[LogLine] = (
+                    client.follow_logs(job, query=query)
+                    if follow
+                    else client.read_logs(job, query=query).lines
+                )
+                for line in lines:
                     if as_json:
                         typer.echo(line.model_dump_json())
                     else:
-                        _print_line(line)
-
-
-def _lines(
-    client: ShardloomClient, job: str, query: LogQuery, *, follow: bool
-) -> Iterable[LogLine]:
-    if follow:
-        return client.follow_logs(job, query=query)
-    return client.read_logs(job, query=query).lines
+                        style = _STYLES.get(line.level or "", "")
+                        text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
+                        console().print(text, soft_wrap=True)
 
 
 def moment(text: str | None, now_s: float) -> float | None:
@@ -298,12 +276,6 @@ def moment(text: str | None, now_s: float) -> float | None:
         raise typer.BadParameter(
             f"{text!r} is no time; write 10m, 2h or 2026-11-21T10:00"
         ) from None
-
-
-def _print_line(line: LogLine) -> None:
-    style = _STYLES.get(line.level or "", "")
-    text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
-    console().print(text, soft_wrap=True)
 
 
 # ---- profiler traces

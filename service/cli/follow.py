@@ -149,7 +149,11 @@ def watch(
     with view:
         while True:
             try:
-                fresh = poll(client, followed)
+                # Before its events: once it has ended, its last events are seen as well.
+                followed.job = client.get_job(followed.job.id)
+                fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
+                if fresh:
+                    followed.last_event_id = fresh[-1].id
                 answered_s, followed.trouble = clock(), ""
             except ShardloomError as error:
                 if not is_transient(error) or clock() - answered_s > PATIENCE_S:
@@ -159,18 +163,6 @@ def watch(
             if followed.job.status.is_terminal and not followed.trouble:
                 return followed.job
             sleep(view.poll_s)
-
-
-def poll(client: ShardloomClient, followed: Followed) -> list[TimelineEventOut]:
-    """Bring `followed` up to date; returns the events that are new.
-
-    The job is read before its events: once it has ended, its last events are seen as well.
-    """
-    followed.job = client.get_job(followed.job.id)
-    fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
-    if fresh:
-        followed.last_event_id = fresh[-1].id
-    return fresh
 
 
 def live_page(followed: Followed) -> RenderableType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +17,10 @@ from service.client import credentials
 from service.local.join import JoinedMachine, JoinRequest, head_url, read_token
 from service.local.ray_node import (
     NODE_PORT,
-    RAY_DASHBOARD_PORT,
-    RAY_PORT,
     WORKER_PORTS,
     MachineHead,
     MachineNode,
     NodePorts,
-    RayNode,
     parse_ports,
 )
 from service.local.state import JoinedState, StackError, StackHome, StackState
@@ -66,38 +62,34 @@ GraceOption = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class HeadOptions:
-    """Options of `up --head`."""
-
-    host: str | None = None
-    num_cpus: int | None = None
-    num_gpus: int | None = None
-    node_port: int = NODE_PORT
-    worker_ports: str = WORKER_PORTS
-    ray_port: int = RAY_PORT
-    dashboard_port: int = RAY_DASHBOARD_PORT
-
-    def head(self) -> MachineHead:
-        """The head that the options describe; raises `StackError`."""
-        if os.environ.get("SHARDLOOM_RAY_ADDRESS") or os.environ.get("SHARDLOOM_BACKEND") == "fake":
-            raise StackError(
-                "machines join a Ray that `up --head` starts itself: unset SHARDLOOM_RAY_ADDRESS "
-                "and SHARDLOOM_BACKEND"
-            )
-        try:
-            address = self.host or address_towards()
-            interface = interface_of(address)
-        except NoAddress as error:
-            raise StackError(f"{error}; --host names the one that the others reach") from None
-        ports = _ports(self.node_port, self.worker_ports)
-        node = MachineNode(address, interface, _cpus(self.num_cpus), self.num_gpus, ports)
-        head = MachineHead(node, self.ray_port, self.dashboard_port)
-        try:
-            head.check_ports()
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        return head
+def head_of(
+    host: str | None,
+    num_cpus: int | None,
+    num_gpus: int | None,
+    node_port: int,
+    worker_ports: str,
+    ray_port: int,
+    dashboard_port: int,
+) -> MachineHead:
+    """The head that the options of `up --head` describe; raises `StackError`."""
+    if os.environ.get("SHARDLOOM_RAY_ADDRESS") or os.environ.get("SHARDLOOM_BACKEND") == "fake":
+        raise StackError(
+            "machines join a Ray that `up --head` starts itself: unset SHARDLOOM_RAY_ADDRESS and "
+            "SHARDLOOM_BACKEND"
+        )
+    try:
+        address = host or address_towards()
+        interface = interface_of(address)
+    except NoAddress as error:
+        raise StackError(f"{error}; --host names the one that the others reach") from None
+    ports = _ports(node_port, worker_ports)
+    node = MachineNode(address, interface, _cpus(num_cpus), num_gpus, ports)
+    head = MachineHead(node, ray_port, dashboard_port)
+    try:
+        head.check_ports()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return head
 
 
 def check_storage(home: StackHome) -> None:
@@ -147,22 +139,20 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
 
 def about_first_key(key: str, *, keeps_it: bool) -> Text:
     """The message that shows the first key, once."""
-    lines = Text()
-    lines.append(f"API key of an administrator, shown this once: {key}", "bold")
-    if keeps_it:
-        lines.append("\n`shardloom` on this machine knows it already", "dim")
-    return lines
+    known = "\n`shardloom` on this machine knows it already" if keeps_it else ""
+    shown = f"API key of an administrator, shown this once: {key}"
+    return Text.assemble((shown, "bold"), (known, "dim"))
 
 
 def how_to_join(home: StackHome, state: StackState) -> Text:
     """The message of a head that is up: how other machines join."""
-    lines = Text()
     where = state.url if "https:" in state.url else state.url.removeprefix("http://")
-    lines.append("On each other machine, with a copy of ", "dim")
-    lines.append(str(home.token_path))
-    lines.append(" (0600):\n", "dim")
-    lines.append(f"  shardloom join {where} --token-file COPY")
-    return lines
+    return Text.assemble(
+        ("On each other machine, with a copy of ", "dim"),
+        str(home.token_path),
+        (" (0600):\n", "dim"),
+        f"  shardloom join {where} --token-file COPY",
+    )
 
 
 def join(
@@ -202,7 +192,11 @@ def join(
         head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
     )
     state, node = machine.join(request, print_dim)
-    console().print(_joined(state, node))
+    memory = human_bytes(node.memory_bytes)
+    console().print(
+        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
+        f"{node.num_gpus:g} GPUs, {memory}"
+    )
     if detach:
         console().print(Text("`shardloom leave` ends it", style="dim"))
     else:
@@ -216,9 +210,7 @@ def leave(grace_s: GraceOption = GRACE_S) -> None:
 
 
 def _stay(machine: JoinedMachine, state: JoinedState, grace_s: int) -> None:
-    # A supervisor's SIGTERM and a closed terminal end it as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     try:
         console().print(Text("Ctrl-C leaves it", style="dim"))
         message = machine.wait_until_ended(state)
@@ -232,12 +224,10 @@ def _stay(machine: JoinedMachine, state: JoinedState, grace_s: int) -> None:
         raise typer.Exit(UNAVAILABLE)
 
 
-def _joined(state: JoinedState, node: RayNode) -> Text:
-    memory = human_bytes(node.memory_bytes)
-    return Text(
-        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
-        f"{node.num_gpus:g} GPUs, {memory}"
-    )
+def interrupt_on_signals() -> None:
+    """Let a supervisor's SIGTERM and a closed terminal end the command as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 def print_dim(line: str) -> None:

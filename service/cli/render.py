@@ -85,7 +85,10 @@ def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -
     layout = membership.layout
     if layout is not None:
         facts.append(("domain", f"{layout.failure_domain}: {_DOMAINS[layout.failure_domain]}"))
-        facts.append(("chosen", _layout_text(membership)))
+        price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
+        if layout.sync_latency_s is not None:
+            price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
+        facts.append(("chosen", f"{layout.reason} ({price})"))
     if membership.changed_at and job.status is JobStatus.RUNNING:
         facts.append(("groups", _counts_text(membership)))
         facts.append(("copies", _copies_text(membership)))
@@ -96,15 +99,6 @@ def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -
         named = (f"{host.host} (for {human_duration(host.until - now_s)})" for host in excluded)
         facts.append(("left out", Text(", ".join(named), style="yellow")))
     return facts
-
-
-def _layout_text(membership: MembershipOut) -> str:
-    layout = membership.layout
-    assert layout is not None
-    price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
-    if layout.sync_latency_s is not None:
-        price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
-    return f"{layout.reason} ({price})"
 
 
 def _counts_text(membership: MembershipOut) -> Text:
@@ -311,7 +305,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if line := phases_line(job.latest_metrics):
         grid.add_row("step", line)
     if alarms := [line for line in timeline if line.kind == DIVERGENCE]:
-        grid.add_row("diverged", Text(f"{_times(len(alarms))}; {alarms[-1].message}", style="red"))
+        times = "once" if len(alarms) == 1 else f"{len(alarms)} times"
+        grid.add_row("diverged", Text(f"{times}; {alarms[-1].message}", style="red"))
     if num_traces := sum(line.kind == WRITTEN for line in timeline):
         grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
     if job.labels:
@@ -333,10 +328,6 @@ def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[Renderab
     if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
         lines += [Text(), Text(advice, style="yellow")]
     return lines
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
 
 
 def phases_line(metrics: Mapping[str, float]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -23,7 +22,7 @@ from service.cli.common import (
     human_bytes,
     print_json,
 )
-from service.cli.machines import HeadOptions, print_dim
+from service.cli.machines import print_dim
 from service.cli.render import facts_grid, plain_table
 from service.client.errors import ShardloomError
 from service.local.join import JoinedMachine
@@ -33,6 +32,7 @@ from service.local.ray_node import (
     RAY_DASHBOARD_PORT,
     RAY_PORT,
     WORKER_PORTS,
+    MachineHead,
     RayState,
 )
 from service.local.stack import CPUS_PER_HOST, LocalHosts, LocalStack, Report
@@ -97,33 +97,27 @@ def ls(as_json: JsonOption = False) -> None:
     """List the hosts; on a head the machines that have joined, too."""
     stack = LocalStack(StackHome.from_environment())
     state = stack.running()
+    head: str | None = NODE_IP
+    rows: list[tuple[str, ...]]
     if state is not None and state.head_address is not None and state.ray_address is not None:
-        _list_machines(RayState(state.ray_address, stack.home.token()), as_json=as_json)
-        return
-    addresses = [NODE_IP, *_hosts().running()]
-    if as_json:
-        print_json({"head": NODE_IP, "hosts": addresses})
-        return
-    table = Table("host", "role")
-    for address in addresses:
-        table.add_row(address, "head" if address == NODE_IP else "worker")
-    console().print(table)
-
-
-def _list_machines(ray: RayState, *, as_json: bool) -> None:
-    nodes = ray.live_nodes()
-    if nodes is None:
-        raise StackError(f"Ray does not answer at {ray.ray_address}; `shardloom down` and `up`")
-    nodes = sorted(nodes, key=lambda node: (not node.is_head, node.address))
-    if as_json:
+        ray = RayState(state.ray_address, stack.home.token())
+        nodes = ray.live_nodes()
+        if nodes is None:
+            raise StackError(f"Ray does not answer at {ray.ray_address}; `shardloom down` and `up`")
         head = next((node.address for node in nodes if node.is_head), None)
-        print_json({"head": head, "hosts": [node.address for node in nodes]})
+        table = Table("host", "role", "CPUs", "GPUs", "memory")
+        rows = [
+            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", human_bytes(it.memory_bytes))
+            for it in sorted(nodes, key=lambda node: (not node.is_head, node.address))
+        ]
+    else:
+        table = Table("host", "role")
+        rows = [(address,) for address in (NODE_IP, *_hosts().running())]
+    if as_json:
+        print_json({"head": head, "hosts": [address for address, *_ in rows]})
         return
-    table = Table("host", "role", "CPUs", "GPUs", "memory")
-    for node in nodes:
-        role = "head" if node.is_head else "worker"
-        memory = human_bytes(node.memory_bytes)
-        table.add_row(node.address, role, f"{node.num_cpus:g}", f"{node.num_gpus:g}", memory)
+    for address, *sizes in rows:
+        table.add_row(address, "head" if address == head else "worker", *sizes)
     console().print(table)
 
 
@@ -179,10 +173,10 @@ def up(
     """
     home = StackHome.from_environment()
     if head:
-        options = HeadOptions(
+        made = machines.head_of(
             host, cpus, gpus, node_port, worker_ports, ray_port, ray_dashboard_port
         )
-        _up_head(home, options, port, detach=detach, keeps_key=not no_keep_key)
+        _up_head(home, made, port, detach=detach, keeps_key=not no_keep_key)
         return
     _refuse_head_options(call)
     stack = LocalStack(home)
@@ -207,9 +201,8 @@ def _refuse_head_options(call: typer.Context) -> None:
 
 
 def _up_head(
-    home: StackHome, options: HeadOptions, port: int | None, *, detach: bool, keeps_key: bool
+    home: StackHome, head: MachineHead, port: int | None, *, detach: bool, keeps_key: bool
 ) -> None:
-    head = options.head()
     stack = LocalStack(home, head=head)
     if (state := stack.running()) and state.head_address is None:
         raise StackError(
@@ -290,9 +283,7 @@ def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))
         return
-    # A supervisor's SIGTERM and a closed terminal end the stack as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    machines.interrupt_on_signals()
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)

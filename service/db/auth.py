@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from sqlalchemy import Engine, RowMapping, delete, func, insert, select, update
+from sqlalchemy import Engine, RowMapping, delete, insert, select, update
 
 from service.db.engine import Transactions
 from service.db.tables import api_keys, audit_log, job_secrets, jobs, sessions
@@ -28,30 +28,25 @@ class KeyStore:
     def add_key(self, key: ApiKey, secret_hash: str) -> None:
         """Store a new key."""
         values = {**vars(key), "roles": role_names(key.roles), "secret_hash": secret_hash}
-        with self.transactions.write() as connection:
-            connection.execute(insert(api_keys), values)
+        self.transactions.execute(insert(api_keys), values)
 
     def find_key(self, key_id: str) -> tuple[ApiKey, str] | None:
         """A key and the hash of its secret; None if there is no such key."""
-        with self.transactions.read() as connection:
-            query = select(api_keys).where(api_keys.c.id == key_id)
-            row = connection.execute(query).mappings().first()
-        return None if row is None else (_key_of(row), row["secret_hash"])
+        rows = self.transactions.rows(select(api_keys).where(api_keys.c.id == key_id))
+        return (_key_of(rows[0]), rows[0]["secret_hash"]) if rows else None
 
     def list_keys(self, *, after: str | None = None, limit: int = 50) -> list[ApiKey]:
         """Keys in the order of their ids, behind `after`."""
         query = select(api_keys).order_by(api_keys.c.id).limit(limit)
         if after is not None:
             query = query.where(api_keys.c.id > after)
-        with self.transactions.read() as connection:
-            return [_key_of(row) for row in connection.execute(query).mappings()]
+        return [_key_of(row) for row in self.transactions.rows(query)]
 
     def has_usable_key(self, now: float) -> bool:
         """Whether a key is valid at this time (Unix seconds)."""
         is_fresh = api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > now)
-        query = select(func.count()).where(api_keys.c.revoked_at.is_(None), is_fresh)
-        with self.transactions.read() as connection:
-            return bool(connection.execute(query).scalar_one())
+        query = select(api_keys.c.id).where(api_keys.c.revoked_at.is_(None), is_fresh).limit(1)
+        return bool(self.transactions.rows(query))
 
     def revoke_key(self, key_id: str, now: float) -> ApiKey:
         """End a key and its sessions; raises `KeyNotFound`. Doing it again changes nothing."""
@@ -67,9 +62,8 @@ class KeyStore:
 
     def note_use(self, key_id: str, now: float) -> None:
         """Note that a key was used."""
-        with self.transactions.write() as connection:
-            query = update(api_keys).where(api_keys.c.id == key_id)
-            connection.execute(query.values(last_used_at=now))
+        statement = update(api_keys).where(api_keys.c.id == key_id)
+        self.transactions.execute(statement.values(last_used_at=now))
 
     # ---- sessions
 
@@ -82,17 +76,13 @@ class KeyStore:
 
     def find_session(self, token_hash: str) -> Session | None:
         """A session by the hash of its token, expired or not."""
-        with self.transactions.read() as connection:
-            query = select(sessions).where(sessions.c.token_hash == token_hash)
-            row = connection.execute(query).mappings().first()
-        if row is None:
-            return None
-        return Session(row["key_id"], row["created_at"], row["expires_at"])
+        found = select(sessions.c.key_id, sessions.c.created_at, sessions.c.expires_at)
+        rows = self.transactions.rows(found.where(sessions.c.token_hash == token_hash))
+        return Session(**rows[0]) if rows else None
 
     def end_session(self, token_hash: str) -> None:
         """Forget a session."""
-        with self.transactions.write() as connection:
-            connection.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
+        self.transactions.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
 
     # ---- secrets of jobs
 
@@ -103,36 +93,31 @@ class KeyStore:
             for name, text in sealed.items()
         ]
         if rows:
-            with self.transactions.write() as connection:
-                connection.execute(insert(job_secrets), rows)
+            self.transactions.execute(insert(job_secrets), rows)
 
     def secrets_of(self, job_id: str) -> dict[str, str]:
         """Encrypted secrets of a job, by name."""
         query = select(job_secrets).where(job_secrets.c.job_id == job_id)
-        with self.transactions.read() as connection:
-            rows = connection.execute(query.order_by(job_secrets.c.name)).mappings()
-            return {row["name"]: row["sealed"] for row in rows}
+        rows = self.transactions.rows(query.order_by(job_secrets.c.name))
+        return {row["name"]: row["sealed"] for row in rows}
 
     def secret_names(self, job_id: str) -> list[str]:
         """Names of a job's secrets."""
         query = select(job_secrets.c.name).where(job_secrets.c.job_id == job_id)
-        with self.transactions.read() as connection:
-            return list(connection.execute(query.order_by(job_secrets.c.name)).scalars())
+        return [row["name"] for row in self.transactions.rows(query.order_by(job_secrets.c.name))]
 
     def forget_orphans(self, before: float) -> int:
         """Delete secrets stored before a time whose job does not exist; how many."""
         is_orphan = job_secrets.c.job_id.not_in(select(jobs.c.id))
-        with self.transactions.write() as connection:
-            query = delete(job_secrets).where(is_orphan, job_secrets.c.created_at < before)
-            return connection.execute(query).rowcount
+        is_old = job_secrets.c.created_at < before
+        return self.transactions.execute(delete(job_secrets).where(is_orphan, is_old))
 
     # ---- audit
 
     def append_audit(self, records: Sequence[AuditRecord]) -> None:
         """Add lines to the audit log; their ids are the database's to give."""
         values = [{k: v for k, v in vars(record).items() if k != "id"} for record in records]
-        with self.transactions.write() as connection:
-            connection.execute(insert(audit_log), values)
+        self.transactions.execute(insert(audit_log), values)
 
     def list_audit(
         self, wanted: AuditFilter, *, before: int | None = None, limit: int = 50
@@ -148,8 +133,7 @@ class KeyStore:
             query = query.where(audit_log.c.time >= wanted.since)
         if wanted.only_refused:
             query = query.where(audit_log.c.status >= 400)
-        with self.transactions.read() as connection:
-            return [AuditRecord(**row) for row in connection.execute(query).mappings()]
+        return [AuditRecord(**row) for row in self.transactions.rows(query)]
 
 
 def _key_of(row: RowMapping) -> ApiKey:

@@ -14,8 +14,8 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,7 +25,20 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, func, make_url, select
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Executable,
+    RowMapping,
+    Select,
+    Table,
+    create_engine,
+    event,
+    func,
+    make_url,
+    select,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -41,11 +54,8 @@ _WRITE_LOCK_TIMEOUT_S = 10.0
 _CONFLICTS = frozenset({"40001", "40P01"})
 
 
-class _Thread(threading.local):
-    is_background = False
-
-
-_this_thread = _Thread()
+# `is_background` is set where `write_in_background` was called.
+_this_thread = threading.local()
 
 
 class _WriteLocks:
@@ -74,7 +84,7 @@ def _write_turn(engine: Engine) -> Iterator[None]:
     with ExitStack() as held:
         if engine.dialect.name == "sqlite":
             locks = _write_locks.setdefault(engine, _WriteLocks())
-            is_background = _this_thread.is_background
+            is_background = getattr(_this_thread, "is_background", False)
             for lock in (locks.background, locks.writer) if is_background else (locks.writer,):
                 if not lock.acquire(timeout=_WRITE_LOCK_TIMEOUT_S):
                     raise StoreUnavailable(
@@ -90,7 +100,7 @@ class TransactionConflict(StoreUnavailable):
 
 
 class Transactions:
-    """Begins transactions on `engine`; both methods raise `StoreUnavailable` if it fails.
+    """Begins transactions on `engine`; every method raises `StoreUnavailable` if it fails.
 
     Errors about the written values (`DataError`, `IntegrityError`) pass through.
     """
@@ -98,17 +108,25 @@ class Transactions:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
+    def read(self) -> AbstractContextManager[Connection]:
         """A transaction that only reads."""
-        with self._begin(is_write=False) as connection:
-            yield connection
+        return self._begin(is_write=False)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that may write; committed when the block ends without an error."""
         with _write_turn(self.engine), self._begin(is_write=True) as connection:
             yield connection
+
+    def rows(self, query: Select[Any]) -> Sequence[RowMapping]:
+        """All rows of one query."""
+        with self.read() as connection:
+            return connection.execute(query).mappings().all()
+
+    def execute(self, statement: Executable, values: Any = None) -> int:
+        """Run one statement that writes; how many rows it changed."""
+        with self.write() as connection:
+            return connection.execute(statement, values).rowcount
 
     @contextmanager
     def _begin(self, *, is_write: bool) -> Iterator[Connection]:
@@ -165,15 +183,14 @@ _MIN_LOG_BYTES = 4 << 20
 class WalCheckpointer:
     """Keeps the write-ahead log of a SQLite file short; does nothing for other databases."""
 
-    def __init__(self, engine: Engine, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, engine: Engine) -> None:
         is_file = engine.dialect.name == "sqlite" and engine.url.database
         self._path = Path(str(engine.url.database)) if is_file else None
-        self._interval_s = interval_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wal", daemon=True)
 
     def start(self) -> None:
-        """Begin to check the log, every `interval_s`."""
+        """Begin to check the log, every second."""
         if self._path is not None:
             self._thread.start()
 
@@ -184,22 +201,22 @@ class WalCheckpointer:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(self._interval_s):
+        while not self._closing.wait(_INTERVAL_S):
             try:
                 self.shorten()
             except (OSError, sqlite3.Error) as error:
                 # The log grows until a transaction does it.
                 logger.warning("the write-ahead log cannot be shortened, trying again: %s", error)
 
-    def shorten(self, min_bytes: int = _MIN_LOG_BYTES) -> bool:
-        """Move the log into the database file if it has `min_bytes`; whether it was moved.
+    def shorten(self) -> bool:
+        """Move the log into the database file if it is long; whether it was moved.
 
         It waits for neither readers nor writers; what they still need stays in the log.
         """
         if self._path is None:
             return False
         log = self._path.with_name(self._path.name + "-wal")
-        if not log.exists() or log.stat().st_size < min_bytes:
+        if not log.exists() or log.stat().st_size < _MIN_LOG_BYTES:
             return False
         with closing(sqlite3.connect(self._path, isolation_level=None, timeout=1.0)) as database:
             database.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -235,7 +252,16 @@ def open_engine(database_url: str) -> Engine:
     try:
         url = make_url(database_url)
         if url.drivername in ("postgresql", "postgres", _POSTGRESQL):
-            return _postgresql_engine(url.set(drivername=_POSTGRESQL))
+            given = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in url.query}
+            return create_engine(
+                url.set(drivername=_POSTGRESQL),
+                pool_size=_POOL_SIZE,
+                max_overflow=_POOL_OVERFLOW["postgresql"],
+                # A restart of the server is noticed before a transaction begins.
+                pool_pre_ping=True,
+                isolation_level="READ COMMITTED",
+                connect_args=given,
+            )
         if url.get_backend_name() != "sqlite":
             raise ArgumentError(f"the service supports no database '{url.drivername}'")
         return _sqlite_engine(url)
@@ -246,19 +272,6 @@ def open_engine(database_url: str) -> Engine:
             "SHARDLOOM_DATABASE_URL reads as in sqlite:////FOLDER/FILE.db or "
             "postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from error
-
-
-def _postgresql_engine(url: URL) -> Engine:
-    given = {key: value for key, value in _POSTGRESQL_OPTIONS.items() if key not in url.query}
-    return create_engine(
-        url,
-        pool_size=_POOL_SIZE,
-        max_overflow=_POOL_OVERFLOW["postgresql"],
-        # A restart of the server is noticed before a transaction begins.
-        pool_pre_ping=True,
-        isolation_level="READ COMMITTED",
-        connect_args=given,
-    )
 
 
 def _sqlite_engine(url: URL) -> Engine:

@@ -62,13 +62,11 @@ class IdempotencyStore:
             "headers": [list(header) for header in response.headers],
             "sealed_body": response.sealed_body,
         }
-        with self._transactions.write() as connection:
-            connection.execute(update(answers).where(_is(principal, key)).values(values))
+        self._transactions.execute(update(answers).where(_is(principal, key)).values(values))
 
     def forget(self, principal: str, key: str) -> None:
         """Remove a request that failed: it may be repeated with its key."""
-        with self._transactions.write() as connection:
-            connection.execute(delete(answers).where(_is(principal, key)))
+        self._transactions.execute(delete(answers).where(_is(principal, key)))
 
 
 def _is(principal: str, key: str) -> ColumnElement[bool]:

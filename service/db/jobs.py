@@ -22,17 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Engine,
-    RowMapping,
-    Select,
-    Table,
-    delete,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, select, text, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from service.db import metrics, queries, rows
@@ -168,33 +158,26 @@ class JobStore:
         created_before: float | None = None,
     ) -> tuple[list[Job], str | None]:
         """Newest first; the cursor is the id of the last job of the page."""
-        wanted = queries.JobFilter(
-            after=after,
-            statuses=frozenset(statuses),
-            name=name,
-            projects=queries.common_projects(project, projects),
-            labels=labels or {},
-            created_after=created_after,
-            created_before=created_before,
-        )
-        if wanted.projects is not None and not wanted.projects:
+        if project is not None:
+            projects = [project] if projects is None or project in projects else []
+        if projects is not None and not projects:
             return [], None
-        found = self._select_jobs(queries.select_page(wanted, limit + 1))
+        wanted = queries.JobFilter(
+            after, frozenset(statuses), name, projects, labels or {}, created_after, created_before
+        )
+        found = self._transactions.rows(queries.select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        return self._readable(self._select_jobs(queries.select_live()))
+        query = queries.select_jobs().where(text(LIVE)).order_by(jobs.c.id)
+        return self._readable(self._transactions.rows(query))
 
     def has_queued_jobs(self) -> bool:
         """Whether any job is queued."""
-        with self._transactions.read() as connection:
-            return connection.execute(queries.select_queued_id()).first() is not None
-
-    def _select_jobs(self, query: Select[Any]) -> Sequence[RowMapping]:
-        with self._transactions.read() as connection:
-            return connection.execute(query).mappings().all()
+        query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
+        return bool(self._transactions.rows(query))
 
     @repeated
     def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
@@ -222,8 +205,7 @@ class JobStore:
     def release_leases(self, owner: str) -> None:
         """Give back every lease of `owner`, so that other replicas need not wait for their end."""
         held = update(jobs).where(text(LIVE), jobs.c.lease_owner == owner)
-        with self._transactions.write() as connection:
-            connection.execute(held.values(lease_owner=None, lease_until=None))
+        self._transactions.execute(held.values(lease_owner=None, lease_until=None))
 
     @repeated
     def delete_job(self, job_id: str) -> None:
@@ -264,8 +246,7 @@ class JobStore:
     def list_attempts(self, job_id: str) -> list[Attempt]:
         """Attempts of a job in order."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.index)
-        with self._transactions.read() as connection:
-            return [rows.attempt_of(row) for row in connection.execute(query).mappings()]
+        return [rows.attempt_of(row) for row in self._transactions.rows(query)]
 
     @repeated
     def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
@@ -289,10 +270,8 @@ class JobStore:
 
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
         """`next_seq` of every stream of an attempt."""
-        query = select(streams.c.stream, streams.c.next_seq)
-        with self._transactions.read() as connection:
-            found = connection.execute(query.where(streams.c.attempt_id == attempt_id))
-            return {row.stream: row.next_seq for row in found}
+        query = select(streams).where(streams.c.attempt_id == attempt_id)
+        return {row["stream"]: row["next_seq"] for row in self._transactions.rows(query)}
 
     # ---- timeline, metrics, checkpoints
 
@@ -303,9 +282,8 @@ class JobStore:
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
-        with self._transactions.read() as connection:
-            found = connection.execute(query.order_by(timeline.c.id).limit(limit)).mappings()
-            return [TimelineEvent(**row) for row in found]
+        found = self._transactions.rows(query.order_by(timeline.c.id).limit(limit))
+        return [TimelineEvent(**row) for row in found]
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
@@ -332,9 +310,8 @@ class JobStore:
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
-        with self._transactions.read() as connection:
-            found = connection.execute(query.order_by(checkpoints.c.step)).mappings()
-            return [Checkpoint(**row) for row in found]
+        found = self._transactions.rows(query.order_by(checkpoints.c.step))
+        return [Checkpoint(**row) for row in found]
 
     def _readable(self, found: Iterable[RowMapping]) -> list[Job]:
         """Jobs from rows; one that this version cannot read is left out and logged once."""

@@ -112,8 +112,15 @@ def read_points(
     max_points: int,
 ) -> list[MetricPoint]:
     """Points of one metric in step order, in at most `max_points` buckets of equal width."""
-    wanted = _wanted(job_id, name, from_step, to_step)
     step = metric_points.c.step
+    name_id = select(metric_names.c.id).where(
+        metric_names.c.job_id == job_id, metric_names.c.name == name
+    )
+    wanted = metric_points.c.name_id == name_id.scalar_subquery()
+    if from_step is not None:
+        wanted = wanted & (step >= from_step)
+    if to_step is not None:
+        wanted = wanted & (step <= to_step)
     span = select(func.count(), func.min(step), func.max(step)).where(wanted)
     num_points, first, last = connection.execute(span).one()
     if num_points == 0:
@@ -124,20 +131,6 @@ def read_points(
         return [MetricPoint(row.step, row.time, *[value] * 3) for row, value in exact]
     bucket = (step - first) * max_points // (last - first + 1)
     return _read_buckets(connection, wanted, bucket)
-
-
-def _wanted(
-    job_id: str, name: str, from_step: int | None, to_step: int | None
-) -> ColumnElement[bool]:
-    name_id = select(metric_names.c.id).where(
-        metric_names.c.job_id == job_id, metric_names.c.name == name
-    )
-    wanted = metric_points.c.name_id == name_id.scalar_subquery()
-    if from_step is not None:
-        wanted = wanted & (metric_points.c.step >= from_step)
-    if to_step is not None:
-        wanted = wanted & (metric_points.c.step <= to_step)
-    return wanted
 
 
 def _read_buckets(
@@ -213,10 +206,9 @@ def prune(transactions: Transactions, retention: Retention, now: float) -> int:
     return num_deleted
 
 
-def _read_ids(transactions: Transactions, wanted: object) -> list[int]:
-    query = select(metric_names.c.id).where(wanted).limit(_MAX_METRICS)  # type: ignore[arg-type]
-    with transactions.read() as connection:
-        return list(connection.execute(query).scalars())
+def _read_ids(transactions: Transactions, wanted: ColumnElement[bool]) -> list[int]:
+    query = select(metric_names.c.id).where(wanted).limit(_MAX_METRICS)
+    return [row["id"] for row in transactions.rows(query)]
 
 
 def _drop_old(transactions: Transactions, name_id: int, cutoff: float) -> int:

@@ -14,13 +14,7 @@ from pydantic import ValidationError
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
-from service.db.engine import (
-    knows_revision,
-    migrate,
-    newest_revision,
-    open_engine,
-    stored_revision,
-)
+from service.db.engine import knows_revision, migrate, newest_revision, open_engine, stored_revision
 from service.errors import ServiceError, StoreUnavailable
 from service.settings import Settings
 

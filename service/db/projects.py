@@ -26,18 +26,15 @@ class ProjectStore:
 
     def get(self, name: str) -> Project:
         """Read a project; raises `ProjectNotFound`."""
-        query = select(projects).where(projects.c.name == name)
-        with self._transactions.read() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
+        rows = self._transactions.rows(select(projects).where(projects.c.name == name))
+        if not rows:
             raise ProjectNotFound(name)
-        return Project(**row)
+        return Project(**rows[0])
 
     def list(self) -> list[Project]:
         """Every project that has quotas, by name."""
-        with self._transactions.read() as connection:
-            found = connection.execute(select(projects).order_by(projects.c.name)).mappings()
-            return [Project(**row) for row in found]
+        rows = self._transactions.rows(select(projects).order_by(projects.c.name))
+        return [Project(**row) for row in rows]
 
     def put(self, project: Project, now: float) -> Project:
         """Set the quotas of a project, new or known. `now` is Unix seconds."""
@@ -51,9 +48,7 @@ class ProjectStore:
 
     def remove(self, name: str) -> None:
         """Remove the quotas of a project; raises `ProjectNotFound`."""
-        with self._transactions.write() as connection:
-            gone = connection.execute(delete(projects).where(projects.c.name == name))
-        if gone.rowcount != 1:
+        if self._transactions.execute(delete(projects).where(projects.c.name == name)) != 1:
             raise ProjectNotFound(name)
 
 
@@ -85,5 +80,4 @@ class Locks:
         finally:
             if is_held:
                 own = (locks.c.name == name, locks.c.owner == self._owner)
-                with self._transactions.write() as connection:
-                    connection.execute(delete(locks).where(*own))
+                self._transactions.execute(delete(locks).where(*own))

@@ -21,7 +21,6 @@ from sqlalchemy import (
     delete,
     insert,
     select,
-    text,
     type_coerce,
     union_all,
     update,
@@ -30,7 +29,6 @@ from sqlalchemy import (
 from service.db import metrics, rows
 from service.db.engine import insert_for
 from service.db.tables import (
-    LIVE,
     attempts,
     checkpoints,
     idempotency_keys,
@@ -75,13 +73,6 @@ class JobFilter:
     labels: Mapping[str, str] = field(default_factory=dict)
     created_after: float | None = None
     created_before: float | None = None
-
-
-def common_projects(wanted: str | None, visible: Collection[str] | None) -> Collection[str] | None:
-    """The projects to list when one is wanted (None: any) and some are visible (None: all)."""
-    if wanted is None:
-        return visible
-    return [wanted] if visible is None or wanted in visible else []
 
 
 def select_jobs() -> Select[Any]:
@@ -170,16 +161,6 @@ def _conditions(wanted: JobFilter, kind: Kind) -> list[ColumnElement[bool]]:
 def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnElement[bool]:
     (first, *others) = values
     return column.in_(values) if others else column == first
-
-
-def select_live() -> Select[Any]:
-    """Every job whose status is not terminal, oldest first."""
-    return select_jobs().where(text(LIVE)).order_by(jobs.c.id)
-
-
-def select_queued_id() -> Select[Any]:
-    """The id of any queued job."""
-    return select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
 
 
 def read_job(connection: Connection, job_id: str) -> Job:

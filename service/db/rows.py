@@ -1,4 +1,4 @@
-"""Conversion between rows and domain objects: a pair of functions for each table."""
+"""Conversion between rows and domain objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from service.domain.models import (
     Membership,
     Progress,
     ReportedEnd,
-    TimelineEvent,
 )
 from service.errors import JobUnreadable
 from trainer.spec.job import JobSpec
@@ -30,7 +29,7 @@ _MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """Columns of `jobs`; what training reports often lives in `job_progress`."""
+    """Columns of `jobs`; what training reports often is in `job_progress`."""
     return {
         **{name: value for name, value in vars(job).items() if name not in _PROGRESS_FIELDS},
         "spec": job.spec.model_dump(mode="json"),
@@ -58,28 +57,26 @@ def _null_if_nan(value: float | None) -> float | None:
 def job_of(row: RowMapping) -> Job:
     """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
     try:
-        return _job_of(row)
+        same = {name: row[name] for name in _SAME_FIELDS}
+        membership = row["membership"]
+        return Job(
+            **{
+                **same,
+                "spec": _spec_of(row["spec"]),
+                "status": JobStatus(row["status"]),
+                "reason": EndReason(row["reason"]) if row["reason"] else None,
+                "progress": Progress(**{each.name: row[each.name] for each in fields(Progress)}),
+                "latest_metrics": row["latest_metrics"],
+                "membership": None
+                if membership is None
+                else _MEMBERSHIP.validate_python(membership),
+            }
+        )
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise JobUnreadable(row["id"], "; ".join(faults)) from error
     except ValueError as error:
         raise JobUnreadable(row["id"], str(error)) from error
-
-
-def _job_of(row: RowMapping) -> Job:
-    same = {name: row[name] for name in _SAME_FIELDS}
-    membership = row["membership"]
-    return Job(
-        **{
-            **same,
-            "spec": _spec_of(row["spec"]),
-            "status": JobStatus(row["status"]),
-            "reason": EndReason(row["reason"]) if row["reason"] else None,
-            "progress": Progress(**{each.name: row[each.name] for each in fields(Progress)}),
-            "latest_metrics": row["latest_metrics"],
-            "membership": None if membership is None else _MEMBERSHIP.validate_python(membership),
-        }
-    )
 
 
 @lru_cache(_NUM_CACHED_SPECS)
@@ -114,8 +111,3 @@ def attempt_of(row: RowMapping) -> Attempt:
     values = {name: value for name, value in row.items() if not name.startswith("reported_")}
     end_reason = EndReason(row["end_reason"]) if row["end_reason"] else None
     return Attempt(**{**values, "end_reason": end_reason, "reported_end": report})
-
-
-def timeline_values(event: TimelineEvent) -> dict[str, Any]:
-    """Columns of `timeline` without the id, which the database gives."""
-    return {name: value for name, value in vars(event).items() if name != "id"}

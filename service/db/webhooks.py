@@ -12,20 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Engine,
-    RowMapping,
-    delete,
-    exists,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Engine, RowMapping, delete, exists, insert, or_, select, update
 
-from service.db import rows
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
 from service.domain.models import TimelineEvent
@@ -43,8 +31,6 @@ from service.errors import DeliveryNotFound, WebhookNotFound
 
 # Deliveries of one webhook that are in flight at a time, so that a slow receiver delays no other.
 MAX_CLAIMED_EACH = 4
-
-
 # A delivery that is due now, from its first try on.
 _DUE = {"state": DeliveryState.PENDING.value, "num_tries": 0, "next_try_at": 0.0}
 _NEW = {**_DUE, "claimed_until": 0.0, "message": ""}
@@ -54,7 +40,8 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
     """Append timeline events and queue their deliveries, in the caller's transaction."""
     if not events:
         return
-    values = [rows.timeline_values(event) for event in events]
+    # Without the id, which the database gives.
+    values = [{k: v for k, v in vars(event).items() if k != "id"} for event in events]
     subscribed = _subscribed(connection, {event.job_id for event in events})
     if not subscribed:
         connection.execute(insert(timeline), values)
@@ -101,8 +88,7 @@ class WebhookStore:
 
     def create(self, webhook: Webhook) -> None:
         """Store a new webhook."""
-        with self._transactions.write() as connection:
-            connection.execute(insert(webhooks), vars(webhook))
+        self._transactions.execute(insert(webhooks), vars(webhook))
 
     def get(self, webhook_id: str) -> Webhook:
         """Read a webhook; raises `WebhookNotFound`."""
@@ -114,8 +100,7 @@ class WebhookStore:
         query = select(webhooks).order_by(webhooks.c.created_at, webhooks.c.id)
         if project is not None:
             query = query.where(webhooks.c.project == project)
-        with self._transactions.read() as connection:
-            return [_webhook_of(row) for row in connection.execute(query).mappings()]
+        return [_webhook_of(row) for row in self._transactions.rows(query)]
 
     def change(self, webhook_id: str, changes: Mapping[str, Any]) -> Webhook:
         """Change fields of a webhook; raises `WebhookNotFound`."""
@@ -170,13 +155,7 @@ class WebhookStore:
 
     def add_test(self, webhook_id: str, body: str, now: float) -> Delivery:
         """Queue a delivery about no job; raises `WebhookNotFound`."""
-        values = {
-            **_NEW,
-            "webhook_id": webhook_id,
-            "kind": "test",
-            "body": body,
-            "created_at": now,
-        }
+        values = {**_NEW, "webhook_id": webhook_id, "kind": "test", "body": body, "created_at": now}
         with self._transactions.write() as connection:
             _read(connection, webhook_id)
             added = insert(webhook_deliveries).returning(webhook_deliveries)
@@ -201,15 +180,16 @@ class WebhookStore:
             .where(webhooks.c.is_active, webhooks.c.id.not_in(list(skip)))
             .where(exists().where(own.webhook_id == webhooks.c.id, *due))
         )
-        with self._transactions.read() as connection:
-            # Mostly nothing is due, and then nobody else should wait for a lock.
-            hooks = connection.execute(waiting).mappings().all()
+        # Mostly nothing is due, and then nobody else should wait for a lock.
+        hooks = self._transactions.rows(waiting)
         if not hooks:
             return []
         with self._transactions.write() as connection:
             found = []
             for hook in hooks:
-                for row in _lock_due(connection, hook["id"], due):
+                mine = select(webhook_deliveries).where(own.webhook_id == hook["id"], *due)
+                mine = mine.order_by(own.id).limit(MAX_CLAIMED_EACH)
+                for row in connection.execute(mine.with_for_update(skip_locked=True)).mappings():
                     found.append(Claimed(_delivery_of(row), hook["url"], hook["secret"]))
             mark = update(webhook_deliveries).values(claimed_until=now + claim_s)
             ids = [claimed.delivery.id for claimed in found]
@@ -240,8 +220,7 @@ class WebhookStore:
     def prune(self, before: float) -> int:
         """Forget what was created before `before` (Unix seconds); returns how many."""
         old = webhook_deliveries.c.created_at < before
-        with self._transactions.write() as connection:
-            return connection.execute(delete(webhook_deliveries).where(old)).rowcount
+        return self._transactions.execute(delete(webhook_deliveries).where(old))
 
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:
@@ -266,19 +245,6 @@ def _read(connection: Connection, webhook_id: str) -> Webhook:
     if row is None:
         raise WebhookNotFound(webhook_id)
     return _webhook_of(row)
-
-
-def _lock_due(
-    connection: Connection, webhook_id: str, due: Sequence[ColumnElement[bool]]
-) -> Sequence[RowMapping]:
-    query = (
-        select(webhook_deliveries)
-        .where(webhook_deliveries.c.webhook_id == webhook_id, *due)
-        .order_by(webhook_deliveries.c.id)
-        .limit(MAX_CLAIMED_EACH)
-        .with_for_update(skip_locked=True)
-    )
-    return connection.execute(query).mappings().all()
 
 
 def _webhook_of(row: RowMapping) -> Webhook:

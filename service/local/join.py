@@ -11,11 +11,10 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 
@@ -36,7 +35,6 @@ _DRAIN_TIMEOUT_S = 30.0
 _HEAD_PATIENCE_S = 20.0
 _MAX_TRIES = 3
 _POLL_S = 0.5
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class JoinedMachine:
             self._check_is_free()
             facts = ask_head(request.head_url, request.token)
             node = _node_towards(facts, request)
-            for fault in check_facts(facts):
-                raise StackError(fault)
+            _check_facts(facts)
             _check_reaches(facts.gcs_address)
             check_node_ports_free(node.address, node.ports.fixed)
             self.home.keep_cluster_token(request.token)
@@ -181,7 +178,9 @@ class JoinedMachine:
             report(f"{error}; the node ends without notice to its jobs")
             return
         started = time.monotonic()
-        nodes = _answer(ray.live_nodes, min(grace_s, _HEAD_PATIENCE_S))
+        deadline = started + min(grace_s, _HEAD_PATIENCE_S)
+        while (nodes := ray.live_nodes()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         if nodes is None:
             report("the head does not answer: the node ends without notice to its jobs")
             return
@@ -277,15 +276,13 @@ def _detail(answer: httpx.Response) -> str:
         return "its logs/service.log says why"
 
 
-def check_facts(facts: HeadFacts) -> list[str]:
-    """What keeps this machine from working with a head: versions, then the run storage."""
-    faults = []
+def _check_facts(facts: HeadFacts) -> None:
+    """Raise `StackError` where this machine has other versions or another run storage."""
     if unlike := differences(facts.versions, versions_here()):
         rows = "\n".join(f"  {line}" for line in unlike)
-        faults.append(f"head and machine must have the same versions; they differ:\n{rows}")
+        raise StackError(f"head and machine must have the same versions; they differ:\n{rows}")
     if fault := storage_fault(Path(facts.runs_dir), facts.storage_id):
-        faults.append(fault)
-    return faults
+        raise StackError(fault)
 
 
 def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:
@@ -316,14 +313,6 @@ def _check_reaches(gcs_address: str) -> None:
 
 def _end(process: ProcessId) -> None:
     end_process("the node", process, RAY_GRACE_S)
-
-
-def _answer(ask: Callable[[], Answer | None], patience_s: float) -> Answer | None:
-    """The first answer within `patience_s`; None if there is none."""
-    deadline = time.monotonic() + patience_s
-    while (answer := ask()) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return answer
 
 
 def _own_node_id(state: JoinedState, nodes: Sequence[RayNode]) -> str | None:

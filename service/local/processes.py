@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLL_S = 0.05
+_KILL_TIMEOUT_S = 5.0
 PROC = Path("/proc")
 
 
@@ -101,9 +102,7 @@ def process_tree(root: ProcessId, table: Iterable[ProcessInfo]) -> set[ProcessId
         pids = {root.pid} | {member.pid for member in members}
 
 
-def terminate_tree(
-    root: ProcessId, *, grace_s: float, kill_timeout_s: float = 5.0
-) -> set[ProcessId]:
+def terminate_tree(root: ProcessId, *, grace_s: float) -> set[ProcessId]:
     """End a process tree: SIGTERM to the root, SIGKILL to what is left after `grace_s`.
 
     Returns those that survived even that, which is empty unless the kernel holds them.
@@ -112,7 +111,7 @@ def terminate_tree(
     if root in known:
         _signal(root, signal.SIGTERM)
         _wait_until_gone({root}, grace_s)
-    deadline = time.monotonic() + kill_timeout_s
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
     while True:
         # Members may have been born since the last pass, but not outside the known sessions.
         leaders = {member.pid for member in known}

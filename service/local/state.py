@@ -18,7 +18,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -155,18 +155,13 @@ class StackHome:
         self.joined_path.unlink(missing_ok=True)
 
     def _read(self, path: Path, kind: type[State]) -> State | None:
-        try:
+        with self._explaining(), suppress(FileNotFoundError, NotADirectoryError, ValidationError):
             return kind.model_validate_json(path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValidationError):
-            return None
-        except OSError as error:
-            raise self._unusable(error) from error
+        return None
 
     def _write(self, path: Path, state: BaseModel) -> None:
-        try:
+        with self._explaining():
             write_private(path, state.model_dump_json(indent=2))
-        except OSError as error:
-            raise self._unusable(error) from error
 
     def forget_state(self) -> None:
         """Remove the stored state."""
@@ -180,10 +175,8 @@ class StackHome:
 
     def keep_cluster_token(self, token: str) -> None:
         """Store the token of a cluster that another machine heads."""
-        try:
+        with self._explaining():
             write_private(self.cluster_token_path, token)
-        except OSError as error:
-            raise self._unusable(error) from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -191,20 +184,23 @@ class StackHome:
 
         Raises `StackError` if the folder cannot be had.
         """
-        try:
+        with self._explaining():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = (self.root / "stack.lock").open("w")
-        except OSError as error:
-            raise self._unusable(error) from error
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _unusable(self, error: OSError) -> StackError:
-        return StackError(
-            f"cannot keep files in {self.root} ({error.strerror}); check its rights and the space "
-            "left, or name another folder with SHARDLOOM_HOME"
-        )
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn an `OSError` into a `StackError` that names the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise StackError(
+                f"cannot keep files in {self.root} ({error.strerror}); check its rights and the "
+                "space left, or name another folder with SHARDLOOM_HOME"
+            ) from error
 
 
 def boot_id() -> str:

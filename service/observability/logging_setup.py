@@ -79,11 +79,11 @@ def add_ids(record: logging.LogRecord) -> bool:
     return True
 
 
-def configure(log_format: str, level: int = logging.INFO) -> None:
+def configure(log_format: str) -> None:
     """Log to standard error as `text` or `json`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(add_ids)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -222,7 +222,8 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._queued: dict[str, float] = {}
+        # Since when each job in the queue waits, by its id (Unix seconds).
+        self.queued_since: dict[str, float] = {}
         self._unstarted: dict[str, float] = {}
         self._live: Set[str] | None = None
 
@@ -231,7 +232,7 @@ class Waits:
         self._note_begin(job, now)
         queued_at = created_at = None
         if job.status is not JobStatus.QUEUED:
-            queued_at = self._queued.pop(job.id, None)
+            queued_at = self.queued_since.pop(job.id, None)
         if job.status.is_terminal or job.started_at is not None:
             created_at = self._unstarted.pop(job.id, None)
         has_attempt = queued_at is not None and job.current_attempt_id is not None
@@ -241,24 +242,19 @@ class Waits:
             max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
         )
 
-    @property
-    def queued_since(self) -> Mapping[str, float]:
-        """Since when each job in the queue waits, by its id (Unix seconds)."""
-        return self._queued
-
     def _note_begin(self, job: Job, now: float) -> None:
         # One that is new here may have left the queue since the last look already.
         is_new = self._live is not None and job.id not in self._live
         if job.status is JobStatus.QUEUED and job.num_attempts:
-            self._queued.setdefault(job.id, max(now, job.retry_at or now))
+            self.queued_since.setdefault(job.id, max(now, job.retry_at or now))
         elif job.status is JobStatus.QUEUED or is_new:
-            self._queued[job.id] = job.waits_since
+            self.queued_since[job.id] = job.waits_since
         if job.started_at is None or (is_new and job.started_at >= job.waits_since):
             self._unstarted[job.id] = job.created_at
 
     def keep(self, live: Set[str]) -> None:
         """Only these live: others were ended, here or by another replica."""
         self._live = live
-        for waits in (self._queued, self._unstarted):
+        for waits in (self.queued_since, self._unstarted):
             for job_id in waits.keys() - live:
                 del waits[job_id]

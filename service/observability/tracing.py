@@ -48,11 +48,6 @@ class Tracing:
         endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=5))
 
-    @property
-    def is_on(self) -> bool:
-        """Whether spans go anywhere."""
-        return self._tracer is not None
-
     def submitted(self, job: Job, began_at: float) -> None:
         """The span that the trace of a job begins with; `began_at` is in Unix seconds.
 

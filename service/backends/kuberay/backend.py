@@ -162,18 +162,15 @@ class LiveTemplate:
     def read(self) -> Manifest:
         """The manifest as it is, or was a moment ago."""
         if self._known is None or self._clock() - self._known[0] > _MAX_AGE_S:
-            self._known = (self._clock(), self._get())
+            try:
+                self._known = (self._clock(), self._api.get(RAYCLUSTERS, self._name))
+            except KubeRefused as error:
+                raise BackendUnreachable(
+                    f"no RayCluster {self._name} to make clusters from ({error}); "
+                    "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
+                    "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
+                ) from error
         return self._known[1]
-
-    def _get(self) -> Manifest:
-        try:
-            return self._api.get(RAYCLUSTERS, self._name)
-        except KubeRefused as error:
-            raise BackendUnreachable(
-                f"no RayCluster {self._name} to make clusters from ({error}); "
-                "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
-                "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
-            ) from error
 
 
 # ---- the backend
@@ -235,7 +232,12 @@ class KubeRayBackend:
         """Start an attempt where its job wants to run; a known id is accepted without effect."""
         self._remember(submission.attempt_id, is_own=submission.cluster.is_own)
         if not submission.cluster.is_own:
-            self._shared_or_refuse().submit(submission)
+            if self._shared is None:
+                raise SubmissionRefused(
+                    "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
+                    "resources.cluster to own"
+                )
+            self._shared.submit(submission)
             return
         with self._backoff.trying(submission.attempt_id):
             self._submit_own(submission)
@@ -291,14 +293,6 @@ class KubeRayBackend:
             f"Kubernetes refuses the RayJob (HTTP {error.status}): {error}; compare the cluster "
             "template with what KubeRay and the policies of the cluster allow"
         )
-
-    def _shared_or_refuse(self) -> RayJobsBackend:
-        if self._shared is None:
-            raise SubmissionRefused(
-                "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
-                "resources.cluster to own"
-            )
-        return self._shared
 
     # ---- observe
 
@@ -454,16 +448,13 @@ class KubeRayBackend:
         try:
             rayjob = self._find(attempt_id)
             if rayjob is not None:
-                return self._own_log(rayjob, attempt_id, num_chars)
+                if not (rayjob.get("status") or {}).get("dashboardURL"):
+                    return ""
+                with closing(self._head_of(rayjob)) as head:
+                    return head.tail_driver_log(attempt_id, num_chars)
         except (BackendUnreachable, KubeRefused):
             return ""
         return self._shared.tail_driver_log(attempt_id, num_chars) if self._shared else ""
-
-    def _own_log(self, rayjob: Manifest, attempt_id: str, num_chars: int) -> str:
-        if not (rayjob.get("status") or {}).get("dashboardURL"):
-            return ""
-        with closing(self._head_of(rayjob)) as head:
-            return head.tail_driver_log(attempt_id, num_chars)
 
     def check(self) -> str:
         """Say what answers; raises `BackendUnreachable`."""

@@ -97,15 +97,11 @@ def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSi
             least = max(need.num_hosts, math.ceil(need.min_workers / fitting))
             most = max(least, math.ceil(need.max_workers / fitting))
             return ClusterSize(shape, fitting, least, most)
-    raise SubmissionRefused(_too_large(need, shapes))
-
-
-def _too_large(need: ClusterNeed, shapes: Sequence[GroupShape]) -> str:
     wanted = f"{need.cpus_per_worker:g} CPU(s)" + (" and a GPU" if need.device == "cuda" else "")
     offers = "; ".join(
         f"{each.name}: {each.num_cpus:g} CPU(s), {each.num_gpus:g} GPU(s)" for each in shapes
     )
-    return (
+    raise SubmissionRefused(
         f"a worker takes {wanted}, which no pod of the cluster template has ({offers or 'none'}); "
         "lower resources.cpus_per_worker, change resources.device, or enlarge a worker group of "
         "the template"

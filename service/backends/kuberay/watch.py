@@ -98,8 +98,10 @@ class WatchCache:
     def apply(self, event: Manifest) -> None:
         """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
         kind, found = event["type"], event["object"]
+        if kind == "ERROR" and found.get("code") == _GONE:
+            raise WatchExpired
         if kind == "ERROR":
-            self._fail(found)
+            raise BackendUnreachable(f"the watch of RayJobs broke: {found.get('message')}")
         metadata = found["metadata"]
         if kind in ("ADDED", "MODIFIED"):
             self.objects[metadata["name"]] = found
@@ -107,11 +109,6 @@ class WatchCache:
             self.objects.pop(metadata["name"], None)
         # A bookmark has nothing but its version.
         self.version = str(metadata["resourceVersion"])
-
-    def _fail(self, status: Manifest) -> None:
-        if status.get("code") == _GONE:
-            raise WatchExpired
-        raise BackendUnreachable(f"the watch of RayJobs broke: {status.get('message')}")
 
 
 class RayJobWatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import stat
 from dataclasses import replace
@@ -395,7 +396,7 @@ class Foreground:
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(stack_commands, "RESTART_PAUSE_S", 0.0)
-    monkeypatch.setattr(stack_commands.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 def test_a_head_tries_to_start_its_service_until_it_can(home, quick, capsys):

@@ -217,7 +217,7 @@ def test_a_repeated_submission_begins_no_second_trace() -> None:
 
 def test_without_a_collector_nothing_is_traced(tmp_path: Any) -> None:
     tracing = Tracing.from_settings(Settings(home=tmp_path, otlp_endpoint=None))
-    assert not tracing.is_on
+    assert tracing._tracer is None
     tracing.submitted(queued_job(), NOW)
     with tracing.ingesting("job-0000000000ab-a0", 1):
         pass

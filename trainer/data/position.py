@@ -36,12 +36,10 @@ class Spans:
             self.add(start, stop)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return sum(self._bounds[1::2]) - sum(self._bounds[::2])
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans, sorted."""
         return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
 
     def add(self, start: int, stop: int) -> None:
@@ -238,7 +236,6 @@ class SkippedRows(BaseModel):
             raise OSError(f"{path} is damaged: {error}; remove it to train all rows") from None
 
     def with_rows(self, more: Iterable[EpochSpans]) -> SkippedRows:
-        """These rows and `more`."""
         together = {epoch: Spans(spans) for epoch, spans in self.epochs}
         for epoch, spans in more:
             rows = together.setdefault(epoch, Spans())

@@ -35,6 +35,7 @@ from trainer.data.manifest import (
 from trainer.data.parquet import is_data_file, mean_and_deviation
 from trainer.data.transforms import load_vocabulary, vocabulary_path
 from trainer.errors import CorruptFileError, ManifestError, SourceMissingError, StorageError
+from trainer.protocol.run_dir import write_whole
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import check_sizes, fill_statistics, short_histories, size_tables
 from trainer.storage import Location
@@ -142,9 +143,7 @@ class DataCache:
             folder.mkdir(exist_ok=True)
             if data.manifest is not None and not (folder / MANIFEST_NAME).exists():
                 # Whole and once: those who came before may be reading it.
-                unfinished = folder / f".{MANIFEST_NAME}.part"
-                unfinished.write_bytes(data.manifest)
-                unfinished.replace(folder / MANIFEST_NAME)
+                write_whole(folder / MANIFEST_NAME, data.manifest)
         return folder
 
     def _fetch_missing(self, missing: Sequence[RemoteFile], data: RemoteData) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
+from trainer.protocol.run_dir import write_whole
 
 Span = tuple[int, int]
 """Rows [start, stop)."""
@@ -245,9 +246,7 @@ class SkippedRows(BaseModel):
 
     def write(self, path: Path) -> None:
         """Store it; the file appears whole. Raises OSError."""
-        partial = path.with_name(f".partial-{path.name}")
-        partial.write_text(self.model_dump_json())
-        partial.replace(path)
+        write_whole(path, self.model_dump_json().encode())
 
 
 def rows_between(before: DataPosition, after: DataPosition, num_rows: int) -> list[EpochSpans]:

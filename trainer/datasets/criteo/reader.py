@@ -12,7 +12,6 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,19 +121,25 @@ def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
     is longer than a block; `StorageError` where a remote file cannot be read for now.
     """
     first_line, rest = 1, b""
-    with _faults_named(source), _open(source) as stream:
-        while block := _read_fully(stream, block_bytes):
-            end = block.rfind(b"\n") + 1
-            if not end and len(block) == block_bytes:
-                raise CorruptFileError(
-                    f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
-                    "tab-separated text file?"
-                )
-            lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
-            if lines:
-                found = LineBlock(lines, first_line)
-                first_line += found.num_lines
-                yield found
+    try:
+        with _open(source) as stream:
+            while block := stream.read(block_bytes):
+                end = block.rfind(b"\n") + 1
+                if not end and len(block) == block_bytes:
+                    raise CorruptFileError(
+                        f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
+                        "tab-separated text file?"
+                    )
+                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+                if lines:
+                    found = LineBlock(lines, first_line)
+                    first_line += found.num_lines
+                    yield found
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"{source} cannot be read to its end ({error}); was the download cut short? "
+            "Copy it again"
+        ) from None
     if rest:
         yield LineBlock(rest, first_line)
     elif first_line == 1:
@@ -146,31 +151,12 @@ def count_lines(source: Location, block_bytes: int) -> int:
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
 
 
-def _open(source: Location) -> pa.NativeFile:
+def _open(source: Location) -> io.BufferedReader:
     file = source.open_input()
     suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
-    return pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
-
-
-def _read_fully(stream: pa.NativeFile, num_bytes: int) -> bytes:
-    """`num_bytes`, fewer only at the end; a compressed stream may give less at a time."""
-    parts: list[bytes] = []
-    missing = num_bytes
-    while missing and (part := stream.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
-@contextmanager
-def _faults_named(source: Location) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise CorruptFileError(
-            f"{source} cannot be read to its end ({error}); was the download cut short? "
-            "Copy it again"
-        ) from None
+    # A compressed stream may give less than was asked for; buffered, only at the end.
+    stream = pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
+    return io.BufferedReader(stream)
 
 
 NUM_DENSE = 13

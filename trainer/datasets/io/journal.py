@@ -29,9 +29,10 @@ from rich.progress import (
 )
 
 from trainer.data.manifest import sha256_of
+from trainer.protocol.run_dir import write_whole
 
 JOURNAL_NAME = "journal.jsonl"
-UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.unfinished"
+UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.partial"
 Facts = dict[str, Any]
 
 
@@ -70,9 +71,7 @@ class Journal:
         self.used: set[str] = set()
         # Written again so that a line cut by a kill does not spoil the next one.
         lines = [header, *(json.dumps(asdict(part)) for part in self._parts.values())]
-        unfinished = folder / UNFINISHED_JOURNAL_NAME
-        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        unfinished.replace(self._path)
+        write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def find(self, name: str, made_of: str = "") -> Part | None:
         """The part of that name, if it was recorded and made of the same."""

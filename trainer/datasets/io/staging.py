@@ -35,6 +35,7 @@ from trainer.data.manifest import (
 )
 from trainer.datasets.io.journal import JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, Facts, Journal, Part
 from trainer.errors import DataError, ManifestError, OutputExistsError, StorageError
+from trainer.protocol.run_dir import write_whole
 from trainer.storage import Location
 
 Columns = dict[str, NDArray]
@@ -58,8 +59,7 @@ def map_columns(path: Path) -> Columns:
 
 
 _NAME = "uploads.txt"
-_UNFINISHED_NAME = f".{_NAME}.unfinished"
-UPLOADS_NAMES = (_NAME, _UNFINISHED_NAME)
+UPLOADS_NAMES = (_NAME, f".{_NAME}.partial")
 
 
 class Uploads:
@@ -79,12 +79,8 @@ class Uploads:
 
     def add(self, names: Iterable[str]) -> None:
         """Note paths; they are on the disk when this returns, all or none."""
-        unfinished = self._folder / _UNFINISHED_NAME
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(f"{name}\n" for name in sorted({*self.names(), *names}))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._folder / _NAME)
+        lines = [f"{name}\n" for name in sorted({*self.names(), *names})]
+        write_whole(self._folder / _NAME, "".join(lines).encode())
 
 
 @contextmanager

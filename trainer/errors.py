@@ -1,19 +1,4 @@
-"""Errors of data and storage; every message names the file, the likely cause and a remedy.
-
-DataError
-├── SourceMissingError      a folder or file that was named is not there
-├── OutputExistsError       the folder to write is taken
-├── ColumnError             a column is missing or of the wrong type
-├── BadValueError           one cell is wrong: file, line or row, column and value are named
-├── TooFewRowsError         nothing to train or validate on
-├── TableTooSmallError      the data holds more ids than a table has rows
-├── CorruptFileError        a file cannot be read, or is not what the manifest says
-├── TooManyBadRowsError     more rows cannot be used than may be left out
-├── StorageError            a file system or object store failed
-│   ├── StorageAwayError        it does not answer, or says that it is busy: it may come back
-│   └── StorageRefusedError     it refuses: credentials or a bucket are wrong, no retry helps
-└── ManifestError           the manifest is missing, unreadable or lacks something
-"""
+"""Errors of data and storage; every message names the file, the likely cause and a remedy."""
 
 from __future__ import annotations
 

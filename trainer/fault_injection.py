@@ -54,10 +54,6 @@ class Fault(BaseModel):
     times: PositiveInt = 1
     until: Path | None = None
 
-    def is_due(self, group: int, rank: int, step: int) -> bool:
-        """Whether it befalls this rank now, if it still may."""
-        return (self.group, self.rank) == (group, rank) and step >= self.step
-
 
 FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(list[Fault])
 
@@ -111,7 +107,8 @@ def poison(loss: torch.Tensor, group: int, rank: int, step: int) -> torch.Tensor
 def _takes(armed: _Armed, group: int, rank: int, step: int) -> bool:
     """Use up one of the times that a fault may happen, if it is due."""
     fault = armed.fault
-    if not (armed.times_left and fault.is_due(group, rank, step)):
+    is_due = (fault.group, fault.rank) == (group, rank) and step >= fault.step
+    if not (armed.times_left and is_due):
         return False
     if fault.until is not None and fault.until.exists():
         return False

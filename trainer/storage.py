@@ -40,7 +40,7 @@ from trainer.errors import (
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-DEFAULT_RETRY_S = 60.0
+_RETRY_S, _FIRST_DELAY_S, _MAX_DELAY_S = 60.0, 0.5, 10.0
 _S3_OPTIONS = {"endpoint_override", "region", "scheme"}
 _GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
 _CREDENTIALS = {
@@ -48,8 +48,8 @@ _CREDENTIALS = {
     "gs://": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 _CONNECT_TIMEOUT_S = 10.0
-# The SDK's own retries (attempts x timeout) must end well within `DEFAULT_RETRY_S`: nothing is
-# retried after that.
+# The SDK's own retries (attempts x timeout) must end well within `_RETRY_S`: nothing is retried
+# after that.
 _REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 3
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
@@ -89,32 +89,8 @@ def seconds_from_environment(variable: str, default_s: float) -> float:
     return seconds
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Exponential backoff with jitter: delays of `first_s` to `longest_s`, `budget_s` in all."""
-
-    budget_s: float = DEFAULT_RETRY_S
-    first_s: float = 0.5
-    longest_s: float = 10.0
-
-    @classmethod
-    def from_environment(cls) -> Backoff:
-        """With the budget of SHARDLOOM_STORAGE_RETRY_S (seconds), if that is set."""
-        return cls(seconds_from_environment("SHARDLOOM_STORAGE_RETRY_S", DEFAULT_RETRY_S))
-
-    def delay_s(self, num_failures: int, elapsed_s: float, draw: float) -> float | None:
-        """Seconds to wait after `num_failures` in `elapsed_s`; None to give up.
-
-        `draw` (0 to 1) is the jitter, which spreads clients that failed together.
-        """
-        longest = min(self.longest_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
-        delay = longest * (0.5 + 0.5 * draw)
-        return delay if elapsed_s + delay <= self.budget_s else None
-
-
 def retry(
     operation: Callable[[], Result],
-    backoff: Backoff | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -122,20 +98,21 @@ def retry(
 ) -> Result:
     """Run `operation`, which must be safe to repeat, until it raises no `StorageAwayError`.
 
-    Raises the last one when the backoff (default: of the environment) is exhausted.
+    Pauses double up to a bound; `draw` (0 to 1) is their jitter, which spreads clients that failed
+    together. Raises the last error once SHARDLOOM_STORAGE_RETRY_S are over.
     """
-    backoff = backoff or Backoff.from_environment()
-    began, num_failures = clock(), 0
+    budget_s = seconds_from_environment("SHARDLOOM_STORAGE_RETRY_S", _RETRY_S)
+    began, longest_s = clock(), _FIRST_DELAY_S
     while True:
         try:
             return operation()
         except StorageAwayError as error:
-            num_failures += 1
-            delay_s = backoff.delay_s(num_failures, clock() - began, draw())
-            if delay_s is None:
+            delay_s = longest_s * (0.5 + 0.5 * draw())
+            if clock() - began + delay_s > budget_s:
                 raise
             logger.warning("%s; trying again in %.1f s", error, delay_s)
         sleep(delay_s)
+        longest_s = min(2 * longest_s, _MAX_DELAY_S)
 
 
 @dataclass(frozen=True)
@@ -200,12 +177,10 @@ class Location:
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Location:
-        """The folder that holds it."""
         return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,7 +191,6 @@ class Location:
         return replace(self, path=f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
-        """Whether a file or folder is there."""
         return self._info().type != fs.FileType.NotFound
 
     def is_folder(self) -> bool:
@@ -271,12 +245,10 @@ class Location:
             return self.fs.open_output_stream(self.path, compression=None)
 
     def read_bytes(self) -> bytes:
-        """The whole file."""
         with self.errors_as("read"), self.open_input() as file:
             return file.read()
 
     def write_bytes(self, content: bytes) -> None:
-        """Write the whole file."""
 
         def write() -> None:
             with self.open_output() as file:
@@ -388,26 +360,18 @@ class _RemoteInput(io.RawIOBase):
         self._size_bytes = location.retried("read", lambda: self._opened().size())
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """Position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}
         self._position = max(0, start[whence] + offset)
         return self._position
-
-    def size(self) -> int:
-        """Size in bytes."""
-        return self._size_bytes
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Up to `size` bytes, by default all that are left; raises a `DataError`."""
@@ -417,14 +381,7 @@ class _RemoteInput(io.RawIOBase):
         self._position += len(content)
         return content
 
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill `buffer`; the number of bytes read."""
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
     def close(self) -> None:
-        """Close the file."""
         self._close_file()
         super().close()
 

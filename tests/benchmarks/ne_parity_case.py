@@ -20,6 +20,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.models.dlrm import DLRM_DCN
 
 from trainer.data.batches import Batch
+from trainer.datasets.criteo.encode import transform_counts
 from trainer.datasets.criteo.reader import (
     NUM_CATEGORICAL,
     NUM_DENSE,
@@ -27,7 +28,7 @@ from trainer.datasets.criteo.reader import (
     parse_lines,
     read_blocks,
 )
-from trainer.datasets.criteo.synthetic import ClickRows, Teacher, log_transform, table_sizes
+from trainer.datasets.criteo.synthetic import ClickRows, Teacher, table_sizes
 from trainer.errors import TooFewRowsError
 from trainer.storage import Location
 
@@ -127,7 +128,7 @@ def read_criteo(path: Path, sizes: Sequence[int], num_rows: int) -> ClickRows:
     """
     found: list[RawClicks] = []
     for block in read_blocks(Location.parse(path), _BLOCK_BYTES):
-        found.append(parse_lines(block.lines, str(path), block.first_line))
+        found.append(parse_lines(block.lines, str(path), block.first_line)[0])
         if sum(map(len, found)) >= num_rows:
             break
     else:
@@ -140,7 +141,7 @@ def read_criteo(path: Path, sizes: Sequence[int], num_rows: int) -> ClickRows:
         for name in ("label", "counts", "ids")
     )
     ids = np.maximum(ids, 0) % np.array(sizes)
-    return ClickRows(log_transform(np.nan_to_num(counts)), ids, label.astype(np.float32), None)
+    return ClickRows(transform_counts(counts, keep_sign=False), ids, label.astype(np.float32), None)
 
 
 def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankRows:

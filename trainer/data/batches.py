@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
 
 from trainer.coordination.messages import Lease
-from trainer.data.decode import layout_of
 from trainer.data.parquet import ParquetSource
 from trainer.data.position import (
     START,
@@ -32,42 +31,47 @@ from trainer.data.position import (
     step_rows,
     step_start,
 )
-from trainer.data.quarantine import FaultLog, QuarantinedRows
+from trainer.data.quarantine import QuarantinedRows
 from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
-from trainer.data.rows import FloatArray, RowColumns, Rows, SparseIds
+from trainer.data.rows import FloatArray, Rows, SparseIds
 from trainer.errors import TooFewRowsError
 from trainer.spec.job import JobSpec
 
 NUM_PREFETCHED = 4
 """Batches that are made ahead."""
-Task = ParamSpec("Task")
 Made = TypeVar("Made")
 
 
-class ReadAhead:
-    """Runs tasks in the order given; `wait_s` is the time in seconds spent waiting for them."""
+class _ReadAhead:
+    """Makes what is iterated over by one thread; a context manager, or call `close`.
+
+    `wait_s` is the time in seconds that the consumer has waited so far. A fault found while reading
+    is raised to the consumer at the batch that it spoils.
+    """
 
     def __init__(self) -> None:
         self.wait_s = 0.0
         # One worker runs the tasks in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
 
-    def submit(
-        self, task: Callable[Task, Made], *args: Task.args, **kwargs: Task.kwargs
-    ) -> Future[Made]:
-        """Run `task` after those submitted before."""
-        return self._thread.submit(task, *args, **kwargs)
-
-    def wait_for(self, made: Future[Made]) -> Made:
-        """The result of a task, or what it raised."""
+    def _wait_for(self, made: Future[Made]) -> Made:
         begun = time.perf_counter()
         result = made.result()
         self.wait_s += time.perf_counter() - begun
         return result
 
     def close(self) -> None:
-        """End the thread; tasks that have not begun are dropped. Harmless when called again."""
+        """End the thread; what it has not begun is dropped. Harmless when called again."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def drop_padding_ids(
@@ -122,7 +126,6 @@ class Batch:
         return self.label.shape[0]  # not len(), which torch.export takes for a constant
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same batch on another device."""
         parts = self._parts().items()
         return replace(
             self, **{name: part.to(device, non_blocking=non_blocking) for name, part in parts}
@@ -138,15 +141,14 @@ class Batch:
             part.record_stream(stream)
 
     def _parts(self) -> dict[str, Any]:
-        """Every tensor that the batch holds, by field."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         del parts["quarantined"]
         return {name: part for name, part in parts.items() if part is not None}
 
 
 def make_batch(rows: Rows, spec: JobSpec) -> Batch:
-    """Packed rows (as `Rows.take` gives them) as tensors, all of which count."""
-    return _wrap(RowColumns.of(rows), BatchKeys.of(spec))
+    """Rows as tensors, all of which count."""
+    return _wrap(rows, BatchKeys.of(spec))
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,6 @@ class BatchKeys:
 
     @classmethod
     def of(cls, spec: JobSpec) -> BatchKeys:
-        """Those of `spec`."""
         return cls(
             pooled=[feature.name for feature in spec.pooled_features],
             sequences=[feature.name for feature in spec.sequence_features],
@@ -171,42 +172,32 @@ class BatchKeys:
         )
 
 
-def _wrap(rows: RowColumns, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
+def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
     """Tensors of rows; `is_counted` [n] is 0 for those that only fill up the batch."""
     num_pooled = len(keys.pooled)
     weight = rows.row_weight if is_counted is None else rows.row_weight * is_counted
-    batch = Batch(
+    row_weight = torch.from_numpy(weight)
+
+    def jagged(names: list[str], ids: SparseIds, is_weighted: bool) -> KeyedJaggedTensor:
+        found = KeyedJaggedTensor(
+            keys=names,
+            values=torch.from_numpy(ids.packed()),
+            lengths=torch.from_numpy(ids.lengths().ravel()),
+            weights=torch.from_numpy(ids.weights()) if is_weighted else None,
+        )
+        return drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
+
+    sequences = rows.sparse.after(num_pooled)
+    return Batch(
         dense=torch.from_numpy(rows.dense),
-        sparse=_jagged(keys.pooled, rows.sparse.first(num_pooled), keys.is_weighted),
+        sparse=jagged(keys.pooled, rows.sparse.first(num_pooled), keys.is_weighted),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
-        weight=torch.from_numpy(weight),
-        sequences=_jagged(
-            keys.sequences, rows.sparse.after(num_pooled), keys.has_weighted_sequences
-        )
+        weight=row_weight,
+        sequences=jagged(keys.sequences, sequences, keys.has_weighted_sequences)
         if keys.sequences
         else None,
-    )
-    return _without_uncounted(batch, keys.dynamic) if keys.dynamic else batch
-
-
-def _without_uncounted(batch: Batch, dynamic: frozenset[str]) -> Batch:
-    """Rows of weight 0 have no ids of dynamic tables, which would count them as seen."""
-    sequences = batch.sequences
-    return replace(
-        batch,
-        sparse=drop_padding_ids(batch.sparse, dynamic, batch.weight),
-        sequences=None if sequences is None else drop_padding_ids(sequences, dynamic, batch.weight),
-    )
-
-
-def _jagged(keys: list[str], ids: SparseIds, is_weighted: bool) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.from_numpy(ids.packed()),
-        lengths=torch.from_numpy(ids.lengths().ravel()),
-        weights=torch.from_numpy(ids.weights()) if is_weighted else None,
     )
 
 
@@ -232,11 +223,11 @@ class BatchMaker:
         """
         share = rank_rows(rows, self._rank, self._num_ranks)
         some_row = rows[0][0]
-        found = self._reader.read_columns(epoch, share or [(some_row, some_row + 1)])
+        found = self._reader.read(epoch, share or [(some_row, some_row + 1)])
         batch = self._fill(found, len(found) if share else 0)
         return batch.pin_memory() if self._pin else batch
 
-    def _fill(self, rows: RowColumns, num_counted: int) -> Batch:
+    def _fill(self, rows: Rows, num_counted: int) -> Batch:
         """A full batch, of which the first `num_counted` rows count."""
         places = np.arange(self._batch_size)
         if num_counted == len(places):
@@ -249,13 +240,8 @@ class BatchMaker:
         return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
 
 
-class TrainBatches:
-    """Endless epochs of batches for one rank, up to `spec.training.epochs`, made by one thread.
-
-    Iterating gives (batch, position after it). Use it as a context manager, or call `close`.
-    `wait_s` is the time in seconds that the consumer has waited for batches so far. A fault found
-    while reading is raised to the consumer at the batch that it spoils.
-    """
+class TrainBatches(_ReadAhead):
+    """Batches of one rank for `spec.training.epochs` epochs; gives (batch, position after it)."""
 
     def __init__(
         self,
@@ -272,6 +258,7 @@ class TrainBatches:
 
         `pin` puts batches into page-locked memory, for a GPU to copy them from.
         """
+        super().__init__()
         self.shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
         if not self.shape.fills_a_step:
             raise TooFewRowsError(
@@ -279,26 +266,17 @@ class TrainBatches:
                 f"({world_size} workers x data.batch_size {spec.data.batch_size}); lower either"
             )
         self._epochs = spec.training.epochs
-        reader = train_reader(source, spec, cache_bytes)
+        reader = RowReader(source, spec, cache_bytes=cache_bytes)
         self._maker = BatchMaker(reader, spec, rank, world_size, pin=pin)
-        self._thread = ReadAhead()
         self._made = self._make(position)
         self._ahead: deque[Future[tuple[Batch, DataPosition] | None]] = deque()
         for _ in range(NUM_PREFETCHED):
             self._request()
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the consumer has waited for batches."""
-        return self._thread.wait_s
-
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> tuple[Batch, DataPosition]:
         if not self._ahead:
             raise StopIteration
-        made = self._thread.wait_for(self._ahead.popleft())
+        made = self._wait_for(self._ahead.popleft())
         if made is None:
             self.close()
             raise StopIteration
@@ -308,13 +286,7 @@ class TrainBatches:
     def close(self) -> None:
         """Stop reading ahead; harmless when called again."""
         self._ahead.clear()
-        self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
     def _request(self) -> None:
         self._ahead.append(self._thread.submit(next, self._made, None))
@@ -325,29 +297,6 @@ class TrainBatches:
             yield self._maker.make(start.epoch, step_rows(start, self.shape)), position
 
 
-def train_reader(
-    source: ParquetSource,
-    spec: JobSpec,
-    cache_bytes: int,
-    window_rows: int = DEFAULT_WINDOW_ROWS,
-) -> RowReader:
-    """Rows of `source` in the orders of the job's training epochs."""
-    return RowReader(
-        source,
-        layout_of(spec),
-        seed=spec.training.seed,
-        shuffle=spec.data.shuffle,
-        cache_bytes=cache_bytes,
-        window_rows=window_rows,
-        fault_log=_fault_log(spec),
-        max_bad_share=spec.data.max_bad_share,
-    )
-
-
-def _fault_log(spec: JobSpec) -> FaultLog | None:
-    return FaultLog() if spec.data.on_bad_rows == "quarantine" else None
-
-
 def validation_batches(
     source: ParquetSource, spec: JobSpec, rank: int, world_size: int
 ) -> Iterator[Batch]:
@@ -356,14 +305,7 @@ def validation_batches(
     What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
     """
     shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-    reader = RowReader(
-        source,
-        layout_of(spec),
-        shuffle=False,
-        fault_log=_fault_log(spec),
-        max_bad_share=spec.data.max_bad_share,
-    )
-    maker = BatchMaker(reader, spec, rank, world_size)
+    maker = BatchMaker(RowReader(source, spec, shuffle=False), spec, rank, world_size)
     position = START
     for _ in range(shape.steps_per_epoch):
         yield maker.make(0, step_rows(position, shape))
@@ -379,18 +321,16 @@ class _Step:
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends the lease."""
         return self.rows[1] == self.lease.stop
 
 
-class LeaseBatches:
-    """Batches of the leases submitted so far, in that order, made by one thread.
+class LeaseBatches(_ReadAhead):
+    """Batches of the leases submitted so far, in that order.
 
     Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
     were submitted; after another `submit` it goes on. Every rank of the group gets equally many
     batches of `data.batch_size` rows, filled up with rows of weight 0 at a lease's end, so that
-    each row counts exactly once. A fault found while reading is raised at the batch that it spoils.
-    Not for several threads at once; use it as a context manager, or call `close`.
+    each row counts exactly once. Not for several threads at once.
     """
 
     def __init__(
@@ -405,17 +345,12 @@ class LeaseBatches:
         pin: bool = False,
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group; `pin` as for `TrainBatches`."""
+        super().__init__()
         self._shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
-        reader = train_reader(source, spec, cache_bytes, window_rows)
+        reader = RowReader(source, spec, cache_bytes=cache_bytes, window_rows=window_rows)
         self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
-        self._thread = ReadAhead()
         self._planned: deque[_Step] = deque()
         self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the consumer has waited for batches."""
-        return self._thread.wait_s
 
     def submit(self, lease: Lease) -> None:
         """Read `lease` after those submitted before."""
@@ -431,14 +366,11 @@ class LeaseBatches:
         self._planned = deque(step for step in self._planned if step.lease.id not in ids)
         self._read_ahead()
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> tuple[Batch, Lease, bool]:
         if not self._ahead:
             raise StopIteration
         step, made = self._ahead.popleft()
-        batch = self._thread.wait_for(made)
+        batch = self._wait_for(made)
         self._read_ahead()
         return batch, step.lease, step.is_last
 
@@ -446,13 +378,7 @@ class LeaseBatches:
         """Stop reading ahead and forget all leases; harmless when called again."""
         self._planned.clear()
         self._ahead.clear()
-        self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
     def _steps_of(self, lease: Lease) -> Iterator[_Step]:
         for start in range(lease.start, lease.stop, self._shape.rows_per_step):

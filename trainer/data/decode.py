@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.rows import FloatArray, IdLists, RowColumns, Rows, SparseIds, concat_lists
+from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
 from trainer.data.transforms import DenseRule, IdEncoder, dense_rule_of, encoder_of
 from trainer.errors import BadValueError, ColumnError, DataError, TableTooSmallError
 from trainer.spec.data import FeatureSpec
@@ -56,7 +56,6 @@ class LabelColumns:
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:
-        """Every column of the label."""
         return tuple(c for c in (self.value, self.offset, self.scale) if c is not None)
 
 
@@ -77,12 +76,10 @@ class RowLayout:
 
     @property
     def weights(self) -> tuple[InputColumn, ...]:
-        """Columns of weights."""
         return tuple(column.weights for column in self.sparse if column.weights)
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:
-        """Every column to read."""
         labels = [column for label in self.labels for column in label.columns]
         row_weight = [self.row_weight] if self.row_weight else []
         return (*self.dense, *self.sparse, *self.weights, *labels, *row_weight)
@@ -98,7 +95,9 @@ def layout_of(spec: JobSpec) -> RowLayout:
     inputs = {
         feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
         if feature.table
-        else _dense_column(feature, f"features[{index}]")
+        else InputColumn(
+            f"features[{index}].column", feature.source_column, rule=dense_rule_of(feature)
+        )
         for index, feature in enumerate(spec.features)
     }
     return RowLayout(
@@ -128,10 +127,6 @@ def _num_ids(table: EmbeddingTableSpec) -> int:
     if table.num_ids is None:
         raise DataError(f"num_embeddings of table '{table.name}' is still 'auto'")
     return table.num_ids
-
-
-def _dense_column(feature: FeatureSpec, path: str) -> InputColumn:
-    return InputColumn(f"{path}.column", feature.source_column, rule=dense_rule_of(feature))
 
 
 def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Path) -> InputColumn:
@@ -204,13 +199,6 @@ _BINARY_WANTED = (
 def decode(
     table: pa.Table, layout: RowLayout, locate: Locate, marks: FaultMarks | None = None
 ) -> Rows:
-    """As `decode_columns`, in flat arrays packed feature by feature."""
-    return decode_columns(table, layout, locate, marks).rows()
-
-
-def decode_columns(
-    table: pa.Table, layout: RowLayout, locate: Locate, marks: FaultMarks | None = None
-) -> RowColumns:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
     Bad are nulls, ids out of range, NaN or infinite numbers, a scale that is not above 0, a row's
@@ -243,12 +231,12 @@ def _joined(parts: Sequence[IdLists], column: InputColumn) -> IdLists:
     return replace(found, weights=np.empty(0, np.float32))
 
 
-def _undecoded(layout: RowLayout, num_rows: int) -> RowColumns:
+def _undecoded(layout: RowLayout, num_rows: int) -> Rows:
     """Memory for `num_rows` rows; lists of ids are still missing."""
     singles = [column for column in layout.sparse if not column.is_list]
     is_narrow = all(column.num_ids <= _NUM_NARROW_IDS for column in singles)
     labels = (num_rows, len(layout.labels))
-    return RowColumns(
+    return Rows(
         dense=np.empty((num_rows, len(layout.dense)), np.float32),
         label=np.empty(labels, np.float32),
         offset=np.zeros(labels, np.float32),
@@ -262,7 +250,7 @@ def _undecoded(layout: RowLayout, num_rows: int) -> RowColumns:
     )
 
 
-def _fill(rows: RowColumns, columns: _Columns, layout: RowLayout) -> None:
+def _fill(rows: Rows, columns: _Columns, layout: RowLayout) -> None:
     """Decode all but the lists of ids into `rows`."""
     for task, label in enumerate(layout.labels):
         _fill_label(rows, task, columns, label)
@@ -277,7 +265,7 @@ def _fill(rows: RowColumns, columns: _Columns, layout: RowLayout) -> None:
         rows.sparse.singles[:, place], _ = columns.ids(column)
 
 
-def _fill_label(rows: RowColumns, task: int, columns: _Columns, label: LabelColumns) -> None:
+def _fill_label(rows: Rows, task: int, columns: _Columns, label: LabelColumns) -> None:
     """One task's label (normalised), offset and scale."""
     offset, scale = rows.offset[:, task], rows.scale[:, task]
     if label.offset:
@@ -337,10 +325,7 @@ class _Columns:
         """A dense column as float32 by its rule, without null, NaN or infinity."""
         array = self._array(column, may_be_null=column.rule.missing is not None)
         values = column.rule.apply(array)
-        is_bad = ~np.isfinite(values)
-        if not is_bad.any():
-            return values
-        return self.refuse(is_bad, values, column, "a finite number")
+        return self.refuse(~np.isfinite(values), values, column, "a finite number")
 
     def ids(self, column: InputColumn) -> tuple[IntArray, IntArray | None]:
         """Flat ids, every one within its table, and offsets [n + 1] of lists; None for one each."""

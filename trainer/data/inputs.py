@@ -35,6 +35,7 @@ from trainer.data.manifest import (
 from trainer.data.parquet import is_data_file, mean_and_deviation
 from trainer.data.transforms import load_vocabulary, vocabulary_path
 from trainer.errors import CorruptFileError, ManifestError, SourceMissingError, StorageError
+from trainer.protocol.run_dir import write_whole
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import check_sizes, fill_statistics, short_histories, size_tables
 from trainer.storage import Location
@@ -67,7 +68,6 @@ class RemoteData:
 
     @property
     def folder_name(self) -> str:
-        """Name of the folder of this version in a cache."""
         return f"{_digest(self.location.text.encode())}-{self.version}"
 
 
@@ -75,8 +75,7 @@ def local_folder(path: str, parts: Collection[str] | None = None) -> Path:
     """The local folder with the data of `data.path`, fetched first where that is a URL.
 
     `parts` are the folders (`train`, `2024/train`) and files below it that are wanted (None: all);
-    the manifest always is. Raises a
-    `DataError`.
+    the manifest always is. Raises a `DataError`.
     """
     location = Location.parse(path)
     if location.is_local:
@@ -98,18 +97,14 @@ def look_up(location: Location) -> RemoteData:
         raise SourceMissingError(
             f"{location} holds no {MANIFEST_NAME} and no Parquet; check bucket and key in data.path"
         )
-    marks = [(each.relative_to(location), *_size_and_time(each)) for each in found]
-    files = tuple(RemoteFile(path, size_bytes) for path, size_bytes, _ in marks)
-    # The time too: corrected labels may take up as many bytes as the wrong ones did.
-    listing = "\n".join(" ".join(map(str, mark)) for mark in marks)
-    return RemoteData(location, _digest(listing.encode()), files, None)
-
-
-def _size_and_time(file: Location) -> tuple[int, int]:
-    found = file.fingerprint()
-    if found is None:
-        raise SourceMissingError(f"{file} went away while its folder was listed; start again")
-    return found
+    files, listing = [], []
+    for file in found:
+        if (mark := file.fingerprint()) is None:
+            raise SourceMissingError(f"{file} went away while its folder was listed; start again")
+        files.append(RemoteFile(file.relative_to(location), mark[0]))
+        # The time too: corrected labels may take up as many bytes as the wrong ones did.
+        listing.append(f"{files[-1].path} {mark[0]} {mark[1]}")
+    return RemoteData(location, _digest("\n".join(listing).encode()), tuple(files), None)
 
 
 def _files_of(manifest: Manifest) -> tuple[RemoteFile, ...]:
@@ -128,7 +123,6 @@ class DataCache:
 
     @classmethod
     def from_environment(cls) -> DataCache:
-        """The node's cache."""
         default = Path(tempfile.gettempdir()) / f"shardloom-data-{os.getuid()}"
         root = Path(os.environ.get(CACHE_VARIABLE) or default)
         return cls(root, int(os.environ.get(MAX_BYTES_VARIABLE) or DEFAULT_MAX_BYTES))
@@ -147,8 +141,9 @@ class DataCache:
             if missing:
                 self._fetch_missing(missing, data)
             folder.mkdir(exist_ok=True)
-            if data.manifest is not None:
-                _place_manifest(folder / MANIFEST_NAME, data.manifest)
+            if data.manifest is not None and not (folder / MANIFEST_NAME).exists():
+                # Whole and once: those who came before may be reading it.
+                write_whole(folder / MANIFEST_NAME, data.manifest)
         return folder
 
     def _fetch_missing(self, missing: Sequence[RemoteFile], data: RemoteData) -> None:
@@ -227,15 +222,6 @@ class DataCache:
                 shutil.rmtree(folder)
                 return True
         return False
-
-
-def _place_manifest(target: Path, content: bytes) -> None:
-    """Write it whole and once: those who came before may be reading it."""
-    if target.exists():
-        return
-    unfinished = target.with_name(f".{target.name}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(target)
 
 
 def _download(source: Location, target: Path, file: RemoteFile) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from trainer.data.manifest import read_footer
 from trainer.data.ragged import IntArray, offsets_of
+from trainer.data.transforms import Moments
 from trainer.errors import (
     ColumnError,
     CorruptFileError,
@@ -27,26 +28,8 @@ logger = logging.getLogger(__name__)
 _MAX_KEPT_FOOTERS = 256
 
 
-@dataclass(frozen=True)
-class KeptFooter:
-    """A file's footer, read once, and what tells whether the file is still the same."""
-
-    footer: pq.FileMetaData
-    identity: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, path: Path) -> KeptFooter:
-        """That of the file at `path`; raises `CorruptFileError` or `StorageError`."""
-        # Before the footer: a file replaced in between is then found to be another one.
-        identity = _identity(path) if path.exists() else (0, 0, 0)
-        return cls(read_footer(path), identity)
-
-    def is_of(self, path: Path) -> bool:
-        """Whether the file at `path` is as it was; raises `OSError` where it is gone."""
-        return _identity(path) == self.identity
-
-
 def _identity(path: Path) -> tuple[int, int, int]:
+    """What tells whether a file is still the same; raises `OSError` where it is gone."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -63,11 +46,13 @@ class ParquetSource:
         self.folder = folder
         self.columns = tuple(dict.fromkeys(columns))
         self._paths = _parquet_files(folder)
-        self._kept = {path: KeptFooter.of(path) for path in self._paths[:_MAX_KEPT_FOOTERS]}
-        footers = [
-            self._kept[path].footer if path in self._kept else read_footer(path)
-            for path in self._paths
-        ]
+        # Before the footers: a file replaced in between is then found to be another one.
+        identities = [_identity(path) if path.exists() else (0, 0, 0) for path in self._paths]
+        footers = [read_footer(path) for path in self._paths]
+        kept = zip(self._paths, identities, footers, strict=True)
+        self._kept = {
+            path: (identity, footer) for path, identity, footer in islice(kept, _MAX_KEPT_FOOTERS)
+        }
         self.schema = self._common_schema(footers)
         self._groups = [
             (file, group)
@@ -124,8 +109,9 @@ class ParquetSource:
         place, group = self._groups[number]
         path = self._paths[place]
         try:
-            kept = self._kept.get(path)
-            footer = kept.footer if kept and kept.is_of(path) else None
+            identity, footer = self._kept.get(path, (None, None))
+            if identity != _identity(path):
+                footer = None
             with pq.ParquetFile(path, metadata=footer) as file:
                 # One prefetching thread per rank is enough; more would crowd out the trainers.
                 table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
@@ -166,7 +152,6 @@ class ParquetSource:
         return pa.schema([schemas[0].field(name) for name in self.columns])
 
     def _values_in(self, group: pq.RowGroupMetaData) -> int:
-        """Leaf values of the wanted columns, list items counted one by one."""
         leaves = (group.column(index) for index in range(group.num_columns))
         return sum(
             leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in self.columns
@@ -209,8 +194,7 @@ def mean_and_deviation(
     damaged. Raises a `DataError`.
     """
     source = ParquetSource(folder, [column])
-    count = total = squares = 0.0
-    shift = None
+    found = Moments()
     for group in range(len(source.group_rows)):
         try:
             values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()
@@ -219,15 +203,7 @@ def mean_and_deviation(
                 raise
             logger.warning("%s", error)
             continue
-        values = values[np.isfinite(values)]
-        if not len(values):
-            continue
-        # Sums around a value nearby keep the digits that large numbers would lose.
-        shift = float(values[0]) if shift is None else shift
-        count += len(values)
-        total += float((values - shift).sum())
-        squares += float(np.square(values - shift).sum())
-    if shift is None:
+        found += Moments.of(values)
+    if not found.count:
         raise TooFewRowsError(f"{folder}: column '{column}' holds no number to standardise by")
-    mean = total / count
-    return shift + mean, float(np.sqrt(max(0.0, squares / count - mean**2)))
+    return found.mean, found.deviation

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
+from trainer.protocol.run_dir import write_whole
 
 Span = tuple[int, int]
 """Rows [start, stop)."""
@@ -36,12 +37,10 @@ class Spans:
             self.add(start, stop)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return sum(self._bounds[1::2]) - sum(self._bounds[::2])
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans, sorted."""
         return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
 
     def add(self, start: int, stop: int) -> None:
@@ -238,7 +237,6 @@ class SkippedRows(BaseModel):
             raise OSError(f"{path} is damaged: {error}; remove it to train all rows") from None
 
     def with_rows(self, more: Iterable[EpochSpans]) -> SkippedRows:
-        """These rows and `more`."""
         together = {epoch: Spans(spans) for epoch, spans in self.epochs}
         for epoch, spans in more:
             rows = together.setdefault(epoch, Spans())
@@ -248,9 +246,7 @@ class SkippedRows(BaseModel):
 
     def write(self, path: Path) -> None:
         """Store it; the file appears whole. Raises OSError."""
-        partial = path.with_name(f".partial-{path.name}")
-        partial.write_text(self.model_dump_json())
-        partial.replace(path)
+        write_whole(path, self.model_dump_json().encode())
 
 
 def rows_between(before: DataPosition, after: DataPosition, num_rows: int) -> list[EpochSpans]:

@@ -33,35 +33,25 @@ class FaultLog:
 
     def __init__(self) -> None:
         self._codes: dict[tuple[str, str], int] = {}
-        self._pairs: list[tuple[str, str]] = []
 
     def code(self, file: str, reason: str) -> int:
-        """The number of a pair."""
-        pair = file, reason
-        if pair not in self._codes:
-            self._pairs.append(pair)
-            self._codes[pair] = len(self._pairs)
-        return self._codes[pair]
+        return self._codes.setdefault((file, reason), len(self._codes) + 1)
 
     def count(self, faults: FaultArray) -> tuple[QuarantinedRows, ...]:
         """What the marked ones of `faults` [n] are."""
         codes, counts = np.unique(faults[faults > 0], return_counts=True)
-        pairs = [self._pairs[code - 1] for code in codes.tolist()]
+        num_rows = dict(zip(codes.tolist(), counts.tolist(), strict=True))
         return tuple(
-            QuarantinedRows(file, reason, num_rows)
-            for (file, reason), num_rows in zip(pairs, counts.tolist(), strict=True)
+            QuarantinedRows(file, reason, num_rows[code])
+            for (file, reason), code in self._codes.items()
+            if code in num_rows
         )
 
 
 class FaultMarks:
     """The bad ones of some rows; a row keeps the first fault that is found in it."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        log: FaultLog,
-        files_of: Callable[[IntArray], list[tuple[Path, IntArray]]],
-    ) -> None:
+    def __init__(self, num_rows: int, log: FaultLog, files_of: FilesOf) -> None:
         """`files_of` sorts row numbers by file."""
         self.faults: FaultArray = np.zeros(num_rows, dtype=np.int32)
         self._log = log
@@ -120,7 +110,6 @@ class QuarantineTally:
         return self._counts.total()
 
     def add(self, found: Iterable[QuarantinedRows]) -> None:
-        """Count what a batch left out."""
         for rows in found:
             self._counts[rows.file, rows.reason] += rows.num_rows
 

@@ -29,17 +29,6 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
     return positions
 
 
-def last_items(offsets: IntArray, limit: int | None) -> tuple[IntArray, IntArray]:
-    """Start and length, each [n], of the last `limit` items (None: all) of each of n lists.
-
-    `offsets` [n + 1] are those of the whole lists.
-    """
-    lengths = np.diff(offsets)
-    if limit is not None:
-        lengths = np.minimum(lengths, limit)
-    return offsets[1:] - lengths, lengths
-
-
 @dataclass(frozen=True)
 class Ragged:
     """n lists: list i is `values[offsets[i]:offsets[i + 1]]`."""
@@ -49,11 +38,9 @@ class Ragged:
 
     @property
     def lengths(self) -> IntArray:
-        """Length of each list, shape [n]."""
         return np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> Ragged:
-        """The lists `rows`, in that order."""
         return gather(self.values, self.offsets[rows], self.offsets[rows + 1])
 
 

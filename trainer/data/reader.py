@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.decode import RowLayout, check_schema, decode_columns, layout_of
+from trainer.data.decode import check_schema, decode, layout_of
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
 from trainer.data.quarantine import BadRowLimit, FaultLog, FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.rows import RowColumns, Rows, concat_columns
+from trainer.data.rows import Rows, concat_rows
 from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
 
@@ -71,11 +71,9 @@ class EpochOrder:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows."""
         return len(self._windows)
 
     def window(self, number: int) -> Window:
-        """The window `number`, with its rows shuffled."""
         num_rows = int(self._starts[number + 1] - self._starts[number])
         return Window(
             row_groups=tuple(int(group) for group in self._windows[number]),
@@ -171,44 +169,42 @@ class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
     A split of at most `cache_bytes` (decoded) is decoded once and kept; a larger one is decoded
-    window by window, and only the newest window is kept. The order is the same either way. With a
-    `fault_log` bad rows are marked in `Rows.faults` instead of raising, up to `max_bad_share` of
-    an epoch's; more are `TooManyBadRowsError`.
+    window by window, and only the newest window is kept. The order is the same either way. Where
+    bad rows are quarantined they are marked in `Rows.faults` by their numbers in `fault_log`, up to
+    `data.max_bad_share` of an epoch's; more are `TooManyBadRowsError`. Else they raise.
     """
 
     def __init__(
         self,
         source: ParquetSource,
-        layout: RowLayout,
+        spec: JobSpec,
         *,
-        seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         window_rows: int = DEFAULT_WINDOW_ROWS,
-        fault_log: FaultLog | None = None,
-        max_bad_share: float = 1.0,
     ) -> None:
-        self.fault_log = fault_log
-        self._limit = BadRowLimit(source.num_rows, max_bad_share)
-        check_schema(layout, source.schema, source.folder)
+        """`shuffle` is by default as the spec says."""
+        self.fault_log = FaultLog() if spec.data.on_bad_rows == "quarantine" else None
+        self._limit = BadRowLimit(source.num_rows, spec.data.max_bad_share)
+        self._layout = layout_of(spec)
+        check_schema(self._layout, source.schema, source.folder)
         self._source = source
-        self._layout = layout
         self._order_of = partial(
-            EpochOrder, source.group_rows, window_rows=window_rows, seed=seed, shuffle=shuffle
+            EpochOrder,
+            source.group_rows,
+            window_rows=window_rows,
+            seed=spec.training.seed,
+            shuffle=spec.data.shuffle if shuffle is None else shuffle,
         )
         self._keep_all = source.decoded_bytes <= cache_bytes
-        self._everything: RowColumns | None = None
+        self._everything: Rows | None = None
         self._epoch = -1
         self._order: EpochOrder
         self._window_number = -1
-        self._window: RowColumns
+        self._window: Rows
 
-    def read(self, epoch: int, rows: range) -> Rows:
-        """Decoded rows `rows` (a non-empty range) of the order of `epoch`; raises `DataError`."""
-        return self.read_columns(epoch, [(rows.start, rows.stop)]).rows()
-
-    def read_columns(self, epoch: int, spans: Sequence[Span]) -> RowColumns:
-        """As `read`, for several non-empty spans one after the other, feature by feature."""
+    def read(self, epoch: int, spans: Sequence[Span]) -> Rows:
+        """Decoded rows of some non-empty spans of the order of `epoch`; raises `DataError`."""
         if epoch != self._epoch:
             self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
@@ -218,9 +214,9 @@ class RowReader:
             for span in spans
             for number, piece in self._order.pieces(range(*span))
         ]
-        return concat_columns(parts)
+        return concat_rows(parts)
 
-    def _open_window(self, number: int) -> RowColumns:
+    def _open_window(self, number: int) -> Rows:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
@@ -233,7 +229,7 @@ class RowReader:
             self._window_number = number
         return self._window
 
-    def _all_rows(self) -> RowColumns:
+    def _all_rows(self) -> Rows:
         if self._everything is None:
             self._everything = self._decode(tuple(range(len(self._source.group_rows))))
         return self._everything
@@ -244,7 +240,7 @@ class RowReader:
         starts = np.array([self._source.group_start(group) for group in groups])
         return ragged_positions(starts, self._source.group_rows[groups])
 
-    def _decode(self, row_groups: tuple[int, ...]) -> RowColumns:
+    def _decode(self, row_groups: tuple[int, ...]) -> Rows:
         bounds = offsets_of(self._source.group_rows[list(row_groups)])
         shifts = np.array([self._source.group_start(group) for group in row_groups]) - bounds[:-1]
 
@@ -255,14 +251,14 @@ class RowReader:
             return self._source.locate(int(over_files(np.array([row]))[0]))
 
         if self.fault_log is None:
-            return decode_columns(self._source.read(row_groups), self._layout, locate)
+            return decode(self._source.read(row_groups), self._layout, locate)
 
         def files_of(rows: IntArray) -> list[tuple[Path, IntArray]]:
             found = self._source.files_of(over_files(rows))
             return [(path, rows[places]) for path, places in found]
 
         marks = FaultMarks(int(bounds[-1]), self.fault_log, files_of)
-        return decode_columns(
+        return decode(
             self._read_what_can_be(row_groups, bounds, marks), self._layout, locate, marks
         )
 

@@ -1,19 +1,15 @@
-"""Decoded rows in numpy, gathered by row without a Python loop.
-
-`Rows.take` picks rows in any order, all sparse features in one ragged gather.
+"""Decoded rows in numpy: shuffled a window at once, then cut into batches as slices.
 
 Most features have one id in each row; theirs lie row by row in one matrix, so that shuffling
 fetches a row's ids together, and a batch transposes what it holds. Those of other features lie
 feature by feature. torch is imported by the first list that is shuffled: a coordinator and a driver
 read the splits, too, and need none.
-
-`Rows` holds the same in flat arrays of all features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,82 +18,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.data.quarantine import FaultArray
-from trainer.data.ragged import IntArray, last_items, offsets_of, ragged_positions
+from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 
 if TYPE_CHECKING:
     import torch
 
 FloatArray = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """n decoded rows. F sparse features, pooled ones before sequences; D dense ones; K labels.
-
-    dense [n, D], label (normalised), offset and scale [n, K], row_weight [n]; `starts` and
-    `lengths` [F, n] are the ranges of each feature and row in the flat `ids`; `weights` has one
-    for each id, or is None where no feature is weighted. `faults` [n] says which rows are bad, and
-    by which number of a `FaultLog`; None where bad rows raise.
-    """
-
-    dense: FloatArray
-    label: FloatArray
-    offset: FloatArray
-    scale: FloatArray
-    row_weight: FloatArray
-    ids: IntArray
-    starts: IntArray
-    lengths: IntArray
-    weights: FloatArray | None = None
-    faults: FaultArray | None = None
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def take(self, rows: IntArray) -> Rows:
-        """Gather `rows` in that order; the ids come out packed feature by feature."""
-        lengths = self.lengths[:, rows]
-        flat = ragged_positions(self.starts[:, rows].ravel(), lengths.ravel())
-        return Rows(
-            dense=self.dense[rows],
-            label=self.label[rows],
-            offset=self.offset[rows],
-            scale=self.scale[rows],
-            row_weight=self.row_weight[rows],
-            ids=self.ids[flat],
-            starts=offsets_of(lengths.ravel())[:-1].reshape(lengths.shape),
-            lengths=lengths,
-            weights=None if self.weights is None else self.weights[flat],
-            faults=None if self.faults is None else self.faults[rows],
-        )
-
-
-def concat_rows(parts: Sequence[Rows]) -> Rows:
-    """Rows of several parts, one after the other, packed feature by feature."""
-    if len(parts) == 1:
-        return parts[0]
-    bases = offsets_of(np.array([len(part.ids) for part in parts]))
-    weights = [part.weights for part in parts if part.weights is not None]
-    faults = [part.faults for part in parts if part.faults is not None]
-    joined = Rows(
-        dense=np.concatenate([part.dense for part in parts]),
-        label=np.concatenate([part.label for part in parts]),
-        offset=np.concatenate([part.offset for part in parts]),
-        scale=np.concatenate([part.scale for part in parts]),
-        row_weight=np.concatenate([part.row_weight for part in parts]),
-        ids=np.concatenate([part.ids for part in parts]),
-        starts=np.concatenate(
-            [part.starts + base for part, base in zip(parts, bases, strict=False)], axis=1
-        ),
-        lengths=np.concatenate([part.lengths for part in parts], axis=1),
-        weights=np.concatenate(weights) if weights else None,
-        faults=np.concatenate(faults) if faults else None,
-    )
-    return joined.take(np.arange(len(joined)))
-
-
-# Ids of sparse features in many rows, laid out to be shuffled and cut into batches fast.
-
 IdMatrix = NDArray[Any]
 
 
@@ -118,11 +44,9 @@ class IdLists:
 
     @property
     def lengths(self) -> IntArray:
-        """Number of ids in each row."""
         return np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> IdLists:
-        """The ids of `rows`, in that order."""
         import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
         import torch
 
@@ -137,17 +61,15 @@ class IdLists:
         return IdLists(ids.numpy(), offsets, None if weights is None else weights.numpy())
 
     def slice(self, first: int, stop: int) -> IdLists:
-        """The ids of rows `first` to `stop` (excluded), without a copy."""
         begin, end = int(self.offsets[first]), int(self.offsets[stop])
         weights = None if self.weights is None else self.weights[begin:end]
         return IdLists(self.ids[begin:end], self.offsets[first : stop + 1] - begin, weights)
 
     def last(self, limit: int) -> IdLists:
-        """The last `limit` ids of each row."""
         if (self.lengths <= limit).all():
             return self
-        starts, lengths = last_items(self.offsets, limit)
-        places = ragged_positions(starts, lengths)
+        lengths = np.minimum(self.lengths, limit)
+        places = ragged_positions(self.offsets[1:] - lengths, lengths)
         weights = None if self.weights is None else self.weights.take(places)
         return IdLists(self.ids.take(places), offsets_of(lengths), weights)
 
@@ -169,18 +91,7 @@ class SparseIds:
     singles: IdMatrix
     lists: tuple[IdLists, ...]
 
-    @classmethod
-    def of_lists(cls, lists: tuple[IdLists, ...], num_rows: int) -> SparseIds:
-        """Features with any number of ids in each of `num_rows` rows."""
-        return cls((False,) * len(lists), np.empty((num_rows, 0), np.int64), lists)
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether any feature has weights."""
-        return any(lists.weights is not None for lists in self.lists)
-
     def take(self, rows: IntArray) -> SparseIds:
-        """Gather `rows` in that order."""
         lists = tuple(lists.take(rows) for lists in self.lists)
         return SparseIds(self.is_single, self.singles.take(rows, axis=0), lists)
 
@@ -190,7 +101,6 @@ class SparseIds:
         return SparseIds(self.is_single, self.singles[first:stop], lists)
 
     def first(self, count: int) -> SparseIds:
-        """The first `count` features."""
         singles = sum(self.is_single[:count])
         lists = self.lists[: count - singles]
         return SparseIds(self.is_single[:count], self.singles[:, :singles], lists)
@@ -241,7 +151,6 @@ class SparseIds:
 
 
 def concat_ids(parts: Sequence[SparseIds]) -> SparseIds:
-    """Ids of several parts, one after the other; all have the same features."""
     by_feature = zip(*(part.lists for part in parts), strict=True)
     return SparseIds(
         is_single=parts[0].is_single,
@@ -270,14 +179,13 @@ def _tensor_of(values: NDArray) -> torch.Tensor:
     return torch.from_dlpack(pa.array(values))
 
 
-# Decoded rows: shuffled a window at once, then cut into batches as slices.
-
-
 @dataclass(frozen=True)
-class RowColumns:
-    """n decoded rows; the features of `sparse` are the pooled ones before sequences.
+class Rows:
+    """n decoded rows: D dense features, K labels.
 
-    Other fields are as in `Rows`.
+    dense [n, D], label (normalised), offset and scale [n, K], row_weight [n]; the features of
+    `sparse` are the pooled ones before sequences. `faults` [n] says which rows are bad, and by
+    which number of a `FaultLog`; None where bad rows raise.
     """
 
     dense: FloatArray
@@ -291,75 +199,28 @@ class RowColumns:
     def __len__(self) -> int:
         return len(self.label)
 
-    @classmethod
-    def of(cls, rows: Rows) -> RowColumns:
-        """The same as packed `rows`, as `Rows.take` gives them."""
-        ends = np.cumsum(rows.lengths.sum(axis=1))[:-1]
-        ids = np.split(rows.ids, ends)
-        weights = [None] * len(ids) if rows.weights is None else np.split(rows.weights, ends)
-        features = zip(ids, map(offsets_of, rows.lengths), weights, strict=True)
-        return cls(
-            dense=rows.dense,
-            label=rows.label,
-            offset=rows.offset,
-            scale=rows.scale,
-            row_weight=rows.row_weight,
-            sparse=SparseIds.of_lists(tuple(IdLists(*parts) for parts in features), len(rows)),
-            faults=rows.faults,
-        )
+    def take(self, rows: IntArray) -> Rows:
+        arrays = {name: array.take(rows, axis=0) for name, array in self.arrays.items()}
+        return replace(self, sparse=self.sparse.take(rows), **arrays)
 
-    def take(self, rows: IntArray) -> RowColumns:
-        """Gather `rows` in that order."""
-        return RowColumns(
-            dense=self.dense.take(rows, axis=0),
-            label=self.label.take(rows, axis=0),
-            offset=self.offset.take(rows, axis=0),
-            scale=self.scale.take(rows, axis=0),
-            row_weight=self.row_weight.take(rows, axis=0),
-            sparse=self.sparse.take(rows),
-            faults=None if self.faults is None else self.faults[rows],
-        )
-
-    def slice(self, first: int, stop: int) -> RowColumns:
+    def slice(self, first: int, stop: int) -> Rows:
         """Rows `first` to `stop` (excluded), without a copy."""
-        return RowColumns(
-            dense=self.dense[first:stop],
-            label=self.label[first:stop],
-            offset=self.offset[first:stop],
-            scale=self.scale[first:stop],
-            row_weight=self.row_weight[first:stop],
-            sparse=self.sparse.slice(first, stop),
-            faults=None if self.faults is None else self.faults[first:stop],
-        )
+        arrays = {name: array[first:stop] for name, array in self.arrays.items()}
+        return replace(self, sparse=self.sparse.slice(first, stop), **arrays)
 
-    def rows(self) -> Rows:
-        """The same rows in flat arrays, packed feature by feature."""
-        lengths = self.sparse.lengths().astype(np.int64)
-        return Rows(
-            dense=self.dense,
-            label=self.label,
-            offset=self.offset,
-            scale=self.scale,
-            row_weight=self.row_weight,
-            ids=self.sparse.packed(),
-            starts=offsets_of(lengths.ravel())[:-1].reshape(lengths.shape),
-            lengths=lengths,
-            weights=self.sparse.weights() if self.sparse.is_weighted else None,
-            faults=self.faults,
-        )
+    @property
+    def arrays(self) -> dict[str, NDArray]:
+        """All but the ids, by field, each with one entry per row."""
+        found = {name: array for name, array in vars(self).items() if array is not None}
+        del found["sparse"]
+        return found
 
 
-def concat_columns(parts: Sequence[RowColumns]) -> RowColumns:
-    """Rows of several parts, one after the other."""
+def concat_rows(parts: Sequence[Rows]) -> Rows:
+    """Rows of several parts, one after the other; all have the same fields and features."""
     if len(parts) == 1:
         return parts[0]
-    faults = [part.faults for part in parts if part.faults is not None]
-    return RowColumns(
-        dense=np.concatenate([part.dense for part in parts]),
-        label=np.concatenate([part.label for part in parts]),
-        offset=np.concatenate([part.offset for part in parts]),
-        scale=np.concatenate([part.scale for part in parts]),
-        row_weight=np.concatenate([part.row_weight for part in parts]),
-        sparse=concat_ids([part.sparse for part in parts]),
-        faults=np.concatenate(faults) if faults else None,
-    )
+    arrays = {
+        name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays
+    }
+    return replace(parts[0], sparse=concat_ids([part.sparse for part in parts]), **arrays)

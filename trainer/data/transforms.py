@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -25,24 +24,8 @@ from trainer.spec.data import DenseTransform, FeatureSpec, VocabularySpec
 MISSING_ID = 0
 _SLICE_BYTES = 2**18  # of text; what is made of it then fits into a processor's cache
 _WordArray = NDArray[np.uint64]
-
-
-class IdEncoder(Protocol):
-    """Makes ids 0 to `num_ids` - 1 of raw values; `wanted` says in words of which."""
-
-    @property
-    def num_ids(self) -> int:
-        """Number of ids, 0 included."""
-
-    @property
-    def wanted(self) -> str:
-        """What the column must hold, as in `a string or an integer`."""
-
-    def accepts(self, kind: pa.DataType) -> bool:
-        """Whether values of this type can be encoded."""
-
-    def encode(self, values: pa.Array) -> IntArray:
-        """Ids int64 [n] of n values; null gives 0."""
+# Below it a column is constant but for rounding, which must not be blown up.
+_MIN_SPREAD = 1e-9
 
 
 @dataclass(frozen=True)
@@ -58,11 +41,9 @@ class HashEncoder:
     wanted: str = "a string or an integer"
 
     def accepts(self, kind: pa.DataType) -> bool:
-        """Strings and integers."""
         return _is_string(kind) or pa.types.is_integer(kind)
 
     def encode(self, values: pa.Array) -> IntArray:
-        """Ids of strings or integers."""
         if _is_string(values.type):
             return _by_distinct(values, lambda distinct: self._ids(_string_words(distinct)))
         numbers = pc.fill_null(values, 0) if values.null_count else values
@@ -84,16 +65,13 @@ class VocabularyEncoder:
 
     @property
     def wanted(self) -> str:
-        """Values of the vocabulary's type."""
         return "a string" if self.values.dtype == pl.String else "an integer"
 
     def accepts(self, kind: pa.DataType) -> bool:
-        """Strings, or integers, whichever the vocabulary holds."""
         is_text = self.values.dtype == pl.String
         return _is_string(kind) if is_text else pa.types.is_integer(kind)
 
     def encode(self, values: pa.Array) -> IntArray:
-        """Ids of known values, 0 of others."""
         return _by_distinct(values, self._ids)
 
     def _ids(self, distinct: pa.Array) -> IntArray:
@@ -119,7 +97,6 @@ class BucketEncoder:
         return len(self.boundaries) + 2
 
     def accepts(self, kind: pa.DataType) -> bool:
-        """Integers and floats."""
         return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
     def encode(self, values: pa.Array) -> IntArray:
@@ -127,6 +104,11 @@ class BucketEncoder:
         numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         places = np.searchsorted(np.array(self.boundaries), numbers, side="right") + 1
         return np.where(np.isnan(numbers), MISSING_ID, places).astype(np.int64)
+
+
+# `accepts` says whether values of an Arrow type can be encoded, `wanted` in words which can, and
+# `encode` makes ids int64 [n] from 0 to `num_ids` - 1 of n values; null gives 0.
+IdEncoder = HashEncoder | VocabularyEncoder | BucketEncoder
 
 
 def encoder_of(feature: FeatureSpec, num_rows: int, folder: Path) -> IdEncoder | None:
@@ -183,7 +165,9 @@ def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
         raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
     if min_count > 1:
         table = table.filter(pc.greater_equal(table["count"], min_count))
-    known = pl.Series(table["value"]).cast(_vocabulary_type(kind))
+    # Hashes of 64 bits need all of an uint64.
+    number = pl.UInt64 if pa.types.is_uint64(kind) else pl.Int64
+    known = pl.Series(table["value"]).cast(pl.String if _is_string(kind) else number)
     frame = pl.DataFrame({"value": known, "id": pl.Series(table["index"]).cast(pl.Int64)})
     # A null is what has no value; it has id 0 whatever the vocabulary says.
     frame = frame.drop_nulls("value").sort("value")
@@ -193,13 +177,6 @@ def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
     if len(ids) and ids.min() < 1:
         raise ColumnError(f"{path}: column 'index' holds {ids.min()}; ids of values begin with 1")
     return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
-
-
-def _vocabulary_type(kind: pa.DataType) -> type[pl.DataType]:
-    """The type in which values are compared: hashes of 64 bits need all of an uint64."""
-    if _is_string(kind):
-        return pl.String
-    return pl.UInt64 if pa.types.is_uint64(kind) else pl.Int64
 
 
 @dataclass(frozen=True)
@@ -233,20 +210,49 @@ def dense_rule_of(feature: FeatureSpec) -> DenseRule:
     return DenseRule(feature.transform, feature.missing, mean, std)
 
 
-def apply(
-    feature: FeatureSpec, values: pa.Array, *, num_rows: int = 0, folder: Path = Path()
-) -> NDArray[np.float32] | IntArray:
-    """What the model sees of a feature's raw values [n]: ids int64, or float32 if it is dense.
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and sum of squared deviations of values; they add up without cancellation.
 
-    For lists, pass their flat items. `num_rows` are those of the table, `folder` is where
-    vocabularies lie.
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
     """
-    if not feature.is_sparse:
-        return dense_rule_of(feature).apply(values)
-    encoder = encoder_of(feature, num_rows, folder)
-    if encoder is None:
-        return values.cast(pa.int64(), safe=False).to_numpy()
-    return encoder.encode(values)
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: NDArray) -> Moments:
+        known = values[np.isfinite(values)].astype(np.float64, copy=False)
+        if not len(known):
+            return cls()
+        with np.errstate(over="ignore"):  # infinite then
+            mean = float(known.mean())
+            return cls(len(known), mean, float(((known - mean) ** 2).sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        mean = self.mean + gap * other.count / count
+        between = gap * gap * self.count * other.count / count
+        return Moments(count, mean, self.squares + other.squares + between)
+
+    @property
+    def deviation(self) -> float:
+        """Population standard deviation; 0 of no values."""
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+    @property
+    def std(self) -> float:
+        """The same, but 1 where the values are all alike but for rounding."""
+        return self.deviation if self.deviation > _MIN_SPREAD else 1.0
+
+    def standardise(self, values: NDArray) -> NDArray[np.float32]:
+        """Shift and scale values by these moments; NaN (missing) becomes 0."""
+        return np.nan_to_num((values - self.mean) / self.std).astype(np.float32)
 
 
 def splitmix64(words: _WordArray) -> _WordArray:

@@ -24,6 +24,8 @@ from rich.table import Table
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from trainer.data.manifest import Manifest
     from trainer.datasets.inspect import DataReport
 
@@ -60,6 +62,11 @@ def _disk_text(error: OSError) -> str:
     return f"a file cannot be read or written: {error}; {mend}, then run the same command again"
 
 
+def _options(context: typer.Context, kind: type[BaseModel]) -> dict[str, Any]:
+    """What the command was given for the fields of `kind`: its parameters of the same names."""
+    return {name: value for name, value in context.params.items() if name in kind.model_fields}
+
+
 def _vocabulary_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     shown = {name: size for name, size in sizes.items() if not name.startswith("history_")}
     if len(shown) <= _MANY_VOCABULARIES:
@@ -90,6 +97,7 @@ def show_summary(folder: object, manifest: Manifest) -> None:
 
 @prepare_app.command("criteo")
 def prepare_criteo_command(
+    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -147,19 +155,7 @@ def prepare_criteo_command(
     """
     from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 
-    options = CriteoOptions(
-        ids=ids,
-        min_count=min_count,
-        max_ids=max_ids,
-        num_hash_buckets=num_hash_buckets,
-        negatives=negatives,
-        split=split,
-        validation_fraction=validation_fraction,
-        on_bad_line=on_bad_line,
-        max_bad_lines=max_bad_lines,
-        num_partitions=num_partitions,
-        seed=seed,
-    )
+    options = CriteoOptions(**_options(context, CriteoOptions))
     with data_errors_shown():
         manifest = prepare_criteo(
             sources, out, options=options, overwrite=overwrite, work_folder=work_dir
@@ -169,18 +165,23 @@ def prepare_criteo_command(
 
 @generate_app.command("criteo")
 def generate_criteo_command(
+    context: typer.Context,
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
-    rows: Annotated[int, typer.Option(min=10, help="Number of rows.")] = 100_000,
+    num_rows: Annotated[int, typer.Option("--rows", min=10, help="Number of rows.")] = 100_000,
     format: Annotated[
         Literal["parquet", "tsv"],
         typer.Option(help="A prepared folder, or raw files for `prepare criteo`."),
     ] = "parquet",
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
-    zipf: Annotated[float, typer.Option(min=0.01, help="Exponent of the ids' Zipf law.")] = 1.05,
+    zipf_exponent: Annotated[
+        float, typer.Option("--zipf", min=0.01, help="Exponent of the ids' Zipf law.")
+    ] = 1.05,
     max_ids: Annotated[
         int, typer.Option(min=1, help="Values of a column; Criteo has up to 10 million.")
     ] = 100_000,
-    days: Annotated[int, typer.Option(min=1, help="Raw files: train.txt, or day_0, ...")] = 1,
+    num_days: Annotated[
+        int, typer.Option("--days", min=1, help="Raw files: train.txt, or day_0, ...")
+    ] = 1,
     gzip: Annotated[bool, typer.Option("--gzip", help="Compress the raw files.")] = False,
     num_partitions: Annotated[int, typer.Option(min=1, help="Parquet files per split.")] = 32,
     overwrite: Overwrite = False,
@@ -188,16 +189,7 @@ def generate_criteo_command(
     """Generate clicks of a known teacher in Criteo's format; its own scores: teacher.json."""
     from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 
-    options = CriteoGeneratorOptions(
-        num_rows=rows,
-        format=format,
-        seed=seed,
-        zipf_exponent=zipf,
-        max_ids=max_ids,
-        num_days=days,
-        gzip=gzip,
-        num_partitions=num_partitions,
-    )
+    options = CriteoGeneratorOptions(**_options(context, CriteoGeneratorOptions))
     with data_errors_shown():
         document = generate_criteo(out, options, overwrite=overwrite)
     Console().print(_teacher_table(out, document))
@@ -321,6 +313,7 @@ def _show(report: DataReport) -> None:
 
 @prepare_app.command("movielens")
 def prepare_movielens_command(
+    context: typer.Context,
     source: Annotated[
         str, typer.Argument(help="Folder or URL with ratings.csv, movies.csv and tags.csv.")
     ],
@@ -366,20 +359,7 @@ def prepare_movielens_command(
         raise typer.BadParameter(f"{delimiter!r} is not one character", param_hint="--delimiter")
     from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 
-    options = MovieLensOptions(
-        split=split,
-        validation_fraction=validation_fraction,
-        history_length=history_length,
-        min_token_count=min_token_count,
-        max_tokens=max_tokens,
-        num_partitions=num_partitions,
-        user_mean=user_mean,
-        validation_past=validation_past,
-        on_duplicate=on_duplicate,
-        on_missing_movie=on_missing_movie,
-        delimiter=delimiter,
-        unit_rows=unit_rows,
-    )
+    options = MovieLensOptions(**_options(context, MovieLensOptions))
     with data_errors_shown():
         manifest = prepare_movielens(
             source, out, options=options, overwrite=overwrite, work_folder=work_dir

@@ -22,7 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, LineBlock, find_sources, read_blocks
+from trainer.datasets.io.csv_reader import last_line_end
 from trainer.errors import CorruptFileError, SourceMissingError
 from trainer.storage import Location
 
@@ -85,9 +87,7 @@ class ColumnSketch:
         self._max_values = max_values
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
-        # Sums of differences to the first number, which stay small, and of their squares.
-        self._origin: float | None = None
-        self._sum = self._sum_squares = 0.0
+        self._moments = Moments()
         self._bounds: tuple[float, float] | None = None
         # What every value so far was; a column is of the first kind that is left.
         self._kinds = ["text"] if is_text else ["integer", "number", "text"]
@@ -110,12 +110,11 @@ class ColumnSketch:
         self._add_counts(values)
 
     def report(self) -> ColumnReport:
-        """What was found."""
         kind = self._kinds[0] if self._kinds else "other"
         is_number = kind in ("integer", "number") and self._bounds is not None
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = self._num_distinct()
-        moments = self._moments()
+        std = self._moments.deviation  # infinite where squares were too large to be added up
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -125,8 +124,8 @@ class ColumnSketch:
             is_estimate=self._level > 0,
             minimum=self._bounds[0] if is_number and self._bounds else None,
             maximum=self._bounds[1] if is_number and self._bounds else None,
-            mean=moments[0] if is_number else None,
-            std=moments[1] if is_number else None,
+            mean=self._moments.mean if is_number else None,
+            std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
             zipf_exponent=_zipf_exponent(counts),
             lists=self._list_lengths(),
@@ -163,28 +162,11 @@ class ColumnSketch:
             numbers = finite
         if not len(numbers):
             return
-        low, high = numbers.min(), numbers.max()
-        known = self._bounds or (np.inf, -np.inf)
-        self._bounds = (min(known[0], _plain(low)), max(known[1], _plain(high)))
-        self._add_moments(numbers.cast(pl.Float64))
-
-    def _add_moments(self, numbers: pl.Series) -> None:
-        if self._origin is None:
-            self._origin = float(numbers[0])
-        differences = numbers - self._origin
-        self._sum += float(differences.sum())
-        self._sum_squares += float((differences * differences).sum())
-
-    def _moments(self) -> tuple[float, float | None]:
-        """Mean and standard deviation of all items; zeros where there are none."""
-        num_finite = self._num_items - self._num_infinite
-        if self._origin is None or not num_finite:
-            return 0.0, 0.0
-        shift = self._sum / num_finite
-        variance = self._sum_squares / num_finite - shift * shift
-        # Squares of numbers beyond 1e154 are too large to be added up.
-        std = max(0.0, variance) ** 0.5 if math.isfinite(variance) else None
-        return self._origin + shift, std
+        low: Any = numbers.min()
+        high: Any = numbers.max()
+        known = self._bounds or (low, high)
+        self._bounds = (min(known[0], low), max(known[1], high))
+        self._moments += Moments.of(numbers.cast(pl.Float64).to_numpy())
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
         """The values as numbers, or None where they are none; notes what they are instead."""
@@ -231,10 +213,6 @@ class ColumnSketch:
         return len(self._counts.filter(self._is_sampled())) << self._level
 
 
-def _plain(value: Any) -> float:
-    return value if isinstance(value, int) else float(value)
-
-
 def _top_share(counts: np.ndarray, num_distinct: int, num_values: int) -> float | None:
     if not num_values:
         return None
@@ -269,7 +247,6 @@ class TextFormat:
 
     @property
     def text(self) -> str:
-        """In words."""
         header = "with a header" if self.has_header else "without a header"
         return f"text separated by {_DELIMITER_NAMES[self.delimiter]}, {header}"
 
@@ -280,7 +257,6 @@ class TextFormat:
 
     @property
     def is_criteo(self) -> bool:
-        """Whether it looks like Criteo's files."""
         return self.columns == tuple(SCHEMA)
 
 
@@ -431,7 +407,7 @@ def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
     rest = LineBlock(b"", 1)
     for block in blocks:
         lines = rest.lines + block.lines
-        end = _end_of_rows(lines)
+        end = last_line_end(lines)
         if not end and len(lines) > _MAX_CELL_BYTES:
             end = len(lines)
         if end:
@@ -440,17 +416,6 @@ def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
         rest = LineBlock(lines[end:], rest.first_line + num_lines)
     if rest.lines:
         yield rest
-
-
-def _end_of_rows(lines: bytes) -> int:
-    """The end of the last line after which no quote is open; 0 where there is none."""
-    num_quotes = lines.count(b'"')
-    end = len(lines)
-    while num_quotes % 2:
-        before = lines.rfind(b"\n", 0, end - 1) + 1
-        num_quotes -= lines.count(b'"', before, end)
-        end = before
-    return end
 
 
 def _open_parquet(file: Location) -> pq.ParquetFile:

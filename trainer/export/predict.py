@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.data.decode import InputColumn, RowLayout, check_schema, decode, layout_of
-from trainer.data.rows import Rows, concat_rows
+from trainer.data.rows import IdLists, Rows, SparseIds, concat_rows
 from trainer.data.transforms import VocabularyEncoder, load_vocabulary
 from trainer.errors import BadValueError, DataError
 from trainer.export.artifact import (
@@ -225,41 +225,32 @@ def wanted_kind(column: InputColumn, kind: str | None = None) -> str:
 
 def program_arrays(rows: Rows, spec: JobSpec) -> Iterator[NDArray[Any]]:
     """`rows` and `PAD_ROWS` more as the program takes them (`trainer.export.program`)."""
-    packed = concat_rows([rows, _padding(rows)])
+    padded = concat_rows([rows, _padding(rows)])
     num_pooled = len(spec.pooled_features)
-    yield packed.dense
-    cut = int(packed.lengths[:num_pooled].sum())
-    if num_pooled:
-        yield packed.ids[:cut]
-        yield packed.lengths[:num_pooled].ravel().astype(np.int32)
-        if spec.is_weighted:
-            yield _weights(packed)[:cut]
-    if spec.sequence_features:
-        yield packed.ids[cut:]
-        yield packed.lengths[num_pooled:].ravel().astype(np.int32)
-        if spec.has_weighted_sequences:
-            yield _weights(packed)[cut:]
-
-
-def _weights(packed: Rows) -> NDArray[np.float32]:
-    assert packed.weights is not None, "a layout with weights decodes them"
-    return packed.weights
+    yield padded.dense
+    for ids, is_weighted in (
+        (padded.sparse.first(num_pooled), spec.is_weighted),
+        (padded.sparse.after(num_pooled), spec.has_weighted_sequences),
+    ):
+        if ids.is_single:  # any features
+            yield ids.packed()
+            yield ids.lengths().ravel()
+            if is_weighted:
+                yield ids.weights()
 
 
 def _padding(rows: Rows) -> Rows:
-    num_features, num_dense = len(rows.lengths), rows.dense.shape[1]
-    num_ids, num_tasks = num_features * PAD_ROWS, rows.label.shape[1]
-    return Rows(
-        dense=np.zeros((PAD_ROWS, num_dense), np.float32),
-        label=np.zeros((PAD_ROWS, num_tasks), np.float32),
-        offset=np.zeros((PAD_ROWS, num_tasks), np.float32),
-        scale=np.ones((PAD_ROWS, num_tasks), np.float32),
-        row_weight=np.zeros(PAD_ROWS, np.float32),
-        ids=np.zeros(num_ids, np.int64),
-        starts=np.arange(num_ids).reshape(num_features, PAD_ROWS),
-        lengths=np.ones((num_features, PAD_ROWS), np.int64),
-        weights=None if rows.weights is None else np.ones(num_ids, np.float32),
+    arrays = {
+        name: np.zeros((PAD_ROWS, *array.shape[1:]), array.dtype)
+        for name, array in rows.arrays.items()
+    }
+    ids, offsets = np.zeros(PAD_ROWS, np.int64), np.arange(PAD_ROWS + 1)
+    lists = tuple(
+        IdLists(ids, offsets, None if found.weights is None else np.ones(PAD_ROWS, np.float32))
+        for found in rows.sparse.lists
     )
+    singles = np.zeros((PAD_ROWS, rows.sparse.singles.shape[1]), rows.sparse.singles.dtype)
+    return replace(rows, sparse=SparseIds(rows.sparse.is_single, singles, lists), **arrays)
 
 
 def with_ids(
@@ -349,7 +340,7 @@ class Predictor:
     def score(self, rows: Rows) -> Predictions:
         """The same of decoded rows."""
         pieces = [
-            rows.take(np.arange(start, min(start + _MAX_ROWS_AT_ONCE, len(rows))))
+            rows.slice(start, min(start + _MAX_ROWS_AT_ONCE, len(rows)))
             for start in range(0, len(rows), _MAX_ROWS_AT_ONCE)
         ]
         outputs = [self._outputs(piece) for piece in pieces]

@@ -15,7 +15,7 @@ from pyarrow import fs
 from tests.harness.clock import FakeClock
 from trainer import storage as storage_module
 from trainer.errors import SourceMissingError, StorageAwayError, StorageError, StorageRefusedError
-from trainer.storage import Backoff, Location, kind_of, retry
+from trainer.storage import Location, kind_of, retry
 
 
 def test_a_file_is_written_listed_read_and_deleted(tmp_path):
@@ -136,19 +136,11 @@ def test_an_upload_whose_source_fails_leaves_nothing_and_says_what_failed(tmp_pa
     assert not target.exists()
 
 
-def test_a_time_that_is_set_to_nothing_is_the_default(monkeypatch):
-    monkeypatch.delenv("SHARDLOOM_STORAGE_RETRY_S", raising=False)
-    assert Backoff.from_environment() == Backoff()
-    for said in ("", "  "):
-        monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
-        assert Backoff.from_environment() == Backoff()
-
-
 def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch):
     for said in ("1m", "nan", "-1", "inf"):
         monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
         with pytest.raises(StorageError, match=r"SHARDLOOM_STORAGE_RETRY_S is .*number of seconds"):
-            Backoff.from_environment()
+            retry(lambda: None)
         monkeypatch.setenv("SHARDLOOM_STORAGE_TIMEOUT_S", said)
         with pytest.raises(StorageError, match="SHARDLOOM_STORAGE_TIMEOUT_S"):
             Location.parse("s3://bucket/key?region=us-east-1")
@@ -156,7 +148,7 @@ def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch)
 
 def test_the_sdk_gives_up_early_enough_to_be_asked_again():
     sdk_s = storage_module._MAX_ATTEMPTS * storage_module._REQUEST_TIMEOUT_S
-    assert Backoff().delay_s(1, sdk_s, draw=1.0) is not None
+    assert sdk_s + storage_module._FIRST_DELAY_S < storage_module._RETRY_S
 
 
 class Storage:
@@ -172,50 +164,37 @@ class Storage:
             raise self.error
         return "content"
 
-    def persist(self, backoff: Backoff) -> str:
+    def retried(self, draw: float = 1.0) -> str:
         clock = self.clock
-        return retry(self.read, backoff, clock=clock, sleep=clock.sleep, draw=lambda: 1.0)
+        return retry(self.read, clock=clock, sleep=clock.sleep, draw=lambda: draw)
 
 
-def test_delays_double_up_to_the_longest() -> None:
-    storage = Storage(6, StorageAwayError("busy"))
-    assert storage.persist(Backoff(budget_s=60, first_s=1, longest_s=8)) == "content"
-    assert storage.clock.slept == [1, 2, 4, 8, 8, 8]
+# Set to nothing is not set.
+@pytest.mark.parametrize("said", ["", "  "])
+def test_delays_double_up_to_the_longest(monkeypatch, said) -> None:
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
+    storage = Storage(7, StorageAwayError("busy"))
+    assert storage.retried() == "content"
+    assert storage.clock.slept == [0.5, 1, 2, 4, 8, 10, 10]
 
 
-def test_what_no_retry_helps_is_said_at_once() -> None:
-    for error, backoff in (
-        (StorageRefusedError("denied"), Backoff()),
-        (StorageAwayError("busy"), Backoff(budget_s=0)),
-    ):
+def test_what_no_retry_helps_is_said_at_once(monkeypatch) -> None:
+    for error, budget in ((StorageRefusedError("denied"), "60"), (StorageAwayError("busy"), "0")):
+        monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", budget)
         storage = Storage(1, error)
         with pytest.raises(type(error), match=str(error)):
-            storage.persist(backoff)
+            storage.retried()
         assert storage.clock.slept == []
 
 
-def test_a_spent_budget_ends_in_the_last_error() -> None:
-    storage = Storage(1000, StorageAwayError("busy"))
-    with pytest.raises(StorageAwayError, match="busy"):
-        storage.persist(Backoff(budget_s=10, first_s=1, longest_s=4))
-    assert storage.clock.slept == [1, 2, 4]
-
-
-@given(
-    budget_s=st.floats(0, 1000),
-    first_s=st.floats(0.01, 10),
-    longest_s=st.floats(0.01, 100),
-    draws=st.lists(st.floats(0, 1), min_size=1, max_size=20),
-)
-def test_delays_stay_within_the_budget_and_the_longest(budget_s, first_s, longest_s, draws) -> None:
-    backoff, elapsed_s = Backoff(budget_s, first_s, longest_s), 0.0
-    for num_failures, draw in enumerate(draws, start=1):
-        delay_s = backoff.delay_s(num_failures, elapsed_s, draw)
-        if delay_s is None:
-            break
-        assert 0 < delay_s <= longest_s
-        elapsed_s += delay_s
-    assert elapsed_s <= budget_s
+@given(budget_s=st.floats(0, 1000), draw=st.floats(0, 1))
+def test_a_spent_budget_ends_in_the_last_error(budget_s, draw) -> None:
+    storage = Storage(10_000, StorageAwayError("busy"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageAwayError, match="busy"):
+        patch.setenv("SHARDLOOM_STORAGE_RETRY_S", str(budget_s))
+        storage.retried(draw)
+    assert budget_s - 10 < storage.clock.now <= budget_s
+    assert all(0.25 <= slept_s <= 10 for slept_s in storage.clock.slept)
 
 
 def test_messages_of_the_sdks_are_told_apart() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -44,17 +43,6 @@ _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 _NUM_HEX_DIGITS = 8
 
 
-class IdEncoder(Protocol):
-    """Turns the raw ids of one column into ids below `size`."""
-
-    @property
-    def size(self) -> int:
-        """Number of ids, id 0 included."""
-
-    def encode(self, raw: IntArray) -> IntArray:
-        """Ids [n] of raw ids [n]."""
-
-
 @dataclass(frozen=True)
 class KnownIds:
     """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown.
@@ -67,11 +55,9 @@ class KnownIds:
 
     @property
     def size(self) -> int:
-        """Number of ids, the unknown one included."""
         return len(self.values) + 1
 
     def encode(self, raw: IntArray) -> IntArray:
-        """Ids of raw ids; 0 where the vocabulary lacks one."""
         if not len(self.values):
             return np.full(len(raw), UNKNOWN, dtype=np.int64)
         # Sorted needles find their places in the cache; a column repeats few values very often.
@@ -98,8 +84,10 @@ class HashedIds:
     seed: int
 
     def encode(self, raw: IntArray) -> IntArray:
-        """Ids of raw ids."""
         return HashEncoder(self.size, self.seed).encode(pa.array(raw, mask=raw == MISSING))
+
+
+IdEncoder = KnownIds | HashedIds
 
 
 def hex_texts(raw: IntArray) -> pa.StringArray:
@@ -178,7 +166,6 @@ class Buckets:
 
     @property
     def total(self) -> int:
-        """Number of buckets."""
         return self.training_buckets + self.validation_buckets
 
     def place(self, run: int, line: IntArray) -> IntArray:
@@ -200,16 +187,6 @@ def pack(clicks: RawClicks, dense: NDArray[np.float32]) -> Cells:
     bits = np.left_shift(missing, np.arange(NUM_CATEGORICAL)[:, None]).sum(0)
     cells[_MISSING_BITS] = bits
     return cells
-
-
-def labels_of(cells: Cells) -> NDArray[np.float32]:
-    """Labels [n]."""
-    return cells[0].astype(np.float32)
-
-
-def dense_of(cells: Cells, column: int) -> NDArray[np.float32]:
-    """Values [n] of a dense column, numbered from 0."""
-    return cells[1 + column].view(np.float32)
 
 
 def ids_of(cells: Cells, column: int) -> IntArray:
@@ -260,7 +237,7 @@ SCHEMA = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMN_TYP
 _ENCODED_ROWS = 131_072
 
 
-def transform_counts(counts: NDArray[np.float64], *, keep_sign: bool) -> NDArray[np.float32]:
+def transform_counts(counts: NDArray, *, keep_sign: bool) -> NDArray[np.float32]:
     """log(1 + count) of counts [n, 13]; NaN (not given) becomes 0.
 
     A negative count becomes 0 or, with `keep_sign`, -log(1 - count).
@@ -293,19 +270,15 @@ class PartitionWriter:
         clicks = unknown = rows = 0
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
             for bucket in buckets:
-                cells = self._in_final_order(bucket)
+                cells = self.runs.bucket(bucket)
+                if bucket < self.buckets.training_buckets:
+                    rng = np.random.default_rng([self.buckets.seed, 1, bucket])
+                    cells = cells[:, rng.permutation(cells.shape[1])]
                 rows += cells.shape[1]
-                clicks += int(labels_of(cells).sum())
+                clicks += int(cells[0].sum())
                 unknown += self._append(writer, cells)
         row_groups = pq.read_metadata(path).num_row_groups
         return {"rows": rows, "row_groups": row_groups, "clicks": clicks, "unknown": unknown}
-
-    def _in_final_order(self, bucket: int) -> Cells:
-        cells = self.runs.bucket(bucket)
-        if bucket >= self.buckets.training_buckets:
-            return cells
-        order = np.random.default_rng([self.buckets.seed, 1, bucket]).permutation(cells.shape[1])
-        return cells[:, order]
 
     def _append(self, writer: pq.ParquetWriter, cells: Cells) -> int:
         """Append whole row groups, the last one of a bucket may be short; gives unknown ids."""
@@ -317,7 +290,7 @@ class PartitionWriter:
                 encoder.encode(ids_of(part, column)) for column, encoder in enumerate(self.encoders)
             ]
             unknown += sum(int((column == UNKNOWN).sum()) for column in ids)
-            dense = [dense_of(part, column) for column in range(len(DENSE_NAMES))]
-            table = pa.table([labels_of(part), *dense, *ids], schema=SCHEMA)
+            dense = part[1:_FIRST_ID].view(np.float32)
+            table = pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)
             writer.write_table(table, row_group_size=self.row_group_rows)
         return unknown

@@ -18,7 +18,6 @@ reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +30,9 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
-from rich.console import Console
 from rich.progress import Progress
 
-from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry
-from trainer.data.ragged import IntArray
+from trainer.data.manifest import Manifest, VocabularyEntry
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     Buckets,
@@ -54,17 +51,15 @@ from trainer.datasets.criteo.reader import (
     ID_NAMES,
     BadLines,
     LineBlock,
-    RawClicks,
     check_bound,
     check_distinct,
     count_lines,
     find_sources,
-    parse_good_lines,
     parse_lines,
     read_blocks,
 )
-from trainer.datasets.io.journal import Facts, Part
-from trainer.datasets.io.staging import Staging, staged
+from trainer.datasets.io.journal import Facts, Part, progress_bars
+from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -185,16 +180,11 @@ def prepare_criteo(
         staged(
             target, work, overwrite=overwrite, sources=files, work_folder=work_folder
         ) as staging,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+        progress_bars() as progress,
     ):
         manifest = _Preparation(files, options, staging, progress).run()
         staging.publish(manifest)
     return manifest
-
-
-def _version(file: Location) -> str:
-    """What changes when a file does: size in bytes, time of change in nanoseconds."""
-    return f"{file} {file.size_bytes()} {file.fs.get_file_info(file.path).mtime_ns or 0}"
 
 
 @dataclass(frozen=True)
@@ -210,7 +200,7 @@ class _Preparation:
     origins: list[str] = field(default_factory=list)
 
     def run(self) -> Manifest:
-        versions = [_version(file) for file in self.files]
+        versions = [f"{file} {file.fingerprint()}" for file in self.files]
         lines = list(self._counted_lines(versions))
         buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
         self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
@@ -226,7 +216,7 @@ class _Preparation:
         }
         return Manifest(
             source="criteo",
-            splits={name: _split_entry(found) for name, found in parts.items()},
+            splits={name: split_entry(found) for name, found in parts.items()},
             columns=COLUMN_TYPES,
             vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
             options=self.options.model_dump(),
@@ -327,7 +317,8 @@ class _Preparation:
         parts, lines = [], []
         bad, num_lines = BadLines(), 0
         for block in blocks:
-            clicks, line = self._parse(block, run.source, bad)
+            skipped = bad if self.options.on_bad_line == "skip" else None
+            clicks, line = parse_lines(block.lines, run.source, block.first_line, skipped)
             parts.append(pack(clicks, transform_counts(clicks.counts, keep_sign=keep_sign)))
             lines.append(line + num_lines)
             num_lines += block.num_lines
@@ -335,13 +326,6 @@ class _Preparation:
         bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
         offsets = write_run(path, cells, bucket, buckets.total)
         return {"lines": num_lines, "offsets": offsets, "bad": bad.facts()}
-
-    def _parse(self, block: LineBlock, source: str, bad: BadLines) -> tuple[RawClicks, IntArray]:
-        """The rows of a block, and which of its lines they are."""
-        if self.options.on_bad_line == "skip":
-            return parse_good_lines(block.lines, source, block.first_line, bad)
-        clicks = parse_lines(block.lines, source, block.first_line)
-        return clicks, np.arange(len(clicks))
 
     @cached_property
     def _origin(self) -> str:
@@ -370,14 +354,8 @@ class _Preparation:
         return KnownIds(*np.load(path))
 
     def _vocabulary_entry(self, name: str, encoder: KnownIds) -> VocabularyEntry:
-        path = f"vocab/{name}.parquet"
-        part = self.staging.result(path, encoder.write, self._origin)
-        return VocabularyEntry(
-            path=path,
-            num_values=len(encoder.values),
-            size_bytes=part.size_bytes,
-            sha256=part.sha256,
-        )
+        part = self.staging.result(f"vocab/{name}.parquet", encoder.write, self._origin)
+        return vocabulary_entry(part, len(encoder.values))
 
     def _write(self, writer: PartitionWriter, split: str, first: int, end: int) -> list[Part]:
         """The partitions of a split, whose buckets are `first` to `end`, each a few of them."""
@@ -404,20 +382,6 @@ class _Run:
     first_line: int
     source: str
     version: str
-
-
-def _split_entry(parts: Sequence[Part]) -> SplitEntry:
-    files = tuple(
-        FileEntry(
-            path="/".join(Path(part.name).parts[-2:]),
-            num_rows=part.facts["rows"],
-            num_row_groups=part.facts["row_groups"],
-            size_bytes=part.size_bytes,
-            sha256=part.sha256,
-        )
-        for part in parts
-    )
-    return SplitEntry(num_rows=sum(file.num_rows for file in files), files=files)
 
 
 def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:

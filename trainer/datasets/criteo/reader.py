@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,14 +26,11 @@ from trainer.errors import (
     CorruptFileError,
     DataError,
     SourceMissingError,
-    StorageError,
     TooManyBadRowsError,
 )
 from trainer.storage import Location
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-# Pauses before a remote read is tried again.
-_PAUSES_S = (1.0, 5.0, 25.0)
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,12 @@ class LineBlock:
 
     @property
     def num_lines(self) -> int:
-        """How many lines; the last one of a file may lack its line feed."""
-        return self.lines.count(b"\n") + (not self.lines.endswith(b"\n"))
+        return _num_lines(self.lines)
+
+
+def _num_lines(lines: bytes) -> int:
+    """The last line of a file may lack its line feed."""
+    return lines.count(b"\n") + (not lines.endswith(b"\n"))
 
 
 def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
@@ -122,19 +121,25 @@ def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
     is longer than a block; `StorageError` where a remote file cannot be read for now.
     """
     first_line, rest = 1, b""
-    with _faults_named(source), _open(source) as stream:
-        while block := _read_fully(stream, block_bytes):
-            end = block.rfind(b"\n") + 1
-            if not end and len(block) == block_bytes:
-                raise CorruptFileError(
-                    f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
-                    "tab-separated text file?"
-                )
-            lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
-            if lines:
-                found = LineBlock(lines, first_line)
-                first_line += found.num_lines
-                yield found
+    try:
+        with _open(source) as stream:
+            while block := stream.read(block_bytes):
+                end = block.rfind(b"\n") + 1
+                if not end and len(block) == block_bytes:
+                    raise CorruptFileError(
+                        f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
+                        "tab-separated text file?"
+                    )
+                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+                if lines:
+                    found = LineBlock(lines, first_line)
+                    first_line += found.num_lines
+                    yield found
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"{source} cannot be read to its end ({error}); was the download cut short? "
+            "Copy it again"
+        ) from None
     if rest:
         yield LineBlock(rest, first_line)
     elif first_line == 1:
@@ -146,76 +151,12 @@ def count_lines(source: Location, block_bytes: int) -> int:
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
 
 
-def _open(source: Location) -> pa.NativeFile:
+def _open(source: Location) -> io.BufferedReader:
     file = source.open_input()
-    if not source.is_local:
-        file = pa.PythonFile(_PatientFile(source, file), mode="r")
     suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
-    return pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
-
-
-class _PatientFile:
-    """A remote file that is opened again, where it was, when the network fails for a while."""
-
-    def __init__(self, source: Location, file: pa.NativeFile) -> None:
-        self._source = source
-        self._file = file
-        self._position = 0
-        self.closed = False
-
-    def read(self, num_bytes: int) -> bytes:
-        """Up to `num_bytes`, none at the end; raises `StorageError` after some tries."""
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                part = self._file.read(num_bytes)
-            except OSError as error:
-                if pause_s is None:
-                    raise StorageError(
-                        f"{self._source} cannot be read on from byte {self._position} ({error}); "
-                        "check the network, then run the same command again: it goes on"
-                    ) from None
-                time.sleep(pause_s)
-                self._reopen()
-            else:
-                self._position += len(part)
-                return part
-        raise AssertionError("the last try returns or raises")
-
-    def close(self) -> None:
-        """Close the file that is open now."""
-        self.closed = True
-        self._file.close()
-
-    def _reopen(self) -> None:
-        """Go on with a fresh file; where there is none for now, the next read fails again."""
-        try:
-            fresh = self._source.open_input()
-            fresh.seek(self._position)
-        except (OSError, DataError):
-            return
-        self._file.close()
-        self._file = fresh
-
-
-def _read_fully(stream: pa.NativeFile, num_bytes: int) -> bytes:
-    """`num_bytes`, fewer only at the end; a compressed stream may give less at a time."""
-    parts: list[bytes] = []
-    missing = num_bytes
-    while missing and (part := stream.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
-@contextmanager
-def _faults_named(source: Location) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise CorruptFileError(
-            f"{source} cannot be read to its end ({error}); was the download cut short? "
-            "Copy it again"
-        ) from None
+    # A compressed stream may give less than was asked for; buffered, only at the end.
+    stream = pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
+    return io.BufferedReader(stream)
 
 
 NUM_DENSE = 13
@@ -238,15 +179,17 @@ SCHEMA: dict[str, type[pl.DataType]] = {
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
-_COUNT = ("an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
-_ID = ("a hexadecimal id of 1 to 8 digits or empty", re.compile(r"([0-9a-fA-F]{1,8})?"))
-_WANTED = {
-    LABEL: ("0 or 1", re.compile(r"[01]")),
+Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
+_Rule = tuple[Kind, str, re.Pattern[str]]
+_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
+_ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", re.compile("([0-9a-fA-F]{1,8})?"))
+_WANTED: dict[str, _Rule] = {
+    LABEL: ("label", "0 or 1", re.compile(r"[01]")),
     **dict.fromkeys(DENSE_NAMES, _COUNT),
     **dict.fromkeys(ID_NAMES, _ID),
 }
 # A line without fault, all of it at once: many times faster than cell by cell.
-_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for _, cell in _WANTED.values()).encode())
+_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for *_, cell in _WANTED.values()).encode())
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
 
 
@@ -265,18 +208,6 @@ class RawClicks:
         return len(self.label)
 
 
-def parse_lines(block: bytes, source: str, first_line: int) -> RawClicks:
-    """Parse whole lines; `source` and `first_line` (from 1) name them in errors.
-
-    Raises `BadValueError`, or `CorruptFileError` where a line has another number of columns.
-    """
-    block = with_plain_ends(block)
-    found = try_parse(block)
-    if isinstance(found, str):
-        raise locate_fault(block, source, first_line, found)
-    return found
-
-
 def with_plain_ends(block: bytes) -> bytes:
     """The lines without the carriage returns of Windows."""
     return block.replace(b"\r\n", b"\n") if b"\r" in block else block
@@ -284,7 +215,7 @@ def with_plain_ends(block: bytes) -> bytes:
 
 def try_parse(block: bytes) -> RawClicks | str:
     """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
-    num_lines = block.count(b"\n") + (not block.endswith(b"\n"))
+    num_lines = _num_lines(block)
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
         return "other bytes or columns than wanted"
     try:
@@ -310,17 +241,6 @@ def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
         counts=frame.select(pl.col(DENSE_NAMES).cast(pl.Float64)).fill_null(np.nan).to_numpy(),
         ids=ids.fill_null(MISSING).to_numpy(),
     )
-
-
-def locate_fault(block: bytes, source: str, first_line: int, cause: str = "") -> DataError:
-    """The first fault of a block, line by line: slow, and only used to name a known fault."""
-    for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first_line):
-        if (fault := line_fault(line, source, number)) is not None:
-            return fault.error
-    return CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {cause}")
-
-
-Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 
 
 @dataclass(frozen=True)
@@ -351,19 +271,13 @@ def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
     if len(cells) != NUM_COLUMNS:
         cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
         return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
-    for cell, (name, (wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
+    for cell, (name, (kind, wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
         if not pattern.fullmatch(cell):
             if number == 1 and name == LABEL and cell and not cell.isdigit():
                 wanted += "; Criteo's files have no header: remove the first line"
             fault = BadValueError(source, f"line {number}", name, cell, wanted)
-            return LineFault(_kind_of(name), fault)
+            return LineFault(kind, fault)
     return None
-
-
-def _kind_of(column: str) -> Kind:
-    if column == LABEL:
-        return "label"
-    return "count" if column in DENSE_NAMES else "id"
 
 
 def _column_fault(text: str, num_cells: int) -> str:
@@ -397,11 +311,9 @@ class BadLines:
 
     @property
     def total(self) -> int:
-        """Number of lines."""
         return self.num_of_kind.total()
 
     def add(self, fault: LineFault) -> None:
-        """Count one more line."""
         self.num_of_kind[fault.kind] += 1
         if len(self.shown) < NUM_SHOWN:
             self.shown.append(str(fault.error))
@@ -419,16 +331,15 @@ class BadLines:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
 
 
-def parse_good_lines(
-    block: bytes, source: str, first_line: int, bad: BadLines
+def parse_lines(
+    block: bytes, source: str, first_line: int, bad: BadLines | None = None
 ) -> tuple[RawClicks, IntArray]:
-    """Parse the good lines of a block and count the others in `bad`.
+    """Parse whole lines: the rows, and which line of the block each is, from 0.
 
-    Gives the rows, and which line of the block each is, from 0. Raises `CorruptFileError` where
-    lines cannot be read though none of them is at fault.
+    `source` and `first_line` (from 1) name lines in errors. Lines at fault are counted in `bad`;
+    without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
-    finder = _Finder(source, first_line, bad)
-    parts = list(finder.good_parts(with_plain_ends(block), 0))
+    parts = list(_good_parts(with_plain_ends(block), source, first_line, bad))
     if not parts:
         return _NOTHING, np.zeros(0, dtype=np.int64)
     clicks = RawClicks(
@@ -436,7 +347,7 @@ def parse_good_lines(
         counts=np.concatenate([part.counts for part, _ in parts]),
         ids=np.concatenate([part.ids for part, _ in parts]),
     )
-    return clicks, np.concatenate([line for _, line in parts])
+    return clicks, np.concatenate([line for _, line in parts]) - first_line
 
 
 _NOTHING = RawClicks(
@@ -444,42 +355,36 @@ _NOTHING = RawClicks(
 )
 
 
-@dataclass(frozen=True)
-class _Finder:
-    source: str
-    first_line: int
-    bad: BadLines
-
-    def good_parts(self, lines: bytes, start: int) -> Iterator[_Part]:
-        """The rows of `lines`, which begin at line `start` of the block, in parts."""
-        found = try_parse(lines)
-        if isinstance(found, RawClicks):
-            yield found, np.arange(start, start + len(found))
-            return
-        num_lines = lines.count(b"\n") + (not lines.endswith(b"\n"))
-        middle = lines.find(b"\n", len(lines) // 2) + 1
-        if num_lines <= _FEW_LINES or not 0 < middle < len(lines):
-            yield from self._line_by_line(lines, start, found)
-            return
-        yield from self.good_parts(lines[:middle], start)
-        yield from self.good_parts(lines[middle:], start + lines.count(b"\n", 0, middle))
-
-    def _line_by_line(self, lines: bytes, start: int, cause: str) -> Iterator[_Part]:
-        good, numbers = [], []
-        for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), start):
-            fault = line_fault(line, self.source, self.first_line + number)
-            if fault is None:
-                good.append(line)
-                numbers.append(number)
-            else:
-                self.bad.add(fault)
-        if not good:
-            return
-        found = try_parse(b"\n".join(good) + b"\n")
-        if isinstance(found, str):
-            place = f"{self.source}, at or after line {self.first_line + start}"
-            raise CorruptFileError(f"{place}: cannot be read: {cause}")
-        yield found, np.array(numbers, dtype=np.int64)
+def _good_parts(
+    lines: bytes, source: str, first_line: int, bad: BadLines | None
+) -> Iterator[_Part]:
+    """The rows of `lines` and the numbers of their lines, in parts."""
+    found = try_parse(lines)
+    if isinstance(found, RawClicks):
+        yield found, np.arange(first_line, first_line + len(found))
+        return
+    middle = lines.find(b"\n", len(lines) // 2) + 1
+    if _num_lines(lines) > _FEW_LINES and 0 < middle < len(lines):
+        yield from _good_parts(lines[:middle], source, first_line, bad)
+        yield from _good_parts(
+            lines[middle:], source, first_line + lines.count(b"\n", 0, middle), bad
+        )
+        return
+    good, numbers = [], []
+    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first_line):
+        if (fault := line_fault(line, source, number)) is None:
+            good.append(line)
+            numbers.append(number)
+        elif bad is None:
+            raise fault.error
+        else:
+            bad.add(fault)
+    if not good:
+        return
+    rows = try_parse(b"\n".join(good) + b"\n")
+    if isinstance(rows, str):
+        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
+    yield rows, np.array(numbers, dtype=np.int64)
 
 
 def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:

@@ -11,9 +11,9 @@ bytes.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,11 +24,15 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
-from rich.console import Console
-from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
-from trainer.datasets.criteo.encode import COLUMN_TYPES, SCHEMA, entropy, hex_texts
+from trainer.datasets.criteo.encode import (
+    COLUMN_TYPES,
+    SCHEMA,
+    entropy,
+    hex_texts,
+    transform_counts,
+)
 from trainer.datasets.criteo.reader import (
     CARDINALITIES,
     DENSE_NAMES,
@@ -37,6 +41,7 @@ from trainer.datasets.criteo.reader import (
     MISSING,
     NUM_DENSE,
 )
+from trainer.datasets.io.journal import progress_bars
 from trainer.datasets.io.staging import staged_folder
 from trainer.errors import StorageError, TooFewRowsError
 from trainer.storage import Location
@@ -66,13 +71,11 @@ class ClickRows:
         return len(self.label)
 
     def slice(self, start: int, stop: int) -> ClickRows:
-        """Rows `start` to `stop`, without copying them."""
         part = slice(start, stop)
         probability = None if self.probability is None else self.probability[part]
         return ClickRows(self.dense[part], self.ids[part], self.label[part], probability)
 
     def take(self, order: IntArray) -> ClickRows:
-        """The rows numbered `order`, in that order."""
         probability = None if self.probability is None else self.probability[order]
         return ClickRows(self.dense[order], self.ids[order], self.label[order], probability)
 
@@ -97,7 +100,7 @@ class Teacher:
         """`num_rows` independent rows, always the same ones for the same `seed`."""
         rng = np.random.default_rng(seed)
         counts = rng.lognormal(1.0, 1.5, (num_rows, NUM_DENSE)).astype(np.int64)
-        dense = log_transform(counts)
+        dense = transform_counts(counts, keep_sign=False)
         uniforms = rng.random((len(self._sizes), num_rows))
         drawn = [
             np.searchsorted(cdf, uniform, side="right")
@@ -110,7 +113,7 @@ class Teacher:
 
     def probability(self, dense: FloatArray, ids: IntArray) -> FloatArray:
         """Probability [N] of a click."""
-        logit = _BIAS + _centered(dense) @ self._slopes + np.cos(dense) @ self._bends
+        logit = _BIAS + (dense - np.float32(1.5)) @ self._slopes + np.cos(dense) @ self._bends
         total = np.zeros((len(ids), _NUM_FACTORS))
         own = np.zeros(len(ids))
         for column, (effects, factors) in enumerate(zip(self._effects, self._factors, strict=True)):
@@ -121,15 +124,6 @@ class Teacher:
         # Half of (square of the sum - sum of the squares) is the sum over all pairs.
         logit += (np.square(total).sum(axis=1) - own) / 2
         return (1 / (1 + np.exp(-logit))).astype(np.float32)
-
-
-def log_transform(counts: IntArray) -> FloatArray:
-    """log(1 + count), with missing and negative counts as 0."""
-    return np.log1p(np.maximum(counts, 0)).astype(np.float32)
-
-
-def _centered(dense: FloatArray) -> FloatArray:
-    return dense - np.float32(1.5)
 
 
 def _zipf_cdf(size: int, exponent: float) -> NDArray[np.float64]:
@@ -232,12 +226,13 @@ def generate_criteo(
         raise StorageError(f"{target} is remote; generate into a local folder, then copy it there")
     with (
         staged_folder(target.local_path, overwrite=overwrite, proof=TEACHER_NAME) as folder,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+        progress_bars() as progress,
     ):
         task = progress.add_task("generating", total=options.num_rows)
-        rows = _Rows(options, lambda num_rows: progress.advance(task, num_rows))
+        teacher = Teacher(table_sizes(options.max_ids), options.zipf_exponent, options.seed)
+        draw = partial(_blocks, teacher, partial(progress.advance, task))
         write = _write_raw if options.format == "tsv" else _write_prepared
-        scores = write(folder, rows, options)
+        scores = write(folder, draw, options)
         document = {
             "options": options.model_dump(),
             "parts": {name: score.as_dict() for name, score in scores.items()},
@@ -251,24 +246,21 @@ def _shares(num_rows: int, num_parts: int) -> list[int]:
     return [num_rows * part // num_parts for part in range(num_parts + 1)]
 
 
-class _Rows:
-    """Draws rows block by block; `on_rows` hears how many."""
+# Rows of a seed and a number, block by block; always the same ones for the same seed.
+_DrawRows = Callable[[tuple[int, ...], int], Iterator[ClickRows]]
 
-    def __init__(self, options: CriteoGeneratorOptions, on_rows: Callable[[int], None]) -> None:
-        sizes = table_sizes(options.max_ids)
-        self._teacher = Teacher(sizes, options.zipf_exponent, options.seed)
-        self._on_rows = on_rows
 
-    def draw(self, seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
-        """`num_rows` rows, always the same ones for the same `seed`."""
-        for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
-            size = min(_BLOCK_ROWS, num_rows - start)
-            yield self._teacher.draw(size, [*seed, block])
-            self._on_rows(size)
+def _blocks(
+    teacher: Teacher, on_rows: Callable[[int], object], seed: tuple[int, ...], num_rows: int
+) -> Iterator[ClickRows]:
+    for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
+        size = min(_BLOCK_ROWS, num_rows - start)
+        yield teacher.draw(size, [*seed, block])
+        on_rows(size)
 
 
 def _write_raw(
-    folder: Path, source: _Rows, options: CriteoGeneratorOptions
+    folder: Path, draw: _DrawRows, options: CriteoGeneratorOptions
 ) -> dict[str, TeacherScore]:
     """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
     last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
@@ -277,9 +269,13 @@ def _write_raw(
     for day, (start, end) in enumerate(pairwise(starts)):
         name = f"day_{day}" if options.num_days > 1 else "train.txt"
         own = scores.setdefault(name, TeacherScore()) if options.num_days > 1 else TeacherScore()
-        with _RawFile(folder / (f"{name}.gz" if options.gzip else name)) as file:
+        path = folder / (f"{name}.gz" if options.gzip else name)
+        with (
+            pa.output_stream(str(path), compression="gzip" if options.gzip else None) as stream,
+            pa_csv.CSVWriter(stream, _RAW_SCHEMA, write_options=_RAW_FORMAT) as file,
+        ):
             row = start
-            for block, rows in enumerate(source.draw((options.seed, 2, day), end - start)):
+            for block, rows in enumerate(draw((options.seed, 2, day), end - start)):
                 held_out = rows.slice(max(0, last_tenth - row), len(rows))
                 for score, part in ((own, rows), (scores["all"], rows)):
                     _add(score, part)
@@ -289,29 +285,20 @@ def _write_raw(
     return scores
 
 
+_RAW_SCHEMA = pa.schema(
+    {
+        LABEL: pa.int8(),
+        **dict.fromkeys(DENSE_NAMES, pa.int64()),
+        **dict.fromkeys(ID_NAMES, pa.string()),
+    }
+)
+# Nulls are empty cells.
+_RAW_FORMAT = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+
+
 def _add(score: TeacherScore, rows: ClickRows) -> None:
     assert rows.probability is not None, "generated rows know their teacher"
     score.add(rows.probability, rows.label)
-
-
-class _RawFile:
-    """A tab-separated file without a header that tables are appended to; nulls are empty cells."""
-
-    def __init__(self, path: Path) -> None:
-        compression = "gzip" if path.suffix == ".gz" else None
-        self._stream = pa.output_stream(str(path), compression=compression)
-        self._options = pa_csv.WriteOptions(
-            include_header=False, delimiter="\t", quoting_style="none"
-        )
-
-    def write(self, table: pa.Table) -> None:
-        pa_csv.write_csv(table, self._stream, self._options)
-
-    def __enter__(self) -> _RawFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
 
 
 def raw_table(rows: ClickRows, seed: tuple[int, ...]) -> pa.Table:
@@ -326,7 +313,7 @@ def raw_table(rows: ClickRows, seed: tuple[int, ...]) -> pa.Table:
         pa.array(counts[:, column], mask=is_empty[:, column]) for column in range(len(DENSE_NAMES))
     ]
     columns += [hex_texts(raw_ids(rows.ids[:, column], column)) for column in range(len(ID_NAMES))]
-    return pa.table(columns, names=[LABEL, *DENSE_NAMES, *ID_NAMES])
+    return pa.table(columns, schema=_RAW_SCHEMA)
 
 
 def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
@@ -337,13 +324,13 @@ def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
 
 
 def _write_prepared(
-    folder: Path, source: _Rows, options: CriteoGeneratorOptions
+    folder: Path, draw: _DrawRows, options: CriteoGeneratorOptions
 ) -> dict[str, TeacherScore]:
     num_validation = int(options.num_rows * _VALIDATION_FRACTION)
     sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
     scores = {name: TeacherScore() for name in sizes}
     splits = {
-        name: _write_split(folder / name, source, options, num_rows, scores[name])
+        name: _write_split(folder / name, draw, options, num_rows, scores[name])
         for name, num_rows in sizes.items()
     }
     teaching = {
@@ -366,7 +353,7 @@ def _write_prepared(
 
 def _write_split(
     folder: Path,
-    source: _Rows,
+    draw: _DrawRows,
     options: CriteoGeneratorOptions,
     num_rows: int,
     score: TeacherScore,
@@ -379,7 +366,7 @@ def _write_split(
         path = folder / f"part-{part:05d}.parquet"
         seed = (options.seed, 4 if folder.name == "train" else 5, part)
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-            for rows in source.draw(seed, end - start):
+            for rows in draw(seed, end - start):
                 _add(score, rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
         files.append(describe_file(path, folder.parent))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +46,11 @@ class CsvColumn:
 
     @property
     def dtype(self) -> type[pl.DataType]:
-        """Polars type of the column."""
         kinds = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
         return kinds[self.kind]
 
     @property
     def wanted(self) -> str:
-        """The rule in words."""
         if self.rule is not None:
             return self.rule
         if self.bounds is None:
@@ -88,7 +86,6 @@ def integer(name: str) -> CsvColumn:
 
 
 def number(name: str, *, above: float, at_most: float) -> CsvColumn:
-    """A column of numbers in (above, at_most]."""
     return CsvColumn(name, "a number", (above, at_most))
 
 
@@ -106,24 +103,8 @@ def read_csv(
     Raises `SourceMissingError`, `ColumnError`, `BadValueError`, or `CorruptFileError` where a file
     is empty or cannot be parsed at all.
     """
-    location = Location.parse(path)
-    content = without_blank_end(read_file(location))
-    check_header(location, content, columns, delimiter)
-    frame = parse_csv(location, content, columns, delimiter)
-    if frame.is_empty():
-        raise CorruptFileError(f"{location} has a header but no rows; was the download cut short?")
-    return frame
-
-
-def read_file(location: Location) -> bytes:
-    """A whole csv file; raises `SourceMissingError` or, where it is empty, `CorruptFileError`."""
-    if not location.exists():
-        raise SourceMissingError(
-            f"{location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
-        )
-    if not (content := location.read_bytes()):
-        raise CorruptFileError(f"{location} is empty; was the download cut short?")
-    return content
+    reader = BlockReader(Location.parse(path), columns, delimiter=delimiter)
+    return pl.concat(frame for _, frame in reader.blocks())
 
 
 def without_blank_end(content: bytes) -> bytes:
@@ -133,51 +114,6 @@ def without_blank_end(content: bytes) -> bytes:
     return content[: len(text) + end] if end else content
 
 
-def parse_csv(
-    location: Location,
-    content: bytes,
-    columns: Sequence[CsvColumn],
-    delimiter: str,
-    *,
-    line_offset: int = 0,
-) -> pl.DataFrame:
-    """Read `columns` of a csv text that begins with its header.
-
-    Line n of it is line n + `line_offset` of the file. Raises `BadValueError` or
-    `CorruptFileError`.
-    """
-    try:
-        frame = pl.read_csv(
-            content,
-            columns=[column.name for column in columns],
-            schema_overrides={column.name: column.dtype for column in columns},
-            separator=delimiter,
-        )
-    except pl.exceptions.PolarsError as error:
-        cause = str(error).splitlines()[0]
-        raise _locate_fault(location, content, columns, delimiter, line_offset, cause) from None
-    if any(frame.select(column.fault()).item(0, 0) for column in columns if len(frame)):
-        cause = "a value is missing or out of bounds"
-        raise _locate_fault(location, content, columns, delimiter, line_offset, cause)
-    texts = [column.name for column in columns if column.kind == "text"]
-    frame = frame.select(column.name for column in columns)
-    return frame.with_columns(pl.col(texts).fill_null("")) if texts else frame
-
-
-def check_header(
-    location: Location, content: bytes, columns: Sequence[CsvColumn], delimiter: str
-) -> None:
-    """Raise `ColumnError` unless the first line of `content` names every column."""
-    line = content.split(b"\n", 1)[0].decode("utf-8-sig", errors="replace").rstrip("\r")
-    present = next(csv.reader([line], delimiter=delimiter), [])
-    for column in columns:
-        if column.name not in present:
-            raise ColumnError(
-                f"{location}, line 1: column '{column.name}' is missing; it has {present}"
-                + _delimiter_hint(line, delimiter)
-            )
-
-
 def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
@@ -185,67 +121,28 @@ def _delimiter_hint(line: str, delimiter: str) -> str:
     return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
 
 
-def _locate_fault(
-    location: Location,
-    content: bytes,
-    columns: Sequence[CsvColumn],
-    delimiter: str,
-    line_offset: int,
-    cause: str,
-) -> DataError:
-    """Find the first bad record: slow, and only used to name a known fault."""
-    file = io.TextIOWrapper(
-        io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
-    )
-    reader = csv.reader(file, delimiter=delimiter)
-    header = next(reader, [])
-    line = 1 + reader.line_num + line_offset
-    try:
-        for record in reader:
-            if fault := _fault_of(location, line, record, columns, header):
-                return fault
-            line = 1 + reader.line_num + line_offset
-    except csv.Error as error:
-        # The reader has gone on to where it gave up; the record began where the last one ended.
-        return CorruptFileError(f"{location}, line {line}: {error}; is a quote left open?")
-    return _stray_quote(location, content, line_offset) or CorruptFileError(
-        f"{location} cannot be read between lines {2 + line_offset} and {line - 1}: {cause}"
-    )
-
-
-def _stray_quote(location: Location, content: bytes, line_offset: int) -> DataError | None:
-    """Name the first line with an odd number of quotes, as a quote inside a cell without quotes."""
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.count(b'"') % 2:
-            return CorruptFileError(
-                f"{location}, line {number + line_offset}: a quote is left open; a cell that holds "
-                'a quote is quoted itself, and the quote doubled, as in "5"" disk"'
-            )
-    return None
-
-
 def _fault_of(
-    location: Location,
+    path: str,
     line: int,
     record: Sequence[str],
     columns: Sequence[CsvColumn],
     header: Sequence[str],
 ) -> DataError | None:
     if not record:
-        return CorruptFileError(f"{location}, line {line}: the line is blank; remove it")
+        return CorruptFileError(f"{path}, line {line}: the line is blank; remove it")
     cells = dict(zip(header, record, strict=False))
     for column in columns:
         cell = cells.get(column.name)
         if cell is not None and not _is_utf8(cell):
             return CorruptFileError(
-                f"{location}, line {line}, column '{column.name}': bytes that are not UTF-8 "
+                f"{path}, line {line}, column '{column.name}': bytes that are not UTF-8 "
                 f"({cell.encode('utf-8', 'surrogateescape')!r}); save the file as UTF-8"
             )
         if not column.accepts(cell):
-            return BadValueError(str(location), f"line {line}", column.name, cell, column.wanted)
+            return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
     if len(record) > len(header):
         return CorruptFileError(
-            f"{location}, line {line}: more cells than columns: the header has {len(header)}; "
+            f"{path}, line {line}: more cells than columns: the header has {len(header)}; "
             "is the delimiter right, and is text with delimiters in it quoted?"
         )
     return None
@@ -300,14 +197,18 @@ class BlockReader:
         self._columns = columns
         self._delimiter = delimiter
         self._block_bytes = block_bytes
-        end = self._read_end()
-        self.size_bytes = location.size_bytes() - len(end) + len(without_blank_end(end))
+        size_bytes = location.size_bytes()
+        with location.open_input() as file:
+            header = file.read(min(block_bytes, size_bytes)).split(b"\n", 1)[0]
+            file.seek(max(0, size_bytes - _END_BYTES))
+            end = file.read(_END_BYTES)
+        self.size_bytes = size_bytes - len(end) + len(without_blank_end(end))
         # A file that was cut short may still end in a number, of which digits are missing.
         self.has_line_end = end.endswith(b"\n")
-        self._header = self._read_header()
-        if not self._header.strip():
+        self._header = header + b"\n"
+        if not header.strip():
             raise CorruptFileError(f"{location} is empty; was the download cut short?")
-        check_header(location, self._header, columns, delimiter)
+        self._check_header()
         if self.size_bytes <= len(self._header) and not may_lack_rows:
             raise CorruptFileError(
                 f"{location} has a header but no rows; was the download cut short?"
@@ -319,27 +220,82 @@ class BlockReader:
         return len(self._header)
 
     def read(self, start: int, line: int) -> tuple[Block, pl.DataFrame]:
-        """The block that begins at byte `start`, on line `line`; raises what `parse_csv` does."""
+        """The block that begins at byte `start`, on line `line`; raises a `DataError`."""
         content = self._read(start, line)
         block = Block(start, start + len(content), line, line + content.count(b"\n"))
         # The header is line 1 of what is parsed, and the block's first line is line 2.
-        frame = parse_csv(
-            self._location,
-            self._header + content,
-            self._columns,
-            self._delimiter,
-            line_offset=line - 2,
+        return block, self._parse(self._header + content, line_offset=line - 2)
+
+    def blocks(self) -> Iterator[tuple[Block, pl.DataFrame]]:
+        """All blocks, one after the other; raises what `read` does."""
+        start, line = self.first, 2
+        while start < self.size_bytes:
+            block, frame = self.read(start, line)
+            yield block, frame
+            start, line = block.end, block.next_line
+
+    def _parse(self, content: bytes, line_offset: int) -> pl.DataFrame:
+        """Read a csv text that begins with the header, of which line n is `line_offset` + n here.
+
+        Raises `BadValueError` or `CorruptFileError`.
+        """
+        columns = self._columns
+        try:
+            frame = pl.read_csv(
+                content,
+                columns=[column.name for column in columns],
+                schema_overrides={column.name: column.dtype for column in columns},
+                separator=self._delimiter,
+            )
+        except pl.exceptions.PolarsError as error:
+            cause = str(error).splitlines()[0]
+            raise self._locate_fault(content, line_offset, cause) from None
+        if any(frame.select(column.fault()).item(0, 0) for column in columns if len(frame)):
+            cause = "a value is missing or out of bounds"
+            raise self._locate_fault(content, line_offset, cause)
+        texts = [column.name for column in columns if column.kind == "text"]
+        frame = frame.select(column.name for column in columns)
+        return frame.with_columns(pl.col(texts).fill_null("")) if texts else frame
+
+    def _check_header(self) -> None:
+        """Raise `ColumnError` unless the header names every column."""
+        line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
+        present = next(csv.reader([line], delimiter=self._delimiter), [])
+        for column in self._columns:
+            if column.name not in present:
+                raise ColumnError(
+                    f"{self._location}, line 1: column '{column.name}' is missing; it has {present}"
+                    + _delimiter_hint(line, self._delimiter)
+                )
+
+    def _locate_fault(self, content: bytes, line_offset: int, cause: str) -> DataError:
+        """Find the first bad record: slow, and only used to name a known fault."""
+        file = io.TextIOWrapper(
+            io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
         )
-        return block, frame
-
-    def _read_end(self) -> bytes:
-        with self._location.open_input() as file:
-            file.seek(max(0, self._location.size_bytes() - _END_BYTES))
-            return file.read(_END_BYTES)
-
-    def _read_header(self) -> bytes:
-        with self._location.open_input() as file:
-            return file.read(min(self._block_bytes, self.size_bytes)).split(b"\n", 1)[0] + b"\n"
+        reader = csv.reader(file, delimiter=self._delimiter)
+        header = next(reader, [])
+        line = 1 + reader.line_num + line_offset
+        try:
+            for record in reader:
+                if fault := _fault_of(str(self._location), line, record, self._columns, header):
+                    return fault
+                line = 1 + reader.line_num + line_offset
+        except csv.Error as error:
+            # The reader has gone on to where it gave up; the record began where the last one ended.
+            place = f"{self._location}, line {line}"
+            return CorruptFileError(f"{place}: {error}; is a quote left open?")
+        for number, piece in enumerate(content.split(b"\n"), start=1):
+            # An odd number of quotes: one is inside a cell without quotes.
+            if piece.count(b'"') % 2:
+                return CorruptFileError(
+                    f"{self._location}, line {number + line_offset}: a quote is left open; a cell "
+                    'that holds a quote is quoted itself, and the quote doubled, as in "5"" disk"'
+                )
+        return CorruptFileError(
+            f"{self._location} cannot be read between lines {2 + line_offset} and {line - 1}: "
+            f"{cause}"
+        )
 
     def _read(self, start: int, line: int) -> bytes:
         """Whole lines from `start` on: about one block, and at least one line."""
@@ -351,7 +307,7 @@ class BlockReader:
                 content += file.read(min(self._block_bytes, left))
                 if start + len(content) == self.size_bytes:
                     return content
-                if end := _last_line_end(content):
+                if end := last_line_end(content):
                     return content[:end]
         raise CorruptFileError(
             f"{self._location}, line {line}: no end of line in {len(content)} bytes; is a quote "
@@ -359,7 +315,7 @@ class BlockReader:
         )
 
 
-def _last_line_end(content: bytes) -> int:
+def last_line_end(content: bytes) -> int:
     """Where the last whole line ends: after a newline that is not inside quotes; 0 for none."""
     end = content.rfind(b"\n") + 1
     num_quotes = content.count(b'"', 0, end)

@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    Progress,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.progress import Progress as Bars
 
 from trainer.data.manifest import sha256_of
+from trainer.protocol.run_dir import write_whole
 
 JOURNAL_NAME = "journal.jsonl"
-UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.unfinished"
+UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.partial"
 Facts = dict[str, Any]
 
 
@@ -66,26 +67,17 @@ class Journal:
         if known is None:
             _empty(folder, keep)
         self._parts = known or {}
-        self._used: set[str] = set()
-        self.num_resumed = len(self._parts)
+        # The names that were asked for since it was opened: what else is recorded is stale.
+        self.used: set[str] = set()
         # Written again so that a line cut by a kill does not spoil the next one.
         lines = [header, *(json.dumps(asdict(part)) for part in self._parts.values())]
-        _replace(self._path, "\n".join(lines) + "\n")
+        write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def find(self, name: str, made_of: str = "") -> Part | None:
         """The part of that name, if it was recorded and made of the same."""
-        self._used.add(name)
+        self.used.add(name)
         found = self._parts.get(name)
         return found if found is not None and found.made_of == made_of else None
-
-    @property
-    def used(self) -> frozenset[str]:
-        """The names that were asked for since it was opened: what else is recorded is stale."""
-        return frozenset(self._used)
-
-    def names(self) -> tuple[str, ...]:
-        """The names of all finished parts."""
-        return tuple(self._parts)
 
     def part(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
         """The finished part `name`; `make` writes its file where it is not there and whole.
@@ -93,7 +85,8 @@ class Journal:
         `make` is given the path to write and returns facts to keep with the part.
         """
         path = self.folder / name
-        if (known := self.find(name, made_of)) and is_whole(path, known):
+        known = self.find(name, made_of)
+        if known and path.is_file() and sha256_of(path) == known.sha256:
             return known
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
@@ -104,19 +97,11 @@ class Journal:
         return part
 
     def record(self, part: Part) -> None:
-        """Note that a part is finished."""
         self._parts[part.name] = part
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(part)) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def is_whole(path: Path, part: Part) -> bool:
-    """Whether the file of a part is there with the contents that were recorded."""
-    return (
-        path.is_file() and path.stat().st_size == part.size_bytes and sha256_of(path) == part.sha256
-    )
 
 
 def _read(path: Path, header: str) -> dict[str, Part] | None:
@@ -126,16 +111,12 @@ def _read(path: Path, header: str) -> dict[str, Part] | None:
     first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     if first != header:
         return None
-    parts = (_parse(line) for line in lines)
-    return {part.name: part for part in parts if part is not None}
-
-
-def _parse(line: str) -> Part | None:
-    """A line of the journal; None for one that was cut by a kill."""
-    try:
-        return Part(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
+    parts = {}
+    for line in lines:
+        with suppress(ValueError, TypeError):  # cut by a kill
+            part = Part(**json.loads(line))
+            parts[part.name] = part
+    return parts
 
 
 def _empty(folder: Path, keep: Collection[str]) -> None:
@@ -148,21 +129,12 @@ def _empty(folder: Path, keep: Collection[str]) -> None:
             path.unlink()
 
 
-def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(UNFINISHED_JOURNAL_NAME)
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+Advance = Callable[[float], object]
 
 
-Advance = Callable[[float], None]
-# Begins a bar of a name and a total; what is yielded moves it on.
-Progress = Callable[[str, float], AbstractContextManager[Advance]]
-
-
-@contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """Yield a function that shows one bar per step until the block ends."""
-    bars = Bars(
+def progress_bars() -> Progress:
+    """Bars for the steps of a command, on stderr where that is a terminal."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
@@ -171,12 +143,3 @@ def shown_progress() -> Iterator[Progress]:
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
     )
-
-    @contextmanager
-    def step(name: str, total: float) -> Iterator[Advance]:
-        task = bars.add_task(name, total=total)
-        yield lambda amount: bars.advance(task, amount)
-        bars.update(task, completed=total)
-
-    with bars:
-        yield step

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,19 @@ from typing import Any
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, sha256_of, write_manifest
+from trainer.data.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    SplitEntry,
+    VocabularyEntry,
+    parse_manifest,
+    sha256_of,
+    write_manifest,
+)
 from trainer.datasets.io.journal import JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, Facts, Journal, Part
 from trainer.errors import DataError, ManifestError, OutputExistsError, StorageError
+from trainer.protocol.run_dir import write_whole
 from trainer.storage import Location
 
 Columns = dict[str, NDArray]
@@ -49,8 +59,7 @@ def map_columns(path: Path) -> Columns:
 
 
 _NAME = "uploads.txt"
-_UNFINISHED_NAME = f".{_NAME}.unfinished"
-UPLOADS_NAMES = (_NAME, _UNFINISHED_NAME)
+UPLOADS_NAMES = (_NAME, f".{_NAME}.partial")
 
 
 class Uploads:
@@ -70,16 +79,12 @@ class Uploads:
 
     def add(self, names: Iterable[str]) -> None:
         """Note paths; they are on the disk when this returns, all or none."""
-        unfinished = self._folder / _UNFINISHED_NAME
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(f"{name}\n" for name in sorted({*self.names(), *names}))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._folder / _NAME)
+        lines = [f"{name}\n" for name in sorted({*self.names(), *names})]
+        write_whole(self._folder / _NAME, "".join(lines).encode())
 
 
 @contextmanager
-def staged_folder(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> Iterator[Path]:
+def staged_folder(out: Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
     """Yield an empty sibling of `out` that takes its name when the block ends well.
 
     An existing `out` is replaced only with `overwrite`, and only if it is empty or holds the file
@@ -130,11 +135,6 @@ class Staging:
         self._is_begun = False
         self.is_work_kept = False
 
-    @property
-    def num_resumed(self) -> int:
-        """Number of parts that an earlier run finished."""
-        return self._journal.num_resumed
-
     def keep_work(self) -> str:
         """Let finished parts stay though data are bad, for when they are mended; gives where."""
         self.is_work_kept = True
@@ -149,18 +149,20 @@ class Staging:
 
     def result(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
         """A file of the prepared folder; an object store has it when this returns."""
-        name = f"{_RESULT}/{name}"
+        part_name, target = f"{_RESULT}/{name}", self._out / name
         if self._out.is_local:
-            return self._journal.part(name, make, made_of)
-        if (known := self._journal.find(name, made_of)) and self._is_uploaded(known):
-            return known
-        path = self._journal.folder / name
+            return self._journal.part(part_name, make, made_of)
+        if known := self._journal.find(part_name, made_of):
+            found = target.fingerprint()
+            if found and found[0] == known.size_bytes:
+                return known
+        path = self._journal.folder / part_name
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = make(path) or {}
-        part = Part(name, path.stat().st_size, sha256_of(path), facts, made_of)
+        part = Part(part_name, path.stat().st_size, sha256_of(path), facts, made_of)
         self._begin_upload()
-        self._uploads.add([name.removeprefix(f"{_RESULT}/")])
-        self._uploaded(name).upload(path)
+        self._uploads.add([name])
+        target.upload(path)
         self._journal.record(part)
         path.unlink()
         return part
@@ -186,7 +188,10 @@ class Staging:
         write_manifest(folder, manifest)
         wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.used}
         if self._out.is_local:
-            _drop_others(folder, wanted | {MANIFEST_NAME})
+            # Results of an earlier try, which the input that was mended since has no more.
+            for path in [path for path in folder.rglob("*") if path.is_file()]:
+                if path.relative_to(folder).as_posix() not in wanted | {MANIFEST_NAME}:
+                    path.unlink()
             _take_name(folder, self._out.local_path)
             return
         stale = self._uploads.names() - wanted
@@ -205,19 +210,26 @@ class Staging:
             (self._out / MANIFEST_NAME).delete()
             self._is_begun = True
 
-    def _uploaded(self, name: str) -> Location:
-        return self._out / name.removeprefix(f"{_RESULT}/")
 
-    def _is_uploaded(self, part: Part) -> bool:
-        file = self._uploaded(part.name)
-        return file.exists() and file.size_bytes() == part.size_bytes
+def vocabulary_entry(part: Part, num_values: int) -> VocabularyEntry:
+    """A vocabulary among the results as the manifest names it."""
+    return VocabularyEntry(**_stored(part), num_values=num_values)
 
 
-def _drop_others(folder: Path, wanted: Set[str]) -> None:
-    """Remove results of an earlier try, which the input that was mended since has no more."""
-    for path in [path for path in folder.rglob("*") if path.is_file()]:
-        if path.relative_to(folder).as_posix() not in wanted:
-            path.unlink()
+def split_entry(parts: Sequence[Part]) -> SplitEntry:
+    """The Parquet files of a split; their facts have the numbers of `rows` and `row_groups`."""
+    files = tuple(
+        FileEntry(
+            **_stored(part), num_rows=part.facts["rows"], num_row_groups=part.facts["row_groups"]
+        )
+        for part in parts
+    )
+    return SplitEntry(num_rows=sum(file.num_rows for file in files), files=files)
+
+
+def _stored(part: Part) -> dict[str, Any]:
+    path = part.name.removeprefix(f"{_RESULT}/")
+    return {"path": path, "size_bytes": part.size_bytes, "sha256": part.sha256}
 
 
 @contextmanager
@@ -249,8 +261,9 @@ def staged(
         staging = Staging(out, journal)
         try:
             yield staging
-        except StorageError:
-            # The network's fault, not the data's: what is done stays for the next run.
+        except StorageError as error:
+            # The network's fault, not the data's.
+            error.add_note("What is done stays: run the same command again, and it goes on")
             raise
         except DataError:
             # What was uploaded must still be known as ours.

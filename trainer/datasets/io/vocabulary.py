@@ -22,7 +22,6 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of indices, the unknown index included."""
         return len(self.values) + 1
 
     def encode(self, values: pl.Series) -> IntArray:
@@ -34,7 +33,6 @@ class Vocabulary:
         return np.where(found.to_numpy(), positions + 1, UNKNOWN)
 
     def write_file(self, path: Path) -> None:
-        """Write a Parquet file with columns `index` and `value`."""
         frame = pl.DataFrame(
             {"index": np.arange(1, self.size, dtype=np.int64), "value": self.values}
         )

@@ -27,13 +27,13 @@ from trainer.datasets.movielens.statistics import (
     Ratings,
     earlier_ranges,
     order_by,
-    past_scale,
     range_sums,
 )
 
 _NUM_FOLDS = 5
 # Ratings that the prior is worth in a mean.
 _PRIOR_ROWS = 5.0
+_MIN_SCALE_RATIO = 0.25
 
 
 def fold_of(user: IntArray) -> NDArray[np.uint8]:
@@ -50,7 +50,6 @@ class MovieFolds:
 
     @classmethod
     def empty(cls, num_movies: int) -> MovieFolds:
-        """Nothing known yet."""
         shape = (num_movies, _NUM_FOLDS)
         return cls(np.zeros(shape), np.zeros(shape, dtype=np.int64))
 
@@ -149,11 +148,34 @@ def user_history(
     return UserHistory(starts, ends, user_mean, ratings.stars - user_mean, is_seen)
 
 
-def scale_of_the_past(ratings: Ratings, past: UserHistory, overall: Moments) -> FloatArray:
+def history_scale(ratings: Ratings, history: UserHistory, overall: Moments) -> FloatArray:
     """Spread of each rating's earlier stars by the same user, leaning on the overall one."""
-    total = range_sums(ratings.stars, past.starts, past.ends)
-    squares = range_sums(ratings.stars**2, past.starts, past.ends)
-    return past_scale(past.user_count, total, squares, past.user_mean, overall)
+    total = range_sums(ratings.stars, history.starts, history.ends)
+    squares = range_sums(ratings.stars**2, history.starts, history.ends)
+    count, mean = history.user_count, history.user_mean
+    deviations = np.maximum(squares - 2 * mean * total + count * mean**2, 0)
+    return _damped_scale(deviations, count, overall)
+
+
+def training_mean_and_scale(
+    user: IntArray, stars: FloatArray, num_users: int, overall: Moments
+) -> tuple[FloatArray, FloatArray]:
+    """Mean and spread of each user's training stars, leaning on the overall ones.
+
+    `user` holds numbers below `num_users`.
+    """
+    count = np.bincount(user, minlength=num_users)
+    total = np.bincount(user, stars, minlength=num_users)
+    mean = (total + _PRIOR_ROWS * overall.mean) / (count + _PRIOR_ROWS)
+    deviations = np.bincount(user, (stars - mean[user]) ** 2, minlength=num_users)
+    return mean, _damped_scale(deviations, count, overall)
+
+
+def _damped_scale(deviations: NDArray, count: IntArray, overall: Moments) -> FloatArray:
+    """Spread by sums of squared deviations; above 0."""
+    variance = (deviations + _PRIOR_ROWS * overall.std**2) / (count + _PRIOR_ROWS)
+    # Somebody who always gives the same stars must not blow up the label of the first exception.
+    return np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * overall.std)
 
 
 def movie_history(
@@ -168,23 +190,23 @@ def movie_history(
     return MovieHistory(count, mean / (count + _PRIOR_ROWS))
 
 
-def genre_affinity(past: UserHistory, timestamp: IntArray, kinds: Ragged) -> FloatArray:
+def genre_affinity(history: UserHistory, timestamp: IntArray, kinds: Ragged) -> FloatArray:
     """Mean residual of the user's earlier ratings of each row's kinds, leaning on 0; shape [n].
 
     `kinds` has the kinds (genres, say) of each row's movie, as indices. Each kind of the row counts
     alike, whatever the number of earlier ratings; a row without kinds gets 0. Rows are those of
-    `past`, sorted by (user, timestamp), and like there only a smaller timestamp is earlier.
+    `history`, sorted by (user, timestamp), and like there only a smaller timestamp is earlier.
     """
     rows = np.repeat(np.arange(len(timestamp)), kinds.lengths)
     kind = kinds.values.astype(np.int64)
     # `starts` is the user's first row, so it tells users apart. Rows stay in order of time.
     num_kinds = int(kind.max()) + 1 if len(kind) else 1
-    group = past.starts[rows] * num_kinds + kind
+    group = history.starts[rows] * num_kinds + kind
     order = order_by(group)
     by_kind = rows[order]
     starts, ends = earlier_ranges(group[order], timestamp[by_kind])
-    is_seen, mean = past.is_seen[by_kind], np.empty(len(order))
-    total = range_sums(past.residual[by_kind] * is_seen, starts, ends)
+    is_seen, mean = history.is_seen[by_kind], np.empty(len(order))
+    total = range_sums(history.residual[by_kind] * is_seen, starts, ends)
     mean[order] = total / (range_sums(is_seen, starts, ends) + _PRIOR_ROWS)
     sums = np.bincount(rows, mean, minlength=len(timestamp))
     return sums / np.maximum(kinds.lengths, 1)

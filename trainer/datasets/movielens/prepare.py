@@ -16,7 +16,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,12 +27,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from rich.progress import Progress
 
-from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry, read_footer
+from trainer.data.manifest import Manifest, SplitEntry, VocabularyEntry, read_footer
 from trainer.data.ragged import IntArray
 from trainer.datasets.io.csv_reader import BlockReader
-from trainer.datasets.io.journal import Facts, Progress, shown_progress
-from trainer.datasets.io.staging import Staging, staged
+from trainer.datasets.io.journal import Facts, Part, progress_bars
+from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
 from trainer.datasets.io.vocabulary import Vocabulary, fit_vocabulary
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
@@ -50,7 +52,6 @@ from trainer.datasets.movielens.source import (
     Blocks,
     DuplicateRating,
     OnDuplicate,
-    TagWords,
     cut_users,
     describe_movies,
     encode_catalogue,
@@ -65,7 +66,6 @@ from trainer.datasets.movielens.statistics import (
     RatingStatistics,
     Split,
     Units,
-    compute_statistics,
 )
 from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
 from trainer.storage import Location
@@ -73,7 +73,19 @@ from trainer.storage import Location
 _GROUPS_PER_BATCH = 8
 # Lists of ids hold almost as many values as a row group has rows: packing their differences takes
 # half the time of a dictionary to write, two thirds to read, and is smaller.
-_DICTIONARY_COLUMNS = frozenset({"user_id", "movie_id", "genres", "year", "rating"})
+_DICTIONARY_COLUMNS = ("user_id", "movie_id", "genres", "year", "rating")
+_LEAVES = {
+    name: f"{name}.list.element" if kind.startswith("list") else name
+    for name, kind in COLUMN_TYPES.items()
+}
+_ENCODINGS: dict[str, Any] = {
+    "use_dictionary": [_LEAVES[name] for name in _DICTIONARY_COLUMNS],
+    "column_encoding": {
+        _LEAVES[name]: "DELTA_BINARY_PACKED"
+        for name, kind in COLUMN_TYPES.items()
+        if kind == "list<int64>" and name not in _DICTIONARY_COLUMNS
+    },
+}
 # Prepared rows of a split: (unit, first row, last row + 1) in the unit's order to tables.
 BuildRows = Callable[[int, int, int], pa.Table]
 
@@ -86,7 +98,6 @@ class Partition:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the file."""
         return sum(end - start for _, start, end in self.slices)
 
 
@@ -115,11 +126,11 @@ def cut_partitions(
 
 
 def write_partition(
-    path: Path, partition: Partition, build: BuildRows, schema: pa.Schema, row_group_rows: int
+    path: Path, partition: Partition, build: BuildRows, row_group_rows: int
 ) -> None:
     """Write one Parquet file in full row groups; the next batch is built while one is written."""
     with (
-        pq.ParquetWriter(path, schema, compression="zstd", **_encodings(schema)) as writer,
+        pq.ParquetWriter(path, SCHEMA, compression="zstd", **_ENCODINGS) as writer,
         ThreadPoolExecutor(max_workers=1) as thread,
     ):
         pending: Future | None = None
@@ -129,22 +140,6 @@ def write_partition(
             pending = thread.submit(writer.write_table, batch, row_group_size=row_group_rows)
         if pending:
             pending.result()
-
-
-def _encodings(schema: pa.Schema) -> dict[str, Any]:
-    leaves = {
-        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
-        for field in schema
-    }
-    packed = [
-        leaves[field.name]
-        for field in schema
-        if field.type == pa.list_(pa.int64()) and field.name not in _DICTIONARY_COLUMNS
-    ]
-    return {
-        "use_dictionary": [leaves[name] for name in leaves if name in _DICTIONARY_COLUMNS],
-        "column_encoding": dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
-    }
 
 
 def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:
@@ -167,8 +162,8 @@ def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[p
         yield rest
 
 
-# Raised whenever the same input would give other bytes: work of an older version is not resumed.
-VERSION = 4
+# Raised whenever the same input would give other bytes or facts: older work is not resumed.
+VERSION = 5
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -226,7 +221,7 @@ def prepare_movielens(
         staged(
             out, work, overwrite=overwrite, sources=[source], work_folder=work_folder
         ) as staging,
-        shown_progress() as progress,
+        progress_bars() as progress,
     ):
         manifest = _Preparation(source, options, staging, progress).run()
         staging.publish(manifest)
@@ -245,52 +240,47 @@ def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True)
 class _Preparation:
     """The steps, in order; each takes what those before it found."""
 
-    def __init__(
-        self, source: Location, options: MovieLensOptions, staging: Staging, progress: Progress
-    ) -> None:
-        self._source = source
-        self._options = options
-        self._staging = staging
-        self._progress = progress
-        self._counts: dict[str, int] = {}
+    source: Location
+    options: MovieLensOptions
+    staging: Staging
+    progress: Progress
+    counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Manifest:
         """Read, sort, fit, build histories and write; gives the unwritten manifest."""
         reader = BlockReader(
-            self._source / "ratings.csv", RATING_COLUMNS, delimiter=self._options.delimiter
+            self.source / "ratings.csv", RATING_COLUMNS, delimiter=self.options.delimiter
         )
-        movies = read_movies(self._source / "movies.csv", self._options.delimiter)
-        self._counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
-        blocks = self._read(reader)
+        movies = read_movies(self.source / "movies.csv", self.options.delimiter)
+        self.counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
+        task = self.progress.add_task("reading ratings", total=reader.size_bytes)
+        blocks = read_blocks(reader, self.staging, partial(self.progress.advance, task))
         self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
         units = self._sort(reader, blocks, movie_ids)
         statistics = self._compute_statistics(units, len(blocks.users), len(movie_ids))
-        tags = read_tag_words(
-            self._source / "tags.csv",
-            self._options.delimiter,
+        tag_words, num_tags = read_tag_words(
+            self.source / "tags.csv",
+            self.options.delimiter,
             blocks.users,
             statistics.begins,
-            self._options.split,
+            self.options.split,
         )
-        self._counts["training_tags"] = tags.num_tags
-        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, statistics)
+        self.counts["training_tags"] = num_tags
+        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tag_words, units, statistics)
         rows = self._build_histories(fitted)
         return self._write(vocabularies, statistics, rows)
 
-    def _read(self, reader: BlockReader) -> Blocks:
-        with self._progress("reading ratings", reader.size_bytes) as advance:
-            return read_blocks(reader, self._staging, advance)
-
     def _check_movies(self, movies: pl.DataFrame, rated: IntArray) -> None:
         missing = np.setdiff1d(rated, movies["movieId"].to_numpy(), assume_unique=True)
-        self._counts["movies_without_metadata"] = len(missing)
-        if len(missing) and self._options.on_missing_movie == "fail":
+        self.counts["movies_without_metadata"] = len(missing)
+        if len(missing) and self.options.on_missing_movie == "fail":
             raise BadValueError(
-                str(self._source / "movies.csv"),
+                str(self.source / "movies.csv"),
                 "no line",
                 "movieId",
                 int(missing[0]),
@@ -299,37 +289,39 @@ class _Preparation:
             )
 
     def _sort(self, reader: BlockReader, blocks: Blocks, movie_ids: IntArray) -> Units:
-        users = cut_users(blocks.rows_per_user, self._options.unit_rows)
+        users = cut_users(blocks.rows_per_user, self.options.unit_rows)
         paths, repeated = [], 0
-        with self._progress("sorting by user and time", float(len(users))) as advance:
-            for number, own in enumerate(users):
-
-                def make(path: Path, own: range = own) -> Facts:
-                    return write_unit(path, blocks, own, movie_ids, self._options.on_duplicate)
-
-                try:
-                    path, facts = self._staging.scratch(f"units/{number:05d}.arrow", make)
-                except DuplicateRating as found:
-                    raise name_duplicate(self._source / "ratings.csv", reader, found) from None
-                paths.append(path)
-                repeated += facts["num_repeated"]
-                advance(1)
-        self._counts |= {"users": len(blocks.users), "duplicates_dropped": repeated}
-        return Units(paths, users, self._options.split, self._options.validation_fraction)
+        tracked = self.progress.track(users, description="sorting by user and time")
+        for number, own in enumerate(tracked):
+            make = partial(
+                write_unit,
+                blocks=blocks,
+                users=own,
+                movie_ids=movie_ids,
+                on_duplicate=self.options.on_duplicate,
+            )
+            try:
+                path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
+            except DuplicateRating as found:
+                raise name_duplicate(self.source / "ratings.csv", reader, found) from None
+            paths.append(path)
+            repeated += facts["num_repeated"]
+        self.counts.update(users=len(blocks.users), duplicates_dropped=repeated)
+        return Units(paths, users, self.options.split, self.options.validation_fraction)
 
     def _compute_statistics(
         self, units: Units, num_users: int, num_movies: int
     ) -> RatingStatistics:
-        statistics = compute_statistics(units, num_users, num_movies)
+        statistics = RatingStatistics(units, num_users, num_movies)
         num_rows = int((statistics.num_training + statistics.num_held_out).sum())
         if not statistics.num_training.sum() or not statistics.num_held_out.sum():
             raise TooFewRowsError(
-                f"{self._source / 'ratings.csv'}: {num_rows} ratings leave no validation or no "
-                f"training rows with split {self._options.split!r} at fraction "
-                f"{self._options.validation_fraction:g}; use more ratings, another fraction or "
+                f"{self.source / 'ratings.csv'}: {num_rows} ratings leave no validation or no "
+                f"training rows with split {self.options.split!r} at fraction "
+                f"{self.options.validation_fraction:g}; use more ratings, another fraction or "
                 "another split"
             )
-        self._counts["ratings"] = num_rows
+        self.counts["ratings"] = num_rows
         return statistics
 
     def _fit(
@@ -337,13 +329,13 @@ class _Preparation:
         blocks: Blocks,
         movies: pl.DataFrame,
         movie_ids: IntArray,
-        tags: TagWords,
+        tag_words: pl.DataFrame,
         units: Units,
         statistics: RatingStatistics,
     ) -> tuple[dict[str, Vocabulary], Fitted]:
-        options = self._options
+        options = self.options
         every_id = pl.Series("movieId", movie_ids)
-        described = describe_movies(movies, tags.counts, every_id, options.max_tokens_per_movie)
+        described = describe_movies(movies, tag_words, every_id, options.max_tokens_per_movie)
         is_known = statistics.training_rows_of_movie > 0
         seen = described.filter(pl.Series(is_known))
         genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
@@ -372,22 +364,19 @@ class _Preparation:
     def _build_histories(self, fitted: Fitted) -> UnitRows:
         moments: dict[str, Moments] = {}
         paths = []
-        with self._progress("histories of users", float(len(fitted.units))) as advance:
-            for unit in range(len(fitted.units)):
-
-                def make(path: Path, unit: int = unit) -> Facts:
-                    return fitted.write_by_movie(path, unit)
-
-                path, facts = self._staging.scratch(f"by_movie/{unit:05d}.arrow", make)
-                paths.append(path)
-                for name, own in facts.items():
-                    moments[name] = moments.get(name, Moments()) + Moments(**own)
-                advance(1)
-        bounds = cut_movies(fitted.statistics.rows_of_movie, self._options.unit_rows)
+        units = range(len(fitted.units))
+        for unit in self.progress.track(units, description="histories of users"):
+            path, facts = self.staging.scratch(
+                f"by_movie/{unit:05d}.arrow", partial(fitted.write_by_movie, unit=unit)
+            )
+            paths.append(path)
+            for name, own in facts.items():
+                moments[name] = moments.get(name, Moments()) + Moments(**own)
+        bounds = cut_movies(fitted.statistics.rows_of_movie, self.options.unit_rows)
         exchange = MovieExchange(paths, bounds)
-        with self._progress("histories of movies", float(self._counts["ratings"])) as advance:
-            moments |= exchange.compute(self._staging, advance)
-            folds, of_folds = gather_folds(paths, len(fitted.movie_index))
+        task = self.progress.add_task("histories of movies", total=self.counts["ratings"])
+        moments |= exchange.compute(self.staging, partial(self.progress.advance, task))
+        folds, of_folds = gather_folds(paths, len(fitted.movie_index))
         return UnitRows(fitted, exchange, folds, moments | of_folds)
 
     def _write(
@@ -400,7 +389,7 @@ class _Preparation:
             splits=self._write_splits(statistics, rows),
             columns=COLUMN_TYPES,
             vocab_sizes=sizes | dict.fromkeys(histories, sizes["movie_id"]),
-            options=self._options.model_dump(),
+            options=self.options.model_dump(),
             statistics={
                 "global_mean": statistics.overall.mean,
                 "global_std": statistics.overall.std,
@@ -408,18 +397,12 @@ class _Preparation:
                 "baseline_user_movie_bias_rmse": statistics.bias_rmse,
             },
             vocabularies={v.name: self._write_vocabulary(v) for v in vocabularies.values()},
-            counts=self._counts,
+            counts=self.counts,
         )
 
     def _write_vocabulary(self, vocabulary: Vocabulary) -> VocabularyEntry:
-        name = f"vocab/{vocabulary.name}.parquet"
-        part = self._staging.result(name, vocabulary.write_file)
-        return VocabularyEntry(
-            path=name,
-            num_values=vocabulary.size - 1,
-            size_bytes=part.size_bytes,
-            sha256=part.sha256,
-        )
+        part = self.staging.result(f"vocab/{vocabulary.name}.parquet", vocabulary.write_file)
+        return vocabulary_entry(part, vocabulary.size - 1)
 
     def _write_splits(self, statistics: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
         num_rows: dict[SplitName, IntArray] = {
@@ -430,37 +413,21 @@ class _Preparation:
             (split, number, partition)
             for split, own in num_rows.items()
             for number, partition in enumerate(
-                cut_partitions(own, self._options.num_partitions, self._options.row_group_rows)
+                cut_partitions(own, self.options.num_partitions, self.options.row_group_rows)
             )
         ]
         # In the order of units, so that each unit is gathered about once.
         files.sort(key=lambda file: file[2].slices[0])
-        entries: dict[str, list[FileEntry]] = {split: [] for split in num_rows}
-        with self._progress("writing Parquet", float(self._counts["ratings"])) as advance:
-            for split, number, partition in files:
-                entries[split].append(self._write_file(split, number, partition, rows))
-                advance(partition.num_rows)
-        return {
-            split: SplitEntry(num_rows=int(own.sum()), files=tuple(entries[split]))
-            for split, own in num_rows.items()
-        }
+        parts: dict[str, list[Part]] = {split: [] for split in num_rows}
+        task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
+        for split, number, partition in files:
+            make = partial(self._write_file, split=split, partition=partition, rows=rows)
+            parts[split].append(self.staging.result(f"{split}/part-{number:05d}.parquet", make))
+            self.progress.advance(task, partition.num_rows)
+        return {split: split_entry(found) for split, found in parts.items()}
 
     def _write_file(
-        self, split: SplitName, number: int, partition: Partition, rows: UnitRows
-    ) -> FileEntry:
-        def make(path: Path) -> Facts:
-            def build(unit: int, start: int, end: int) -> pa.Table:
-                return rows.build(split, unit, start, end)
-
-            write_partition(path, partition, build, SCHEMA, self._options.row_group_rows)
-            return {"num_row_groups": read_footer(path).num_row_groups}
-
-        name = f"{split}/part-{number:05d}.parquet"
-        part = self._staging.result(name, make)
-        return FileEntry(
-            path=name,
-            num_rows=partition.num_rows,
-            num_row_groups=part.facts["num_row_groups"],
-            size_bytes=part.size_bytes,
-            sha256=part.sha256,
-        )
+        self, path: Path, split: SplitName, partition: Partition, rows: UnitRows
+    ) -> Facts:
+        write_partition(path, partition, partial(rows.build, split), self.options.row_group_rows)
+        return {"rows": partition.num_rows, "row_groups": read_footer(path).num_row_groups}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,8 +27,9 @@ from trainer.datasets.movielens.features import (
     UserHistory,
     fold_of,
     genre_affinity,
+    history_scale,
     movie_history,
-    scale_of_the_past,
+    training_mean_and_scale,
     user_history,
 )
 from trainer.datasets.movielens.source import Catalogue
@@ -38,7 +39,6 @@ from trainer.datasets.movielens.statistics import (
     Ratings,
     RatingStatistics,
     Units,
-    fit_users,
 )
 
 COLUMN_TYPES = {
@@ -75,7 +75,9 @@ _SECONDS_PER_YEAR = 365.25 * 86400
 _UNIX_EPOCH_YEAR = 1970
 
 
-def dense_of_users(ratings: Ratings, past: UserHistory, catalogue: Catalogue) -> dict[str, NDArray]:
+def dense_of_users(
+    ratings: Ratings, history: UserHistory, catalogue: Catalogue
+) -> dict[str, NDArray]:
     """Dense features, before they are standardised, that need a user's ratings only.
 
     `ratings.movie` holds positions in `catalogue`.
@@ -86,15 +88,15 @@ def dense_of_users(ratings: Ratings, past: UserHistory, catalogue: Catalogue) ->
     return {
         "year": year.astype(np.float64),
         "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
-        "user_activity": np.log1p(past.user_count),
-        "user_past_mean": past.user_mean,
-        "user_genre_past_mean": genre_affinity(past, ratings.timestamp, genres),
+        "user_activity": np.log1p(history.user_count),
+        "user_past_mean": history.user_mean,
+        "user_genre_past_mean": genre_affinity(history, ratings.timestamp, genres),
     }
 
 
-def dense_of_movies(past: MovieHistory) -> dict[str, NDArray]:
+def dense_of_movies(history: MovieHistory) -> dict[str, NDArray]:
     """Dense features, before they are standardised, that need a movie's ratings by anybody."""
-    return {"movie_popularity": np.log1p(past.count), "movie_past_mean": past.mean}
+    return {"movie_popularity": np.log1p(history.count), "movie_past_mean": history.mean}
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class RowBuilder:
     """
 
     ratings: Ratings
-    past: UserHistory
+    history: UserHistory
     user_index: IntArray
     movie_index: IntArray
     catalogue: Catalogue
@@ -117,7 +119,6 @@ class RowBuilder:
     history_length: int
 
     def build(self, rows: IntArray) -> pa.Table:
-        """The prepared columns of `rows`, in that order."""
         columns = {name: pa.array(values[rows]) for name, values in self._numbers.items()}
         columns |= {name: _list_array(lists) for name, lists in self._lists(rows).items()}
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -136,7 +137,7 @@ class RowBuilder:
 
     @cached_property
     def _residual(self) -> NDArray[np.float32]:
-        return self.past.residual.astype(np.float32)
+        return self.history.residual.astype(np.float32)
 
     @cached_property
     def _liked(self) -> _Chosen:
@@ -148,7 +149,7 @@ class RowBuilder:
 
     def _lists(self, rows: IntArray) -> dict[str, Ragged]:
         movies = self.ratings.movie[rows]
-        starts, ends = self.past.starts[rows], self.past.ends[rows]
+        starts, ends = self.history.starts[rows], self.history.ends[rows]
         recent = np.maximum(starts, ends - self.history_length)
         return {
             "genres": self.catalogue.genres.take(movies),
@@ -185,7 +186,7 @@ def _list_array(lists: Ragged) -> pa.Array:
     )
 
 
-def write_by_movie(path: Path, unit: Ratings, past: UserHistory) -> None:
+def write_by_movie(path: Path, unit: Ratings, history: UserHistory) -> None:
     """Put the rows of a unit aside in the order of their movies."""
     order = np.argsort(unit.movie, kind="stable")
     write_columns(
@@ -194,7 +195,7 @@ def write_by_movie(path: Path, unit: Ratings, past: UserHistory) -> None:
             "order": order.astype(np.int32),
             "movie": unit.movie[order],
             "timestamp": unit.timestamp[order],
-            "residual": past.residual[order].astype(np.float32),
+            "residual": history.residual[order].astype(np.float32),
             "is_training": (~unit.is_validation[order]).astype(np.uint8),
             "fold": fold_of(unit.user[order]),
         },
@@ -226,10 +227,7 @@ class MovieExchange:
         """Compute the histories range by range; gives moments of the training rows' features."""
         total: dict[str, Moments] = {}
         for number in range(self._cuts.shape[1] - 1):
-
-            def make(path: Path, number: int = number) -> Facts:
-                return self._compute_range(path, number)
-
+            make = partial(self._compute_range, number=number)
             path, facts = staging.scratch(f"movie_past/{number:05d}.arrow", make)
             self._histories.append(path)
             for name, moments in facts.items():
@@ -255,13 +253,13 @@ class MovieExchange:
     def _compute_range(self, path: Path, number: int) -> Facts:
         rows = self._gather(number)
         is_training = rows["is_training"].astype(bool)
-        past = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
+        history = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
         write_columns(
-            path, {"count": past.count.astype(np.int32), "mean": past.mean.astype(np.float32)}
+            path, {"count": history.count.astype(np.int32), "mean": history.mean.astype(np.float32)}
         )
         return {
             name: asdict(Moments.of(values[is_training]))
-            for name, values in dense_of_movies(past).items()
+            for name, values in dense_of_movies(history).items()
         }
 
     def _gather(self, number: int) -> Columns:
@@ -301,7 +299,6 @@ class Fitted:
     validation_past: ValidationPast = "all"
 
     def user_history(self, ratings: Ratings) -> UserHistory:
-        """The earlier ratings of each rating's user."""
         return user_history(
             ratings,
             self.statistics.overall.mean,
@@ -311,9 +308,9 @@ class Fitted:
     def write_by_movie(self, path: Path, unit: int) -> Facts:
         """Put a unit aside for the exchange; gives moments of its users' dense features."""
         ratings = self.units.load(unit)
-        past = self.user_history(ratings)
-        write_by_movie(path, ratings, past)
-        dense = dense_of_users(ratings, past, self.catalogue)
+        history = self.user_history(ratings)
+        write_by_movie(path, ratings, history)
+        dense = dense_of_users(ratings, history, self.catalogue)
         training = ~ratings.is_validation
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
@@ -351,14 +348,14 @@ class UnitRows:
     def _make_builder(self, unit: int) -> RowBuilder:
         fitted = self._fitted
         ratings = fitted.units.load(unit)
-        past = fitted.user_history(ratings)
-        offset, scale = self._label_units(unit, ratings, past)
-        dense = dense_of_users(ratings, past, fitted.catalogue)
+        history = fitted.user_history(ratings)
+        offset, scale = self._label_units(unit, ratings, history)
+        dense = dense_of_users(ratings, history, fitted.catalogue)
         dense |= dense_of_movies(self._exchange.history(unit))
         dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
         return RowBuilder(
             ratings=ratings,
-            past=past,
+            history=history,
             user_index=fitted.user_index[ratings.user],
             movie_index=fitted.movie_index[ratings.movie],
             catalogue=fitted.catalogue,
@@ -369,13 +366,15 @@ class UnitRows:
         )
 
     def _label_units(
-        self, unit: int, ratings: Ratings, past: UserHistory
+        self, unit: int, ratings: Ratings, history: UserHistory
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
         overall = self._fitted.statistics.overall
         if self._fitted.user_mean == "past":
-            return past.user_mean, scale_of_the_past(ratings, past, overall)
+            return history.user_mean, history_scale(ratings, history, overall)
         users, training = self._fitted.units.users[unit], ~ratings.is_validation
         user = ratings.user - users.start
-        own = fit_users(user[training], ratings.stars[training], len(users), overall)
-        return own.mean[user], own.scale[user]
+        mean, scale = training_mean_and_scale(
+            user[training], ratings.stars[training], len(users), overall
+        )
+        return mean[user], scale[user]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -87,11 +88,6 @@ def count_tag_words(tags: pl.DataFrame) -> pl.DataFrame:
     """Number of tags of each movie that hold each word: `movieId`, `word`, `len`."""
     words = tags.select("movieId", _words(pl.col("tag")).alias("word"))
     return words.explode("word").drop_nulls().group_by("movieId", "word").len()
-
-
-def add_tag_words(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
-    """The counts of two sets of tags together."""
-    return pl.concat([one, other]).group_by("movieId", "word").agg(pl.col("len").sum())
 
 
 def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
@@ -293,28 +289,17 @@ def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
     return movies
 
 
-@dataclass(frozen=True)
-class TagWords:
-    """The words of tags from training time.
-
-    `counts` has `movieId`, `word` and `len`, the number of tags that hold it; `num_tags` were read.
-    """
-
-    counts: pl.DataFrame
-    num_tags: int
-
-
 def read_tag_words(
     location: Location, delimiter: str, users: IntArray, begins: IntArray, split: Split
-) -> TagWords:
-    """Count the words of tags.csv, block by block; none where there is no such file.
+) -> tuple[pl.DataFrame, int]:
+    """Count the words of tags.csv, as `count_tag_words` does, and its tags; none without a file.
 
     Only tags given before validation began count: for everybody, or for the tag's own user.
     `begins` is the timestamp of the first held-out row of each of the raw ids `users`.
     """
     total, num_tags = count_tag_words(pl.DataFrame(schema=_TAG_SCHEMA)), 0
     if not location.exists():
-        return TagWords(total, num_tags)
+        return total, num_tags
     reader = BlockReader(
         location,
         _TAG_COLUMNS,
@@ -322,14 +307,12 @@ def read_tag_words(
         block_bytes=_TAG_BLOCK_BYTES,
         may_lack_rows=True,
     )
-    start, line = reader.first, 2
-    while start < reader.size_bytes:
-        block, frame = reader.read(start, line)
+    for _, frame in reader.blocks():
         tags = _training_tags(frame, users, begins, split)
-        total = add_tag_words(total, count_tag_words(tags))
+        counted = pl.concat([total, count_tag_words(tags)])
+        total = counted.group_by("movieId", "word").agg(pl.col("len").sum())
         num_tags += len(tags)
-        start, line = block.end, block.next_line
-    return TagWords(total, num_tags)
+    return total, num_tags
 
 
 def _training_tags(
@@ -346,14 +329,13 @@ def name_duplicate(
     location: Location, reader: BlockReader, found: DuplicateRating
 ) -> BadValueError:
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
-    lines: list[int] = []
-    start, line = reader.first, 2
     wanted = (pl.col("userId") == found.user) & (pl.col("movieId") == found.movie)
-    while start < reader.size_bytes and len(lines) < 2:
-        block, frame = reader.read(start, line)
-        rows = frame.with_row_index().filter(wanted)["index"]
-        lines += [line + row for row in rows]
-        start, line = block.end, block.next_line
+    rows = (
+        block.line + row
+        for block, frame in reader.blocks()
+        for row in frame.with_row_index().filter(wanted)["index"]
+    )
+    lines = list(islice(rows, 2))
     return BadValueError(
         str(location),
         f"line {lines[1]}",

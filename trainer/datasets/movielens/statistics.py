@@ -1,6 +1,6 @@
 """Statistics of the ratings of a MovieLens folder, and its time splits. Pure numpy.
 
-`compute_statistics` sweeps twice over the units: counts, means and the times when users' held-out
+`RatingStatistics` sweeps twice over the units: counts, means and the times when users' held-out
 ratings begin; then the errors of two simple predictors that users compare with. What is fitted
 comes from the training part only. Rows with an equal timestamp are never earlier than one another,
 so nothing that is known only at the moment of a rating leaks into its features.
@@ -17,102 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
+from trainer.data.transforms import Moments
 from trainer.datasets.io.staging import map_columns
 
 FloatArray = NDArray[np.float64]
-# Ratings that the global mean and spread are worth against a user's own.
-_USER_PRIOR_ROWS = 5.0
-_MIN_SCALE_RATIO = 0.25
 # Damping of the bias predictor that users compare with.
-BIAS_PRIOR_ROWS = 5.0
-# Below it a column is constant but for rounding, which must not be blown up.
-_MIN_SPREAD = 1e-9
-
-
-@dataclass(frozen=True)
-class UserStatistics:
-    """Mean and scale of the stars per user, shrunk toward the global ones; scales are above 0."""
-
-    mean: FloatArray
-    scale: FloatArray
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Number, mean and sum of squared deviations of values; they add up without cancellation.
-
-    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, values: NDArray) -> Moments:
-        """The moments of the finite values of an array."""
-        known = values[np.isfinite(values)].astype(np.float64, copy=False)
-        if not len(known):
-            return cls()
-        mean = float(known.mean())
-        return cls(len(known), mean, float(((known - mean) ** 2).sum()))
-
-    def __add__(self, other: Moments) -> Moments:
-        count = self.count + other.count
-        if not count:
-            return self
-        gap = other.mean - self.mean
-        mean = self.mean + gap * other.count / count
-        between = gap**2 * self.count * other.count / count
-        return Moments(count, mean, self.squares + other.squares + between)
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation; 1 where the values are all alike but for rounding."""
-        spread = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return spread if spread > _MIN_SPREAD else 1.0
-
-    def standardise(self, values: NDArray) -> NDArray[np.float32]:
-        """Shift and scale values by these moments; NaN (missing) becomes 0."""
-        return np.nan_to_num((values - self.mean) / self.std).astype(np.float32)
-
-
-def fit_users(
-    user: IntArray, stars: FloatArray, num_users: int, overall: Moments | None = None
-) -> UserStatistics:
-    """Fit on training rows; `user` holds numbers below `num_users`.
-
-    `overall` are the moments of all stars, where `stars` are only some of them.
-    """
-    overall = overall or Moments.of(stars)
-    global_mean, global_std = overall.mean, overall.std
-    count = np.bincount(user, minlength=num_users)
-    total = np.bincount(user, stars, minlength=num_users)
-    mean = (total + _USER_PRIOR_ROWS * global_mean) / (count + _USER_PRIOR_ROWS)
-    squares = np.bincount(user, (stars - mean[user]) ** 2, minlength=num_users)
-    variance = (squares + _USER_PRIOR_ROWS * global_std**2) / (count + _USER_PRIOR_ROWS)
-    # Somebody who always gives the same stars must not blow up the label of the first exception.
-    scale = np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * global_std)
-    return UserStatistics(mean, scale)
-
-
-def past_scale(
-    count: IntArray, total: FloatArray, squares: FloatArray, mean: FloatArray, overall: Moments
-) -> FloatArray:
-    """Scale of the stars of each row's earlier rows around `mean`; every value is above 0.
-
-    `count`, `total` and `squares` are the number, sum and sum of squares of the earlier stars.
-    """
-    deviations = np.maximum(squares - 2 * mean * total + count * mean**2, 0)
-    variance = (deviations + _USER_PRIOR_ROWS * overall.std**2) / (count + _USER_PRIOR_ROWS)
-    return np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * overall.std)
-
-
-def damped_means(group: IntArray, values: FloatArray, num_groups: int) -> FloatArray:
-    """Mean per group, leaning on 0, for the bias predictor that users compare with."""
-    count = np.bincount(group, minlength=num_groups)
-    return np.bincount(group, values, minlength=num_groups) / (count + BIAS_PRIOR_ROWS)
+_BIAS_PRIOR_ROWS = 5.0
 
 
 Split = Literal["global", "per_user"]
@@ -286,50 +196,46 @@ class Units:
         self._num_before = np.cumsum([0, *at_cut])
 
 
-@dataclass(frozen=True)
 class RatingStatistics:
     """Counts and fits over all units.
 
     `overall` are the moments of the training stars. `num_training` and `num_held_out` have one
     entry per unit; `rows_of_movie` counts all rows and `training_rows_of_movie` those of training,
     per movie number; `training_rows_of_user` per user number. `begins` is the timestamp of each
-    user's first held-out row, `NEVER` for none.
+    user's first held-out row, `NEVER` for none. `global_mean_rmse` and `bias_rmse` are errors over
+    the held-out rows: of the mean, and of mean + movie bias + user bias.
     """
 
-    overall: Moments
-    num_training: IntArray
-    num_held_out: IntArray
-    rows_of_movie: IntArray
-    training_rows_of_movie: IntArray
-    training_rows_of_user: IntArray
-    begins: IntArray
-    global_mean_rmse: float
-    bias_rmse: float
-
-
-class _Counts:
-    """The first sweep, as it goes on."""
-
-    def __init__(self, num_users: int, num_movies: int) -> None:
+    def __init__(self, units: Units, num_users: int, num_movies: int) -> None:
+        """Sweep over the units; users and movies have numbers below `num_users`, `num_movies`."""
         self.overall = Moments()
-        self.num_training: list[int] = []
-        self.num_held_out: list[int] = []
-        self.rows_of_movie = np.zeros(num_movies, dtype=np.int64)
-        self.training_rows_of_movie = np.zeros(num_movies, dtype=np.int64)
-        self.training_stars_of_movie = np.zeros(num_movies)
-        self.training_rows_of_user = np.zeros(num_users, dtype=np.int64)
-        self.begins = np.full(num_users, NEVER)
+        self.num_training: IntArray = np.zeros(len(units), dtype=np.int64)
+        self.num_held_out: IntArray = np.zeros(len(units), dtype=np.int64)
+        self.rows_of_movie: IntArray = np.zeros(num_movies, dtype=np.int64)
+        self.training_rows_of_movie: IntArray = np.zeros(num_movies, dtype=np.int64)
+        self.training_rows_of_user: IntArray = np.zeros(num_users, dtype=np.int64)
+        self.begins: IntArray = np.full(num_users, NEVER)
+        stars_of_movie = np.zeros(num_movies)
+        for number, users in enumerate(units.users):
+            stars_of_movie += self._count(number, units.load(number), users)
+        bias = stars_of_movie - self.overall.mean * self.training_rows_of_movie
+        bias /= self.training_rows_of_movie + _BIAS_PRIOR_ROWS
+        errors = [
+            _squared_errors(units.load(number), users, self.overall.mean, bias)
+            for number, users in enumerate(units.users)
+        ]
+        mean_errors = np.sum(errors, axis=0) / max(1, self.num_held_out.sum())
+        self.global_mean_rmse, self.bias_rmse = np.sqrt(mean_errors).tolist()
 
-    def add(self, unit: Ratings, users: range) -> None:
-        training = ~unit.is_validation
+    def _count(self, number: int, unit: Ratings, users: range) -> NDArray:
+        """Take a unit in; gives the sum of its training stars per movie."""
+        training, num_movies = ~unit.is_validation, len(self.rows_of_movie)
         stars, movie = unit.stars[training], unit.movie[training]
-        num_movies = len(self.rows_of_movie)
         self.overall += Moments.of(stars)
-        self.num_training.append(len(stars))
-        self.num_held_out.append(len(training) - len(stars))
+        self.num_training[number] = len(stars)
+        self.num_held_out[number] = len(training) - len(stars)
         self.rows_of_movie += np.bincount(unit.movie, minlength=num_movies)
         self.training_rows_of_movie += np.bincount(movie, minlength=num_movies)
-        self.training_stars_of_movie += np.bincount(movie, stars, minlength=num_movies)
         own = slice(users.start, users.stop)
         self.training_rows_of_user[own] = np.bincount(
             unit.user[training] - users.start, minlength=len(users)
@@ -338,35 +244,7 @@ class _Counts:
         held_out = unit.user[unit.is_validation]
         first = np.flatnonzero(np.diff(held_out, prepend=-1))
         self.begins[held_out[first]] = unit.timestamp[unit.is_validation][first]
-
-    def movie_bias(self) -> FloatArray:
-        """Mean of each movie's training stars minus the overall mean, damped."""
-        total = self.training_stars_of_movie - self.overall.mean * self.training_rows_of_movie
-        return total / (self.training_rows_of_movie + BIAS_PRIOR_ROWS)
-
-
-def compute_statistics(units: Units, num_users: int, num_movies: int) -> RatingStatistics:
-    """Sweep over the units; users and movies have numbers below `num_users`, `num_movies`."""
-    counts = _Counts(num_users, num_movies)
-    for number, users in enumerate(units.users):
-        counts.add(units.load(number), users)
-    errors = [
-        _squared_errors(units.load(number), users, counts.overall.mean, counts.movie_bias())
-        for number, users in enumerate(units.users)
-    ]
-    num_held_out = sum(counts.num_held_out)
-    constant, biases = np.sqrt(np.sum(errors, axis=0) / max(1, num_held_out)).tolist()
-    return RatingStatistics(
-        overall=counts.overall,
-        num_training=np.array(counts.num_training),
-        num_held_out=np.array(counts.num_held_out),
-        rows_of_movie=counts.rows_of_movie,
-        training_rows_of_movie=counts.training_rows_of_movie,
-        training_rows_of_user=counts.training_rows_of_user,
-        begins=counts.begins,
-        global_mean_rmse=constant,
-        bias_rmse=biases,
-    )
+        return np.bincount(movie, stars, minlength=num_movies)
 
 
 def _squared_errors(
@@ -375,7 +253,9 @@ def _squared_errors(
     """Sums over the held-out rows: predicting the mean, and mean + movie bias + user bias."""
     training, user = ~unit.is_validation, unit.user - users.start
     residual = unit.stars - mean - movie_bias[unit.movie]
-    user_bias = damped_means(user[training], residual[training], len(users))
+    count = np.bincount(user[training], minlength=len(users))
+    total = np.bincount(user[training], residual[training], minlength=len(users))
+    user_bias = total / (count + _BIAS_PRIOR_ROWS)
     errors = (residual - user_bias[user])[unit.is_validation]
     constant = (unit.stars - mean)[unit.is_validation]
     return float(constant @ constant), float(errors @ errors)

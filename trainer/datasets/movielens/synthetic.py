@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.datasets.io.journal import Advance, shown_progress
+from trainer.datasets.io.journal import Advance, progress_bars
 from trainer.datasets.io.staging import staged_folder
 
 FloatArray = NDArray[np.float64]
@@ -164,8 +165,6 @@ class _Movies:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is made."""
-
     ratings: int
     users: int
     movies: int
@@ -198,11 +197,11 @@ def generate_movielens(
     score = StarsScore()
     with (
         staged_folder(out, overwrite=overwrite, proof="ratings.csv") as folder,
-        shown_progress() as progress,
-        progress("generating ratings", num_ratings) as advance,
+        progress_bars() as progress,
     ):
+        task = progress.add_task("generating ratings", total=num_ratings)
         _movies_frame(movies).write_csv(folder / "movies.csv")
-        _write_ratings(folder, sizes, seed, movies, score, advance)
+        _write_ratings(folder, sizes, seed, movies, score, partial(progress.advance, task))
         _write_teacher(folder / TEACHER_NAME, sizes, seed, score)
     return score
 

@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 from trainer.data.batches import TrainBatches, drop_padding_ids
 from trainer.data.ragged import gather, offsets_of
 from trainer.data.reader import open_source
-from trainer.data.rows import IdLists, RowColumns, SparseIds, concat_columns
+from trainer.data.rows import IdLists, Rows, SparseIds, concat_rows
 from trainer.models.managed_collision import NO_ID, BucketedIds
 from trainer.spec.job import JobSpec
 
@@ -33,10 +33,10 @@ def lists_of(column: IdLists) -> list[list[int]]:
     return [part.tolist() for part in np.split(column.ids, ends)]
 
 
-def rows_of(lists: list[list[int]]) -> RowColumns:
+def rows_of(lists: list[list[int]]) -> Rows:
     """Each row's number as its dense value, label and single id; the lists with weights."""
     number = np.arange(len(lists), dtype=np.float32)
-    return RowColumns(
+    return Rows(
         **dict.fromkeys(("dense", "label", "offset", "scale"), number[:, None]),
         row_weight=number,
         sparse=SparseIds(
@@ -48,11 +48,9 @@ def rows_of(lists: list[list[int]]) -> RowColumns:
     )
 
 
-def check(rows: RowColumns, lists: list[list[int]], numbers: list[int]) -> None:
+def check(rows: Rows, lists: list[list[int]], numbers: list[int]) -> None:
     """`rows` are those `numbers` of `rows_of(lists)`."""
-    is_whole = rows.sparse.is_single == (False, False)
-    single = rows.sparse.lists[0].ids if is_whole else rows.sparse.singles[:, 0]
-    ragged = rows.sparse.lists[-1]
+    single, ragged = rows.sparse.singles[:, 0], rows.sparse.lists[0]
     assert rows.dense[:, 0].tolist() == rows.row_weight.tolist() == numbers
     assert single.tolist() == rows.faults.tolist() == numbers
     assert lists_of(ragged) == [lists[number] for number in numbers]
@@ -70,9 +68,8 @@ def test_rows_are_gathered_cut_and_joined(lists, data) -> None:
     stop = data.draw(st.integers(first + 1, len(picked)))
     check(taken.slice(first, stop), lists, picked[first:stop])
     again = data.draw(some)
-    joined = concat_columns([taken.slice(first, stop), rows.take(np.array(again))])
+    joined = concat_rows([taken.slice(first, stop), rows.take(np.array(again))])
     check(joined, lists, picked[first:stop] + again)
-    check(RowColumns.of(joined.rows()), lists, picked[first:stop] + again)
 
 
 @given(lists=LISTS, limit=st.integers(1, 6))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
-from trainer.data.decode import layout_of
-from trainer.data.ragged import last_items, offsets_of
 from trainer.data.reader import RowReader, open_source
-from trainer.data.rows import Rows
 from trainer.errors import BadValueError, ColumnError
 
 LIMIT = 3
@@ -132,9 +126,9 @@ def test_every_part_of_a_batch_is_pinned_and_kept_for_a_stream() -> None:
 @pytest.mark.parametrize("cache_bytes", [0, 2**30])
 def test_sequences_and_weights_span_windows(prepared, spec_of, cache_bytes) -> None:
     spec = spec_of(WEIGHTED, SEQUENCE)
-    source, layout = open_source(spec, prepared / "train"), layout_of(spec)
-    reader = RowReader(source, layout, shuffle=False, cache_bytes=cache_bytes, window_rows=128)
-    batch = make_batch(reader.read(0, range(100, 400)), spec)
+    source = open_source(spec, prepared / "train")
+    reader = RowReader(source, spec, shuffle=False, cache_bytes=cache_bytes, window_rows=128)
+    batch = make_batch(reader.read(0, [(100, 400)]), spec)
     rows = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
     wanted = [ids[-LIMIT:] for ids in rows["history_liked"].to_list()]
     assert lists_of(batch.sequences["liked"]) == wanted
@@ -151,33 +145,6 @@ def test_validation_pads_sequences_and_weights_like_everything_else(prepared, sp
     padded = batches[-1]
     assert padded.weight.sum() < 64
     assert len(padded.sparse.weights()) == len(padded.sparse.values())
-
-
-RAGGED = st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=12)
-
-
-@given(lists=RAGGED, limit=st.integers(1, 9), data=st.data())
-def test_taken_rows_keep_the_last_ids_and_their_weights(lists, limit, data) -> None:
-    """Feature 0 is pooled and whole, feature 1 the same lists cut as a sequence."""
-    picked = data.draw(st.lists(st.integers(0, len(lists) - 1), min_size=1, max_size=9))
-    ids = np.array([item for items in lists for item in items], dtype=np.int64)
-    offsets = offsets_of(np.array([len(items) for items in lists]))
-    places = [last_items(offsets, None), last_items(offsets, limit)]
-    zeros = np.zeros(len(lists), np.float32)
-    columns = dict.fromkeys(("dense", "label", "offset", "scale"), zeros[:, None])
-    rows = Rows(
-        **columns,
-        row_weight=zeros,
-        ids=np.concatenate([ids, ids]),
-        starts=np.stack([places[0][0], places[1][0] + len(ids)]),
-        lengths=np.stack([lengths for _, lengths in places]),
-        weights=np.concatenate([ids, -ids]).astype(np.float32),
-    ).take(np.array(picked))
-    wanted = [lists[row] for row in picked] + [lists[row][-limit:] for row in picked]
-    ends = offsets_of(rows.lengths.ravel())[1:-1]
-    assert [part.tolist() for part in np.split(rows.ids, ends)] == wanted
-    signs = np.repeat([1, -1], rows.lengths.sum(axis=1))
-    assert np.array_equal(rows.weights, signs * rows.ids)
 
 
 @pytest.mark.parametrize(

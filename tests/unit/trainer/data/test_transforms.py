@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data import transforms
-from trainer.data.transforms import HashEncoder, apply, load_vocabulary
+from trainer.data.transforms import HashEncoder, dense_rule_of, encoder_of, load_vocabulary
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import FeatureSpec
 
@@ -27,6 +28,12 @@ def feature(**fields) -> FeatureSpec:
 
 def dense(**fields) -> FeatureSpec:
     return FeatureSpec.model_validate({"name": "f", "type": "dense"} | fields)
+
+
+def apply(feature: FeatureSpec, values: pa.Array, *, num_rows: int = 0, folder: Path = Path()):
+    """What the model sees of a feature's raw values."""
+    encoder = encoder_of(feature, num_rows, folder) if feature.is_sparse else None
+    return encoder.encode(values) if encoder else dense_rule_of(feature).apply(values)
 
 
 def splitmix(word: int) -> int:

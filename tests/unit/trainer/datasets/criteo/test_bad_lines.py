@@ -23,7 +23,6 @@ from trainer.datasets.criteo.reader import (
     BadLines,
     _fault_of,
     line_fault,
-    parse_good_lines,
     parse_lines,
 )
 from trainer.errors import BadValueError, CorruptFileError, TooFewRowsError, TooManyBadRowsError
@@ -132,21 +131,21 @@ def test_a_stretch_of_bad_lines_longer_than_a_run_is_left_out(tmp_path):
 def test_good_lines_come_in_order_wherever_the_bad_ones_are(bad_numbers):
     lines = ["?" if number in bad_numbers else good_line(number) for number in range(700)]
     bad = BadLines()
-    rows, line_of = parse_good_lines("\n".join(lines).encode(), "day", 1, bad)
+    rows, line_of = parse_lines("\n".join(lines).encode(), "day", 1, bad)
     good = [number for number in range(700) if number not in bad_numbers]
     assert line_of.tolist() == good
     assert rows.counts[:, 0].tolist() == good
     assert bad.total == len(bad_numbers)
     if good:
         text = "\n".join(good_line(number) for number in good).encode()
-        assert (parse_lines(text, "day", 1).ids == rows.ids).all()
+        assert (parse_lines(text, "day", 1)[0].ids == rows.ids).all()
 
 
 def test_bad_lines_all_over_a_block_cost_few_calls_of_the_parser(monkeypatch: pytest.MonkeyPatch):
     lines = ["?" if number % 200 == 7 else good_line(1) for number in range(16_384)]
     parser = Mock(side_effect=reader.try_parse)
     monkeypatch.setattr(reader, "try_parse", parser)
-    rows, _ = parse_good_lines("\n".join(lines).encode(), "day", 1, bad := BadLines())
+    rows, _ = parse_lines("\n".join(lines).encode(), "day", 1, bad := BadLines())
     assert len(rows) + bad.total == len(lines)
     assert parser.call_count < 30
 

@@ -6,58 +6,55 @@ import gzip
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from trainer.datasets.criteo import prepare, reader
+from trainer.datasets.criteo import prepare
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import check_distinct, find_sources, read_blocks
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
-from trainer.errors import SourceMissingError, StorageError
-from trainer.storage import Location
+from trainer.errors import SourceMissingError, StorageAwayError
+from trainer.storage import Location, retry
 
 TEXT = b"".join(b"line %d\n" % number for number in range(5000))
 BLOCK_BYTES = 4096
 
 
 class Network:
-    """Every file opened fails at the `nth` read over all, `num_failures` times in a row."""
+    """Files of this machine, of which the `nth` read over all fails `num_failures` times."""
 
     def __init__(self, nth: int, num_failures: int) -> None:
         self._nth, self._num_failures = nth, num_failures
         self._num_reads = 0
-        self.pauses: list[float] = []
+        self._disk = fs.LocalFileSystem()
 
-    def open(self, location: Location) -> Network.File:
-        return Network.File(self, location.fs.open_input_file(location.path))
+    def open_input_file(self, path: str) -> Network.File:
+        return Network.File(self, self._disk.open_input_file(path))
 
     def check(self) -> None:
         self._num_reads += 1
         if 0 <= self._num_reads - self._nth < self._num_failures:
             raise OSError("AWS Error NETWORK_CONNECTION during GetObject: Timeout was reached")
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._disk, name)
+
     class File:
-        def __init__(self, network: Network, file: object) -> None:
+        def __init__(self, network: Network, file: pa.NativeFile) -> None:
             self._network, self._file = network, file
 
-        def read(self, num_bytes: int) -> bytes:
+        def read_at(self, num_bytes: int, offset: int) -> bytes:
             self._network.check()
-            return self._file.read(num_bytes)
+            return self._file.read_at(num_bytes, offset)
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._file, name)
 
 
-def remote(path: Path) -> Location:
-    """A file of this machine that passes for a remote one."""
-    return Location(fs.LocalFileSystem(), str(path), root="s3://")
-
-
-def fail(monkeypatch, nth: int, num_failures: int) -> Network:
-    network = Network(nth, num_failures)
-    monkeypatch.setattr(Location, "open_input", lambda location: network.open(location))
-    monkeypatch.setattr(reader.time, "sleep", network.pauses.append)
-    return network
+def remote(path: Path, nth: int, num_failures: int) -> Location:
+    """A file of this machine that passes for a remote one, behind a network that fails."""
+    return Location(Network(nth, num_failures), str(path), root="s3://")
 
 
 def write(path: Path, *, is_compressed: bool) -> Path:
@@ -75,25 +72,28 @@ def test_a_network_that_fails_is_asked_again_and_not_blamed_on_the_file(
     tmp_path, monkeypatch, is_compressed
 ):
     path, nth = write(tmp_path / "day_0", is_compressed=is_compressed), 1 if is_compressed else 3
-    network = fail(monkeypatch, nth, 2)
-    assert text_of(remote(path)) == TEXT
-    assert network.pauses == [1.0, 5.0]
-    fail(monkeypatch, nth, 1000)
-    with pytest.raises(StorageError, match=r"from byte \d+ \(AWS .*run the same command again"):
-        text_of(remote(path))
+    pauses: list[float] = []
+    monkeypatch.setitem(retry.__kwdefaults__, "sleep", pauses.append)
+    assert text_of(remote(path, nth, 2)) == TEXT
+    assert len(pauses) == 2
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    with pytest.raises(StorageAwayError, match=r"the endpoint does not answer.*\(AWS "):
+        text_of(remote(path, nth, 1000))
 
 
 def test_work_done_before_the_network_failed_is_kept(tmp_path, monkeypatch):
     generate_criteo(
         tmp_path / "raw", CriteoGeneratorOptions(num_rows=3000, format="tsv", max_ids=50)
     )
-    monkeypatch.setattr(prepare, "find_sources", lambda _: (remote(tmp_path / "raw/train.txt"),))
+    raw = tmp_path / "raw/train.txt"
     options = CriteoOptions(num_partitions=2, block_bytes=65_536, run_blocks=1)
-    num_blocks = (tmp_path / "raw/train.txt").stat().st_size // options.block_bytes
-    with monkeypatch.context() as patch, pytest.raises(StorageError):
-        # All are read once to be counted.
-        fail(patch, 2 * num_blocks, 1000)
+    # All are read once to be counted.
+    source = remote(raw, 2 * (raw.stat().st_size // options.block_bytes), 1000)
+    monkeypatch.setattr(prepare, "find_sources", lambda _: (source,))
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    with pytest.raises(StorageAwayError) as raised:
         prepare_criteo([tmp_path], tmp_path / "out", options=options)
+    assert "run the same command again" in raised.value.__notes__[0]
     assert list((tmp_path / ".out.partial").glob("scratch/runs/*.npy"))
 
 

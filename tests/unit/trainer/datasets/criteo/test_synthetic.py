@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.csv import write_csv
 
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
@@ -64,9 +65,8 @@ def test_a_parquet_folder_is_a_whole_prepared_folder(tmp_path):
 def test_raw_files_read_back_as_what_the_teacher_drew(tmp_path):
     rows = Teacher(table_sizes(50), 1.05, seed=0).draw(500, [1])
     path = tmp_path / "raw"
-    with generator._RawFile(path) as file:
-        file.write(raw_table(rows, (2,)))
-    clicks = parse_lines(path.read_bytes(), "raw", 1)
+    write_csv(raw_table(rows, (2,)), path, generator._RAW_FORMAT)
+    clicks, _ = parse_lines(path.read_bytes(), "raw", 1)
     counts = np.nan_to_num(clicks.counts)
     np.testing.assert_allclose(np.log1p(np.maximum(counts, 0)), rows.dense, rtol=1e-6)
     assert (clicks.label == rows.label).all()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from trainer.datasets.io.csv_reader import (
     BlockReader,
-    _last_line_end,
     integer,
+    last_line_end,
     number,
     read_csv,
     text,
@@ -105,19 +105,14 @@ def reader_of(folder: Path, body: str, block_bytes: int) -> BlockReader:
 
 
 def read_all(reader: BlockReader) -> list[tuple[int, str]]:
-    rows, start, line = [], reader.first, 2
-    while start < reader.size_bytes:
-        block, frame = reader.read(start, line)
-        rows += frame.rows()
-        start, line = block.end, block.next_line
-    return rows
+    return [row for _, frame in reader.blocks() for row in frame.rows()]
 
 
 @given(st.lists(st.sampled_from([b'"', b"\n", b"x"]), max_size=30).map(b"".join))
-def test_the_last_line_ends_at_the_last_newline_outside_quotes(content):
+def test_thelast_line_ends_at_the_last_newline_outside_quotes(content):
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     whole = [end for end in ends if content.count(b'"', 0, end) % 2 == 0]
-    assert _last_line_end(content) == max(whole, default=0)
+    assert last_line_end(content) == max(whole, default=0)
 
 
 def test_cells_of_several_lines_stay_whole_in_small_blocks(tmp_path):

@@ -161,7 +161,7 @@ def test_a_finished_part_is_not_made_again_unless_the_work_is_another(tmp_path):
     first = Journal(tmp_path, WORK).part("deep/one", make)
     journal = Journal(tmp_path, WORK)
     assert journal.part("deep/one", make) == first
-    assert (make.calls, journal.num_resumed, first.facts) == (1, 1, {"rows": 3})
+    assert (make.calls, first.facts) == (1, {"rows": 3})
     assert (tmp_path / "deep" / "one").read_text() == "part"
     journal = Journal(tmp_path, {"options": {"a": 2}})
     assert (journal.find("deep/one"), (tmp_path / "deep/one").exists()) == (None, False)
@@ -187,10 +187,11 @@ def test_a_line_cut_by_a_kill_costs_only_its_part(tmp_path):
     path.write_text(path.read_text()[:-20])
     again = Maker()
     resumed = Journal(tmp_path, WORK)
-    assert resumed.names() == ("one",)
+    assert resumed.find("one") and not resumed.find("two")
     resumed.part("two", again)
     resumed.part("three", again)
-    assert Journal(tmp_path, WORK).names() == ("one", "two", "three")
+    whole = Journal(tmp_path, WORK)
+    assert whole.find("one") and whole.find("two") and whole.find("three")
 
 
 def test_a_part_that_fails_is_not_recorded(tmp_path):

@@ -19,8 +19,8 @@ from trainer.datasets.movielens.features import (
     fold_of,
     gather_folds,
     genre_affinity,
+    history_scale,
     movie_history,
-    scale_of_the_past,
     user_history,
 )
 from trainer.datasets.movielens.rows import (
@@ -52,9 +52,11 @@ NOT_OF_THE_PAST = {"movie_others_mean", "movie_others_count"}
 
 def look_back(ratings: Ratings, global_mean: float) -> tuple[UserHistory, MovieHistory]:
     """What was known of user and movie at each rating."""
-    past = user_history(ratings, global_mean)
-    movies = movie_history(ratings.movie, ratings.timestamp, past.residual, ~ratings.is_validation)
-    return past, movies
+    history = user_history(ratings, global_mean)
+    movies = movie_history(
+        ratings.movie, ratings.timestamp, history.residual, ~ratings.is_validation
+    )
+    return history, movies
 
 
 @st.composite
@@ -69,32 +71,32 @@ def ratings_of_all(draw) -> Ratings:
 
 @given(ratings_of_all())
 def test_the_past_is_what_a_loop_would_find(ratings):
-    past, movies = look_back(ratings, GLOBAL_MEAN)
-    scale = scale_of_the_past(ratings, past, Moments(10, GLOBAL_MEAN, 10.0))
+    history, movies = look_back(ratings, GLOBAL_MEAN)
+    scale = history_scale(ratings, history, Moments(10, GLOBAL_MEAN, 10.0))
     columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
     for row, (user, movie, time) in enumerate(columns):
         earlier = ratings.timestamp < time
         own = ratings.stars[earlier & (ratings.user == user)]
-        assert past.user_mean[row] == pytest.approx((own.sum() + 5 * 3.5) / (len(own) + 5))
-        assert past.residual[row] == pytest.approx(ratings.stars[row] - past.user_mean[row])
-        assert past.user_count[row] == len(own)
-        squares = ((own - past.user_mean[row]) ** 2).sum() + 5 * 1.0
+        assert history.user_mean[row] == pytest.approx((own.sum() + 5 * 3.5) / (len(own) + 5))
+        assert history.residual[row] == pytest.approx(ratings.stars[row] - history.user_mean[row])
+        assert history.user_count[row] == len(own)
+        squares = ((own - history.user_mean[row]) ** 2).sum() + 5 * 1.0
         assert scale[row] == pytest.approx(np.sqrt(squares / (len(own) + 5)))
         same_movie = earlier & (ratings.movie == movie) & ~ratings.is_validation
-        residuals = past.residual[same_movie]
+        residuals = history.residual[same_movie]
         assert movies.count[row] == len(residuals)
         assert movies.mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
 
 
 @given(ratings_of_all())
 def test_held_out_ratings_can_be_hidden_from_every_past(ratings):
-    past = user_history(ratings, GLOBAL_MEAN, hide_validation=True)
+    history = user_history(ratings, GLOBAL_MEAN, hide_validation=True)
     for row, time in enumerate(ratings.timestamp):
         same_user = ratings.user == ratings.user[row]
         seen = same_user & (ratings.timestamp < time) & ~ratings.is_validation
-        assert list(range(past.starts[row], past.ends[row])) == np.flatnonzero(seen).tolist()
+        assert list(range(history.starts[row], history.ends[row])) == np.flatnonzero(seen).tolist()
         stars = ratings.stars[seen]
-        assert past.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
+        assert history.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
 
 
 def build(ratings: Ratings) -> pl.DataFrame:
@@ -113,23 +115,23 @@ def build(ratings: Ratings) -> pl.DataFrame:
         fit_vocabulary(name, described[name].explode().drop_nulls())
         for name in ("genres", "tokens")
     ]
-    past, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
+    history, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
     catalogue = encode_catalogue(described, *words)
     position = np.searchsorted(catalogue.ids, ratings.movie)
     movie_index = rated.encode(pl.Series(ratings.movie))
     ratings = replace(ratings, movie=position)
-    dense = dense_of_users(ratings, past, catalogue) | dense_of_movies(movie_past)
+    dense = dense_of_users(ratings, history, catalogue) | dense_of_movies(movie_past)
     folds, fold = MovieFolds.empty(len(every_movie)), fold_of(ratings.user)
-    folds.add(position, fold, past.residual, training)
+    folds.add(position, fold, history.residual, training)
     dense |= folds.dense(position, fold)
     builder = RowBuilder(
         ratings=ratings,
-        past=past,
+        history=history,
         user_index=users.encode(pl.Series(ratings.user)),
         movie_index=movie_index,
         catalogue=catalogue,
-        offset=past.user_mean,
-        scale=scale_of_the_past(ratings, past, Moments.of(ratings.stars[training])),
+        offset=history.user_mean,
+        scale=history_scale(ratings, history, Moments.of(ratings.stars[training])),
         dense={name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
         history_length=3,
     )
@@ -215,9 +217,9 @@ def test_units_on_disk_give_the_same_as_rows_in_memory(tmp_path):
         stars, is_validation = rng.normal(size=50).astype(np.float32), rng.random(50) < 0.2
         ratings = Ratings(user, movie, stars, np.arange(50), is_validation)
         nothing = np.zeros(50, dtype=np.int64)
-        past = UserHistory(nothing, nothing, stars, stars, ~is_validation)
+        history = UserHistory(nothing, nothing, stars, stars, ~is_validation)
         paths.append(tmp_path / f"{unit}.arrow")
-        write_by_movie(paths[-1], ratings, past)
+        write_by_movie(paths[-1], ratings, history)
         folds.add(movie, fold_of(user), stars, ~is_validation)
         values.append((movie, fold_of(user), ~is_validation))
     found, moments = gather_folds(paths, NUM_MOVIES)
@@ -250,23 +252,23 @@ def past_of(rows) -> tuple[UserHistory, np.ndarray, Ragged]:
     )
     values = np.array([kind for each in kinds for kind in each], dtype=np.int64)
     lengths = np.array([len(each) for each in kinds])
-    past = user_history(ratings, global_mean=3.0)
-    return past, ratings.timestamp, Ragged(values, offsets_of(lengths))
+    history = user_history(ratings, global_mean=3.0)
+    return history, ratings.timestamp, Ragged(values, offsets_of(lengths))
 
 
 @given(rows_of_users)
 def test_the_taste_for_a_movie_is_the_mean_over_its_kinds_of_damped_means_of_earlier_rows(rows):
-    past, time, kinds = past_of(rows)
+    history, time, kinds = past_of(rows)
     lists = [kinds.values[a:b] for a, b in zip(kinds.offsets, kinds.offsets[1:], strict=False)]
     expected = []
     for row, own in enumerate(lists):
         means = []
-        is_earlier = (past.starts == past.starts[row]) & (time < time[row])
+        is_earlier = (history.starts == history.starts[row]) & (time < time[row])
         for kind in own:
-            earlier = [past.residual[i] for i in np.flatnonzero(is_earlier) if kind in lists[i]]
+            earlier = [history.residual[i] for i in np.flatnonzero(is_earlier) if kind in lists[i]]
             means.append(sum(earlier) / (len(earlier) + 5))
         expected.append(np.mean(means) if means else 0.0)
-    assert genre_affinity(past, time, kinds) == pytest.approx(expected, abs=1e-9)
+    assert genre_affinity(history, time, kinds) == pytest.approx(expected, abs=1e-9)
 
 
 TIMED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=40).map(

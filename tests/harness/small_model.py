@@ -62,11 +62,12 @@ def dlrm_spec(
     parallelism: dict[str, Any],
     *,
     batch_size: int,
+    arch: str = "dlrm",
     over_arch: tuple[int, ...] = (16, 1),
     loss: str = "mse",
     **sections: Any,
 ) -> JobSpec:
-    """A small DLRM job with one dense feature; its dense part ends in the width of the tables."""
+    """A small job with one dense feature; its dense part ends in the width of the tables."""
     return validate_spec(
         {
             "name": "case",
@@ -74,7 +75,7 @@ def dlrm_spec(
             "features": [{"name": "age", "type": "dense"}, *features],
             "embedding_tables": tables,
             "model": {
-                "arch": "dlrm",
+                "arch": arch,
                 "dense_arch": {"layer_sizes": [tables[0]["embedding_dim"]]},
                 "over_arch": {"layer_sizes": list(over_arch)},
                 "tasks": [{"loss": loss}],
@@ -118,6 +119,19 @@ def spec_of(case: Case) -> JobSpec:
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
 
 
+def plain_batch(
+    dense: torch.Tensor, sparse: KeyedJaggedTensor, label: torch.Tensor, **fields: Any
+) -> Batch:
+    """A batch whose labels [B, 1] are as they stand and whose rows weigh 1 each."""
+    num_rows = len(label)
+    plain = {
+        "label_offset": torch.zeros(num_rows, 1),
+        "label_scale": torch.ones(num_rows, 1),
+        "weight": torch.ones(num_rows),
+    }
+    return Batch(dense=dense, sparse=sparse, label=label, **plain | fields)
+
+
 def make_batch(step: int, rank: int, batch_size: int) -> Batch:
     """The rows of one rank at one step: seeded, with duplicates and empty bags."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -126,15 +140,12 @@ def make_batch(step: int, rank: int, batch_size: int) -> Batch:
         torch.randint(0, TABLE_ROWS[table], (int(lengths[i].sum()),), generator=generator)
         for i, table in enumerate(FEATURES.values())
     ]
-    return Batch(
-        dense=torch.randn(batch_size, 1, generator=generator),
-        sparse=KeyedJaggedTensor(
+    return plain_batch(
+        torch.randn(batch_size, 1, generator=generator),
+        KeyedJaggedTensor(
             keys=list(FEATURES), values=torch.cat(values), lengths=lengths.flatten().int()
         ),
-        label=torch.randn(batch_size, 1, generator=generator),
-        label_offset=torch.zeros(batch_size, 1),
-        label_scale=torch.ones(batch_size, 1),
-        weight=torch.ones(batch_size),
+        torch.randn(batch_size, 1, generator=generator),
     )
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import REPO
 from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assemble, next_run, train_restored
+from tests.harness.sessions import assemble, assert_alike, next_run, told, train_restored
+from tests.harness.wait import scaled
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.manifest import load_manifest
+from trainer.protocol.events import Metrics, Note, Progress
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
@@ -69,16 +69,6 @@ def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dic
     return ranks
 
 
-def assert_alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """All tables and the dense part agree to rounding."""
-    tables, expected = assemble(found), assemble(wanted)
-    assert set(tables) == set(expected)
-    for name, table in tables.items():
-        torch.testing.assert_close(table, expected[name], atol=2e-6, rtol=0, msg=name)
-    for name, value in found[0]["dense"].items():
-        torch.testing.assert_close(value, wanted[0]["dense"][name], atol=2e-6, rtol=0, msg=name)
-
-
 def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
     small_movielens: Path, tmp_path: Path
 ) -> None:
@@ -119,14 +109,11 @@ def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
     assert ranks[0]["metrics"]["train/loss"] > 0
     (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
     assert saved.commit.step == 24
-    stream = RunDir(tmp_path).attempt(config.attempt_id).stream_path(config.stream)
-    told = [json.loads(line) for line in stream.read_bytes().splitlines()]
-    notes = [event["message"] for event in told if event["kind"] == "note"]
-    assert any("early stopping at step 24: 2 validations in a row" in note for note in notes)
-    progress = [event for event in told if event["kind"] == "progress"][-1]
-    assert (progress["step"], progress["total_steps"]) == (24, 24)
-    metrics = [event for event in told if event["kind"] == "metrics"]
-    reported = [event["step"] for event in metrics if "train/loss" in event["values"]]
+    ending = "early stopping at step 24: 2 validations in a row"
+    assert any(ending in note.message for note in told(tmp_path, Note))
+    progress = told(tmp_path, Progress)[-1]
+    assert (progress.step, progress.total_steps) == (24, 24)
+    reported = [each.step for each in told(tmp_path, Metrics) if "train/loss" in each.values]
     assert reported == [20, 24], "also what came after the last report that was due"
     again = run_ranks(train_restored, 2, next_run(config))
     assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
@@ -145,8 +132,8 @@ def test_independent_groups_accumulate_and_end_early_together(
         "data.batch_size=16",
         *TWO_COPIES,
         "parallelism.placement=inter_host",
-        "recovery.heartbeat_timeout_s=4",
-        "recovery.exchange_timeout_s=4",
+        f"recovery.heartbeat_timeout_s={scaled(4)}",
+        f"recovery.exchange_timeout_s={scaled(4)}",
         *STANDING_STILL,
     )
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:

@@ -14,7 +14,7 @@ import torch
 
 from tests.conftest import REPO
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assemble, next_run, train_restored
+from tests.harness.sessions import assemble, assert_alike, next_run, train_restored
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.manifest import load_manifest
 from trainer.protocol.run_dir import RunDir
@@ -62,12 +62,7 @@ def test_the_sequence_example_with_weights_resumes_to_the_same_result(
     resumed = run_ranks(train_restored, 4, next_run(config))
     assert resumed[0]["resumed_step"] == 6
     assert resumed[0]["state"].position == straight[0]["state"].position
-    expected, tables = assemble(straight), assemble(resumed)
-    assert set(tables) == set(expected)
-    for name, table in tables.items():
-        torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0, msg=name)
-    for name, value in resumed[0]["dense"].items():
-        torch.testing.assert_close(value, straight[0]["dense"][name], atol=1e-6, rtol=0, msg=name)
+    assert_alike(resumed, straight)
     moved = set.union(*(rank["moved"] for rank in straight))
     assert moved == {"users", "movies", "genres", "tokens", "liked_movies", "disliked_movies"}
     (query,) = [v for name, v in straight[0]["dense"].items() if name.endswith("query")]

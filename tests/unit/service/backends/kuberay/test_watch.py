@@ -65,9 +65,7 @@ class Server:
         return {"metadata": {"resourceVersion": str(self.version)}, "items": items}
 
     @contextmanager
-    def watch(
-        self, _resource: object, version: str, *_args: Any
-    ) -> Iterator[Iterator[dict[str, Any]]]:
+    def watch(self, _resource: object, version: str, *_args: Any) -> Iterator[Iterator[dict[str, Any]]]:
         trouble = self._trouble()
         if trouble == "away":
             raise BackendUnreachable("nobody is there")

@@ -68,7 +68,6 @@ def train_restored(config: WorkerConfig) -> dict[str, Any]:
         "resumed_step": resumed_step,
         "shards": {(f"{s.table}.{kind}", s.row_offset): t.clone() for s, kind, t in kinds},
         "moved": {s.table for s in shards if not s.weight.equal(start[s.table, s.row_offset])},
-        "dtypes": {s.table: s.weight.dtype for s in shards},
         "dense": {
             name: parameter.detach().clone()
             for name, parameter in session.model.named_parameters()

@@ -25,7 +25,7 @@ from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
 from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, read_criteo, rows_of_rank
-from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed, spec_of
+from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
@@ -290,16 +290,6 @@ def test_batches_hold_the_rows_in_order_by_feature():
     second = rows.ids[SMALL.batch_size : 2 * SMALL.batch_size]
     assert found[1].sparse["category_7"].values().tolist() == second[:, 7].tolist()
     assert found[1].sparse.lengths().eq(1).all()
-
-
-def test_the_variants_are_the_peer_the_noise_floor_and_every_moment_scale():
-    variants = variants_of(world_size=8, shard_group_size=2)
-    assert [v.moment_scale for v in variants] == [None, 1.0, 4.0, 2.0, 1.0]
-    assert [v.shard_group_size for v in variants] == [8, 8, 2, 2, 2]
-    for variant in variants_of(4, 1)[1:]:
-        spec = spec_of(SMALL, variant)
-        assert spec.moment_scale == variant.moment_scale
-        assert spec.parallelism.shard_group_size == variant.shard_group_size
 
 
 def test_a_gap_is_significant_only_when_its_error_cannot_explain_it():

@@ -28,14 +28,6 @@ def _check_against_reference(case: Case) -> list[dict]:
     return ranks
 
 
-@pytest.mark.parametrize(
-    ("placement", "sharding"), [("intra_host", "row_wise"), ("inter_host", "table_wise")]
-)
-def test_two_replicas_of_two_shards_equal_the_reference(placement: str, sharding: str) -> None:
-    ranks = _check_against_reference(Case(4, 2, placement=placement, sharding=(sharding,)))
-    assert set(ranks[0]["sharding"].values()) == {sharding}
-
-
 @pytest.mark.parametrize("optimizer_state", ["every", "never"])
 def test_syncing_every_third_step_lets_copies_differ_in_between(optimizer_state: str) -> None:
     _check_against_reference(Case(4, 2, sync_every=3, optimizer_state=optimizer_state))

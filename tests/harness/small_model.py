@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -204,7 +205,7 @@ def form_groups(case: Case) -> MeshGroups:
     """The groups of `case` around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
+    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=scaled(30), host=site.host)
 
 
 def initial_copy(case: Case) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
         campaign = Campaign(harness, Random(0))
         campaign.begin()
         # Group 0 has voted by the time that group 1 would.
-        harness.inject(_slow(group=1, phase="before_vote", seconds=0.5))
+        harness.inject(_slow(group=1, phase="before_vote", seconds=scaled(0.5)))
         harness.wait_for(lambda: harness.of("struck"), TIMEOUT_S, "group 1 is about to vote")
         campaign.kill_coordinator(down_s=0.2)
         campaign.finish(config)
@@ -112,7 +112,7 @@ def test_a_slow_copy_holds_up_nobody(small_movielens: Path, tmp_path: Path) -> N
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
-        copying_s = 1.0
+        copying_s = scaled(1.0)
         _die_and_copy_slowly(harness, group=1, seconds=copying_s)
         began, commit = harness.of("struck")[1]["time"], harness.commit
         campaign.wait_until_over()
@@ -131,7 +131,7 @@ def test_a_donor_may_die_while_it_is_copied_from(small_movielens: Path, tmp_path
     with ElasticHarness(config, tmp_path / "harness", 3) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
-        _die_and_copy_slowly(harness, group=2, seconds=0.7)
+        _die_and_copy_slowly(harness, group=2, seconds=scaled(0.7))
         harness.signal(1)  # the coordinator spares the leader, group 0
         harness.wait_for(lambda: harness.life(1).incarnation == 1, TIMEOUT_S, "the donor is back")
         campaign.wait_until_over()

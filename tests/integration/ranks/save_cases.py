@@ -50,7 +50,7 @@ class Saver:
         """For a job on all ranks, which are one sharding group."""
         size = dist.get_world_size()
         layout = Layout(size, size, "intra_host")
-        groups = build_groups(layout, torch.device("cpu"), timeout_s=30, host="host")
+        groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
         config = config_of(Sharding(size, size, ("row_wise",)), run_dir, **checkpoint)
         said: list[events.Event] = []
         return cls(CheckpointManager(config, groups, said.append), said, groups)

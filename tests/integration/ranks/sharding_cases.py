@@ -22,6 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
 from tests.harness.small_model import dlrm_spec
+from tests.harness.wait import scaled
 from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups, form_node_groups
 from trainer.parallel.model import TwoDParallel
@@ -258,7 +259,7 @@ def form_groups(case: ShardingCase, device: torch.device = _CPU) -> MeshGroups:
     """The groups of `case` around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, device, timeout_s=30, host=site.host)
+    return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
 
 
 def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
@@ -197,7 +198,7 @@ class Training:
         self.spec = spec_of(case)
         layout = Layout(case.world_size, case.shard_group_size, case.placement)
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=30, host="host")
+        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
         self.model, _ = build_parallel_model(self.spec, self.groups)
         self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
         self.copy = next(

@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
 from trainer.parallel.mesh import build_groups
@@ -90,7 +91,7 @@ def spread_queries(model: torch.nn.Module) -> None:
 
 def train_sharded(spec: JobSpec) -> dict[str, Any]:
     """Train the tables only, on this rank; its shards, its losses and the dense part."""
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=30)
+    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=scaled(30))
     model, plans = build_parallel_model(spec, groups)
     spread_queries(model)
     shards = model.table_shards()

@@ -138,16 +138,16 @@ def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) ->
 
 
 def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, path: str) -> int:
-    """The step that a start finds and loads where no other collective waits for 2 s."""
+    """The step that a start finds and loads where no other collective waits for long."""
     os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     dist.barrier()
-    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    _set_pg_timeout(timedelta(seconds=scaled(2)), dist.group.WORLD)
     found = saver.checkpoints.newest()
     assert found is not None
     state = {f"weight-{dist.get_rank()}": torch.zeros(1000, dtype=torch.uint8)}
     save_load.load(found.path, state, saver.checkpoints.group)
-    _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+    _set_pg_timeout(timedelta(seconds=scaled(60)), dist.group.WORLD)
     return found.commit.step
 
 
@@ -347,9 +347,10 @@ def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
 
 @pytest.mark.slow
 def test_a_start_waits_for_the_rank_whose_storage_is_away(store, run_dir):
-    arguments = (store.environment, run_dir, store.url("runs"))
+    patient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": f"{scaled(30)}"}
+    arguments = (patient, run_dir, store.url("runs"))
     run_ranks(save_large, 2, *arguments, 1000, [1])
-    with away_for(store, 6.0, only="GET .*__0_0.distcp") as seen:
+    with away_for(store, scaled(6.0), only="GET .*__0_0.distcp") as seen:
         found, other = run_ranks(look_with_impatient_peers, 2, *arguments)
     assert seen.counts["503"] > 1
     assert found == other == 1

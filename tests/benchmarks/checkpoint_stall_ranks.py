@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.benchmarks.sparse_sync_ranks import Training, Workload, slowest_s
+from tests.benchmarks.sparse_sync_ranks import Training, slowest_s
+from tests.benchmarks.workload import Workload
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.protocol.events import Event, Metrics

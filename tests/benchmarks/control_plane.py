@@ -29,7 +29,7 @@ import httpx
 import yaml
 
 from service.domain.models import new_job_id
-from tests.benchmarks.peers.mlflow_server import install_mlflow, mlflow_server
+from tests.benchmarks.peers.mlflow_server import copy_rows, install_mlflow, mlflow_server
 from tests.benchmarks.report import (
     BenchmarkError,
     BenchmarkReport,
@@ -156,7 +156,6 @@ class ShardloomServer:
 
 
 def _copy_rows(database: sqlite3.Connection, table: str, key: str, job: str) -> None:
-    columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
     changed = {key: "copies.id"}
     if table == "jobs":
         changed |= {
@@ -168,10 +167,7 @@ def _copy_rows(database: sqlite3.Connection, table: str, key: str, job: str) -> 
         }
     if table == "attempts":
         changed |= {"id": "copies.id || '-a0'", "end_reason": "'completed'"}
-    values = ", ".join(changed.get(column, f'"{column}"') for column in columns)
-    names = ", ".join(f'"{column}"' for column in columns)
-    query = f"INSERT INTO {table} ({names}) SELECT {values} FROM copies, {table}"
-    database.execute(f"{query} WHERE {table}.{key} = ?", (job,))
+    copy_rows(database, table, key, job, changed)
 
 
 def _copy_points(database: sqlite3.Connection, job: str, num_full: int) -> None:

@@ -16,15 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.benchmarks.report import BenchmarkError
-from tests.benchmarks.workload import job_document, resolved_spec
+from tests.benchmarks.report import REPOSITORY, BenchmarkError
+from tests.benchmarks.workload import NUM_RATINGS, job_document, resolved_spec
 from tests.harness.ray_hosts import DriverProcess, RayHosts, ray_hosts
 from trainer.fault_injection import Fault
 from trainer.protocol import events
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
-REPOSITORY = Path(__file__).parents[2]
 HOSTS = ("127.0.0.3", "127.0.0.4", "127.0.0.5")
 RANKS_PER_HOST = 2
 WORLD_SIZE = len(HOSTS) * RANKS_PER_HOST
@@ -130,6 +129,21 @@ def our_job(
             yield OurJob(hosts, driver)
         finally:
             driver.end()
+
+
+def settings() -> dict[str, Any]:
+    """What the numbers of both benchmarks belong to."""
+    return {
+        "hosts": len(HOSTS),
+        "workers_per_host": RANKS_PER_HOST,
+        "batch_size_per_rank": BATCH_SIZE,
+        "sync_every_steps": SYNC_EVERY_STEPS,
+        "num_ratings": NUM_RATINGS,
+        "model": "DLRM of examples/movielens.yaml",
+        "ours": "driver on a local Ray cluster, one TorchTrainer per group",
+        "peer": f"TorchTrainer over all workers, checkpoint every {CHECKPOINT_EVERY_STEPS} steps",
+        "ray_variables": RAY_TUNED,
+    }
 
 
 def pause_s(times: Sequence[float], began: float, ended: float) -> float:

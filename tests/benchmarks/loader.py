@@ -14,9 +14,7 @@ waits for its batch, over the seconds of a step.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +29,7 @@ from tests.benchmarks.report import (
     Run,
     log,
     main,
+    run_module,
     run_pairs,
 )
 
@@ -46,7 +45,7 @@ PEERS = {
     "pandas_rows": ("DataLoader over pandas rows", False),
 }
 WAIT_GOAL = Goal("data_wait", "seconds", "s/step", 0.03, "lower", "the whole step")
-_TAIL_CHARACTERS = 3000
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def speed_goal(peer: str) -> Goal:
@@ -78,7 +77,7 @@ def run(num_pairs: int) -> BenchmarkReport:
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
     """One side's epoch in a process of its own, pinned to the last core."""
     core = max(os.sched_getaffinity(0))
-    found = _run_child("loader_child", side, str(folder), str(core))
+    found = run_module("loader_child", side, folder, core, environment=_ONE_THREAD)
     log(f"{side}: {found['rows_per_s']:,.0f} rows/s")
     return found
 
@@ -91,23 +90,9 @@ def speed(side: str, folder: Path) -> dict[str, float]:
 
 def measure_wait(folder: Path) -> dict[str, float]:
     """Seconds per step, and of them waiting, of a training session in a process of its own."""
-    found = _run_child("loader_session", str(folder))
+    found = run_module("loader_session", folder, environment=_ONE_THREAD)
     share = found["wait_s"] / found["step_s"]
     log(f"session: {found['step_s']:.3f} s a step, {share:.2%} of it waiting for data")
-    return found
-
-
-def _run_child(module: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    repository = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        tail = done.stderr[-_TAIL_CHARACTERS:]
-        raise BenchmarkError(f"{module} {' '.join(arguments)} failed:\n{tail}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

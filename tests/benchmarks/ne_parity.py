@@ -26,19 +26,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
 
 from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import SeedResult, Variant, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, plot, ratio_of_gap, table_of
-from tests.benchmarks.report import (
-    BenchmarkError,
-    describe_machine,
-    end_on_signal,
-    log,
-    write_json,
-)
-from tests.harness.ranks import run_ranks
+from tests.benchmarks.report import log, measure_and_tell, on_ranks, parser_of
 
 NAME = "ne_parity"
 NOISE = "1D, ours"
@@ -65,14 +58,8 @@ def measure(settings: Settings, variants: list[Variant], num_seeds: int) -> list
     """Train every variant of every seed; raises `BenchmarkError` when a rank fails."""
     results = []
     for seed in range(num_seeds):
-        try:
-            by_rank = run_ranks(
-                *(measure_seed, settings.world_size, settings, variants, seed),
-                timeout_s=_SEED_TIMEOUT_S,
-            )
-        except AssertionError as error:
-            raise BenchmarkError(str(error)) from error
-        results.append(by_rank[0])
+        call = (measure_seed, settings.world_size, settings, variants, seed)
+        results.append(on_ranks(*call, timeout_s=_SEED_TIMEOUT_S))
         shown = ", ".join(
             f"{name} {curve.ne[-1]:.6f}" for name, curve in results[-1].curves.items()
         )
@@ -115,10 +102,7 @@ def document_of(
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; every number of `Settings` has an option of its name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser = parser_of(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw gaps along training here")
     parser.add_argument("--criteo", metavar="TSV", help="train on this file, not the generator")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each variant (default 4)")
@@ -149,23 +133,20 @@ def _problem(options: argparse.Namespace) -> str | None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
     options = parse(arguments)
+    return measure_and_tell(options.json, lambda machine: run(options, machine))
+
+
+def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str, Any], list[Table]]:
+    """Measure, and draw where that is asked for; the document and the table to print."""
     settings: Settings = options.settings
-    end_on_signal()
-    machine = describe_machine()
     variants = variants_of(settings.world_size, options.shard_group_size)
-    try:
-        results = measure(settings, variants, options.seeds)
-    except BenchmarkError as error:
-        log(f"the benchmark failed: {error}")
-        return 1
-    num_replicas = settings.world_size // options.shard_group_size
-    if options.json:
-        write_json(options.json, document_of(settings, num_replicas, results, machine))
+    results = measure(settings, variants, options.seeds)
     if options.plot:
         curves = {v.name: [r.curves[v.name].ne for r in results] for v in variants}
         plot(options.plot, results[0].curves[PEER].rows, curves)
-    Console().print(table_of(final_ne(results), results[0].teacher_ne))
-    return 0
+    num_replicas = settings.world_size // options.shard_group_size
+    document = document_of(settings, num_replicas, results, machine)
+    return document, [table_of(final_ne(results), results[0].teacher_ne)]
 
 
 if __name__ == "__main__":

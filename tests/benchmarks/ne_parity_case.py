@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM_DCN
 
+from tests.benchmarks.workload import clicks_batch
 from trainer.data.batches import Batch
 from trainer.datasets.criteo.encode import transform_counts
 from trainer.datasets.criteo.reader import (
@@ -158,22 +159,8 @@ def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankR
 def batches(rows: ClickRows, batch_size: int) -> Iterator[Batch]:
     """`rows` in batches of `batch_size`; the last one may be smaller."""
     for start in range(0, len(rows), batch_size):
-        yield _batch(rows.slice(start, start + batch_size))
-
-
-def _batch(rows: ClickRows) -> Batch:
-    return Batch(
-        dense=torch.from_numpy(rows.dense),
-        sparse=KeyedJaggedTensor(
-            keys=FEATURES,
-            values=torch.from_numpy(np.ascontiguousarray(rows.ids.T).ravel()),
-            lengths=torch.ones(rows.ids.size, dtype=torch.int32),
-        ),
-        label=torch.from_numpy(rows.label)[:, None],
-        label_offset=torch.zeros(len(rows), 1),
-        label_scale=torch.ones(len(rows), 1),
-        weight=torch.ones(len(rows)),
-    )
+        part = rows.slice(start, start + batch_size)
+        yield clicks_batch(FEATURES, part.dense, part.ids.T, part.label)
 
 
 def stock_network(settings: Settings) -> DLRM_DCN:

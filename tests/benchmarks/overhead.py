@@ -10,29 +10,20 @@ starts. Both are timed by the wall clock over the very same steps.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.report import (
-    BenchmarkError,
     BenchmarkReport,
     Goal,
     Values,
     log,
     main,
+    run_module,
     run_pairs,
 )
-from tests.benchmarks.stack import Stack, private_stack
-from tests.benchmarks.workload import (
-    NUM_RATINGS,
-    WORLD_SIZE,
-    job_document,
-    prepared_ratings,
-    resolved_spec,
-)
+from tests.benchmarks.stack import SETTINGS, Stack, stack_and_job
+from tests.benchmarks.workload import WORLD_SIZE, resolved_spec
 
 NAME = "overhead"
 BATCH_SIZE = 512
@@ -50,10 +41,18 @@ GOAL = Goal(
 )
 
 
+OVERRIDES = [
+    f"data.batch_size={BATCH_SIZE}",
+    "training.epochs=1000",
+    f"training.max_steps={LAST_STEP}",
+    f"training.report_every_steps={REPORT_EVERY_STEPS}",
+    f"checkpoint.every_steps={LAST_STEP}",
+]
+
+
 def run(num_pairs: int) -> BenchmarkReport:
     """Measure; raises `BenchmarkError` when either side cannot run."""
-    with prepared_ratings() as data, private_stack() as stack:
-        document = job_document(NAME, data, _overrides())
+    with stack_and_job(NAME, OVERRIDES) as (stack, document):
         runs = run_pairs(
             num_pairs,
             lambda: measure_ours(stack, document),
@@ -61,16 +60,6 @@ def run(num_pairs: int) -> BenchmarkReport:
             log,
         )
     return BenchmarkReport(NAME, _settings(), [GOAL], runs)
-
-
-def _overrides() -> list[str]:
-    return [
-        f"data.batch_size={BATCH_SIZE}",
-        "training.epochs=1000",
-        f"training.max_steps={LAST_STEP}",
-        f"training.report_every_steps={REPORT_EVERY_STEPS}",
-        f"checkpoint.every_steps={LAST_STEP}",
-    ]
 
 
 def measure_ours(stack: Stack, document: dict[str, Any]) -> Values:
@@ -81,18 +70,10 @@ def measure_ours(stack: Stack, document: dict[str, Any]) -> Values:
 
 def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
     """Run the bare script, while the service and its Ray stand idle."""
-    spec_path, result_path = stack.folder / "spec.json", stack.folder / "peer.json"
+    spec_path = stack.folder / "spec.json"
     spec_path.write_text(resolved_spec(document).model_dump_json())
-    result_path.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "tests.benchmarks.peers.bare_torchrec", str(spec_path)),
-        *(str(FIRST_STEP), str(LAST_STEP), str(result_path)),
-    ]
-    repository = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-    if done.returncode or not result_path.exists():
-        raise BenchmarkError(f"the bare TorchRec script failed:\n{done.stderr[-3000:]}")
-    return _values(json.loads(result_path.read_text())["elapsed_s"])
+    found = run_module("peers.bare_torchrec", spec_path, FIRST_STEP, LAST_STEP)
+    return _values(found["elapsed_s"])
 
 
 def _values(elapsed_s: float) -> Values:
@@ -101,15 +82,10 @@ def _values(elapsed_s: float) -> Values:
 
 
 def _settings() -> dict[str, Any]:
-    return {
-        "world_size": WORLD_SIZE,
-        "shard_group_size": WORLD_SIZE,
+    return SETTINGS | {
         "batch_size_per_rank": BATCH_SIZE,
         "measured_steps": [FIRST_STEP, LAST_STEP],
         "report_every_steps": REPORT_EVERY_STEPS,
-        "num_ratings": NUM_RATINGS,
-        "backend": "gloo",
-        "model": "DLRM of examples/movielens.yaml",
         "ours": "job through POST /v1/jobs, no validation, one checkpoint after the last step",
         "peer": "4 processes, batches of one epoch in memory, no metrics, reports or checkpoints",
     }

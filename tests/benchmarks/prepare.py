@@ -15,28 +15,23 @@ once and shown beside it (see `prepare_pandas`).
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tests.benchmarks.report import (
-    BenchmarkError,
     BenchmarkReport,
     Goal,
-    describe_machine,
-    end_on_signal,
     log,
-    rows_table_of,
+    measure_and_tell,
+    parser_of,
+    run_child,
+    run_module,
     run_pairs,
-    table_of,
-    write_json,
+    tables_of,
 )
 
 _PEER = "the published pandas method on a slice, scaled"
@@ -45,7 +40,6 @@ GOALS = (
     Goal("memory", "peak_bytes", "bytes", 0.25, "lower", _PEER),
 )
 _BYTES_PER_GB = 1e9
-_TAIL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -88,34 +82,19 @@ class Cost:
 def prepare_once(method: str, source: Path, folder: Path) -> Cost:
     """Prepare `source` with `method` in a process of its own, and throw the result away."""
     out = folder / f"out-{method}"
-    command = [sys.executable, "-m", "tests.benchmarks.prepare_child"]
     try:
-        done = subprocess.run(
-            [*command, method, str(source), str(out)], capture_output=True, text=True, check=False
-        )
+        return Cost(**run_module("prepare_child", method, source, out))
     finally:
         shutil.rmtree(out, ignore_errors=True)
-    if done.returncode != 0:
-        raise BenchmarkError(
-            f"preparing {source} with {method} ended with {done.returncode}: "
-            f"{done.stderr[-_TAIL_CHARACTERS:]}"
-        )
-    return Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def generate(folder: Path, num_ratings: int, seed: int) -> Path:
     """A folder of generated csv files, made in a process of its own so that its memory goes."""
     source = folder / f"csv-{num_ratings}"
     program = Path(sys.executable).with_name("shardloom")
-    command = [program, "data", "generate", "movielens", source]
-    done = subprocess.run(
-        [*map(str, command), "--ratings", str(num_ratings), "--seed", str(seed)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise BenchmarkError(f"generating {num_ratings} ratings: {done.stderr[-_TAIL_CHARACTERS:]}")
+    command = [str(program), "data", "generate", "movielens", str(source)]
+    numbers = ["--ratings", str(num_ratings), "--seed", str(seed)]
+    run_child(*command, *numbers, what=f"generating {num_ratings} ratings")
     return source
 
 
@@ -153,10 +132,7 @@ def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser = parser_of(__doc__)
     parser.add_argument("--ratings", type=int, default=Settings.ratings)
     parser.add_argument("--slice-ratings", type=int, default=Settings.slice_ratings)
     parser.add_argument("--seed", type=int, default=Settings.seed)
@@ -171,20 +147,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
     options = parse(arguments)
-    end_on_signal()
-    machine = describe_machine()
-    try:
-        with tempfile.TemporaryDirectory(prefix="shardloom-bench-prepare-") as folder:
-            report = measure(options.settings, options.pairs, Path(folder))
-    except BenchmarkError as error:
-        log(f"the benchmark failed: {error}")
-        return 1
-    document = report.document(machine)
-    if options.json:
-        write_json(options.json, document)
-    Console().print(rows_table_of(document))
-    Console().print(table_of(document))
-    return 0
+    with tempfile.TemporaryDirectory(prefix="shardloom-bench-prepare-") as folder:
+        return measure_and_tell(
+            options.json,
+            lambda machine: tables_of(
+                measure(options.settings, options.pairs, Path(folder)).document(machine)
+            ),
+        )
 
 
 if __name__ == "__main__":

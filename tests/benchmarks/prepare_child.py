@@ -21,12 +21,12 @@ _BYTES_PER_KB = 1024
 def main(side: str, source: Path, out: Path) -> None:
     """Prepare and print what it took."""
     prepare = _METHODS[side]()
-    base_bytes = _memory_bytes("VmRSS")
+    base_bytes = memory_bytes("VmRSS")
     started = time.perf_counter()
     prepare(source, out)
     wall_s = time.perf_counter() - started
     # The kernel's own peak of this program. getrusage's would count the parent's before exec.
-    peak_bytes = _memory_bytes("VmHWM")
+    peak_bytes = memory_bytes("VmHWM")
     print(json.dumps({"wall_s": wall_s, "peak_bytes": peak_bytes, "base_bytes": base_bytes}))
 
 
@@ -51,7 +51,8 @@ def _careful() -> Callable[[Path, Path], object]:
 _METHODS = {"ours": _ours, "published": _published, "careful": _careful}
 
 
-def _memory_bytes(name: str) -> int:
+def memory_bytes(name: str) -> int:
+    """A number of /proc/self/status: VmHWM is the most that was ever resident."""
     for line in Path("/proc/self/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:

@@ -8,12 +8,11 @@ but the held-out ones were looked at three times: after the first look two featu
 added on the evidence of the fitted ratings, after the second the peer got more factors (see
 docs/model-quality.md). `rmse_gain` is how many stars our RMSE lies below that of the best peer,
 both means over the seeds; its spread is that of single seeds. Beside it stands how far it may be
-chance of which users there are (`quality_bootstrap`), which says nothing of the three looks.
+chance of which users there are (`gain_interval`), which says nothing of the three looks.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 import tempfile
@@ -23,28 +22,29 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 
-from tests.benchmarks.quality_bootstrap import LEVEL, gain_interval, rmse_of, squares_by_user
 from tests.benchmarks.quality_data import SOURCE, FloatArray, Fold, make_fold, read_ratings
 from tests.benchmarks.quality_ours import held_out_errors, job_spec, single_rank
-from tests.benchmarks.quality_peers import bias_errors, factor_errors, mean_errors
+from tests.benchmarks.quality_peers import bias_errors, factor_errors_by_epoch, mean_errors
 from tests.benchmarks.quality_settings import BIAS, DATA, FACTORS, OURS, SPEC
 from tests.benchmarks.report import (
     BenchmarkError,
     Ratio,
-    describe_machine,
-    end_on_signal,
     log,
+    measure_and_tell,
+    parser_of,
     table_of,
-    write_json,
 )
 from trainer.data.ragged import IntArray
 
 NAME = "quality"
 OUR_NAME = "ours"
 GOAL_STARS = 0.01
+LEVEL = 0.95
+_BOOTSTRAP_DRAWS = 2000
+_BOOTSTRAP_SEED = 0
 
 Results = Mapping[str, Sequence[float]]
 Squares = Mapping[str, Sequence[FloatArray]]
@@ -64,7 +64,8 @@ def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
         OUR_NAME: [],
     }
     for seed in range(num_seeds):
-        squares["matrix factorisation"].append(by_user(factor_errors(fold, FACTORS, seed)))
+        *_, factor_errors = factor_errors_by_epoch(fold, FACTORS, seed)
+        squares["matrix factorisation"].append(by_user(factor_errors))
         spec = job_spec(SPEC, fold.prepared, [*OURS, f"training.seed={seed}"])
         user, errors = held_out_errors(spec)
         if not np.array_equal(np.sort(user), np.sort(held_out)):
@@ -73,6 +74,41 @@ def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
         done = {name: [values[seed]] for name, values in squares.items()}
         log(f"seed {seed + 1}/{num_seeds}: " + _line_of(rmse_by_model(done, fold)))
     return squares
+
+
+def squares_by_user(user: IntArray, errors: FloatArray, num_users: int) -> FloatArray:
+    """Sum of the squared errors of each user, [num_users]."""
+    return np.bincount(user, errors**2, minlength=num_users)
+
+
+def rmse_of(squares: FloatArray, num_rows: IntArray) -> float:
+    """RMSE over all rows, of which each user has `num_rows`."""
+    return float(np.sqrt(squares.sum() / num_rows.sum()))
+
+
+def gain_interval(
+    peer: Sequence[FloatArray], ours: Sequence[FloatArray], num_rows: IntArray
+) -> list[float]:
+    """Ends of the interval of mean RMSE over seeds of the peer less that of ours, in stars.
+
+    A paired bootstrap over users: they are drawn with replacement, all held-out ratings of a user
+    together and the same users for both sides (Efron and Tibshirani 1993, chapters 6 and 13:
+    percentile interval).
+
+    `peer` and `ours` hold `squares_by_user` for each seed; `num_rows` is [num_users].
+    """
+    rng = np.random.default_rng(_BOOTSTRAP_SEED)
+    num_users = len(num_rows)
+    drawn = rng.multinomial(num_users, np.full(num_users, 1 / num_users), size=_BOOTSTRAP_DRAWS)
+    gains = _means(drawn, peer, num_rows) - _means(drawn, ours, num_rows)
+    tail = (1 - LEVEL) / 2
+    return [float(end) for end in np.quantile(gains, [tail, 1 - tail])]
+
+
+def _means(drawn: IntArray, squares: Sequence[FloatArray], num_rows: IntArray) -> FloatArray:
+    """Mean RMSE over seeds for each draw; `drawn` is how often each user came, [draws, users]."""
+    counts = drawn @ num_rows
+    return np.mean([np.sqrt(drawn @ each / counts) for each in squares], axis=0)
 
 
 def rows_by_user(fold: Fold) -> IntArray:
@@ -140,24 +176,24 @@ def results_table(results: Results) -> Table:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each model (default 3)")
     parser.add_argument("--source", type=Path, default=SOURCE, metavar="DIR")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error("--seeds must be at least 1")
-    end_on_signal()
-    machine = describe_machine()
-    try:
-        with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
-            fold = make_fold(options.source, read_ratings(options.source), Path(folder), DATA)
-            squares = measure(fold, options.seeds)
-    except BenchmarkError as error:
-        log(f"the benchmark failed: {error}")
-        return 1
+    return measure_and_tell(
+        options.json, lambda machine: run(options.source, options.seeds, machine)
+    )
+
+
+def run(
+    source: Path, num_seeds: int, machine: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[RenderableType]]:
+    """Measure; the document and what to print."""
+    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
+        fold = make_fold(source, read_ratings(source), Path(folder), DATA)
+        squares = measure(fold, num_seeds)
     settings = {
         "spec": SPEC.name,
         "spec_sha256": hashlib.sha256(SPEC.read_bytes()).hexdigest(),
@@ -166,19 +202,15 @@ def main(arguments: list[str]) -> int:
         "factors": vars(FACTORS),
         "num_fitted": len(fold.fit),
         "num_held_out": len(fold.held_out),
-        "num_seeds": options.seeds,
+        "num_seeds": num_seeds,
     }
     results = rmse_by_model(squares, fold)
     best = gain_of(results)["peer_name"]
     interval = gain_interval(squares[best], squares[OUR_NAME], rows_by_user(fold))
     document = document_of(results, interval, settings, machine)
-    if options.json:
-        write_json(options.json, document)
-    Console().print(results_table(results))
-    Console().print(table_of(document))
     low, high = interval
-    Console().print(f"rmse_gain over users drawn anew: {low:.4f} to {high:.4f} ({LEVEL:.0%})")
-    return 0
+    chance = f"rmse_gain over users drawn anew: {low:.4f} to {high:.4f} ({LEVEL:.0%})"
+    return document, [results_table(results), table_of(document), chance]
 
 
 if __name__ == "__main__":

@@ -60,16 +60,6 @@ def mean_errors(fold: Fold) -> FloatArray:
     return fold.held_out.stars - fold.fit.stars.mean()
 
 
-def mean_rmse(fold: Fold) -> float:
-    """Held-out RMSE of the fitted ratings' mean."""
-    return rmse(mean_errors(fold))
-
-
-def bias_rmse(fold: Fold, settings: BiasSettings) -> float:
-    """Held-out RMSE of mean, user bias and movie bias."""
-    return rmse(bias_errors(fold, settings))
-
-
 def bias_errors(fold: Fold, settings: BiasSettings) -> FloatArray:
     """Errors of mean, user bias and movie bias, one for each held-out rating."""
     fit, held_out = fold.fit, fold.held_out
@@ -88,20 +78,12 @@ def _damped_means(group: IntArray, values: FloatArray, num_groups: int, prior: f
     return np.bincount(group, values, minlength=num_groups) / (count + prior)
 
 
-def factor_rmse_by_epoch(fold: Fold, settings: FactorSettings, seed: int) -> Iterator[float]:
-    """Held-out RMSE of the factorisation after each epoch."""
+def factor_errors_by_epoch(fold: Fold, settings: FactorSettings, seed: int) -> Iterator[FloatArray]:
+    """Errors of the factorisation after each epoch, one for each held-out rating."""
     model = _Factorisation(fold, settings, seed)
     for _ in range(settings.num_epochs):
         model.train_epoch()
-        yield rmse(model.held_out_errors())
-
-
-def factor_errors(fold: Fold, settings: FactorSettings, seed: int) -> FloatArray:
-    """Errors of the factorisation after its last epoch, one for each held-out rating."""
-    model = _Factorisation(fold, settings, seed)
-    for _ in range(settings.num_epochs):
-        model.train_epoch()
-    return model.held_out_errors()
+        yield model.held_out_errors()
 
 
 class _Factorisation:

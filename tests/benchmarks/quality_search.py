@@ -30,7 +30,7 @@ import numpy as np
 
 from tests.benchmarks.quality_data import SOURCE, Fold, make_fold, read_ratings, tuning_ratings
 from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
-from tests.benchmarks.quality_peers import FactorSettings, factor_rmse_by_epoch
+from tests.benchmarks.quality_peers import FactorSettings, factor_errors_by_epoch, rmse
 from tests.benchmarks.quality_settings import DATA, OURS, SPEC
 from tests.benchmarks.report import BenchmarkError, end_on_signal, log
 from trainer.datasets.movielens.prepare import VERSION as PREPARE_VERSION
@@ -87,7 +87,8 @@ def draw(space: Space, num_trials: int) -> Iterator[Settings]:
 
 
 def _peer_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
-    return list(factor_rmse_by_epoch(fold, FactorSettings(**settings), seed))
+    errors_by_epoch = factor_errors_by_epoch(fold, FactorSettings(**settings), seed)
+    return [rmse(errors) for errors in errors_by_epoch]
 
 
 def _our_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
@@ -127,11 +128,11 @@ class Search:
 
     def _measure(self, settings: Settings, seed: int) -> Curve:
         curve = [round(each, 5) for each in self._side.measure(self._fold, settings, seed)]
-        rmse, epochs = self._side.best(curve)
-        line = {"side": self._side.name, "seed": seed, "validation_rmse": rmse, "epochs": epochs}
+        best, epochs = self._side.best(curve)
+        line = {"side": self._side.name, "seed": seed, "validation_rmse": best, "epochs": epochs}
         with self._log_path.open("a") as file:
             file.write(json.dumps(line | {"settings": settings, "curve": curve}) + "\n")
-        log(f"{rmse:.5f} after {epochs} of {len(curve)} epochs, seed {seed}: {settings}")
+        log(f"{best:.5f} after {epochs} of {len(curve)} epochs, seed {seed}: {settings}")
         return curve
 
     def over_seeds(self, settings: Settings) -> tuple[float, int]:

@@ -23,21 +23,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks.elastic_jobs import (
-    BATCH_SIZE,
-    CHECKPOINT_EVERY_STEPS,
     HOSTS,
     RANKS_PER_HOST,
-    RAY_TUNED,
-    SYNC_EVERY_STEPS,
     OurJob,
     elastic_document,
     our_job,
     pause_s,
     ray_elastic,
+    settings,
 )
 from tests.benchmarks.peers.torchft_lab import NoTorchftError, TorchftLab, install_torchft
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
-from tests.benchmarks.workload import NUM_RATINGS, prepared_ratings
+from tests.benchmarks.workload import prepared_ratings
 from trainer.fault_injection import Fault
 from trainer.protocol import events
 
@@ -67,7 +64,11 @@ def run(num_pairs: int) -> BenchmarkReport:
             log,
         )
     goals = [*GOALS, TORCHFT_GOAL] if torchft else GOALS
-    return BenchmarkReport(NAME, settings(why_not), goals, runs)
+    ended_by = {
+        "heartbeat_timeout_s": 1.0,
+        "torchft": why_not or "0.2.0, heartbeat and operations time out after 1 and 2 s",
+    }
+    return BenchmarkReport(NAME, settings() | ended_by, goals, runs)
 
 
 @contextmanager
@@ -136,23 +137,6 @@ def measure_peers(document: Mapping[str, Any], torchft: TorchftLab | None) -> Va
     if torchft:
         values["torchft_pause_s"] = torchft.measure(document)
     return values
-
-
-def settings(why_no_torchft: str) -> dict[str, Any]:
-    """What the numbers belong to."""
-    return {
-        "hosts": len(HOSTS),
-        "workers_per_host": RANKS_PER_HOST,
-        "batch_size_per_rank": BATCH_SIZE,
-        "sync_every_steps": SYNC_EVERY_STEPS,
-        "heartbeat_timeout_s": 1.0,
-        "num_ratings": NUM_RATINGS,
-        "model": "DLRM of examples/movielens.yaml",
-        "ours": "driver on a local Ray cluster, one TorchTrainer per group",
-        "peer": f"TorchTrainer over all workers, checkpoint every {CHECKPOINT_EVERY_STEPS} steps",
-        "ray_variables": RAY_TUNED,
-        "torchft": why_no_torchft or "0.2.0, heartbeat and operations time out after 1 and 2 s",
-    }
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,16 +22,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+
+from tests.harness.ranks import run_ranks
 
 Side = Literal["ours", "peer"]
 Values = Mapping[str, float]
 Measure = Callable[[], Values]
 
 _DISTRIBUTIONS = ("torch", "torchrec", "ray")
-_ROWS_WIDTH = 140  # characters; folded cells would hide what a row is called
+_WIDTH = 140  # characters; folded cells would hide what a row is called
 SKIPPED = 77  # exit code, as test harnesses know it
+REPOSITORY = Path(__file__).parents[2]
+_TAIL_CHARACTERS = 3000
 
 
 class BenchmarkError(Exception):
@@ -218,38 +223,90 @@ def log(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def run_child(*command: str, what: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a command prints; raises `BenchmarkError` with `what` and the end of its stderr."""
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        tail = done.stderr.strip()[-_TAIL_CHARACTERS:]
+        raise BenchmarkError(f"{what} ended with {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def run_module(
+    module: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON in the last line that a module of the benchmarks prints, run in its own process."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *map(str, arguments)]
+    printed = run_child(*command, what=" ".join(command[2:]), environment=environment)
+    return json.loads(printed.splitlines()[-1])
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> Any:
+    """What rank 0 of a gloo world gives; raises `BenchmarkError` when a rank fails."""
+    try:
+        return run_ranks(function, world_size, *args, timeout_s=timeout_s)[0]
+    except AssertionError as error:
+        raise BenchmarkError(str(error)) from error
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A command line that can write its report to a file."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    return parser
+
+
 def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, description: str) -> int:
-    """Command line of one benchmark; returns the exit code.
+    """Command line of a benchmark that needs no more than its pairs; returns the exit code."""
+    parser = parser_of(description)
+    parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
+    options = parser.parse_args()
+    return measure_and_tell(
+        options.json, lambda machine: tables_of(run(options.pairs).document(machine))
+    )
+
+
+def tables_of(document: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
+    """A report's document, and its tables."""
+    rows = [rows_table_of(document)] if "rows" in document else []
+    return document, [*rows, table_of(document)]
+
+
+def measure_and_tell(
+    json_path: Path | None,
+    measure: Callable[[dict[str, Any]], tuple[dict[str, Any], Sequence[RenderableType]]],
+) -> int:
+    """Write the document that `measure` makes on a machine, and print the rest; the exit code.
 
     0 says that it measured, whatever the ratio; 1 that it could not, and why; `SKIPPED` that this
     machine lacks what it needs.
     """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
-    parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
-    options = parser.parse_args()
     end_on_signal()
     machine = describe_machine()
     try:
-        document = run(options.pairs).document(machine)
+        document, shown = measure(machine)
     except BenchmarkError as error:
         log(f"the benchmark failed: {error}")
         return 1
     except BenchmarkSkipped as reason:
         log(f"skipped: {reason}")
         return SKIPPED
-    if options.json:
-        write_json(options.json, document)
-    if "rows" in document:
-        Console(width=_ROWS_WIDTH).print(rows_table_of(document))
-    Console().print(table_of(document))
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(document, indent=2) + "\n")
+    console = Console(width=_WIDTH)
+    for each in shown:
+        console.print(each)
     return 0
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a report's document to `path`, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def end_on_signal() -> None:

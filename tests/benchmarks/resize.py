@@ -20,20 +20,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.benchmarks.elastic_jobs import (
-    BATCH_SIZE,
-    CHECKPOINT_EVERY_STEPS,
     HOSTS,
     RANKS_PER_HOST,
-    RAY_TUNED,
-    SYNC_EVERY_STEPS,
     OurJob,
     elastic_document,
     our_job,
     pause_s,
     ray_elastic,
+    settings,
 )
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
-from tests.benchmarks.workload import NUM_RATINGS, prepared_ratings
+from tests.benchmarks.workload import prepared_ratings
 from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest
 
@@ -94,21 +91,6 @@ def measure_peer(document: Mapping[str, Any]) -> Values:
         "join_pause_s": joined["pause_s"],
         "leave_pause_s": left["pause_s"],
         "steps_again": float(left["steps_again"] + joined["steps_again"]),
-    }
-
-
-def settings() -> dict[str, Any]:
-    """What the numbers belong to."""
-    return {
-        "hosts": len(HOSTS),
-        "workers_per_host": RANKS_PER_HOST,
-        "batch_size_per_rank": BATCH_SIZE,
-        "sync_every_steps": SYNC_EVERY_STEPS,
-        "num_ratings": NUM_RATINGS,
-        "model": "DLRM of examples/movielens.yaml",
-        "ours": "driver on a local Ray cluster, one TorchTrainer per group",
-        "peer": f"TorchTrainer over all workers, checkpoint every {CHECKPOINT_EVERY_STEPS} steps",
-        "ray_variables": RAY_TUNED,
     }
 
 

@@ -18,13 +18,13 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks import sparse_sync_ranks as ranks
-from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, Side, log, main
-from tests.harness.ranks import run_ranks
+from tests.benchmarks.report import BenchmarkReport, Goal, Run, Side, log, main, on_ranks
+from tests.benchmarks.workload import Workload
 
 NAME = "sparse_sync"
 PAIRS = 3
-TWO_COPIES = ranks.Workload(world_size=4, shard_group_size=2)
-FOUR_COPIES = ranks.Workload(world_size=4, shard_group_size=1)
+TWO_COPIES = Workload(world_size=4, shard_group_size=2)
+FOUR_COPIES = Workload(world_size=4, shard_group_size=1)
 STEPS = (1, 16)
 DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 TRACKING_PAIRS = 25  # steps with and without the tracker, for each pair asked for
@@ -65,12 +65,9 @@ def run(num_pairs: int) -> BenchmarkReport:
     return BenchmarkReport(NAME, settings, GOALS, runs, _rows(densities))
 
 
-def _on_ranks(function: Any, workload: ranks.Workload, *args: Any) -> Any:
+def _on_ranks(function: Any, workload: Workload, *args: Any) -> Any:
     log(f"{function.__name__}: {workload.world_size} ranks, {workload.num_replicas} copies")
-    try:
-        return run_ranks(function, workload.world_size, workload, *args, timeout_s=TIMEOUT_S)[0]
-    except AssertionError as error:
-        raise BenchmarkError(str(error)) from None
+    return on_ranks(function, workload.world_size, workload, *args, timeout_s=TIMEOUT_S)
 
 
 def _runs_of(

@@ -12,46 +12,19 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec import KeyedJaggedTensor
 
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, SyncReport, build_sync
-from trainer.spec import validate_spec
-from trainer.spec.job import JobSpec
 
-NUM_DENSE = 13
 NUM_BATCHES = 17  # odd, so that in turns both sides get every batch
 SEED = 2026
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Tables and batches; `world_size` ranks in groups of `shard_group_size`."""
-
-    world_size: int
-    shard_group_size: int
-    num_tables: int = 26
-    table_rows: int = 250_000
-    embedding_dim: int = 64
-    zipf_exponent: float = 1.05
-    global_batch_size: int = 4096
-
-    @property
-    def batch_size(self) -> int:
-        """Rows per rank and step."""
-        return self.global_batch_size // self.world_size
-
-    @property
-    def num_replicas(self) -> int:
-        """M, the copies of each shard."""
-        return self.world_size // self.shard_group_size
 
 
 @dataclass(frozen=True)
@@ -63,87 +36,18 @@ class Price:
     density: float
 
 
-def spec_of(workload: Workload) -> JobSpec:
-    """The job that trains the workload."""
-    tables = [
-        {
-            "name": f"table_{number:02d}",
-            "num_embeddings": workload.table_rows,
-            "embedding_dim": workload.embedding_dim,
-            "constraints": {"sharding_types": ["table_wise"]},
-        }
-        for number in range(workload.num_tables)
-    ]
-    features = [
-        {"name": f"feature_{number:02d}", "type": "id", "table": table["name"]}
-        for number, table in enumerate(tables)
-    ]
-    dense = [{"name": f"dense_{number:02d}", "type": "dense"} for number in range(NUM_DENSE)]
-    return validate_spec(
-        {
-            "name": "sparse-sync",
-            "data": {
-                "path": "unused",
-                "label": {"column": "click"},
-                "batch_size": workload.batch_size,
-            },
-            "features": [*dense, *features],
-            "embedding_tables": tables,
-            "model": {
-                "arch": "dlrm",
-                "dense_arch": {"layer_sizes": [64, workload.embedding_dim]},
-                "over_arch": {"layer_sizes": [64, 1]},
-                "tasks": [{"name": "click", "loss": "bce"}],
-            },
-            "parallelism": {
-                "workers": workload.world_size,
-                "shard_group_size": workload.shard_group_size,
-                "planner": {"bandwidths": "default"},
-            },
-        }
-    )
-
-
-def make_batches(workload: Workload, rank: int) -> list[Batch]:
-    """Batches of one rank; the k-th most frequent id has a probability like k ** -exponent."""
-    draw = np.random.default_rng([SEED, rank])
-    frequencies = np.arange(1, workload.table_rows + 1) ** -workload.zipf_exponent
-    bounds = np.cumsum(frequencies / frequencies.sum())
-    shape = (workload.num_tables, NUM_BATCHES, workload.batch_size)
-    ids = np.searchsorted(bounds, draw.random(shape)).clip(max=workload.table_rows - 1)
-    for table in range(workload.num_tables):
-        # Which ids are the frequent ones is random, as after hashing, and alike on all ranks.
-        shuffled = np.random.default_rng([SEED, 1, table]).permutation(workload.table_rows)
-        ids[table] = shuffled[ids[table]]
-    return [_batch(torch.from_numpy(ids[:, index].copy()), draw) for index in range(NUM_BATCHES)]
-
-
-def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
-    num_rows = ids.shape[1]
-    return Batch(
-        dense=torch.from_numpy(draw.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)),
-        sparse=KeyedJaggedTensor(
-            keys=[f"feature_{number:02d}" for number in range(ids.shape[0])],
-            values=ids.flatten(),
-            lengths=torch.ones(ids.numel(), dtype=torch.int32),
-        ),
-        label=torch.from_numpy((draw.random((num_rows, 1)) < 0.25).astype(np.float32)),
-        label_offset=torch.zeros(num_rows, 1),
-        label_scale=torch.ones(num_rows, 1),
-        weight=torch.ones(num_rows),
-    )
-
-
 class Training:
     """The workload being trained on this rank."""
 
     def __init__(self, workload: Workload) -> None:
         layout = Layout(workload.world_size, workload.shard_group_size, "intra_host")
-        self.spec = spec_of(workload)
+        self.spec = clicks_spec(workload, "sparse-sync", planner={"bandwidths": "default"})
         self.groups = build_groups(layout, torch.device("cpu"), timeout_s=120, host="host")
         self.model, _ = build_parallel_model(self.spec, self.groups)
         self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
-        self._batches: Iterator[Batch] = cycle(make_batches(workload, self.groups.rank))
+        self._batches: Iterator[Batch] = cycle(
+            zipf_batches(workload, self.groups.rank, NUM_BATCHES)
+        )
 
     def train(self, num_steps: int) -> None:
         """Take some steps."""

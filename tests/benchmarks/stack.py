@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from service.domain.models import JobStatus
 from service.local.stack import LocalStack
 from service.local.state import StackError, StackHome
 from tests.benchmarks.report import BenchmarkError, log
+from tests.benchmarks.workload import NUM_RATINGS, WORLD_SIZE, job_document, prepared_ratings
+from tests.harness.wait import free_port
 
 # More reports than a benchmark's job makes, so that the service sends each one by itself.
 MAX_REPORTS = 5_000
@@ -63,6 +64,23 @@ class Stack:
         return JobRun(submitted_at, times)
 
 
+SETTINGS = {
+    "world_size": WORLD_SIZE,
+    "shard_group_size": WORLD_SIZE,
+    "num_ratings": NUM_RATINGS,
+    "backend": "gloo",
+    "model": "DLRM of examples/movielens.yaml",
+}
+"""What the numbers of every job of `stack_and_job` belong to."""
+
+
+@contextmanager
+def stack_and_job(name: str, overrides: list[str]) -> Iterator[tuple[Stack, dict[str, Any]]]:
+    """A private stack, and the document of the job that both sides train."""
+    with prepared_ratings() as data, private_stack() as stack:
+        yield stack, job_document(name, data, overrides)
+
+
 @contextmanager
 def private_stack() -> Iterator[Stack]:
     """Start a stack and bring it down again; raises `BenchmarkError` if it does not start."""
@@ -71,7 +89,7 @@ def private_stack() -> Iterator[Stack]:
         home = StackHome(Path(folder, "home"))
         stack = LocalStack(home, kept)
         try:
-            state = stack.up(port=_free_port(), report=log)
+            state = stack.up(port=free_port(), report=log)
             assert state.ray_address is not None
             with ShardloomClient(state.url) as client:
                 yield Stack(client, state.ray_address, home.token(), Path(folder))
@@ -80,9 +98,3 @@ def private_stack() -> Iterator[Stack]:
         finally:
             stack.down(log)
             shutil.rmtree(home.ray_dir, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

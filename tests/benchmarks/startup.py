@@ -30,14 +30,8 @@ from tests.benchmarks.report import (
     main,
     run_pairs,
 )
-from tests.benchmarks.stack import Stack, private_stack
-from tests.benchmarks.workload import (
-    NUM_RATINGS,
-    WORLD_SIZE,
-    job_document,
-    prepared_ratings,
-    resolved_spec,
-)
+from tests.benchmarks.stack import SETTINGS, Stack, stack_and_job
+from tests.benchmarks.workload import resolved_spec
 
 NAME = "startup"
 PEER_SCRIPT = Path(__file__).parent / "peers" / "raw_ray_train.py"
@@ -61,8 +55,7 @@ OVERRIDES = [
 
 def run(num_pairs: int) -> BenchmarkReport:
     """Measure; raises `BenchmarkError` when either side cannot run."""
-    with prepared_ratings() as data, private_stack() as stack:
-        document = job_document(NAME, data, OVERRIDES)
+    with stack_and_job(NAME, OVERRIDES) as (stack, document):
         ours, peer = partial(measure_ours, stack, document), partial(measure_peer, stack, document)
         # Files that nobody has read yet would burden whoever goes first.
         for measure in (ours, peer):
@@ -113,12 +106,7 @@ def _wait_for_end(client: JobSubmissionClient, job_id: str) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    return {
-        "world_size": WORLD_SIZE,
-        "shard_group_size": WORLD_SIZE,
-        "num_ratings": NUM_RATINGS,
-        "backend": "gloo",
-        "model": "DLRM of examples/movielens.yaml",
+    return SETTINGS | {
         "warm_up": "one run of each side, not counted",
         "ours": "POST /v1/jobs to the report of step 1",
         "peer": "JobSubmissionClient.submit_job to the end of step 1, on the same Ray cluster",

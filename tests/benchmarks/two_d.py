@@ -31,28 +31,14 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.benchmarks.two_d_train import Schedule, measure, summary
-from tests.benchmarks.two_d_workload import (
-    BATCH_SIZE,
-    DENSE_LAYERS,
-    EMBEDDING_DIM,
-    NUM_TABLES,
-    OVER_LAYERS,
-    TABLE_ROWS,
-    ZIPF_EXPONENT,
-    TwoDLayout,
-)
-from tests.harness.emulated import (
-    EmulatedHosts,
-    EmulationError,
-    Link,
-    missing_requirement,
-)
+from tests.benchmarks.two_d_workload import BATCH_SIZE, IN_1D, WORLD_SIZE, TwoDLayout
+from tests.benchmarks.workload import OVER_LAYERS
+from tests.harness.emulated import EmulatedHosts, EmulationError, Link, missing_requirement
 from tests.harness.host_ranks import HostRanks
 
 NAME = "two_d"
 NUM_HOSTS = 2
-RANKS_PER_HOST = 4
-WORLD_SIZE = NUM_HOSTS * RANKS_PER_HOST
+RANKS_PER_HOST = WORLD_SIZE // NUM_HOSTS
 LINK = Link(rate_bits_per_s=10**9)
 PAIRS = 4
 GOAL = Goal(
@@ -192,9 +178,10 @@ def _settings() -> dict[str, Any]:
         "link": "veth to a bridge, tc tbf on both ends; the loopback within a host is not shaped",
         "backend": "gloo",
         "batch_size_per_rank": BATCH_SIZE,
-        "tables": f"{NUM_TABLES} x {TABLE_ROWS} x {EMBEDDING_DIM} fp32, one id a row and table",
-        "zipf_exponent": ZIPF_EXPONENT,
-        "model": f"DLRM, dense layers {DENSE_LAYERS}, over layers {OVER_LAYERS}",
+        "tables": f"{IN_1D.num_tables} x {IN_1D.table_rows} x {IN_1D.embedding_dim} fp32, "
+        "one id a row and table",
+        "zipf_exponent": IN_1D.zipf_exponent,
+        "model": f"DLRM, dense layers {IN_1D.dense_layers}, over layers {OVER_LAYERS}",
         "precision": "fp32, computed and sent, unless a row says otherwise",
         "malloc": "both sides keep freed memory (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_)",
         "optimizers": "row-wise AdaGrad in backward, Adam for the dense part",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
-from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
+from tests.benchmarks.prepare_child import memory_bytes
+from tests.benchmarks.two_d_workload import WORLD_SIZE, TwoDLayout, make_batches, spec_of
 from tests.harness.emulated import sent_bytes
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, WorkerSite
@@ -71,10 +71,9 @@ class TwoDTrainer:
     """Our engine."""
 
     def __init__(self, site: WorkerSite, layout: TwoDLayout) -> None:
-        world_size = dist.get_world_size()
-        self._spec = spec_of(world_size, layout)
+        self._spec = spec_of(layout)
         groups = build_groups(
-            Layout(world_size, world_size // layout.num_replicas, layout.placement),
+            Layout(WORLD_SIZE, WORLD_SIZE // layout.num_replicas, layout.placement),
             torch.device("cpu"),
             _COLLECTIVE_TIMEOUT_S,
             host=site.host,
@@ -124,7 +123,7 @@ def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> Ran
         window_s=window_s,
         sync_s=trainer.sync_s - sync_s,
         link_bytes=sent_bytes() - link_bytes,
-        peak_bytes=peak_memory_bytes(),
+        peak_bytes=memory_bytes("VmHWM"),
         lookup_imbalance=imbalance,
     )
 
@@ -147,14 +146,6 @@ def _time_window(steps: Iterator[None], schedule: Schedule) -> float:
 def _take(steps: Iterator[None], num_steps: int) -> None:
     for _ in islice(steps, num_steps):
         pass
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this process has ever had resident, pages shared with its launcher included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel tells no VmHWM")
 
 
 def summary(

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.integration.ranks.sharding_cases import (
     DENSE_LR,
     Lookups,
@@ -33,7 +33,6 @@ from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
-from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
 
@@ -75,13 +74,16 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
 
 def throughput(world_size: int, shard_group_size: int) -> dict[str, float]:
     """Samples per second over all ranks, by what syncs after each step."""
-    spec = _large_spec(world_size, shard_group_size)
+    workload = Workload(
+        world_size, shard_group_size, table_rows=100_000, global_batch_size=4096 * world_size
+    )
+    spec = clicks_spec(workload, "throughput")
     layout = Layout(world_size, shard_group_size, "intra_host")
     groups = build_groups(layout, local_device(), timeout_s=120)
     ours, stock = _build_both(
         build_model(spec, groups.device), build_model(spec, groups.device), spec, groups
     )
-    batch = _random_batch(spec, groups.rank).to(groups.device)
+    batch = zipf_batches(workload, groups.rank, 1)[0].to(groups.device)
     samples_per_s = {"DMPCollection": _samples_per_s(stock, stock.sync, batch)}
     for mode in ("full", "touched_rows"):
         sync = build_sync(ours, _with_sync(spec, mode))
@@ -174,45 +176,3 @@ def _samples_per_s(model: nn.Module, sync: Callable[[], Any], batch: Batch) -> f
         sync()
     torch.cuda.synchronize()
     return _NUM_TIMED * batch.num_rows / (time.perf_counter() - started)
-
-
-def _large_spec(world_size: int, shard_group_size: int) -> JobSpec:
-    """DLRM with 26 tables of 100k x 64, as in Criteo's shape."""
-    tables = [f"t{index}" for index in range(26)]
-    return validate_spec(
-        {
-            "name": "throughput",
-            "data": {"path": "unused", "label": {"column": "y"}, "batch_size": 4096},
-            "features": [
-                *({"name": f"d{index}", "type": "dense"} for index in range(13)),
-                *({"name": f"f_{table}", "type": "id", "table": table} for table in tables),
-            ],
-            "embedding_tables": [
-                {"name": table, "num_embeddings": 100_000, "embedding_dim": 64} for table in tables
-            ],
-            "model": {
-                "arch": "dlrm",
-                "dense_arch": {"layer_sizes": [256, 64]},
-                "over_arch": {"layer_sizes": [256, 1]},
-                "tasks": [{"loss": "bce"}],
-            },
-            "parallelism": {"workers": world_size, "shard_group_size": shard_group_size},
-        }
-    )
-
-
-def _random_batch(spec: JobSpec, rank: int) -> Batch:
-    generator = torch.Generator().manual_seed(rank)
-    num_rows, keys = spec.data.batch_size, [feature.name for feature in spec.sparse_features]
-    return Batch(
-        dense=torch.randn(num_rows, len(spec.dense_features), generator=generator),
-        sparse=KeyedJaggedTensor(
-            keys=keys,
-            values=torch.randint(0, 100_000, (num_rows * len(keys),), generator=generator),
-            lengths=torch.ones(num_rows * len(keys), dtype=torch.int32),
-        ),
-        label=torch.randint(0, 2, (num_rows, 1), generator=generator).float(),
-        label_offset=torch.zeros(num_rows, 1),
-        label_scale=torch.ones(num_rows, 1),
-        weight=torch.ones(num_rows),
-    )

@@ -23,7 +23,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 
 from service.client.client import ShardloomClient
 from service.local.ray_node import NODE_IP, RayPorts, RayState, choose_ports, ray_executable
-from tests.harness.ray_hosts import kill_tree, processes_below
+from tests.harness.ray_hosts import RAY_SETTINGS, kill_tree, processes_below
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, wait_for
 from trainer.fault_injection import FAULTS, VARIABLE, Fault
@@ -97,34 +97,26 @@ def autoscaling_config(gcs_port: int) -> dict[str, Any]:
 
 def _environment(token: str, ports: RayPorts) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return kept | {
-        # Where the monitor finds the provider, and drivers find the trainer.
-        "PYTHONPATH": str(ROOT),
-        "RAY_enable_autoscaler_v2": "1",
-        "RAY_FAKE_CLUSTER": "1",
-        "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
-        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
-        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        "AUTOSCALER_METRIC_PORT": str(free_port()),
-        "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # A lost host is noticed within seconds, and nobody counts what nobody asks.
-        "RAY_health_check_initial_delay_ms": "1000",
-        "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": "10000",
-        "RAY_health_check_failure_threshold": "3",
-        "RAY_worker_niceness": "0",
-        "RAY_task_events_report_interval_ms": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-        # On a busy machine a worker that starts slowly is not started again in vain, nor any ahead.
-        "RAY_worker_register_timeout_seconds": "240",
-        "RAY_agent_register_timeout_ms": "400000",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "60",
-        VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
-    }
+    return (
+        kept
+        | RAY_SETTINGS
+        | {
+            # Where the monitor finds the provider, and drivers find the trainer.
+            "PYTHONPATH": str(ROOT),
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "AUTOSCALER_METRIC_PORT": str(free_port()),
+            "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+            "RAY_AUTH_TOKEN": token,
+            "RAY_health_check_timeout_ms": "10000",
+            "RAY_agent_register_timeout_ms": "400000",
+            "RAY_raylet_start_wait_time_s": "60",
+            VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
+        }
+    )
 
 
 @dataclass

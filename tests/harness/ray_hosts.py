@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from service.local.processes import process_table
 from service.local.ray_node import ray_executable
 from tests.harness.wait import free_port, wait_for
 from trainer.driver.attempt import DriverContext
@@ -32,7 +33,7 @@ HEAD = "127.0.0.2"
 _STORE_BYTES = 80_000_000
 _STARTED = b"Ray runtime started."
 # A lost host is noticed within seconds rather than minutes, and nobody counts what nobody asks.
-_SETTINGS = {
+RAY_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_initial_delay_ms": "1000",
@@ -129,11 +130,13 @@ def kill_tree(root: int) -> None:
 
 def processes_below(root: int) -> list[int]:
     """A process, then all that it started and that these started, and so on."""
-    children = children_by_parent()
+    started: dict[int, list[int]] = {}
+    for each in process_table():
+        started.setdefault(each.parent_pid, []).append(each.id.pid)
     found, waiting = [], [root]
     while waiting:
         found.append(waiting.pop())
-        waiting += children.get(found[-1], [])
+        waiting += started.get(found[-1], [])
     return found
 
 
@@ -142,16 +145,6 @@ def _command(pid: int) -> str:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
     return ""
-
-
-def children_by_parent() -> dict[int, list[int]]:
-    """All processes that are there, by the one that started them."""
-    found: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(entry.read_text().rpartition(")")[2].split()[1])
-            found.setdefault(parent, []).append(int(entry.parent.name))
-    return found
 
 
 @contextmanager
@@ -167,7 +160,7 @@ def ray_hosts(
     # Ray's sockets lie below it, and their names may not be long.
     temp_dir = Path(tempfile.mkdtemp(prefix="ray-hosts-"))
     injected = {VARIABLE: FAULTS.dump_json(list(faults)).decode()}
-    hosts = RayHosts(temp_dir, kept | _SETTINGS | token | injected)
+    hosts = RayHosts(temp_dir, kept | RAY_SETTINGS | token | injected)
     try:
         hosts.start({HEAD: 0})
         hosts.start(workers_by_address)

@@ -10,8 +10,11 @@ import torch
 
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.small_model import dense_parameters, local_shards
+from tests.harness.wait import scaled
 from trainer.data.manifest import load_manifest
 from trainer.parallel.mesh import build_groups
+from trainer.protocol.events import read_record
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 from trainer.spec.resolve import size_tables
@@ -29,18 +32,29 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
 
 
+def told(run_dir: Path, *kinds: type[Any], attempt: str = "job-test-a0") -> list[Any]:
+    """Records of these kinds that the streams of an attempt hold, stream by stream."""
+    streams = RunDir(run_dir).attempt(attempt).stream_paths()
+    lines = [line for path in streams for line in path.read_bytes().splitlines()]
+    return [r for r in (read_record(line, now=0.0) for line in lines) if isinstance(r, kinds)]
+
+
+def open_session(config: WorkerConfig) -> Session:
+    """The session of this rank, before its first step. Collective."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=scaled(30))
+    return Session(config, groups)
+
+
 def train_session(config: WorkerConfig) -> dict[str, Any]:
     """Train to the end; where this rank stands, its copy of the model and the final metrics."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     metrics = train(session)
     return {"state": session.state, "metrics": metrics, **snapshot(session)}
 
 
 def train_restored(config: WorkerConfig) -> dict[str, Any]:
     """Train to the end from where `restore` begins; what this rank holds, and what had moved."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     start = {(s.table, s.row_offset): s.weight.clone() for s in session.model.table_shards()}
     session.restore()
     resumed_step = session.state.step
@@ -54,7 +68,6 @@ def train_restored(config: WorkerConfig) -> dict[str, Any]:
         "resumed_step": resumed_step,
         "shards": {(f"{s.table}.{kind}", s.row_offset): t.clone() for s, kind, t in kinds},
         "moved": {s.table for s in shards if not s.weight.equal(start[s.table, s.row_offset])},
-        "dtypes": {s.table: s.weight.dtype for s in shards},
         "dense": {
             name: parameter.detach().clone()
             for name, parameter in session.model.named_parameters()
@@ -65,8 +78,7 @@ def train_restored(config: WorkerConfig) -> dict[str, Any]:
 
 def load_session(config: WorkerConfig) -> dict[str, Any]:
     """Restore from the newest checkpoint only; where this rank stands and its copy."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     session.restore()
     return {"state": session.state, "metrics": session.final_metrics, **snapshot(session)}
 
@@ -104,6 +116,16 @@ def assemble(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {
         name: torch.cat([by_row[row] for row in sorted(by_row)]) for name, by_row in pieces.items()
     }
+
+
+def assert_alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """All tables, moments and the dense part agree to rounding."""
+    tables, expected = assemble(found), assemble(wanted)
+    assert set(tables) == set(expected)
+    for name, table in tables.items():
+        torch.testing.assert_close(table, expected[name], atol=2e-6, rtol=0, msg=name)
+    for name, value in found[0]["dense"].items():
+        torch.testing.assert_close(value, wanted[0]["dense"][name], atol=2e-6, rtol=0, msg=name)
 
 
 def crash_after(config: WorkerConfig, step: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -62,11 +63,12 @@ def dlrm_spec(
     parallelism: dict[str, Any],
     *,
     batch_size: int,
+    arch: str = "dlrm",
     over_arch: tuple[int, ...] = (16, 1),
     loss: str = "mse",
     **sections: Any,
 ) -> JobSpec:
-    """A small DLRM job with one dense feature; its dense part ends in the width of the tables."""
+    """A small job with one dense feature; its dense part ends in the width of the tables."""
     return validate_spec(
         {
             "name": "case",
@@ -74,7 +76,7 @@ def dlrm_spec(
             "features": [{"name": "age", "type": "dense"}, *features],
             "embedding_tables": tables,
             "model": {
-                "arch": "dlrm",
+                "arch": arch,
                 "dense_arch": {"layer_sizes": [tables[0]["embedding_dim"]]},
                 "over_arch": {"layer_sizes": list(over_arch)},
                 "tasks": [{"loss": loss}],
@@ -118,6 +120,19 @@ def spec_of(case: Case) -> JobSpec:
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
 
 
+def plain_batch(
+    dense: torch.Tensor, sparse: KeyedJaggedTensor, label: torch.Tensor, **fields: Any
+) -> Batch:
+    """A batch whose labels [B, 1] are as they stand and whose rows weigh 1 each."""
+    num_rows = len(label)
+    plain = {
+        "label_offset": torch.zeros(num_rows, 1),
+        "label_scale": torch.ones(num_rows, 1),
+        "weight": torch.ones(num_rows),
+    }
+    return Batch(dense=dense, sparse=sparse, label=label, **plain | fields)
+
+
 def make_batch(step: int, rank: int, batch_size: int) -> Batch:
     """The rows of one rank at one step: seeded, with duplicates and empty bags."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -126,15 +141,12 @@ def make_batch(step: int, rank: int, batch_size: int) -> Batch:
         torch.randint(0, TABLE_ROWS[table], (int(lengths[i].sum()),), generator=generator)
         for i, table in enumerate(FEATURES.values())
     ]
-    return Batch(
-        dense=torch.randn(batch_size, 1, generator=generator),
-        sparse=KeyedJaggedTensor(
+    return plain_batch(
+        torch.randn(batch_size, 1, generator=generator),
+        KeyedJaggedTensor(
             keys=list(FEATURES), values=torch.cat(values), lengths=lengths.flatten().int()
         ),
-        label=torch.randn(batch_size, 1, generator=generator),
-        label_offset=torch.zeros(batch_size, 1),
-        label_scale=torch.ones(batch_size, 1),
-        weight=torch.ones(batch_size),
+        torch.randn(batch_size, 1, generator=generator),
     )
 
 
@@ -193,7 +205,7 @@ def form_groups(case: Case) -> MeshGroups:
     """The groups of `case` around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
+    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=scaled(30), host=site.host)
 
 
 def initial_copy(case: Case) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import httpx
 
-from tests.benchmarks.report import BenchmarkError
+from tests.benchmarks.report import BenchmarkError, run_child
 from tests.harness.wait import free_port
 
 _PACKAGE = "mlflow==3.17.2"
@@ -29,14 +29,9 @@ _EXPERIMENT = "0"
 
 def install_mlflow(folder: Path) -> Path:
     """An environment with MLflow in `folder`; its `bin`. Raises `BenchmarkError`."""
-    commands = (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", _PACKAGE],
-    )
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchmarkError(f"{_PACKAGE} does not install: {done.stderr.strip()[-300:]}")
+    run_child(sys.executable, "-m", "venv", str(folder), what=f"an environment for {_PACKAGE}")
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", _PACKAGE]
+    run_child(*pip, what=f"installing {_PACKAGE}")
     return folder / "bin"
 
 
@@ -108,9 +103,14 @@ class MlflowServer:
             copies = [(uuid.uuid4().hex, number) for number in range(num_runs)]
             database.execute("CREATE TEMP TABLE copies (id TEXT PRIMARY KEY, number INTEGER)")
             database.executemany("INSERT INTO copies VALUES (?, ?)", copies)
+            # Runs that started one after the other, before the one that they are copies of.
+            changed = {
+                "run_uuid": "copies.id",
+                "start_time": "start_time - 1000 * (copies.number + 1)",
+            }
             for table in ("runs", "params", "tags", "latest_metrics"):
-                _copy_rows(database, table, run_id)
-            _copy_rows(database, "metrics", run_id, below=num_full)
+                copy_rows(database, table, "run_uuid", run_id, changed)
+            copy_rows(database, "metrics", "run_uuid", run_id, changed, below=num_full)
             database.commit()
 
     def _post(self, call: str, body: Mapping[str, Any]) -> Any:
@@ -120,16 +120,25 @@ class MlflowServer:
         return _answer_of(self._http.get(f"{api}/{call}", params=params))
 
 
-def _copy_rows(database: sqlite3.Connection, table: str, run_id: str, below: int = 2**31) -> None:
+def copy_rows(
+    database: sqlite3.Connection,
+    table: str,
+    key: str,
+    of: str,
+    changed: Mapping[str, str],
+    below: int = 2**31,
+) -> None:
+    """Copy the rows whose `key` is `of` for all `copies` numbered below some number.
+
+    `changed` has columns that differ, as SQL over the table `copies`, of an id and a number each.
+    """
     columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-    # Runs that started one after the other, before the one that they are copies of.
-    changed = {"run_uuid": "copies.id", "start_time": "start_time - 1000 * (copies.number + 1)"}
     values = ", ".join(changed.get(column, f'"{column}"') for column in columns)
     names = ", ".join(f'"{column}"' for column in columns)
     database.execute(
         f"INSERT INTO {table} ({names}) SELECT {values} FROM copies, {table} "
-        "WHERE run_uuid = ? AND copies.number < ?",
-        (run_id, below),
+        f"WHERE {table}.{key} = ? AND copies.number < ?",
+        (of, below),
     )
 
 

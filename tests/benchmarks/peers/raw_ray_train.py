@@ -61,6 +61,12 @@ def read_batches(spec: dict[str, Any], rank: int, world_size: int) -> Iterator[B
         yield make_batch(rows.slice(start, size).combine_chunks(), spec)
 
 
+def endless_batches(spec: dict[str, Any], rank: int, world_size: int) -> Iterator[Batch]:
+    """This rank's batches of one epoch after the other."""
+    while True:
+        yield from read_batches(spec, rank, world_size)
+
+
 def make_batch(rows: pa.Table, spec: dict[str, Any]) -> Batch:
     """Rows of a Parquet table as tensors."""
     sparse = [f for f in spec["features"] if f["type"] != "dense"]
@@ -130,21 +136,31 @@ def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
     )
 
 
+def dense_optimizer(model: nn.Module, spec: dict[str, Any]) -> KeyedOptimizerWrapper:
+    """Adam for what is not in the tables."""
+    dense = spec["optimizer"]["dense"]
+    return KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.Adam(params, lr=dense["lr"], weight_decay=dense["weight_decay"]),
+    )
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean squared error of a batch; its label may be [B] or [B, 1]."""
+    outputs = model(batch.dense, batch.sparse)
+    return nn.functional.mse_loss(outputs, batch.label.view_as(outputs))
+
+
 def train_loop(config: dict[str, Any]) -> None:
     """One worker."""
     torch.set_num_threads(1)
     spec = config["spec"]
     rank = ray.train.get_context().get_world_rank()
     model = build_model(spec)
-    dense = spec["optimizer"]["dense"]
-    optimizer = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda params: torch.optim.Adam(params, lr=dense["lr"], weight_decay=dense["weight_decay"]),
-    )
+    optimizer = dense_optimizer(model, spec)
     for step, batch in enumerate(read_batches(spec, rank, dist.get_world_size()), start=1):
         optimizer.zero_grad()
-        outputs = model(batch.dense, batch.sparse).squeeze(1)
-        nn.functional.mse_loss(outputs, batch.label).backward()
+        loss_of(model, batch).backward()
         optimizer.step()
         if step == 1 and rank == 0:
             Path(config["first_step_path"]).write_text(str(time.time()))

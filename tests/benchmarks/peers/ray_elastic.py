@@ -21,7 +21,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -37,10 +37,14 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.keyed import CombinedOptimizer
 
-from tests.benchmarks.peers.raw_ray_train import Batch, build_model, read_batches
+from tests.benchmarks.peers.raw_ray_train import (
+    build_model,
+    dense_optimizer,
+    endless_batches,
+    loss_of,
+)
 
 OBJECT_STORE_BYTES = 80 * 2**20
 STEPS_UNDER_WAY = 12
@@ -59,37 +63,21 @@ def train_loop(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     model = build_model(spec)
-    optimizer, dense = _optimizers(model, spec)
+    dense = dense_optimizer(model, spec)
+    optimizer = CombinedOptimizer([("sparse", model.fused_optimizer), ("dense", dense)])
     step, read_bytes = _restore(model, optimizer, dense)
     log = _log_of(folder, rank)
     address = ray.util.get_node_ip_address()
     log(event="start", pid=os.getpid(), node=address, step=step, read_bytes=read_bytes)
-    for batch in _endless_batches(spec, rank, world_size):
+    for batch in endless_batches(spec, rank, world_size):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(batch.dense, batch.sparse).squeeze(1), batch.label)
-        loss.backward()
+        loss_of(model, batch).backward()
         optimizer.step()
         step += 1
         if rank == 0:
             log(event="step", step=step, world_size=world_size)
         if step % config["checkpoint_every_steps"] == 0:
             _save(model, optimizer, step, folder, rank)
-
-
-def _endless_batches(spec: dict[str, Any], rank: int, world_size: int) -> Iterator[Batch]:
-    while True:
-        yield from read_batches(spec, rank, world_size)
-
-
-def _optimizers(
-    model: nn.Module, spec: dict[str, Any]
-) -> tuple[CombinedOptimizer, KeyedOptimizerWrapper]:
-    settings = spec["optimizer"]["dense"]
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda params: torch.optim.Adam(params, lr=settings["lr"]),
-    )
-    return CombinedOptimizer([("sparse", model.fused_optimizer), ("dense", dense)]), dense
 
 
 def _save(model: nn.Module, optimizer: Any, step: int, folder: Path, rank: int) -> None:

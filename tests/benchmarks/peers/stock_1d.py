@@ -43,15 +43,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from tests.benchmarks.two_d_workload import (
-    DENSE_LAYERS,
-    EMBEDDING_DIM,
-    FEATURES,
-    NUM_DENSE,
-    OVER_LAYERS,
-    TABLE_ROWS,
-    TABLES,
-)
+from tests.benchmarks.two_d_workload import IN_1D
+from tests.benchmarks.workload import NUM_DENSE, OVER_LAYERS
 from trainer.data.batches import Batch
 
 FP16_WIRE = "fp16_wire"
@@ -87,16 +80,16 @@ class TrainedDlrm(nn.Module):
         tables = [
             EmbeddingBagConfig(
                 name=table,
-                embedding_dim=EMBEDDING_DIM,
-                num_embeddings=TABLE_ROWS,
+                embedding_dim=IN_1D.embedding_dim,
+                num_embeddings=IN_1D.table_rows,
                 feature_names=[feature],
             )
-            for table, feature in zip(TABLES, FEATURES, strict=True)
+            for table, feature in zip(IN_1D.tables, IN_1D.features, strict=True)
         ]
         self.dlrm = DLRM(
             EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
             dense_in_features=NUM_DENSE,
-            dense_arch_layer_sizes=list(DENSE_LAYERS),
+            dense_arch_layer_sizes=list(IN_1D.dense_layers),
             over_arch_layer_sizes=list(OVER_LAYERS),
         )
 
@@ -181,6 +174,6 @@ def _plan(variant: str, network: nn.Module, sharder: EmbeddingBagCollectionShard
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             compute_device="cpu",
         ),
-        constraints=dict.fromkeys(TABLES, only) if types else None,
+        constraints=dict.fromkeys(IN_1D.tables, only) if types else None,
     )
     return planner.collective_plan(network, [sharder], dist.group.WORLD)

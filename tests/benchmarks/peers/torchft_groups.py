@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
@@ -29,10 +28,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 from torchft import Manager, ProcessGroupGloo
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.benchmarks.peers.raw_ray_train import Batch, build_model, read_batches
+from tests.benchmarks.peers.raw_ray_train import (
+    build_model,
+    dense_optimizer,
+    endless_batches,
+    loss_of,
+)
 
 
 def enter_world(config: dict[str, Any], group: int, rank: int) -> None:
@@ -80,12 +83,6 @@ def synced_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in [*tensors, *dense.values()]]
 
 
-def batches(spec: dict[str, Any], worker: int, num_workers: int) -> Iterator[Batch]:
-    """Batches without end."""
-    while True:
-        yield from read_batches(spec, worker, num_workers)
-
-
 def sync(manager: Manager, tensors: list[torch.Tensor]) -> bool:
     """Average all tensors over the groups; whether it counts."""
     manager.start_quorum()
@@ -104,19 +101,15 @@ def train(config: dict[str, Any], group: int, rank: int) -> None:
     spec, num_ranks = config["spec"], config["num_ranks"]
     enter_world(config, group, rank)
     model = build_model(spec)
-    optimizer = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda params: torch.optim.Adam(params, lr=spec["optimizer"]["dense"]["lr"]),
-    )
+    optimizer = dense_optimizer(model, spec)
     manager, tensors = open_manager(config, group, rank), synced_tensors(model)
     log = Path(config["folder"], f"commits-{group}-{rank}.jsonl")
     num_workers = num_ranks * len(config["store_ports"])
-    feed = batches(spec, group * num_ranks + rank, num_workers)
+    feed = endless_batches(spec, group * num_ranks + rank, num_workers)
     for commit in count(1):
         for batch in islice(feed, config["sync_every_steps"]):
             optimizer.zero_grad()
-            outputs = model(batch.dense, batch.sparse).squeeze(1)
-            nn.functional.mse_loss(outputs, batch.label).backward()
+            loss_of(model, batch).backward()
             optimizer.step()
         num_tries = 1
         while not sync(manager, tensors):

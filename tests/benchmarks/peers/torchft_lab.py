@@ -17,12 +17,11 @@ from typing import Any
 from tests.benchmarks.elastic_jobs import (
     HOSTS,
     RANKS_PER_HOST,
-    REPOSITORY,
     SYNC_EVERY_STEPS,
     pause_s,
     peer_spec,
 )
-from tests.benchmarks.report import BenchmarkError
+from tests.benchmarks.report import REPOSITORY, BenchmarkError, run_child
 from tests.harness.wait import free_port
 
 _PACKAGE = "torchft==0.2.0"
@@ -123,13 +122,11 @@ def _wait_for_commits(folder: Path, number: int) -> None:
 def install_torchft(site: Path) -> TorchftLab:
     """Install into the folder `site`; raises `NoTorchftError`."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(site)]
-    for command in ([*pip, "--no-deps", _PACKAGE], [*pip, *_NEEDS]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise NoTorchftError(f"{_PACKAGE} does not install: {done.stderr.strip()[-300:]}")
-    check = [sys.executable, "-c", "import torchft"]
-    variables = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run(check, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NoTorchftError(f"{_PACKAGE} does not import: {done.stderr.strip()[-300:]}")
+    try:
+        run_child(*pip, "--no-deps", _PACKAGE, what=f"installing {_PACKAGE}")
+        run_child(*pip, *_NEEDS, what=f"installing what {_PACKAGE} needs")
+        check = (sys.executable, "-c", "import torchft")
+        run_child(*check, what=f"importing {_PACKAGE}", environment={"PYTHONPATH": str(site)})
+    except BenchmarkError as error:
+        raise NoTorchftError(str(error)) from error
     return TorchftLab(site)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +23,19 @@ from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
-from tests.benchmarks.ne_parity import name_of_scale, variants_of
+from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, read_criteo, rows_of_rank
-from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, spec_of
+from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
-from tests.benchmarks.quality import OUR_NAME, gain_of
-from tests.benchmarks.quality_bootstrap import gain_interval, rmse_of, squares_by_user
+from tests.benchmarks.quality import (
+    OUR_NAME,
+    gain_interval,
+    gain_of,
+    rmse_of,
+    squares_by_user,
+)
 from tests.benchmarks.quality_data import (
     Fold,
     Stars,
@@ -40,15 +48,18 @@ from tests.benchmarks.quality_data import (
 from tests.benchmarks.quality_peers import (
     BiasSettings,
     FactorSettings,
-    bias_rmse,
-    factor_rmse_by_epoch,
-    mean_rmse,
+    bias_errors,
+    factor_errors_by_epoch,
+    mean_errors,
+    rmse,
 )
 from tests.benchmarks.quality_search import SIDES
 from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
 from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
 from tests.benchmarks.two_d_workload import TwoDLayout, make_batches
+from tests.harness.ranks import run_ranks
+from tests.harness.wait import scaled
 from tests.unit.trainer.datasets.criteo.test_prepare import line, write
 from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
 from trainer.datasets.criteo.synthetic import table_sizes
@@ -114,12 +125,6 @@ def test_histories_of_held_out_rows_hold_fitted_movies_only(fold):
     assert (histories["history_movies"] == 1).all()
 
 
-def test_peers_and_session_hold_out_the_same_ratings(fold):
-    files = sorted((fold.prepared / "validation").glob("*.parquet"))
-    ours = pq.ParquetDataset(files).read(["rating"])["rating"].to_numpy()
-    assert sorted(ours) == sorted(fold.held_out.stars)
-
-
 def made_up_fold(rank: int = 2) -> Fold:
     """Ratings of 60 users and 40 movies by biases and `rank` factors, with little noise."""
     rng = np.random.default_rng(0)
@@ -135,13 +140,16 @@ def made_up_fold(rank: int = 2) -> Fold:
 
 def test_biases_beat_the_mean_and_factors_beat_both():
     fold = made_up_fold()
-    bias = bias_rmse(fold, BiasSettings())
+    bias = rmse(bias_errors(fold, BiasSettings()))
     settings = FactorSettings(num_factors=4, lr=0.02, factor_l2=0.01, init_std=0.1, num_epochs=60)
-    factors = [*factor_rmse_by_epoch(fold, settings, seed=0)]
-    assert bias < 0.98 * mean_rmse(fold)
+    factors, again, other = (
+        [rmse(errors) for errors in factor_errors_by_epoch(fold, settings, seed)]
+        for seed in (0, 0, 1)
+    )
+    assert bias < 0.98 * rmse(mean_errors(fold))
     assert factors[-1] < 0.7 * bias
-    assert factors == [*factor_rmse_by_epoch(fold, settings, seed=0)]
-    assert factors != [*factor_rmse_by_epoch(fold, settings, seed=1)]
+    assert factors == again
+    assert factors != other
 
 
 def test_the_gain_is_over_the_best_peer_and_keeps_its_sign():
@@ -282,21 +290,6 @@ def test_batches_hold_the_rows_in_order_by_feature():
     second = rows.ids[SMALL.batch_size : 2 * SMALL.batch_size]
     assert found[1].sparse["category_7"].values().tolist() == second[:, 7].tolist()
     assert found[1].sparse.lengths().eq(1).all()
-
-
-def test_the_last_step_is_always_measured():
-    assert SMALL.evaluation_steps == {2, 4, 6}
-    assert 7 in Settings(num_steps=7, num_evaluations=3).evaluation_steps
-
-
-def test_the_variants_are_the_peer_the_noise_floor_and_every_moment_scale():
-    variants = variants_of(world_size=8, shard_group_size=2)
-    assert [v.moment_scale for v in variants] == [None, 1.0, 4.0, 2.0, 1.0]
-    assert [v.shard_group_size for v in variants] == [8, 8, 2, 2, 2]
-    for variant in variants_of(4, 1)[1:]:
-        spec = spec_of(SMALL, variant)
-        assert spec.moment_scale == variant.moment_scale
-        assert spec.parallelism.shard_group_size == variant.shard_group_size
 
 
 def test_a_gap_is_significant_only_when_its_error_cannot_explain_it():
@@ -462,3 +455,55 @@ def test_where_hosts_cannot_be_emulated_it_skips_with_the_reason(monkeypatch, tm
     assert main(two_d.run, default_pairs=1, description="") == SKIPPED
     assert "emulated hosts need root" in capsys.readouterr().err
     assert not path.exists()
+
+
+ON_RANKS = replace(
+    SMALL,
+    world_size=2,
+    global_batch_size=256,
+    num_steps=4,
+    num_held_out_rows=4096,
+    num_evaluations=2,
+    max_table_rows=100,
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> SeedResult:
+    variants = variants_of(ON_RANKS.world_size, shard_group_size=1)
+    return run_ranks(measure_seed, ON_RANKS.world_size, ON_RANKS, variants, 0)[0]
+
+
+def test_our_engine_in_1d_learns_what_stock_torchrec_learns(trained):
+    assert trained.curves[NOISE].ne == pytest.approx(trained.curves[PEER].ne, rel=1e-6)
+    assert trained.curves[PEER].rows == [512, 1024]
+
+
+def test_every_variant_learns_and_none_beats_the_teacher(trained):
+    for curve in trained.curves.values():
+        assert curve.ne[1] < curve.ne[0]
+        assert curve.ne[1] > trained.teacher_ne
+
+
+def test_the_moment_scale_makes_a_difference_and_the_smaller_one_learns_slower(trained):
+    unscaled, scaled = (trained.curves[name_of_scale(c)].ne[-1] for c in (1, 2))
+    assert unscaled > scaled
+
+
+def test_the_quality_of_every_model_is_measured_on_the_same_rows(tmp_path):
+    source, report = tmp_path / "csv", tmp_path / "report.json"
+    generate_movielens(source, num_ratings=4000, seed=5)
+    arguments = ["--source", str(source), "--seeds", "1", "--json", str(report)]
+    command = [sys.executable, "-m", "tests.benchmarks.quality", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(report.read_text())
+    rmse = {run["model"]: run["rmse"] for run in document["runs"]}
+    assert len(rmse) == 4
+    assert all(0.3 < value < 1.5 for value in rmse.values())
+    gain = document["ratios"]["rmse_gain"]
+    best = min(value for name, value in rmse.items() if name != OUR_NAME)
+    assert gain["value"] == pytest.approx(best - rmse[OUR_NAME])
+    low, high = document["user_bootstrap"]["rmse_gain"]
+    assert low < gain["value"] < high
+    assert document["settings"]["num_held_out"] < document["settings"]["num_fitted"] / 5

@@ -70,7 +70,9 @@ class Life:
         rank = _enter_world(groups, group, incarnation)
         self.training = Training(case_of(groups.num_ranks, **changes))
         self.member = CoordinatorClient(
-            Identity(group, incarnation, rank, groups.num_ranks, HOST), lambda: groups.address, 2.0
+            Identity(group, incarnation, rank, groups.num_ranks, HOST),
+            lambda: groups.address,
+            scaled(2.0),
         )
         self.sync = GroupSync(
             self.training.model,

@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import make_config
-from tests.harness.wait import free_port, scaled
+from tests.harness.wait import free_port, scaled, wait_for
 from tests.integration.elastic import coordinator_cases as cases
 from trainer import failures
 from trainer.coordination.client import CoordinatorClient, Identity
@@ -37,12 +38,7 @@ def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1
     return Identity(group, incarnation, rank, num_ranks, f"host-{group}")
 
 
-def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 30) -> None:
-    timeout_s = scaled(timeout_s)
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not in {timeout_s} s"
-        time.sleep(0.005)
+wait_until = partial(wait_for, poll_s=0.005)
 
 
 class Groups:
@@ -255,16 +251,18 @@ def attempt_of(config: WorkerConfig) -> Attempt:
     return Attempt(context, config.spec, EventWriter(context.files.stream_path("driver")))
 
 
-def hang_after_three_steps(address: str, rank: int, stands_still: bool) -> None:
-    """A worker's process: its heart beats; after three steps its main thread may stand still."""
+def take_steps(address: str, run_index: int, rank: int, num_steps: int, hangs_after: int) -> None:
+    """A worker's process whose main thread stands still after some steps, if they come to that."""
     die_with_parent()
-    member = CoordinatorClient(Identity(0, 4, rank, 2, "127.0.0.2"), lambda: address, scaled(1.0))
+    identity = Identity(0, run_index, rank, 2, "127.0.0.2")
+    member = CoordinatorClient(identity, lambda: address, scaled(1.0))
     member.on_refusal = lambda message: os._exit(70)
-    member.join("initial", "run-4", Ledger(), donor="")
-    for step in range(1, 1000):
-        if step <= 3 or not stands_still:
+    member.join("initial", f"run-{run_index}", Ledger(), donor="")
+    for step in range(1, num_steps + 1):
+        if step <= hangs_after:
             member.progress("train", step, 0.01)
         time.sleep(0.05)
+    member.close()
 
 
 def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
@@ -275,14 +273,14 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     watch = HangMonitor(attempt, "127.0.0.1")
     workers = [
         FORK_SERVER.Process(
-            target=hang_after_three_steps, args=(watch.address, rank, rank == 1), daemon=True
+            target=take_steps, args=(watch.address, 4, rank, 1000, hangs_after), daemon=True
         )
-        for rank in range(2)
+        for rank, hangs_after in enumerate((1000, 3))
     ]
     try:
         for worker in workers:
             worker.start()
-        failure = _look_until_found(watch, 4)
+        failure = wait_until(lambda: watch.look(4), "the hang", 60)
         assert failure.reason == failures.HANG
         assert watch.processes() == {"127.0.0.2": {worker.pid for worker in workers}}
         assert watch.look(5) is None  # the next life has nothing to do with it
@@ -299,26 +297,16 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     assert (found.rank, found.phase) == (1, "train")
 
 
-def train(address: str, rank: int, num_steps: int) -> None:
-    """A worker's process that takes steps and leaves."""
-    die_with_parent()
-    member = CoordinatorClient(Identity(0, 0, rank, 2, "127.0.0.2"), lambda: address, scaled(1.0))
-    member.on_refusal = lambda message: os._exit(70)
-    member.join("initial", "run-0", Ledger(), donor="")
-    for step in range(num_steps):
-        member.progress("train", step, 0.01)
-        time.sleep(0.05)
-    member.close()
-
-
 def test_a_worker_that_has_ended_does_not_end_its_peers(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     attempt = attempt_of(make_config(small_movielens, tmp_path))
     watch = HangMonitor(attempt, "127.0.0.1")
     workers = [
-        FORK_SERVER.Process(target=train, args=(watch.address, rank, 10 + 40 * rank), daemon=True)
-        for rank in range(2)
+        FORK_SERVER.Process(
+            target=take_steps, args=(watch.address, 0, rank, num_steps, num_steps), daemon=True
+        )
+        for rank, num_steps in enumerate((10, 50))
     ]
     try:
         for worker in workers:
@@ -331,15 +319,3 @@ def test_a_worker_that_has_ended_does_not_end_its_peers(
         watch.close()
         for worker in workers:
             worker.kill()
-
-
-def _look_until_found(watch: HangMonitor, run_index: int) -> failures.Failure:
-    found: list[failures.Failure] = []
-
-    def look() -> bool:
-        failure = watch.look(run_index)
-        found.extend([failure] if failure else [])
-        return bool(found)
-
-    wait_until(look, "the hang is found", 60)
-    return found[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
+from tests.harness.wait import wait_for
 from tests.integration.elastic.group_sync_cases import (
     EXCHANGE_TIMEOUT_S,
     Groups,
@@ -127,35 +129,39 @@ def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:
     assert 0 < touched.num_bytes < above.num_bytes
 
 
-def _lose_peers(groups: Groups) -> dict[str, Any]:
-    """Three groups: one dies in the middle of an exchange, one hangs there, one goes on alone."""
+def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:
+    """Three groups: one dies in the middle of an exchange, one hangs there, one goes on alone.
+
+    `gone_on` is there once it has.
+    """
     life = Life(groups, dist.get_rank())
     life.join()
     times_s, reports = [], []
     for commit in range(1, 6):
         life.train() if life.leases else None
         if (life.group, commit) in ((2, 3), (1, 5)):
-            return _fail_in_exchange(life, is_hung=life.group == 1)
+            return _fail_in_exchange(life, gone_on if life.group == 1 else None)
         started = time.perf_counter()
         _, report = life.exchange()
         times_s.append(time.perf_counter() - started)
         reports.append(report)
+    gone_on.touch()
     life.end()
     return {"hashes": life.hashes, "times_s": times_s, "reports": reports}
 
 
-def _fail_in_exchange(life: Life, is_hung: bool) -> dict[str, Any]:
-    """Leave the others waiting: with a closed connection, or with one that stays open."""
+def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
+    """Leave the others waiting: with a closed connection, or an open one until they went on."""
 
     def fail(phase: str, round_: Round) -> None:
-        if phase == "exchange" and is_hung:
-            time.sleep(2.0)
+        if phase == "exchange" and gone_on:
+            wait_for(gone_on.exists, "a commit of the others")
         elif phase == "exchange":
             life.end()
             raise ConnectionError("it died")
 
     life.sync._inject = fail  # type: ignore[method-assign]
-    with pytest.raises(Fenced if is_hung else ConnectionError):
+    with pytest.raises(Fenced if gone_on else ConnectionError):
         life.exchange()
     life.end()
     return {"hashes": life.hashes}
@@ -169,12 +175,15 @@ def _drop_the_hung(coordinator: Coordinator, is_over: threading.Event) -> None:
     coordinator.drop(1, "hang")
 
 
-def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange() -> None:
+def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange(
+    tmp_path: Path,
+) -> None:
     coordinator, is_over = open_coordinator(3), threading.Event()
     dropping = threading.Thread(target=_drop_the_hung, args=(coordinator, is_over))
     dropping.start()
     try:
-        found = run_ranks(_lose_peers, 3, Groups(coordinator.address, 1), fresh=True)
+        groups = Groups(coordinator.address, 1)
+        found = run_ranks(_lose_peers, 3, groups, tmp_path / "gone_on", fresh=True)
     finally:
         is_over.set()
         dropping.join()

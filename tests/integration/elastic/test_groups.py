@@ -57,7 +57,7 @@ def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
         campaign = Campaign(harness, Random(0))
         campaign.begin()
         # Group 0 has voted by the time that group 1 would.
-        harness.inject(_slow(group=1, phase="before_vote", seconds=0.5))
+        harness.inject(_slow(group=1, phase="before_vote", seconds=scaled(0.5)))
         harness.wait_for(lambda: harness.of("struck"), TIMEOUT_S, "group 1 is about to vote")
         campaign.kill_coordinator(down_s=0.2)
         campaign.finish(config)
@@ -112,16 +112,14 @@ def test_a_slow_copy_holds_up_nobody(small_movielens: Path, tmp_path: Path) -> N
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
-        copying = _slow(group=1, phase="join", seconds=1.0).model_copy(update={"incarnation": 1})
-        death = copying.model_copy(update={"kind": "sigkill", "phase": "lookup", "incarnation": 0})
-        harness.inject(death, copying)
-        harness.wait_for(lambda: len(harness.of("struck")) == 2, TIMEOUT_S, "group 1 copies")
+        copying_s = scaled(1.0)
+        _die_and_copy_slowly(harness, group=1, seconds=copying_s)
         began, commit = harness.of("struck")[1]["time"], harness.commit
         campaign.wait_until_over()
         during = [
             number
             for number, at in commit_times(harness.records()).items()
-            if number > commit and at < began + copying.arg
+            if number > commit and at < began + copying_s
         ]
         assert len(during) > 1, "the others committed nothing while a group copied"
         campaign.finish(config)
@@ -133,10 +131,7 @@ def test_a_donor_may_die_while_it_is_copied_from(small_movielens: Path, tmp_path
     with ElasticHarness(config, tmp_path / "harness", 3) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
-        copying = _slow(group=2, phase="join", seconds=0.7).model_copy(update={"incarnation": 1})
-        death = copying.model_copy(update={"kind": "sigkill", "phase": "lookup", "incarnation": 0})
-        harness.inject(death, copying)
-        harness.wait_for(lambda: len(harness.of("struck")) == 2, TIMEOUT_S, "group 2 copies")
+        _die_and_copy_slowly(harness, group=2, seconds=scaled(0.7))
         harness.signal(1)  # the coordinator spares the leader, group 0
         harness.wait_for(lambda: harness.life(1).incarnation == 1, TIMEOUT_S, "the donor is back")
         campaign.wait_until_over()
@@ -146,6 +141,14 @@ def test_a_donor_may_die_while_it_is_copied_from(small_movielens: Path, tmp_path
 def _slow(group: int, phase: str, seconds: float) -> Fault:
     document = {"kind": "slow", "group": group, "rank": 0, "step": 0, "phase": phase}
     return Fault.model_validate(document | {"arg": seconds})
+
+
+def _die_and_copy_slowly(harness: ElasticHarness, group: int, seconds: float) -> None:
+    """Let a group die in its next lookup, and wait until its next life copies."""
+    copying = _slow(group, "join", seconds).model_copy(update={"incarnation": 1})
+    death = copying.model_copy(update={"kind": "sigkill", "phase": "lookup", "incarnation": 0})
+    harness.inject(death, copying)
+    harness.wait_for(lambda: len(harness.of("struck")) == 2, TIMEOUT_S, f"group {group} copies")
 
 
 def test_the_leader_saves_what_is_committed_and_groups_go_on_from_there(

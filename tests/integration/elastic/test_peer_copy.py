@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests.harness.ranks import run_ranks
-from tests.harness.wait import scaled
+from tests.harness.wait import scaled, wait_for
 from tests.integration.elastic.group_sync_cases import (
     HOST,
     Groups,
@@ -70,6 +70,10 @@ def _serve(servers: list[DonorServer], numbers: RowNumbers, group: int = 0) -> s
     return servers[-1].address
 
 
+def _joiner(numbers: RowNumbers, group: int = 1) -> Joiner:
+    return Joiner(_identity(group), numbers, timeout_s=scaled(5))
+
+
 def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
     members = tuple(
         RoundMember(group=group, incarnation=0, weight=0, standing=standing)
@@ -92,10 +96,7 @@ def _copy_all(joiner: Joiner, donor: str) -> None:
 
 
 def _wait_for(joiner: Joiner) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not joiner.is_complete:
-        assert time.monotonic() < deadline, "the copy is not complete"
-        time.sleep(0.002)
+    wait_for(lambda: joiner.is_complete, "a complete copy", 20, poll_s=0.002)
 
 
 def _assert_equal(ours: RowNumbers, theirs: RowNumbers) -> None:
@@ -105,7 +106,7 @@ def _assert_equal(ours: RowNumbers, theirs: RowNumbers) -> None:
 
 def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> None:
     donor, ours = _numbers(), _numbers(seed=1)
-    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner = _joiner(ours)
     joiner.chunk_bytes = 100
     joiner.restart()
     _copy_all(joiner, _serve(servers, donor))
@@ -115,7 +116,7 @@ def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> No
 
 def test_a_missed_commit_starts_the_copy_over(servers: list[DonorServer]) -> None:
     donor, ours = _numbers(), _numbers(seed=1)
-    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner = _joiner(ours)
     address = _serve(servers, donor)
     _copy_all(joiner, address)
     for piece in pieces_of(donor):
@@ -132,7 +133,7 @@ def test_what_followed_the_last_commit_is_copied_again_when_the_donor_is_lost(
     servers: list[DonorServer],
 ) -> None:
     lost, donor, ours = _numbers(seed=1), _numbers(seed=2), _numbers(seed=3)
-    joiner = Joiner(_identity(2), ours, timeout_s=5)
+    joiner = _joiner(ours, group=2)
     joiner.attend(_round(1, _serve(servers, lost), {0: "current", 1: "current", 2: "listening"}))
     _hear(joiner)
     _wait_for(joiner)
@@ -144,7 +145,7 @@ def test_what_followed_the_last_commit_is_copied_again_when_the_donor_is_lost(
 
 def test_nothing_is_taken_from_who_only_listens(servers: list[DonorServer]) -> None:
     ours, before = _numbers(seed=1), _numbers(seed=1)
-    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner = _joiner(ours)
     address = _serve(servers, _numbers(), group=2)
     joiner.attend(_round(1, address, {0: "current", 1: "listening", 2: "listening"}))
     _hear(joiner)
@@ -154,7 +155,7 @@ def test_nothing_is_taken_from_who_only_listens(servers: list[DonorServer]) -> N
 
 
 def test_another_shard_is_refused(servers: list[DonorServer]) -> None:
-    joiner = Joiner(_identity(1), _numbers(num_rows=49), timeout_s=5)
+    joiner = _joiner(_numbers(num_rows=49))
     address = _serve(servers, _numbers())
     with pytest.raises(PeerCopyError, match="all groups of a job must be planned alike"):
         for _ in range(int(DEADLINE_S * 100)):
@@ -164,7 +165,7 @@ def test_another_shard_is_refused(servers: list[DonorServer]) -> None:
 
 def test_the_copy_goes_on_when_its_connection_breaks(servers: list[DonorServer]) -> None:
     donor, ours = _numbers(), _numbers(seed=1)
-    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner = _joiner(ours)
     joiner.chunk_bytes = 100
     joiner.restart()
     fault_injection.arm(0, _slow_join(group=1, by_s=0.02))

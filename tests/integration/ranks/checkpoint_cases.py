@@ -19,6 +19,7 @@ from tests.harness.small_model import (
     make_batch,
     pooled_features,
 )
+from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.checkpoint.state_dict import load_state, state_to_save
 from trainer.layout.layout import Layout
@@ -84,7 +85,7 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
     groups = build_groups(
         Layout(sharding.world_size, sharding.shard_group_size, sharding.placement),
         torch.device("cpu"),
-        timeout_s=30,
+        timeout_s=scaled(30),
         host=f"host-{rank // 2}",
     )
     model, plans = build_parallel_model(spec, groups)

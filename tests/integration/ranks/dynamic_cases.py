@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torchrec import JaggedTensor
 
-from tests.harness.sessions import make_config, snapshot
-from trainer.parallel.mesh import build_groups
+from tests.harness.sessions import make_config, open_session, snapshot
 from trainer.parallel.sharding import ids_by_table, settle
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.training.session import Session
-from trainer.training.worker import layout_of, train
+from trainer.training.worker import train
 
 NUM_ROWS = 64
 # A table of pooled features, and one of a sequence.
@@ -50,8 +49,7 @@ def train_dynamic(config: WorkerConfig) -> dict[str, Any]:
 
     Session.publish = noting  # type: ignore[method-assign]
     try:
-        groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-        session = Session(config, groups)
+        session = open_session(config)
         train(session)
     finally:
         Session.publish = publish  # type: ignore[method-assign]
@@ -64,8 +62,7 @@ def replace_ids(config: WorkerConfig) -> dict[str, float]:
     What is left of these: the largest moment and weight of the rows that have new ids, and of those
     rows before.
     """
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     train(session)
     ids = dict(ids_by_table(session.model))["movies"]
     (shard,) = (each for each in session.model.table_shards() if each.table == "movies")
@@ -86,8 +83,7 @@ def replace_ids(config: WorkerConfig) -> dict[str, float]:
 
 def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
     """Restore from the newest checkpoint only."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     session.restore()
     return {**snapshot(session), "ids": ids_of(session)}
 

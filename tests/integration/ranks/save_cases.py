@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import Sharding, build, held, load, spec_of, train
 from trainer import fault_injection
 from trainer.checkpoint.manager import CheckpointManager, TrainState
@@ -24,8 +25,9 @@ from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.protocol import events
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.storage import Location
 
-SLOW_S = 0.5
+SLOW_S = scaled(0.5)
 
 
 def config_of(sharding: Sharding, run_dir: Path, **checkpoint: Any) -> WorkerConfig:
@@ -48,7 +50,7 @@ class Saver:
         """For a job on all ranks, which are one sharding group."""
         size = dist.get_world_size()
         layout = Layout(size, size, "intra_host")
-        groups = build_groups(layout, torch.device("cpu"), timeout_s=30, host="host")
+        groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
         config = config_of(Sharding(size, size, ("row_wise",)), run_dir, **checkpoint)
         said: list[events.Event] = []
         return cls(CheckpointManager(config, groups, said.append), said, groups)
@@ -138,33 +140,33 @@ def close_in_the_middle(run_dir: Path) -> int:
     return len(list_committed(RunDir(run_dir).checkpoints_dir))
 
 
-def _flip(path: Path, place: float = 0.5) -> None:
-    content = bytearray(path.read_bytes())
+def _flip(file: Location, place: float = 0.5) -> None:
+    content = bytearray(file.read_bytes())
     content[int(len(content) * place)] ^= 1
-    path.write_bytes(content)
+    file.write_bytes(bytes(content))
 
 
-def _largest(folder: Path) -> Path:
-    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+def _largest(folder: Location) -> Location:
+    return max(folder.list(), key=lambda file: file.size_bytes())
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def _truncate(file: Location) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Location], None]] = {
     "flipped bit": lambda folder: _flip(_largest(folder)),
     "truncated file": lambda folder: _truncate(_largest(folder)),
-    "missing file": lambda folder: _largest(folder).unlink(),
+    "missing file": lambda folder: _largest(folder).delete(),
     "empty file": lambda folder: _largest(folder).write_bytes(b""),
     "flipped bit in the metadata": lambda folder: _flip(folder / ".metadata"),
-    "missing metadata": lambda folder: (folder / ".metadata").unlink(),
+    "missing metadata": lambda folder: (folder / ".metadata").delete(),
     "torn marker": lambda folder: _truncate(folder / COMMIT_MARKER),
     "flipped bit in the marker": lambda folder: _flip(folder / COMMIT_MARKER, 0.1),
     "empty marker": lambda folder: (folder / COMMIT_MARKER).write_bytes(b""),
-    "missing marker": lambda folder: (folder / COMMIT_MARKER).unlink(),
+    "missing marker": lambda folder: (folder / COMMIT_MARKER).delete(),
 }
-"""What may happen to a checkpoint, by name."""
+"""What may happen to a checkpoint on disk or in an object store, by name."""
 
 
 def damage_and_look(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -176,7 +178,7 @@ def damage_and_look(run_dir: Path) -> Iterator[dict[str, Any]]:
         copy = run_dir / str(number)
         if dist.get_rank() == 0:
             shutil.copytree(run_dir / "whole", copy)
-            damage(list_committed(RunDir(copy).checkpoints_dir)[-1].path)
+            damage(Location.parse(list_committed(RunDir(copy).checkpoints_dir)[-1].path))
         dist.barrier()
         looking = Saver.open(copy)
         found = looking.checkpoints.newest()

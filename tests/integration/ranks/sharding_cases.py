@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,12 +22,14 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
 from tests.harness.small_model import dlrm_spec
+from tests.harness.wait import scaled
 from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups, form_node_groups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
 from trainer.parallel.sharding import sharders
+from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
 DIM = 16
@@ -144,37 +147,34 @@ def _reduce(sequence: JaggedTensor, num_rows: int) -> torch.Tensor:
     return shares.new_zeros(num_rows, DIM).index_add(0, rows, shares)
 
 
+def _configs(
+    kind: Callable[..., Any], tables: dict[str, int], features: dict[str, str], data_type: str
+) -> list[Any]:
+    return [
+        kind(
+            num_embeddings=rows,
+            embedding_dim=DIM,
+            name=name,
+            data_type=_DATA_TYPES[data_type],
+            feature_names=[feature for feature, table in features.items() if table == name],
+        )
+        for name, rows in tables.items()
+    ]
+
+
 class Lookups(nn.Module):
     """An EmbeddingBagCollection and an EmbeddingCollection side by side."""
 
     def __init__(self, case: ShardingCase) -> None:
         super().__init__()
-        meta, data_type = torch.device("meta"), _DATA_TYPES[case.data_type]
+        meta = torch.device("meta")
         self.pooled = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    num_embeddings=rows,
-                    embedding_dim=DIM,
-                    name=name,
-                    data_type=data_type,
-                    feature_names=[f for f, table in POOLED.items() if table == name],
-                )
-                for name, rows in POOLED_TABLES.items()
-            ],
+            _configs(EmbeddingBagConfig, POOLED_TABLES, POOLED, case.data_type),
             is_weighted=case.weighted,
             device=meta,
         )
         self.sequences = EmbeddingCollection(
-            [
-                EmbeddingConfig(
-                    num_embeddings=rows,
-                    embedding_dim=DIM,
-                    name=name,
-                    data_type=data_type,
-                    feature_names=[f for f, table in SEQUENCES.items() if table == name],
-                )
-                for name, rows in SEQUENCE_TABLES.items()
-            ],
+            _configs(EmbeddingConfig, SEQUENCE_TABLES, SEQUENCES, case.data_type),
             device=meta,
         )
         self.head = Head()
@@ -259,7 +259,7 @@ def form_groups(case: ShardingCase, device: torch.device = _CPU) -> MeshGroups:
     """The groups of `case` around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, device, timeout_s=30, host=site.host)
+    return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
 
 
 def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
@@ -330,3 +330,91 @@ def _gather(model: TwoDParallel, what: Literal["weight", "moment"]) -> dict[str,
         for name, table in model.data_parallel_tables().items():
             tables[name] = table.detach().clone()
     return tables
+
+
+class Reference:
+    """Trains `case` in one process as M whole copies of plain tensors, by the formulas.
+
+    From the `plans` it takes where column shards begin and end, and nothing else: a row-wise
+    moment is a mean over the columns of its shard.
+    """
+
+    def __init__(self, case: ShardingCase, plans: list[events.TablePlan]) -> None:
+        self.case = case
+        self.groups = case.mesh.sharding_groups
+        self.columns = {
+            plan.name: sorted({(s.column_offset, s.num_columns) for s in plan.shards})
+            for plan in plans
+        }
+        self.head = Head()
+        self.tables = [{name: initial_table(name) for name in TABLES} for _ in self.groups]
+        self.moments = [
+            {name: torch.zeros_like(table) for name, table in copy.items()} for copy in self.tables
+        ]
+
+    def run(self) -> None:
+        """Train all copies, averaging weights and moments at each sync."""
+        for step in range(1, self.case.num_steps + 1):
+            self._step(step)
+            if step % self.case.sync_every == 0:
+                _average_copies(self.tables)
+                _average_copies(self.moments)
+
+    def _step(self, step: int) -> None:
+        head_grad = torch.zeros_like(self.head.weight)
+        for copy, ranks in enumerate(self.groups):
+            leaves = {n: t.clone().requires_grad_() for n, t in self.tables[copy].items()}
+            losses = [self._loss(leaves, *make_rows(self.case, step, rank)) for rank in ranks]
+            *grads, to_head = torch.autograd.grad(
+                torch.stack(losses).sum(), [*leaves.values(), self.head.weight]
+            )
+            for name, grad in zip(leaves, grads, strict=True):
+                self._update(copy, name, grad / len(ranks))
+            head_grad += to_head
+        with torch.no_grad():
+            self.head.weight -= DENSE_LR * head_grad / self.case.world_size
+
+    def _loss(
+        self,
+        tables: dict[str, torch.Tensor],
+        pooled: KeyedJaggedTensor,
+        sequences: KeyedJaggedTensor,
+        label: torch.Tensor,
+    ) -> torch.Tensor:
+        bags = [
+            nn.functional.embedding_bag(
+                pooled[feature].values(),
+                tables[table],
+                pooled[feature].offsets().long()[:-1],
+                mode="sum",
+                per_sample_weights=pooled[feature].weights() if self.case.weighted else None,
+            )
+            for feature, table in POOLED.items()
+        ]
+        vectors = [
+            JaggedTensor(tables[table][sequences[f].values()], lengths=sequences[f].lengths())
+            for f, table in SEQUENCES.items()
+        ]
+        return self.head(bags, vectors, label)
+
+    @torch.no_grad()
+    def _update(self, copy: int, name: str, grad: torch.Tensor) -> None:
+        """Algorithm 1 of the paper with c = M: w -= lr / (sqrt(v / c) + eps) * g."""
+        table, moment = self.tables[copy][name], self.moments[copy][name]
+        if self.case.optimizer == "sgd":
+            table -= LR * grad
+            return
+        if self.case.optimizer == "adagrad":
+            moment += grad.square()
+        else:
+            for start, width in self.columns[name]:
+                shard = slice(start, start + width)
+                moment[:, shard] += grad[:, shard].square().mean(dim=1, keepdim=True)
+        table -= LR / ((moment / len(self.groups)).sqrt() + EPS) * grad
+
+
+def _average_copies(copies: list[dict[str, torch.Tensor]]) -> None:
+    for name in copies[0]:
+        mean = torch.stack([copy[name] for copy in copies]).mean(dim=0)
+        for copy in copies:
+            copy[name] = mean.clone()

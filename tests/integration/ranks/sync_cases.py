@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.small_model import dlrm_spec
+from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
@@ -166,13 +167,10 @@ def make_batch(case: SyncCase, step: int, rank: int, copy: int) -> Batch:
     generator = torch.Generator().manual_seed(case.seed * 7919 + step * 101 + rank)
     count = case.batch_size
     max_bag = 0 if idle else case.max_bag
-    return Batch(
+    return plain_batch(
         dense=torch.randn(count, 1, generator=generator),
         sparse=_ids(case, case.pooled, max_bag, generator),
         label=torch.rand(count, 1, generator=generator),
-        label_offset=torch.zeros(count, 1),
-        label_scale=torch.ones(count, 1),
-        weight=torch.ones(count),
         sequences=_ids(case, case.sequences, max_bag, generator) if case.sequences else None,
     )
 
@@ -200,7 +198,7 @@ class Training:
         self.spec = spec_of(case)
         layout = Layout(case.world_size, case.shard_group_size, case.placement)
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=30, host="host")
+        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
         self.model, _ = build_parallel_model(self.spec, self.groups)
         self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
         self.copy = next(

@@ -20,24 +20,21 @@ from tests.harness.sessions import (
     load_session,
     make_config,
     next_run,
+    told,
     train_session,
 )
 from trainer.checkpoint.save_load import list_committed
+from trainer.protocol.events import Metrics, Note, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
 
 
-def _events(run_dir: Path, stream: str) -> list[dict]:
-    path = RunDir(run_dir).attempt("job-test-a0").stream_path(stream)
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _metrics_at(run_dir: Path, stream: str, step: int) -> dict[str, float]:
+def _metrics_at(run_dir: Path, step: int) -> dict[str, float]:
+    """What was told of a step last."""
     values: dict[str, float] = {}
-    for event in _events(run_dir, stream):
-        if event["kind"] == "metrics" and event["step"] == step:
-            values |= event["values"]
+    for report in told(run_dir, Metrics):
+        values |= report.values if report.step == step else {}
     return values
 
 
@@ -52,8 +49,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
     with pytest.raises(AssertionError, match="failed"):
         run_ranks(crash_after, 4, cut, 9, fresh=True)
     resumed = run_ranks(train_session, 4, next_run(cut))
-    started = next(e for e in _events(tmp_path / "cut", "workers-1") if "resumed_step" in e)
-    assert started["resumed_step"] == 8
+    assert told(tmp_path / "cut", WorkersStarted)[-1].resumed_step == 8
     reached, wanted = resumed[0]["state"], straight[0]["state"]
     assert (reached.step, reached.position) == (wanted.step, wanted.position)
     assert reached.rows_trained == wanted.rows_trained
@@ -61,10 +57,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
     expected = assemble(straight)
     for name, table in assemble(resumed).items():
         torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
-    after, without = (
-        _metrics_at(tmp_path / run, stream, 10)
-        for run, stream in (("cut", "workers-1"), ("whole", "workers-0"))
-    )
+    after, without = (_metrics_at(tmp_path / run, 10) for run in ("cut", "whole"))
     for name in ("train/loss", "train/rmse"):
         assert after[name] == pytest.approx(without[name], rel=1e-6), name
 
@@ -129,9 +122,9 @@ def test_another_job_starts_warm_and_then_from_its_own_checkpoints(
     for name, table in assemble(started).items():
         scale = 0.5 if "momentum" in name else 1  # one copy instead of two
         assert torch.equal(table, expected[name] * scale), name
-    (note,) = [e["message"] for e in _events(tmp_path, "workers-0") if e["kind"] == "note"]
-    assert "warm start from checkpoint" in note
-    assert str(run_dir) in note
+    (note,) = told(tmp_path, Note)
+    assert "warm start from checkpoint" in note.message
+    assert str(run_dir) in note.message
     own = make_config(small_movielens, run_dir, "checkpoint.warm_start.path=/nowhere", run_index=1)
     assert run_ranks(load_session, 4, own)[0]["state"].step == 12
 
@@ -175,8 +168,8 @@ def test_a_full_disk_fails_clearly_and_keeps_what_was_saved(
     longer = make_config(small_movielens, small_disk, *SHORT, "training.max_steps=24", run_index=1)
     with pytest.raises(AssertionError, match="MB free at"):
         run_ranks(train_session, 4, longer)
-    warnings = [e for e in _events(small_disk, "workers-1") if e.get("level") == "error"]
-    assert warnings, "a periodic save that failed is said, and training goes on"
+    errors = [note for note in told(small_disk, Note) if note.level == "error"]
+    assert errors, "a periodic save that failed is said, and training goes on"
     loaded = run_ranks(load_session, 4, next_run(longer))
     assert loaded[0]["state"].step == 12
 

@@ -14,6 +14,7 @@ from tests.conftest import REPO
 from tests.harness.files import digest
 from tests.harness.object_store import run_object_store
 from tests.harness.ranks import run_ranks
+from tests.harness.sessions import open_session
 from trainer.data.manifest import load_manifest
 from trainer.datasets.cli import app
 from trainer.datasets.criteo.prepare import prepare_criteo
@@ -22,13 +23,11 @@ from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_c
 from trainer.datasets.inspect import inspect_data
 from trainer.datasets.profile import find_data
 from trainer.errors import SourceMissingError
-from trainer.parallel.mesh import build_groups
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 from trainer.spec.resolve import size_tables
 from trainer.storage import Location
-from trainer.training.session import Session
-from trainer.training.worker import layout_of, train
+from trainer.training.worker import train
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +86,7 @@ def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
     spec = size_tables(
         load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data).vocab_sizes
     )
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
-    return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
+    return train(open_session(WorkerConfig(spec, run_dir, "job-test-a0", 0)))
 
 
 @pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])
@@ -113,8 +111,7 @@ def train_suggested(data: Path, run_dir: Path) -> dict[str, float]:
     document = yaml.safe_load((EXAMPLES / "criteo-dcn.yaml").read_text()) | parts
     overrides = [f"data.path={data}", f"model.dense_arch.layer_sizes=[64, {dim}]", *SHORT]
     spec = load_spec(yaml.safe_dump(document), overrides)
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
-    return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
+    return train(open_session(WorkerConfig(spec, run_dir, "job-test-a0", 0)))
 
 
 def test_raw_columns_in_parquet_are_trained_on_as_inspect_suggests(raw, tmp_path):

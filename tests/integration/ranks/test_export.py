@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +28,30 @@ from tests.harness.builders import checkpoint
 from tests.harness.chaos import elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import make_config
-from tests.harness.wait import free_port
+from tests.harness.sessions import make_config, open_session
+from tests.harness.wait import free_port, scaled, wait_for
 from tests.unit.trainer.export.export_case import make_spec, rows, write_data, write_run
 from trainer.data.batches import validation_batches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
 from trainer.export.exporter import ExportRequest, export
 from trainer.export.predict import predict
-from trainer.parallel.mesh import build_groups
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.training.session import Session
-from trainer.training.worker import layout_of, train
+from trainer.training.worker import train
 
 SHORT = ("training.max_steps=20", "checkpoint.every_steps=20", "training.validate_every_steps=20")
 
 
 def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
     """Train to the end; what this rank's model predicts in stars for its share of the rows."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     metrics = train(session)
     spec, folder = config.spec, Path(config.spec.data.path) / "validation"
     source = ParquetSource(folder, [column.name for column in columns_of(spec).columns])
     found = []
     session.model.eval()
-    for batch in validation_batches(source, spec, groups.rank, groups.layout.world_size):
+    for batch in validation_batches(source, spec, session.groups.rank, session.world_size):
         with torch.no_grad():
             outputs = session.model(batch)[1]
         stars = outputs * batch.label_scale + batch.label_offset
@@ -64,15 +61,11 @@ def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
     return {"rows": np.concatenate(found), "metrics": metrics}
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str) -> None:
-    for _ in range(600):
-        assert process.poll() is None, "the scorer ended"
-        try:
-            if httpx.get(f"{url}/healthz", timeout=2).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError("the scorer never answered")
+def answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    assert process.poll() is None, "the scorer ended"
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/healthz", timeout=scaled(2)).is_success
+    return False
 
 
 def score_over_http(folder: Path, table: pa.Table) -> list[float]:
@@ -83,10 +76,10 @@ def score_over_http(folder: Path, table: pa.Table) -> list[float]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_until_up(process, url)
+            wait_for(lambda: answers(process, url), "an answer of the scorer", 60)
             found = []
             for part in (rows[:100], rows[100:]):
-                answer = httpx.post(f"{url}/v1/predict", json={"rows": part}, timeout=60)
+                answer = httpx.post(f"{url}/v1/predict", json={"rows": part}, timeout=scaled(60))
                 assert answer.status_code == 200, answer.text
                 found += [row["rating"] for row in answer.json()["predictions"]]
             return found
@@ -133,23 +126,15 @@ def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded
         answer = http.post("/v1/jobs", json={"spec": spec.model_dump(mode="json")})
         job_id = answer.json()["id"]
         write_run(settings.runs_dir / job_id, spec, 7)
-        wait_for(lambda: bool(store.list_attempts(job_id)))
+        wait_for(lambda: store.list_attempts(job_id), "the attempt")
         store.append_events(f"{job_id}-a0", batch_of(checkpoint(7)), time.time())
         with ShardloomClient(str(http.base_url), transport=http._transport) as client:
             asked = client.request_export(job_id, checkpoint="7", quantize="fp16")
-            done = client.wait_for_export(job_id, asked.id, timeout_s=120)
+            done = client.wait_for_export(job_id, asked.id, timeout_s=scaled(120))
             folder = client.download_export(job_id, asked.id, tmp_path / "out")
     assert done.report is not None
     assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
     assert len(predict(folder, rows())["stars"]) == done.report["num_rows"]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came")
 
 
 @pytest.mark.slow

@@ -104,10 +104,10 @@ def _take_in(meter: TaskMeter, seed: int, loss: str) -> None:
     meter.update(batch, loss_of(batch, outputs), outputs)
 
 
-def all_rows(report: int, is_binary: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def all_rows(report: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, labels) of every real row of one report of three ranks, normalised."""
     pairs = [
-        batch_of(rank, report * NUM_BATCHES + step, is_binary)
+        batch_of(rank, report * NUM_BATCHES + step, is_binary=False)
         for rank in range(3)
         for step in range(NUM_BATCHES)
     ]
@@ -120,20 +120,12 @@ def all_rows(report: int, is_binary: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def test_regression_metrics_are_in_the_label_unit_and_skip_padding() -> None:
     for reports in run_ranks(measure, 3, 3, "mse"):
         for index, values in enumerate(reports):
-            outputs, labels = all_rows(index, is_binary=False)
+            outputs, labels = all_rows(index)
             errors = 0.5 * (outputs - labels)
             assert values["train/rmse"] == pytest.approx(errors.square().mean().sqrt().item())
             assert values["train/mae"] == pytest.approx(errors.abs().mean().item())
             expected_loss = (outputs - labels).square().mean().item()
             assert values["train/loss"] == pytest.approx(expected_loss)
-
-
-def test_normalized_entropy_and_auc_are_over_all_ranks() -> None:
-    for reports in run_ranks(measure, 3, 3, "bce"):
-        for index, values in enumerate(reports):
-            outputs, labels = all_rows(index, is_binary=True)
-            assert values["train/ne"] == pytest.approx(normalized_entropy(outputs, labels), 1e-4)
-            assert values["train/auc"] == pytest.approx(auc(outputs, labels), abs=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["mse", "bce"])
@@ -143,20 +135,6 @@ def test_a_meter_goes_on_at_another_number_of_ranks(loss: str) -> None:
     for resumed, came_along in run_ranks(measure_from, 2, states[0], loss):
         assert came_along
         assert resumed == pytest.approx(whole, rel=1e-9)
-
-
-def normalized_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Cross entropy over that of always predicting the base rate."""
-    cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-    base = labels.mean()
-    entropy = -(base * base.log() + (1 - base) * (1 - base).log())
-    return (cross / entropy).item()
-
-
-def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of (positive, negative) pairs in the right order."""
-    positives, negatives = logits[labels == 1], logits[labels == 0]
-    return (positives[:, None] > negatives[None, :]).float().mean().item()
 
 
 TASKS = (

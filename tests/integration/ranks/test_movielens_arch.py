@@ -1,25 +1,26 @@
-"""Arch `movielens` in whole sessions on gloo ranks: 2D equals 1D, resume, early stopping."""
+"""The MovieLens examples in whole sessions on gloo ranks: 2D equals 1D, resume, early stopping."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import REPO
 from tests.harness.elastic import ElasticHarness
+from tests.harness.elastic_checks import check_copies
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assemble, next_run, train_restored
+from tests.harness.sessions import assemble, assert_alike, next_run, told, train_restored
+from tests.harness.wait import scaled
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.manifest import load_manifest
+from trainer.protocol.events import Metrics, Note, Progress
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.spec import validate_spec
+from trainer.spec import load_spec, validate_spec
 from trainer.spec.parse import apply_overrides, parse_document
 from trainer.spec.resolve import size_tables
 
@@ -69,16 +70,6 @@ def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dic
     return ranks
 
 
-def assert_alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """All tables and the dense part agree to rounding."""
-    tables, expected = assemble(found), assemble(wanted)
-    assert set(tables) == set(expected)
-    for name, table in tables.items():
-        torch.testing.assert_close(table, expected[name], atol=2e-6, rtol=0, msg=name)
-    for name, value in found[0]["dense"].items():
-        torch.testing.assert_close(value, wanted[0]["dense"][name], atol=2e-6, rtol=0, msg=name)
-
-
 def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
     small_movielens: Path, tmp_path: Path
 ) -> None:
@@ -119,14 +110,11 @@ def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
     assert ranks[0]["metrics"]["train/loss"] > 0
     (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
     assert saved.commit.step == 24
-    stream = RunDir(tmp_path).attempt(config.attempt_id).stream_path(config.stream)
-    told = [json.loads(line) for line in stream.read_bytes().splitlines()]
-    notes = [event["message"] for event in told if event["kind"] == "note"]
-    assert any("early stopping at step 24: 2 validations in a row" in note for note in notes)
-    progress = [event for event in told if event["kind"] == "progress"][-1]
-    assert (progress["step"], progress["total_steps"]) == (24, 24)
-    metrics = [event for event in told if event["kind"] == "metrics"]
-    reported = [event["step"] for event in metrics if "train/loss" in event["values"]]
+    ending = "early stopping at step 24: 2 validations in a row"
+    assert any(ending in note.message for note in told(tmp_path, Note))
+    progress = told(tmp_path, Progress)[-1]
+    assert (progress.step, progress.total_steps) == (24, 24)
+    reported = [each.step for each in told(tmp_path, Metrics) if "train/loss" in each.values]
     assert reported == [20, 24], "also what came after the last report that was due"
     again = run_ranks(train_restored, 2, next_run(config))
     assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
@@ -145,8 +133,8 @@ def test_independent_groups_accumulate_and_end_early_together(
         "data.batch_size=16",
         *TWO_COPIES,
         "parallelism.placement=inter_host",
-        "recovery.heartbeat_timeout_s=4",
-        "recovery.exchange_timeout_s=4",
+        f"recovery.heartbeat_timeout_s={scaled(4)}",
+        f"recovery.exchange_timeout_s={scaled(4)}",
         *STANDING_STILL,
     )
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
@@ -155,11 +143,51 @@ def test_independent_groups_accumulate_and_end_early_together(
     last = max(committed, key=lambda record: record["commit"])
     assert last["plateau"]["num_validations"] == 2
     assert last["metrics"]["validation/rmse"] > 0
-    by_commit: dict[int, set[str]] = {}
-    for record in committed:
-        if record["standing"] == "current":
-            by_commit.setdefault(record["commit"], set()).add(record["hash"])
-    assert all(len(hashes) == 1 for hashes in by_commit.values()), "copies are equal"
+    assert check_copies(committed) > 0
     newest = list_committed(RunDir(tmp_path / "run").checkpoints_dir)[-1]
     assert newest.commit.plateau is not None
     assert newest.commit.plateau.num_validations == 2
+
+
+SEQUENCES = REPO / "examples" / "movielens-sequence.yaml"
+# The disliked history becomes every rated movie, weighed by how the user rated it.
+WEIGHTED = (
+    "features[5].column=history_movies",
+    "features[5].weights_column=history_ratings",
+)
+SHORT = (
+    "data.batch_size=32",
+    "training.max_steps=12",
+    "training.report_every_steps=5",
+    "training.validate_every_steps=12",
+    "checkpoint.every_steps=6",
+    "optimizer.schedule.warmup_steps=2",
+    "parallelism.divergence_check.every_syncs=1",
+)
+
+
+def sequence_config(data: Path, run_dir: Path) -> WorkerConfig:
+    """The example with weights, on small data."""
+    spec = load_spec(SEQUENCES.read_text(), [f"data.path={data}", *SHORT, *WEIGHTED])
+    return WorkerConfig(
+        size_tables(spec, load_manifest(data).vocab_sizes), run_dir, "job-test-a0", 0
+    )
+
+
+def test_the_sequence_example_with_weights_resumes_to_the_same_result(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = sequence_config(small_movielens, tmp_path)
+    straight = run_ranks(train_restored, 4, config)
+    halfway, end = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert (halfway.commit.step, end.commit.step) == (6, 12)
+    shutil.rmtree(end.path)
+    resumed = run_ranks(train_restored, 4, next_run(config))
+    assert resumed[0]["resumed_step"] == 6
+    assert resumed[0]["state"].position == straight[0]["state"].position
+    assert_alike(resumed, straight)
+    moved = set.union(*(rank["moved"] for rank in straight))
+    assert moved == {"users", "movies", "genres", "tokens", "liked_movies", "disliked_movies"}
+    (query,) = [v for name, v in straight[0]["dense"].items() if name.endswith("query")]
+    assert query.abs().sum() > 0, "the query starts at 0 and must have learned"
+    assert straight[0]["metrics"]["validation/rmse"] < 2

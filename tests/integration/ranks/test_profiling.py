@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import make_config, train_session
+from tests.harness.sessions import make_config, told, train_session
 from tests.harness.small_model import Case, form_groups, make_batch, spec_of
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.protocol.events import read_record
+from trainer.protocol.events import Metrics, Note, TraceWritten
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.training.metrics import gather_across_ranks, phase_metrics
 from trainer.training.profiling import PHASES, ForwardPhases, PhaseTimes, clock_of
@@ -72,15 +72,6 @@ def run_dir(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     yield folder
 
 
-def _events(run_dir: Path, kind: str) -> list[Any]:
-    records = [
-        read_record(line, now=0.0)
-        for path in _attempt(run_dir).stream_paths()
-        for line in path.read_bytes().splitlines()
-    ]
-    return [record for record in records if record.kind == kind]
-
-
 def _names(path: Path) -> dict[str, int]:
     """How often each range occurs in a trace."""
     with gzip.open(path) as file:
@@ -93,9 +84,9 @@ def _names(path: Path) -> dict[str, int]:
 
 
 def test_each_trace_is_announced_once_with_what_it_holds(run_dir: Path) -> None:
-    written = [(e.rank, e.step, e.num_steps) for e in _events(run_dir, "trace_written")]
+    written = [(e.rank, e.step, e.num_steps) for e in told(run_dir, TraceWritten)]
     assert sorted(written) == [(0, 3, 2), (1, 3, 2), (1, 12, 2)]
-    for event in _events(run_dir, "trace_written"):
+    for event in told(run_dir, TraceWritten):
         path = Path(event.path)
         assert path.parent == _attempt(run_dir).traces_dir
         assert path.stat().st_size == event.size_bytes < 5_000_000
@@ -118,7 +109,7 @@ def test_a_trace_shows_steps_and_phases(
 
 
 def test_a_bad_request_is_refused_in_a_note_that_names_its_faults(run_dir: Path) -> None:
-    (note,) = [e for e in _events(run_dir, "note") if "request for a trace" in e.message]
+    (note,) = [e for e in told(run_dir, Note) if "request for a trace" in e.message]
     assert note.level == "warning"
     assert "id:" in note.message
     assert "num_steps:" in note.message
@@ -129,7 +120,7 @@ def test_an_answered_request_stays_for_workers_that_start_anew(run_dir: Path) ->
 
 
 def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
-    reports = [e.values for e in _events(run_dir, "metrics") if "train/loss" in e.values]
+    reports = [e.values for e in told(run_dir, Metrics) if "train/loss" in e.values]
     assert len(reports) == 3
     for values in reports:
         assert {f"phase/{phase}_s" for phase in PHASES} <= values.keys()
@@ -138,11 +129,10 @@ def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
 
 
 NUM_STEPS = 4
-IN_FORWARD = ("input_dist", "lookup", "output_dist", "dense")
 
 
 def measure_steps(sharding: tuple[str, ...]) -> dict[str, Any]:
-    """Metrics of a few steps, this rank's seconds in and around the forward passes, and the log."""
+    """Metrics of a few steps, the seconds that they took, and the phases that were entered."""
     case = Case(2, 2, sharding=sharding)
     groups = form_groups(case)
     spec = spec_of(case)
@@ -156,13 +146,10 @@ def measure_steps(sharding: tuple[str, ...]) -> dict[str, Any]:
     times.enter = lambda phase: (entered.append(phase), enter(phase))  # type: ignore[method-assign]
     times.restart()
     started = time.perf_counter()
-    forward_s = 0.0
     for step in range(1, NUM_STEPS + 1):
         optimizers.begin_step(step, NUM_STEPS)
-        forward_started = time.perf_counter()
         with times.during("dense"):
             loss, _ = model(make_batch(step, groups.rank, case.batch_size))
-        forward_s += time.perf_counter() - forward_started
         with times.during("backward"):
             loss.backward()
         with times.during("optimizer"):
@@ -174,7 +161,6 @@ def measure_steps(sharding: tuple[str, ...]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "elapsed_s": time.perf_counter() - started,
-        "forward_s": forward_s,
         "entered": entered,
         "gathered": gather_across_ranks([float(dist.get_rank()), 5.0], groups.device),
     }
@@ -196,15 +182,6 @@ def test_phases_are_seen_and_take_no_more_than_the_time_that_passed(
         assert {phase for phase, value in seconds.items() if value <= 0} == never
         longest_s = max(other["elapsed_s"] for other in measured)
         assert sum(seconds.values()) * NUM_STEPS <= longest_s
-
-
-@pytest.mark.slow
-def test_phases_inside_the_forward_pass_add_up_to_it(measured: list[dict[str, Any]]) -> None:
-    mean_s = sum(rank["forward_s"] for rank in measured) / len(measured)
-    metrics = measured[0]["metrics"]
-    inside_s = sum(metrics[f"phase/{phase}_s"] for phase in IN_FORWARD) * NUM_STEPS
-    # The rest is a `with` statement per step.
-    assert inside_s == pytest.approx(mean_s, rel=0.05, abs=2e-4)
 
 
 @pytest.mark.slow

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import make_config, next_run, train_session
+from tests.harness.sessions import make_config, next_run, open_session, told, train_session
 from trainer import failures
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.manifest import load_manifest
 from trainer.fault_injection import VARIABLE
 from trainer.parallel.divergence import DivergenceGuard
-from trainer.parallel.mesh import build_groups
 from trainer.protocol import requests
 from trainer.protocol.events import (
     Divergence,
@@ -31,13 +30,11 @@ from trainer.protocol.events import (
     Note,
     RowsQuarantined,
     RowsSkipped,
-    read_record,
 )
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.training.session import Session
-from trainer.training.worker import layout_of, prepare_process, run_worker
+from trainer.training.worker import prepare_process, run_worker
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
 UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
@@ -48,14 +45,6 @@ QUARANTINE = (
     "data.on_bad_rows=quarantine",
 )
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
-
-
-def told(config: WorkerConfig, kind: type[Any]) -> list[Any]:
-    """Records of one kind that the streams of a job hold, over all ranks."""
-    streams = RunDir(config.run_dir).attempt(config.attempt_id).root.rglob("*.jsonl")
-    lines = [line for path in streams for line in path.read_bytes().splitlines()]
-    records = [read_record(line, now=0.0) for line in lines]
-    return [record for record in records if isinstance(record, kind)]
 
 
 def run_into_nan(config: WorkerConfig) -> tuple[str, str]:
@@ -92,7 +81,7 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
     assert "training.on_non_finite: skip" in ranks[0]["failed"][1]
     assert {rank["first"][0] for rank in ranks} == {failures.ROWS_SKIPPED}
     # Reports come every 5 steps of 4 x 32 rows: the loss was finite at step 10, NaN by 15.
-    (skipped,) = told(config, RowsSkipped)
+    (skipped,) = told(config.run_dir, RowsSkipped)
     assert (skipped.epoch, skipped.start, skipped.stop) == (0, 1280, 1920)
     for rank in ranks:
         state = rank["end"]
@@ -122,7 +111,7 @@ def spoilt(small_movielens: Path, tmp_path: Path) -> Path:
 def told_rows(config: WorkerConfig) -> Counter[tuple[str, str]]:
     """Quarantined rows told of by split and reason."""
     rows: Counter[tuple[str, str]] = Counter()
-    for record in told(config, RowsQuarantined):
+    for record in told(config.run_dir, RowsQuarantined):
         rows[Path(record.file).parent.name, record.reason] += record.count
     return rows
 
@@ -156,10 +145,12 @@ def test_bad_rows_cost_themselves_and_are_told_by_file_and_reason(
         ("train", "column 'rating' is not a value"): 2,
         ("train", "column 'year' is not a finite number"): 1,
     }
-    assert {Path(record.file).name for record in told(config, RowsQuarantined)} == {
+    assert {Path(record.file).name for record in told(config.run_dir, RowsQuarantined)} == {
         "part-00000.parquet"
     }
-    counts = [record.values.get("data/quarantined_rows", 0) for record in told(config, Metrics)]
+    counts = [
+        record.values.get("data/quarantined_rows", 0) for record in told(config.run_dir, Metrics)
+    ]
     assert sum(counts) == 3
 
 
@@ -200,7 +191,7 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
         f"parallelism.sync.overlap={overlap}",
     )
     ends = run_ranks(train_with_a_flipped_bit, 4, config, fresh=True)
-    (found,) = told(config, Divergence)
+    (found,) = told(config.run_dir, Divergence)
     where = f"{found.table}, shard {found.shard}, on rank(s) 1" if action == "fail" else ""
     assert [end[0] for end in ends] == [reason] * 4
     assert all(where in message for _, message in ends)
@@ -210,12 +201,11 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
 
 def overflow_in_shard_one(config: WorkerConfig) -> None:
     """One step, then a change beyond fp16 in one copy of shard 1, then a sync."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
-    session = Session(config, groups)
+    session = open_session(config)
     for batch, position, wait_s in session.batches():
         session.train_step(batch, position, wait_s)
         break
-    if groups.rank == max(groups.mesh.sharding_groups[0]):
+    if session.groups.rank == max(session.groups.mesh.sharding_groups[0]):
         for shard in session.model.table_shards():
             shard.weight.mul_(1e12)
     session.synchronise()
@@ -225,7 +215,7 @@ def overflow_in_shard_one(config: WorkerConfig) -> None:
 def test_an_overflow_away_from_rank_0_is_an_event(small_movielens: Path, tmp_path: Path) -> None:
     config = make_config(small_movielens, tmp_path, "parallelism.sync.dtype=fp16")
     run_ranks(overflow_in_shard_one, 4, config)
-    (warning,) = [note for note in told(config, Note) if "fp16" in note.message]
+    (warning,) = [note for note in told(config.run_dir, Note) if "fp16" in note.message]
     assert warning.level == "warning"
 
 

@@ -12,11 +12,12 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
+from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.sharding import build_parallel_model
-from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.training.worker import layout_of
 
@@ -27,8 +28,7 @@ LIMIT = 4
 
 def make_spec(arch: str) -> JobSpec:
     """A weighted mean, a mean, a sum, a weighted sequence for each way of sharding; fused SGD."""
-    features: list[dict[str, Any]] = [{"name": "age", "type": "dense"}]
-    tables = []
+    features, tables = [], []
     for sharding in SHARDINGS:
         for kind in ("weighted", "mean", "sum", "sequence"):
             name = f"{kind}_{sharding}"
@@ -45,25 +45,10 @@ def make_spec(arch: str) -> JobSpec:
                     "constraints": {"sharding_types": [sharding], "min_partition": 4},
                 }
             )
-    return validate_spec(
-        {
-            "name": "lookups",
-            "data": {"path": "unused", "label": {"column": "y"}, "batch_size": BATCH_SIZE},
-            "features": features,
-            "embedding_tables": tables,
-            "model": {
-                "arch": arch,
-                "dense_arch": {"layer_sizes": [DIM]},
-                "over_arch": {"layer_sizes": [8, 1]},
-                "tasks": [{"loss": "mse"}],
-            },
-            "optimizer": {"sparse": {"name": "sgd", "lr": LEARNING_RATE}},
-            "parallelism": {
-                "workers": 2,
-                "shard_group_size": 2,
-                "planner": {"bandwidths": "default"},
-            },
-        }
+    optimizer = {"sparse": {"name": "sgd", "lr": LEARNING_RATE}}
+    parallelism = {"workers": 2, "shard_group_size": 2, "planner": {"bandwidths": "default"}}
+    return dlrm_spec(
+        tables, features, optimizer, parallelism, batch_size=BATCH_SIZE, arch=arch, over_arch=(8, 1)
     )
 
 
@@ -81,13 +66,10 @@ def make_batch(spec: JobSpec, step: int, rank: int) -> Batch:
             weights=torch.randn(num_ids, generator=generator) if is_weighted else None,
         )
 
-    return Batch(
+    return plain_batch(
         dense=torch.randn(BATCH_SIZE, 1, generator=generator),
         sparse=jagged([f.name for f in spec.pooled_features], is_weighted=True),
         label=torch.randn(BATCH_SIZE, 1, generator=generator),
-        label_offset=torch.zeros(BATCH_SIZE, 1),
-        label_scale=torch.ones(BATCH_SIZE, 1),
-        weight=torch.ones(BATCH_SIZE),
         sequences=jagged([f.name for f in spec.sequence_features], is_weighted=True),
     )
 
@@ -109,7 +91,7 @@ def spread_queries(model: torch.nn.Module) -> None:
 
 def train_sharded(spec: JobSpec) -> dict[str, Any]:
     """Train the tables only, on this rank; its shards, its losses and the dense part."""
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=30)
+    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=scaled(30))
     model, plans = build_parallel_model(spec, groups)
     spread_queries(model)
     shards = model.table_shards()

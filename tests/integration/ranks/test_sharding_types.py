@@ -13,13 +13,13 @@ from tests.harness.ranks import run_ranks
 from tests.integration.ranks.sharding_cases import (
     POOLED_TABLES,
     TABLES,
+    Reference,
     ShardingCase,
     node_group_refusal,
     refusals,
     start,
     train_sharded,
 )
-from tests.integration.ranks.sharding_reference import Reference
 
 TOLERANCE = 1e-6
 # Sharding types of pooled and of sequence tables, side by side in one model.

@@ -7,6 +7,7 @@ import torch
 
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case, DenseReference, initial_copy, train_2d
+from tests.harness.wait import scaled
 
 TOLERANCE = 1e-6
 
@@ -26,14 +27,6 @@ def _check_against_reference(case: Case) -> list[dict]:
             expected = dict(reference.network.named_parameters())[name].detach()
             torch.testing.assert_close(parameter, expected, atol=TOLERANCE, rtol=0)
     return ranks
-
-
-@pytest.mark.parametrize(
-    ("placement", "sharding"), [("intra_host", "row_wise"), ("inter_host", "table_wise")]
-)
-def test_two_replicas_of_two_shards_equal_the_reference(placement: str, sharding: str) -> None:
-    ranks = _check_against_reference(Case(4, 2, placement=placement, sharding=(sharding,)))
-    assert set(ranks[0]["sharding"].values()) == {sharding}
 
 
 @pytest.mark.parametrize("optimizer_state", ["every", "never"])
@@ -58,7 +51,7 @@ def test_a_sharding_group_across_hosts_numbered_in_turn_keeps_its_shards_apart()
 def test_all_copies_start_equal_and_no_group_waits_half_an_hour() -> None:
     ranks = run_ranks(initial_copy, 4, Case(4, 2))
     for result in ranks:
-        assert result["timeouts_s"] == [30, 30, 30]
+        assert result["timeouts_s"] == pytest.approx([scaled(30)] * 3, abs=0.01)
         for name, table in result["tables"].items():
             assert torch.equal(table, ranks[0]["tables"][name])
         for name, parameter in result["dense"].items():

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.harness.object_store import Faults, ObjectStore, run_object_store
 from tests.harness.ranks import run_ranks
 from tests.harness.wait import scaled
-from tests.integration.ranks.checkpoint_cases import Sharding, whole_tables
-from tests.integration.remote_checkpoint_cases import (
-    DAMAGE,
-    die_in_the_middle,
-    load_resharded,
-    look_at_damage,
-    look_for_newest,
-    look_with_impatient_peers,
-    refusal_of_start,
-    save_large,
-    start_warm,
-    train_save_and_load,
+from tests.integration.ranks.checkpoint_cases import (
+    Sharding,
+    build,
+    held,
+    load,
+    spec_of,
+    train,
+    whole_tables,
 )
+from tests.integration.ranks.save_cases import DAMAGE, Saver, config_of
+from trainer.checkpoint import save_load
 from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
-from trainer.checkpoint.save_load import list_committed, remove_uncommitted
+from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.resume import warm_start
+from trainer.checkpoint.save_load import CheckpointError, list_committed, remove_uncommitted
+from trainer.checkpoint.state_dict import state_to_save
+from trainer.protocol import events
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.storage import Location
@@ -38,6 +46,152 @@ from trainer.storage import Location
 TWO = Sharding(2, 1, ("row_wise",))
 OTHER = Sharding(3, 3, ("column_wise", "table_wise", "row_wise"), min_partition=8)
 MEBIBYTE = 2**20
+
+
+# Without its marker a save is unfinished, which is no damage.
+REMOTE_DAMAGE = [kind for kind in DAMAGE if kind != "missing marker"]
+
+
+def train_save_and_load(
+    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
+) -> dict[str, Any]:
+    """Train, save to `path`, and load that into a new model: what this rank held and holds."""
+    os.environ.update(environment)
+    config = config_of(sharding, run_dir, path=path)
+    model, optimizers = build(sharding, config.spec)
+    said: list[events.Event] = []
+    checkpoints = CheckpointManager(config, model.groups, said.append)
+    checkpoints.newest()
+    train(model, optimizers, config.spec, steps=[1, 2])
+    at_save = held(model, optimizers)
+    state = state_to_save(model, optimizers.combined)
+    checkpoints.save(
+        state, TrainState(step=2), {}, False, is_last=True, started_s=time.perf_counter()
+    )
+    found = checkpoints.newest()
+    assert found is not None
+    return {"at_save": at_save, "loaded": load(sharding, found.path), "said": said}
+
+
+def load_resharded(
+    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
+) -> dict[str, Any]:
+    """What this rank holds of the newest checkpoint below `path`, in another sharding."""
+    os.environ.update(environment)
+    found = list_committed(checkpoints_of(run_dir, path))[-1]
+    return load(sharding, found.path)
+
+
+def start_warm(
+    environment: Mapping[str, str], sharding: Sharding, path: str, tables: tuple[str, ...]
+) -> dict[str, Any]:
+    """What this rank holds after a warm start with some tables of a run at `path`."""
+    os.environ.update(environment)
+    spec = spec_of(sharding)
+    document = spec.model_dump(mode="json")
+    document["checkpoint"]["warm_start"] = {"path": path, "tables": tables, "dense": False}
+    spec = type(spec).model_validate(document)
+    model, optimizers = build(sharding, spec)
+    found = warm_start(spec, model, optimizers)
+    assert found is not None
+    return held(model, optimizers)
+
+
+def save_large(
+    environment: Mapping[str, str], run_dir: Path, path: str, num_bytes: int, steps: list[int]
+) -> dict[str, Any]:
+    """Save tensors of `num_bytes` a rank at some steps; what was said, and what the newest holds.
+
+    The last save must succeed.
+    """
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    saver.checkpoints.newest()
+    for step in steps:
+        tensors = {f"weight-{dist.get_rank()}": _noise(step, num_bytes)}
+        saver.checkpoints.save(
+            tensors, TrainState(step=step), {}, False, step == steps[-1], time.perf_counter()
+        )
+    return {"said": saver.said, "notes": saver.notes(), "equal": _is_as_saved(saver, num_bytes)}
+
+
+def _noise(step: int, num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def _is_as_saved(saver: Saver, num_bytes: int) -> bool:
+    found = saver.checkpoints.newest()
+    if found is None:
+        return False
+    state = {f"weight-{dist.get_rank()}": torch.zeros(num_bytes, dtype=torch.uint8)}
+    save_load.load(found.path, state)
+    return torch.equal(*state.values(), _noise(found.commit.step, num_bytes))
+
+
+def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) -> dict[str, Any]:
+    """What a start finds and says."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    found = saver.checkpoints.newest()
+    return {"step": found.commit.step if found else None, "notes": saver.notes()}
+
+
+def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, path: str) -> int:
+    """The step that a start finds and loads where no other collective waits for long."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=scaled(2)), dist.group.WORLD)
+    found = saver.checkpoints.newest()
+    assert found is not None
+    state = {f"weight-{dist.get_rank()}": torch.zeros(1000, dtype=torch.uint8)}
+    save_load.load(found.path, state, saver.checkpoints.group)
+    _set_pg_timeout(timedelta(seconds=scaled(60)), dist.group.WORLD)
+    return found.commit.step
+
+
+def look_at_damage(
+    environment: Mapping[str, str], run_dirs: Path, path: str
+) -> list[dict[str, Any]]:
+    """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
+    os.environ.update(environment)
+    return [_look_at(kind, run_dirs / f"run-{n}", path) for n, kind in enumerate(REMOTE_DAMAGE)]
+
+
+def _look_at(kind: str, run_dir: Path, path: str) -> dict[str, Any]:
+    saver = Saver.open(run_dir, path=path)
+    saver.save(1)
+    saver.save(2, is_last=True)
+    newer = checkpoints_of(run_dir, path) / "step-00000002-a0-r0"
+    assert isinstance(newer, Location)
+    DAMAGE[kind](newer)
+    found = look_for_newest({}, run_dir, path)
+    again = look_for_newest({}, run_dir, path)
+    return {"kind": kind, "is_kept": bool(newer.list()), "again": again} | found
+
+
+def refusal_of_start(environment: Mapping[str, str], run_dir: Path, path: str) -> tuple[str, str]:
+    """Kind and message of the error with which a start is refused."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    try:
+        saver.checkpoints.newest()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("checkpoints can be written")
+
+
+def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) -> None:
+    """A whole save, then one in which this process ends by SIGKILL once objects are written."""
+    os.environ.update(environment)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver.open(run_dir, path=path)
+    saver.save(1)
+    saver.checkpoints.wait()
+    save_load.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(2)
+    saver.checkpoints.wait()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +321,7 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
 def test_any_damage_makes_the_checkpoint_before_count_and_is_said(store, tmp_path):
     arguments = (store.environment, tmp_path, store.url("damage"))
     (found,) = run_ranks(look_at_damage, 1, *arguments)
-    assert [each["kind"] for each in found] == list(DAMAGE)
+    assert [each["kind"] for each in found] == REMOTE_DAMAGE
     for each in found:
         kind = each["kind"]
         assert each["step"] == 1, kind
@@ -193,9 +347,10 @@ def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
 
 @pytest.mark.slow
 def test_a_start_waits_for_the_rank_whose_storage_is_away(store, run_dir):
-    arguments = (store.environment, run_dir, store.url("runs"))
+    patient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": f"{scaled(30)}"}
+    arguments = (patient, run_dir, store.url("runs"))
     run_ranks(save_large, 2, *arguments, 1000, [1])
-    with away_for(store, 6.0, only="GET .*__0_0.distcp") as seen:
+    with away_for(store, scaled(6.0), only="GET .*__0_0.distcp") as seen:
         found, other = run_ranks(look_with_impatient_peers, 2, *arguments)
     assert seen.counts["503"] > 1
     assert found == other == 1

@@ -1,6 +1,6 @@
 """The cache of remote data: what is fetched, how often, and what has to go.
 
-A local folder stands for the remote one; tests/integration/test_remote_data.py takes a real S3.
+A local folder stands for the remote one; tests/integration/storage/test_s3.py takes a real S3.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.wait import scaled
 from trainer.data import inputs
 from trainer.data.inputs import DataCache, RemoteData, look_up
 from trainer.data.manifest import load_manifest, verify_checksums, write_manifest
@@ -234,7 +235,7 @@ def test_processes_that_come_together_fetch_each_file_once(uploaded, tmp_path):
     processes = [context.Process(target=fetch_and_count, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    fetched = [counts.get(timeout=60) for _ in processes]
+    fetched = [counts.get(timeout=scaled(60)) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(fetched) == [0, 0, len(files_in(uploaded)) - 1]

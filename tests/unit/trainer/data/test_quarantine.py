@@ -69,6 +69,7 @@ def epoch_of(spec: JobSpec, folder: Path, num_ranks: int = 1, **options: Any) ->
         ("user_mean", math.nan, "a finite number"),
         ("year", -math.inf, "a finite number"),
         ("movie_id", -1, "an id of the table"),
+        ("user_id", 10**6, "an id of the table"),
         ("movie_id", None, "a value"),
         ("genres", [1, None], "an id"),
         ("genres", [1, 10**9], "an id of the table"),
@@ -88,8 +89,10 @@ def test_one_bad_row_is_left_out_and_the_others_train(
     for batch in batches:
         assert torch.isfinite(batch.dense).all()
         assert torch.isfinite(batch.label).all()
-    with pytest.raises(BadValueError, match=f"row 77, column '{column}'"):
-        epoch_of(make_spec(), folder)
+    for cache_bytes in (0, 2**28):
+        with pytest.raises(BadValueError, match=f"row 77, column '{column}'.*{reason}") as refused:
+            epoch_of(make_spec(), folder, cache_bytes=cache_bytes)
+        assert refused.value.path == str(folder / "part-00001.parquet")
 
 
 def test_the_other_rows_are_what_they_were(spoil, tolerant, prepared) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.elastic_checks import check_copies, check_journal, check_rows, commit_times
+from tests.harness.elastic_checks import check_copies, check_journal, check_rows
 
 NUM_ROWS = 8
 
@@ -47,10 +47,6 @@ def test_copies_that_differ_after_a_commit_are_found_unless_one_only_listens() -
     with pytest.raises(AssertionError, match="copies of shard 0 differ"):
         check_copies([commit(1), commit(1, group=1, hash="another")])
     assert check_copies([commit(1), commit(1, group=1, hash="half", standing="listening")]) == 0
-
-
-def test_a_commit_is_known_when_the_first_rank_knows() -> None:
-    assert commit_times([commit(1), commit(1, group=1, time=0.5)]) == {1: 0.5}
 
 
 def entry(number: int, *leases: tuple[int, int]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
-from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from trainer.models import managed_collision
 from trainer.models.managed_collision import NO_ID, BucketedIds, mix, with_dynamic_ids
@@ -204,11 +202,3 @@ def test_an_unsharded_collection_looks_up_the_rows_of_its_ids() -> None:
     rows = look_up(ids.eval(), raw)
     assert len({*rows} - shared_rows(ids)) == 3
     assert torch.equal(bags.eval()(keys)[0]["user"], weight[rows])
-
-
-def test_what_the_refusals_of_the_spec_say_of_torchrec_is_true() -> None:
-    assert ManagedCollisionCollectionSharder().sharding_types("cpu") == ["row_wise"]
-    hashed = HashZchManagedCollisionModule(64, CPU, total_num_buckets=4, max_probe=4)
-    feature = JaggedTensor(values=torch.arange(3), lengths=torch.tensor([3]))
-    with pytest.raises(RuntimeError, match="Expected readonly to be true"):
-        hashed({"t": feature})

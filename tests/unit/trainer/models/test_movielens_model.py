@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.small_model import plain_batch
 from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.export.program import write_program
@@ -72,13 +73,10 @@ def make_batch(histories: Lists, ratings: list[list[float]], genres: Lists) -> B
     """A batch whose row r is user r and movie r + 1."""
     count = len(histories)
     ids = torch.arange(count)
-    return Batch(
+    return plain_batch(
         dense=torch.linspace(-1, 1, count)[:, None],
         sparse=jagged({"user": ids[:, None].tolist(), "genres": genres}),
         label=torch.ones(count, 1),
-        label_offset=torch.zeros(count, 1),
-        label_scale=torch.ones(count, 1),
-        weight=torch.ones(count),
         sequences=jagged(
             {"movie": (ids + 1)[:, None].tolist(), "history": histories},
             [1.0] * count + [rating for row in ratings for rating in row],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 from typing import get_args
@@ -68,9 +69,11 @@ def _expected(
     return weight, moment
 
 
-@pytest.mark.parametrize("moment_scale", [1.0, 2.5])
-@pytest.mark.parametrize("name", ["adagrad", "row_wise_adagrad"])
-def test_adagrads_follow_algorithm_1_with_duplicate_ids(name: str, moment_scale: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "moment_scale"),
+    [("sgd", 1.0), *itertools.product(["adagrad", "row_wise_adagrad"], [1.0, 2.5])],
+)
+def test_updates_follow_algorithm_1_with_duplicate_ids(name: str, moment_scale: float) -> None:
     spec = SparseOptimizerSpec(name=name, lr=0.1, eps=0.01)
     kernel = _kernel(spec, moment_scale)
     weight, moment = _expected(
@@ -78,29 +81,10 @@ def test_adagrads_follow_algorithm_1_with_duplicate_ids(name: str, moment_scale:
     )
     for step in range(5):
         kernel(IDS, OFFSETS).backward(_gradient(step))
-    (state,) = kernel.get_optimizer_state()[0].values()
     torch.testing.assert_close(kernel.split_embedding_weights()[0], weight, atol=1e-6, rtol=0)
-    assert moment is not None
-    torch.testing.assert_close(state, moment.view(state.shape), atol=1e-5, rtol=1e-6)
-
-
-def test_sgd_follows_its_formula_with_duplicate_ids() -> None:
-    spec = SparseOptimizerSpec(name="sgd", lr=0.1)
-    kernel = _kernel(spec, 1.0)
-    weight, _ = _expected(kernel.split_embedding_weights()[0].clone(), spec, 1.0, num_steps=5)
-    for step in range(5):
-        kernel(IDS, OFFSETS).backward(_gradient(step))
-    torch.testing.assert_close(kernel.split_embedding_weights()[0], weight, atol=1e-6, rtol=0)
-
-
-def test_moment_scale_c_makes_a_step_root_c_longer_at_equal_moments() -> None:
-    spec = SparseOptimizerSpec(lr=0.1, eps=1e-12)
-    plain, scaled = _kernel(spec, 1.0), _kernel(spec, 4.0)
-    before = plain.split_embedding_weights()[0].clone()
-    for kernel in (plain, scaled):
-        kernel(IDS, OFFSETS).backward(_gradient(0))
-    step, scaled_step = (k.split_embedding_weights()[0] - before for k in (plain, scaled))
-    torch.testing.assert_close(scaled_step, math.sqrt(4.0) * step, atol=1e-6, rtol=1e-5)
+    if moment is not None:
+        (state,) = kernel.get_optimizer_state()[0].values()
+        torch.testing.assert_close(state, moment.view(state.shape), atol=1e-5, rtol=1e-6)
 
 
 def test_weight_decay_shrinks_every_row_of_every_table() -> None:

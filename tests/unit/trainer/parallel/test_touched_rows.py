@@ -149,12 +149,19 @@ def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
     assert torch.equal(unpack_bits(packed, len(values)), bits)
 
 
-def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
-    kernel = _kernel()
+def _with_bases(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen,
+) -> tuple[list[TableShard], RowBase]:
     shards = _shards(kernel)
     numbers = RowNumbers(shards, CPU)
-    agreed = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
-    TouchedRows(numbers, agreed.save)
+    bases = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
+    TouchedRows(numbers, bases.save)
+    return shards, bases
+
+
+def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
+    kernel = _kernel()
+    shards, agreed = _with_bases(kernel)
     before = [tensor.clone() for tensor in (shards[1].weight, shards[1].states["sum"])]
     for _ in range(3):
         _lookup(kernel, [[[]], [[2, 7]], [[2]], [[]]]).sum().backward()
@@ -168,10 +175,7 @@ def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
 
 def test_a_row_touched_before_its_mean_landed_has_the_mean_as_its_base() -> None:
     kernel = _kernel()
-    shards = _shards(kernel)
-    numbers = RowNumbers(shards, CPU)
-    agreed = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=False))
-    TouchedRows(numbers, agreed.save)
+    shards, agreed = _with_bases(kernel)
     weight = shards[1].weight
     sent = agreed.block(weight, torch.tensor([2, 7]))  # a round takes off with these rows
     agreed.begin_window()

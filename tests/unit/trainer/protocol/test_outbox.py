@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.wait import scaled
 from trainer.protocol.events import EventBatch, Metrics, Note
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import AttemptDir
@@ -217,6 +218,6 @@ def test_the_thread_outlives_whatever_goes_wrong_and_says_so_once(
     poster.start()
     while num_failed < 3:
         assert poster._thread.is_alive()
-    poster.close(10.0)
+    poster.close(scaled(10))
     assert service.taken == {"driver": [0, 1]}
     assert caplog.text.count("posting them failed") == 1

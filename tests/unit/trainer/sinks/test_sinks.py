@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tests.harness.wait import scaled
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter, read_batch
 from trainer.protocol.run_dir import RunDir
@@ -145,7 +146,7 @@ def test_a_feed_in_its_thread_takes_what_is_left_when_it_is_closed(run_dir: RunD
     feed = _feed(sink, run_dir)
     feed.start()
     _write(run_dir, 0, *(_metrics(step) for step in range(1, 1200)))
-    feed.close(10.0)
+    feed.close(scaled(10))
     assert [event.step for event in sink.taken] == list(range(1, 1200))
     assert sink.is_closed
 
@@ -304,6 +305,6 @@ def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir:
     sinks = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
     sinks.start()
     _write(run_dir, 0, _metrics(1))
-    sinks.close(30.0)
+    sinks.close(scaled(30))
     [written] = run_dir.tensorboard_dir.iterdir()
     assert b"train/loss" in written.read_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,8 @@ import pytest
 
 from tests.conftest import REPO
 from tests.harness.files import digest
+from tests.unit.trainer.datasets.movielens.test_source import write_folder, write_tags
+from tests.unit.trainer.datasets.movielens.test_streaming import copied, rows_of
 from trainer.data.manifest import Manifest, load_manifest
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.errors import (
@@ -26,23 +27,12 @@ from trainer.errors import (
 REAL_DATA = REPO.parent / "shared" / "data" / "ml-latest-small"
 
 
-def rows_of(out: Path, split: str) -> pl.DataFrame:
-    return pl.read_parquet(out / split / "*.parquet")
-
-
 def raw_ids(out: Path, name: str) -> dict[int, int]:
     return dict(pl.read_parquet(out / "vocab" / f"{name}.parquet").rows())
 
 
 def file_hashes(manifest: Manifest, split: str) -> list[str]:
     return [file.sha256 for file in manifest.splits[split].files]
-
-
-def edited(source: Path, out: Path, edit: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
-    """A copy of a csv folder whose ratings went through `edit`."""
-    shutil.copytree(source, out)
-    edit(pl.read_csv(source / "ratings.csv")).write_csv(out / "ratings.csv")
-    return out
 
 
 def residual(
@@ -56,23 +46,8 @@ def residual(
 @pytest.fixture
 def tiny(tmp_path) -> Path:
     """Two users, four movies; user 2 rates two movies at the same second."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "movies.csv").write_text(
-        "movieId,title,genres\n"
-        "10,Ocean's Eleven (2001),Crime|Thriller\n"
-        '20,"Night, The (1961)",Drama\n'
-        "30,Untitled,(no genres listed)\n"
-        "40,The Night Return (1999),Drama|Crime\n"
-    )
-    (folder / "ratings.csv").write_text(
-        "userId,movieId,rating,timestamp\n"
-        "1,10,5,100\n1,20,1,200\n1,30,3,300\n1,40,4,400\n"
-        "2,10,2,1000\n2,20,4,2000\n2,30,4.5,2000\n2,40,1,3000\n"
-    )
-    (folder / "tags.csv").write_text(
-        "userId,movieId,tag,timestamp\n1,10,Heist fun,150\n1,20,heist,999\n2,30,Late,2500\n"
-    )
+    folder = write_folder(tmp_path / "tiny")
+    write_tags(folder, ["1,10,Heist fun,150\n", "1,20,heist,999\n", "2,30,Late,2500\n"])
     return folder
 
 
@@ -139,7 +114,7 @@ def test_validation_ratings_change_nothing_that_is_trained_on(csv_folder, tmp_pa
         turned = pl.when(late).then(5.5 - pl.col("rating")).otherwise(pl.col("rating"))
         return ratings.with_columns(rating=turned)
 
-    changed = edited(csv_folder, tmp_path / "changed", turn_around)
+    changed = copied(csv_folder, tmp_path / "changed", turn_around)
     after = prepare_movielens(changed, tmp_path / "after", options=options)
     assert file_hashes(before, "validation") != file_hashes(after, "validation")
     assert file_hashes(before, "train") == file_hashes(after, "train")

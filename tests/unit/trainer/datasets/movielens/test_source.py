@@ -29,8 +29,11 @@ MOVIES = [
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
+    return write_folder(tmp_path / "csv")
+
+
+def write_folder(folder: Path) -> Path:
     """Two users and four movies, without tags."""
-    folder = tmp_path / "csv"
     folder.mkdir()
     (folder / "movies.csv").write_text("movieId,title,genres\n" + "\n".join(MOVIES) + "\n")
     write_ratings(folder, RATINGS)

@@ -153,17 +153,6 @@ def test_other_options_or_inputs_start_anew(csv_folder, tmp_path, monkeypatch, c
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
 
 
-def test_a_part_damaged_between_the_runs_is_made_again(csv_folder, whole, tmp_path, monkeypatch):
-    interrupted(csv_folder, tmp_path / "out", monkeypatch)
-    working = tmp_path / ".out.partial"
-    for name in ("scratch/units/00002.arrow", "result/train/part-00000.parquet"):
-        content = bytearray((working / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (working / name).write_bytes(content)
-    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
-    assert digest(tmp_path / "out") == digest(whole)
-
-
 def test_two_processes_do_not_prepare_the_same_folder(csv_folder, tmp_path, monkeypatch):
     refused, write = [], prepare.write_partition
 

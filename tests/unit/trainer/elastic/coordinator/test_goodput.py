@@ -76,14 +76,6 @@ def test_a_group_that_left_costs_nothing_more() -> None:
     assert meter.num_training == 0
 
 
-def test_commit_intervals_have_a_median() -> None:
-    meter = GoodputMeter()
-    assert meter.commit_interval_s == 0.0
-    for now in (0, 1, 2, 9):
-        meter.commit(now)
-    assert meter.commit_interval_s == 1
-
-
 ACTIONS = st.sampled_from(["start", "train", "lose", "commit", "spend"])
 HAPPENINGS = st.lists(
     st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 20), st.integers(0, 30)), max_size=30

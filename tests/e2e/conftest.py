@@ -6,8 +6,10 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,9 +20,13 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 from service.dashboard.app import mount
 from service.dashboard.panels import PageTools
 from service.db.jobs import JobStore
+from service.domain.models import Job
 from service.settings import Settings
-from tests.harness.databases import SqliteTemplate, open_migrated
-from tests.harness.wait import scaled
+from tests.harness.builders import batch, queued_job
+from tests.harness.databases import SqliteTemplate, open_migrated, store_attempt
+from tests.harness.wait import scaled, wait_for
+from trainer.protocol.events import Event
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 _CHROMIUM_ARGS = [
@@ -33,9 +39,10 @@ _CHROMIUM_ARGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-_START_TIMEOUT_S = 20.0
 # What playwright itself has as its defaults.
 _EXPECT_MS, _ACTION_MS = 5_000, 30_000
+# Until a page shows what the store was told.
+LIVE_MS = scaled(10_000)
 
 
 @dataclass(frozen=True)
@@ -48,22 +55,25 @@ class Dashboard:
     woken: threading.Event
 
 
-class Server(uvicorn.Server):
+class _Server(uvicorn.Server):
     """A server in a thread, which may not install signal handlers."""
 
-    def start(self) -> threading.Thread:
-        thread = threading.Thread(target=self.run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + scaled(_START_TIMEOUT_S)
-        while not self.started:
-            assert thread.is_alive(), "the server ended while starting"
-            assert time.monotonic() < deadline, "the server did not start in time"
-            time.sleep(0.05)
-        return thread
-
     @property
-    def port(self) -> int:
-        return self.servers[0].sockets[0].getsockname()[1]
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
+
+
+@contextmanager
+def serve(app: FastAPI) -> Iterator[str]:
+    """Serve an app on a free port; gives its URL."""
+    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started or not thread.is_alive(), "the server to start")
+    assert thread.is_alive(), "the server ended while starting"
+    yield server.url
+    server.should_exit = True
+    thread.join(timeout=scaled(10))
 
 
 @pytest.fixture
@@ -75,11 +85,8 @@ def dashboard(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[Dashb
     app = FastAPI()
     woken = threading.Event()
     mount(app, PageTools(store, settings, woken.set, submit=lambda folder: None), security=None)
-    server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    thread = server.start()
-    yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir, woken)
-    server.should_exit = True
-    thread.join(timeout=scaled(10))
+    with serve(app) as url:
+        yield Dashboard(url, store, settings.runs_dir, woken)
     store.close()
 
 
@@ -99,30 +106,61 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
-@pytest.fixture
-def page(browser: Browser, dashboard: Dashboard) -> Iterator[Page]:
-    """A tab. The test fails if it logged an error, threw, or asked another host for anything."""
+@contextmanager
+def open_tab(browser: Browser, url: str) -> Iterator[tuple[Page, list[str]]]:
+    """A tab, and what goes wrong in it: logged errors, exceptions, requests to another host."""
     faults: list[str] = []
-    context = browser.new_context(base_url=dashboard.url, viewport={"width": 1280, "height": 900})
+    context = browser.new_context(base_url=url, viewport={"width": 1280, "height": 900})
     context.set_default_timeout(scaled(_ACTION_MS))
     tab = context.new_page()
-    tab.on("console", lambda message: note_console(message, faults))
+    tab.on("console", lambda message: _note_console(message, faults))
     tab.on("pageerror", lambda error: faults.append(f"exception: {error}"))
-    tab.on("request", lambda request: note_request(request.url, faults))
-    tab.on("websocket", lambda socket: note_request(socket.url, faults))
-    yield tab
+    tab.on("request", lambda request: _note_request(request.url, faults))
+    tab.on("websocket", lambda socket: _note_request(socket.url, faults))
+    yield tab, faults
     context.close()
+
+
+@pytest.fixture
+def page(browser: Browser, dashboard: Dashboard) -> Iterator[Page]:
+    """A tab of the dashboard; the test fails if anything goes wrong in it."""
+    with open_tab(browser, dashboard.url) as (tab, faults):
+        yield tab
     assert not faults
 
 
-def note_console(message: ConsoleMessage, faults: list[str]) -> None:
+def start_job(store: JobStore, name: str, age_s: float = 60.0, **spec: Any) -> Job:
+    """Store a job that was submitted `age_s` ago and whose first attempt starts."""
+    return store_attempt(store, queued_job(now=time.time() - age_s, name=name, **spec))[0]
+
+
+def tell(store: JobStore, job: Job, *records: Event, stream: str = "rank-0") -> None:
+    """Send further records of the job's attempt, as its driver would."""
+    attempt_id = f"{job.id}-a0"
+    first_seq = store.stream_positions(attempt_id).get(stream, 0)
+    part = batch(*records, stream=stream, first_seq=first_seq)
+    store.append_events(attempt_id, part, time.time())
+
+
+def files_of(dashboard: Dashboard, job: Job) -> AttemptDir:
+    """Files of the job's attempt on run storage."""
+    return RunDir(dashboard.runs_dir / job.id).attempt(f"{job.id}-a0")
+
+
+def open_job(page: Page, job: Job) -> None:
+    """Open a job's page and wait until it is drawn."""
+    page.goto(f"/dashboard/jobs/{job.id}")
+    expect(page.get_by_role("heading", name=job.name)).to_be_visible()
+
+
+def _note_console(message: ConsoleMessage, faults: list[str]) -> None:
     # The browser itself reports a page that answers 404, which some tests ask for.
     is_404_page = message.text.startswith("Failed to load resource") and "404" in message.text
     if message.type == "error" and not is_404_page:
         faults.append(f"console: {message.text}")
 
 
-def note_request(url: str, faults: list[str]) -> None:
+def _note_request(url: str, faults: list[str]) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("data", "blob") and parts.hostname != "127.0.0.1":
         faults.append(f"request to another host: {url}")

@@ -9,46 +9,28 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from service.domain.models import EndReason, Job, JobStatus
-from tests.e2e.conftest import Dashboard
+from service.domain.models import Job, JobStatus
+from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, open_job, start_job, tell
 from tests.harness.builders import (
-    attempt_of,
-    batch,
     checkpoint,
-    divergence,
     metrics,
+    progress,
     queued_job,
     row_wise_plan,
     table_wise_plan,
     trace_written,
     workers_started,
 )
-from tests.harness.wait import scaled
+from tests.harness.databases import store_job
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import list_exports
-from trainer.protocol.events import Event, Progress
+from trainer.protocol.events import Event
 from trainer.protocol.run_dir import RunDir
-
-LIVE_MS = scaled(8_000)
 
 
 def submit(dashboard: Dashboard, name: str) -> Job:
     """Store a queued job that was submitted a minute ago."""
-    job = queued_job(now=time.time() - 60, name=name)
-    return dashboard.store.create_job(job, idempotency_key=None, request_hash="")
-
-
-def progress(step: int) -> Progress:
-    """Progress towards 100 steps."""
-    return Progress(
-        time=time.time(),
-        step=step,
-        total_steps=100,
-        epoch=0,
-        rows=step * 1024,
-        rows_per_s=16_540.0,
-        eta_s=float(100 - step),
-    )
+    return store_job(dashboard.store, queued_job(now=time.time() - 60, name=name))
 
 
 def training_records(step: int) -> list[Event]:
@@ -66,30 +48,13 @@ def training_records(step: int) -> list[Event]:
 @pytest.fixture
 def running(dashboard: Dashboard) -> Job:
     """A job at step 40 of 100 that has written logs."""
-    job = submit(dashboard, "wide-and-deep")
-    attempt = attempt_of(job)
-    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=attempt.id)
-    dashboard.store.update_job(starting, attempt=attempt)
-    dashboard.store.append_events(attempt.id, batch(*training_records(40)), time.time())
-    logs_dir = RunDir(dashboard.runs_dir / job.id).attempt(attempt.id).logs_dir
-    logs_dir.mkdir(parents=True)
-    (logs_dir / "driver.log").write_text("driver is up\n")
-    (logs_dir / "rank-0.log").write_text("step 40 loss 0.025\n")
+    job = start_job(dashboard.store, "wide-and-deep")
+    tell(dashboard.store, job, *training_records(40))
+    files = files_of(dashboard, job)
+    files.logs_dir.mkdir(parents=True)
+    files.log_path("driver").write_text("driver is up\n")
+    files.log_path("rank-0").write_text("step 40 loss 0.025\n")
     return dashboard.store.get_job(job.id)
-
-
-def report(dashboard: Dashboard, job: Job, *records: Event) -> None:
-    """Send further records of the job's worker, as the driver would."""
-    attempt_id = job.current_attempt_id
-    assert attempt_id is not None
-    first_seq = dashboard.store.stream_positions(attempt_id)["rank-0"]
-    dashboard.store.append_events(attempt_id, batch(*records, first_seq=first_seq), time.time())
-
-
-def open_job(page: Page, job: Job) -> None:
-    """Open a job's page and wait until it is drawn."""
-    page.goto(f"/dashboard/jobs/{job.id}")
-    expect(page.get_by_role("heading", name=job.name)).to_be_visible()
 
 
 def settled_picture(chart: Locator) -> bytes:
@@ -122,7 +87,7 @@ def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("4 = 2 × 2")  # noqa: RUF001
     expect(row).to_contain_text("40%")
-    report(dashboard, running, progress(70))
+    tell(dashboard.store, running, progress(70))
     expect(row).to_contain_text("70%", timeout=LIVE_MS)
     row.get_by_role("link").click()
     expect(page).to_have_url(f"{dashboard.url}/dashboard/jobs/{running.id}")
@@ -164,23 +129,13 @@ def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
 
 
 @pytest.mark.slow
-def test_a_divergence_raises_an_alarm_without_a_reload(
-    page: Page, dashboard: Dashboard, running: Job
-) -> None:
-    open_job(page, running)
-    report(dashboard, running, divergence())
-    expect(page.get_by_role("alert")).to_contain_text("table 'users'", timeout=LIVE_MS)
-    expect(page.locator(".timeline .tone-bad")).to_contain_text("shard 1")
-
-
-@pytest.mark.slow
 def test_a_chart_appears_with_its_first_data(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
     open_job(page, running)
     traffic = page.locator(".chart-panel", has_text="Sync traffic")
     expect(traffic).not_to_be_visible()
-    report(dashboard, running, metrics(50, sync_bytes=2e6, sync_density=0.1), progress(50))
+    tell(dashboard.store, running, metrics(50, sync_bytes=2e6, sync_density=0.1), progress(50))
     expect(traffic.locator("canvas")).to_be_visible(timeout=LIVE_MS)
     size = traffic.locator("canvas").bounding_box()
     assert size is not None
@@ -197,10 +152,9 @@ def test_a_trace_is_asked_for_and_then_offered_for_download(
     page.get_by_label("Steps").fill("5")
     page.get_by_role("button", name="Record", exact=True).click()
     expect(page.locator(".timeline")).to_contain_text("trace of 5 step(s)", timeout=LIVE_MS)
-    attempt = RunDir(dashboard.runs_dir / running.id).attempt(f"{running.id}-a0")
-    request = json.loads(attempt.trace_request_path.read_text())
+    request = json.loads(files_of(dashboard, running).trace_request_path.read_text())
     assert (request["num_steps"], request["ranks"]) == (5, [0])
-    report(dashboard, running, trace_written(request["id"]))
+    tell(dashboard.store, running, trace_written(request["id"]))
     link = page.get_by_role("link", name=f"{request['id']}-rank0.json.gz")
     expect(link).to_be_visible(timeout=LIVE_MS)
     wanted = f"/v1/jobs/{running.id}/traces/{request['id']}-rank0.json.gz?attempt={running.id}-a0"
@@ -213,7 +167,7 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     open_job(page, running)
     loss_chart = page.locator(".chart").first
     before = settled_picture(loss_chart)
-    report(dashboard, running, metrics(60, train_loss=0.5), progress(60))
+    tell(dashboard.store, running, metrics(60, train_loss=0.5), progress(60))
     expect(page.locator(".progress-panel")).to_contain_text("step 60 of 100", timeout=LIVE_MS)
     expect(page.locator(".figure", has_text="Train loss")).to_contain_text("0.5000")
     assert settled_picture(loss_chart) != before
@@ -229,8 +183,7 @@ def test_the_log_tail_shows_rank_0_and_then_follows_the_chosen_source(
     page.get_by_role("option", name="driver").click()
     expect(log).to_contain_text("driver is up", timeout=LIVE_MS)
     expect(log).not_to_contain_text("step 40 loss")
-    attempt_dir = RunDir(dashboard.runs_dir / running.id).attempt(f"{running.id}-a0")
-    with attempt_dir.log_path("driver").open("a") as file:
+    with files_of(dashboard, running).log_path("driver").open("a") as file:
         file.write("workers were lost\n")
     expect(log).to_contain_text("workers were lost", timeout=LIVE_MS)
 
@@ -249,19 +202,6 @@ def test_cancelling_asks_first_and_then_stops_the_job(
     expect(page.locator(".heading .status")).to_have_text("stopping", timeout=LIVE_MS)
     assert dashboard.store.get_job(running.id).cancel_requested
     assert dashboard.woken.is_set()
-
-
-@pytest.mark.slow
-def test_a_failed_job_says_why(page: Page, dashboard: Dashboard) -> None:
-    job = submit(dashboard, "broken")
-    message = "ratings.csv, line 7: <b>rating</b> is not a number"
-    failed = replace(job, status=JobStatus.FAILED, reason=EndReason.DATA_ERROR, message=message)
-    dashboard.store.update_job(failed)
-    open_job(page, job)
-    expect(page.locator(".notice")).to_contain_text(message)
-    expect(page.locator(".notice .advice")).to_contain_text("Correct the data")
-    expect(page.locator(".heading")).to_contain_text("data error")
-    expect(page.get_by_role("button", name="Cancel job")).not_to_be_visible()
 
 
 @pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page"])
@@ -353,7 +293,7 @@ def test_a_job_that_waits_pauses_at_once_and_goes_back_to_its_place(
 def test_a_job_that_ended_goes_on_from_the_checkpoint_that_was_chosen(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
-    report(dashboard, running, checkpoint(50))
+    tell(dashboard.store, running, checkpoint(50))
     ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
     dashboard.store.update_job(ended)
     open_job(page, running)

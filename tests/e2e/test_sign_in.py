@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
 from service.app import create_app
@@ -17,13 +15,9 @@ from service.backends.fake import FakeBackend
 from service.db.jobs import JobStore
 from service.domain.auth import ApiKey, AuditFilter, Role, hash_of, new_key_text
 from service.settings import Settings
-from tests.e2e.conftest import Server, note_console, note_request
+from tests.e2e.conftest import LIVE_MS, open_tab, serve
 from tests.harness.builders import queued_job
-from tests.harness.databases import SqliteTemplate, open_migrated
-from tests.harness.wait import scaled
-
-_JOIN_TIMEOUT_S = 10
-LIVE_MS = scaled(10_000)
+from tests.harness.databases import SqliteTemplate, open_migrated, store_job
 
 
 @dataclass(frozen=True)
@@ -52,25 +46,16 @@ def guarded(tmp_path: Path, auth: str, sqlite_template: SqliteTemplate) -> Itera
     key_id, text = new_key_text()
     key = ApiKey(key_id, "ada", {"default": Role.SUBMITTER}, 0.0, "test")
     security.keys.add_key(key, hash_of(text))
-    store.create_job(queued_job(name="movie-nights"), idempotency_key=None, request_hash="")
-    server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
-    thread: threading.Thread = server.start()
-    yield Guarded(f"http://127.0.0.1:{server.port}", text, store, security)
-    server.should_exit = True
-    thread.join(timeout=_JOIN_TIMEOUT_S)
+    store_job(store, queued_job(name="movie-nights"))
+    with serve(app) as url:
+        yield Guarded(url, text, store, security)
 
 
 @pytest.fixture
 def tab(browser: Browser, guarded: Guarded) -> Iterator[Page]:
     """A tab that fails the test for whatever the policy forbids, and any other fault."""
-    faults: list[str] = []
-    context = browser.new_context(base_url=guarded.url, viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    page.on("console", lambda message: note_console(message, faults))
-    page.on("pageerror", lambda error: faults.append(f"exception: {error}"))
-    page.on("request", lambda request: note_request(request.url, faults))
-    yield page
-    context.close()
+    with open_tab(browser, guarded.url) as (page, faults):
+        yield page
     assert [fault for fault in faults if "401" not in fault] == []
 
 
@@ -101,7 +86,7 @@ def test_the_pages_live_under_the_policy(tab: Page, guarded: Guarded, auth: str)
         tab.get_by_role("button", name="Sign in").click()
     expect(tab.get_by_role("link", name="movie-nights")).to_be_visible()
     # Only an open websocket brings this.
-    guarded.store.create_job(queued_job(name="later"), idempotency_key=None, request_hash="")
+    store_job(guarded.store, queued_job(name="later"))
     expect(tab.get_by_role("link", name="later")).to_be_visible(timeout=LIVE_MS)
     tab.get_by_role("link", name="later").click()
     tab.get_by_role("button", name="Cancel job").first.click()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.domain.models import Attempt, Job, JobStatus, attempt_id, new_job_id
+from service.domain.membership import apply_event
+from service.domain.models import Attempt, Job, JobStatus, Membership, attempt_id, new_job_id
+from service.domain.webhooks import Webhook, new_webhook_id
 from trainer.protocol.events import (
     AttemptEnded,
     CheckpointCommitted,
@@ -19,6 +21,7 @@ from trainer.protocol.events import (
     LayoutChosen,
     MembershipChanged,
     Metrics,
+    Progress,
     Recovered,
     TablePlan,
     TraceWritten,
@@ -31,6 +34,15 @@ from trainer.spec.job import JobSpec
 NOW = 1_800_000_000.0
 # A finished data folder, as far as the control plane looks at one.
 TINY_DATA = Path(__file__).parent / "tiny_data"
+
+
+# Two to four sharding groups of two, each a failure domain.
+ELASTIC = {
+    "workers": {"min": 4, "max": 8},
+    "shard_group_size": 2,
+    "placement": "inter_host",
+    "survive": {"hosts": 1},
+}
 
 
 def spec_document(**changes: Any) -> dict[str, Any]:
@@ -86,6 +98,20 @@ def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
     """Values at a step; `train_loss` stands for `train/loss`."""
     named = {name.replace("_", "/", 1): value for name, value in values.items()}
     return Metrics(time=time, step=step, values=named)
+
+
+def progress(step: int, **changes: Any) -> Progress:
+    """Progress towards 100 steps of 64 rows."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "step": step,
+        "total_steps": 100,
+        "epoch": 0,
+        "rows": step * 64,
+        "rows_per_s": 640.0,
+        "eta_s": 15.0,
+    }
+    return Progress(**{**fields, **changes})
 
 
 def row_wise_plan(name: str = "users", *, num_embeddings: int = 100) -> TablePlan:
@@ -260,6 +286,30 @@ def recovered(**changes: Any) -> Recovered:
         "num_tries": 1,
     }
     return Recovered(**{**fields, **changes})
+
+
+def folded_membership(*events: Event, attempt_id: str = "job-1-a0") -> Membership:
+    """The membership after records of one attempt."""
+    membership: Membership | None = None
+    for event in events:
+        membership = apply_event(membership, attempt_id, event)
+    assert membership
+    return membership
+
+
+def webhook(**changes: Any) -> Webhook:
+    """A webhook of the project `default` for every kind of event."""
+    fields: dict[str, Any] = {
+        "id": new_webhook_id(),
+        "project": "default",
+        "url": "https://hooks.example/",
+        "description": "",
+        "kinds": (),
+        "secret": "sealed",
+        "is_active": True,
+        "created_at": NOW,
+    }
+    return Webhook(**{**fields, **changes})
 
 
 def workers_lost(*, run_index: int = 0) -> WorkersLost:

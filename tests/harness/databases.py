@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from sqlalchemy import Engine, create_engine, make_url
 
 from service.db.engine import open_engine
 from service.db.jobs import JobStore
+from service.domain.models import Attempt, Job, JobStatus
+from tests.harness.builders import attempt_of, queued_job
 from tests.harness.processes import if_killed
 from tests.harness.wait import wait_for
 
@@ -44,6 +47,21 @@ class SqliteTemplate:
 def open_migrated(database_url: str) -> JobStore:
     """A store over a database that is at the newest migration already, which takes 0.1 s less."""
     return JobStore(open_engine(database_url))
+
+
+def store_job(store: JobStore, job: Job | None = None) -> Job:
+    """Store a job that was just submitted."""
+    return store.create_job(job or queued_job(), idempotency_key=None, request_hash="h")
+
+
+def store_attempt(
+    store: JobStore, job: Job | None = None, status: JobStatus = JobStatus.STARTING
+) -> tuple[Job, Attempt]:
+    """Store a job in this status with its first attempt, which was submitted."""
+    job = store_job(store, job)
+    attempt = attempt_of(job, submitted_at=job.created_at)
+    changed = replace(job, status=status, current_attempt_id=attempt.id)
+    return store.update_job(changed, attempt=attempt), attempt
 
 
 class PostgresqlServer:

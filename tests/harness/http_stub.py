@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ class HttpStub:
 
 
 @contextmanager
-def http_stub(*statuses: int) -> Iterator[HttpStub]:
+def http_stub(*statuses: int, tls: ssl.SSLContext | None = None) -> Iterator[HttpStub]:
     """A server on a loopback port."""
     stub = HttpStub(statuses=list(statuses) or [200])
 
@@ -58,6 +59,8 @@ def http_stub(*statuses: int) -> Iterator[HttpStub]:
             return None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     stub.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ from typer.testing import CliRunner
 from service.api.views import detail_of
 from service.app import create_app
 from service.auth.security import Security
-from service.backends.fake import FakeBackend, Script
+from service.backends.fake import FakeBackend, Record, Script
 from service.cli.main import build_app
 from service.client.client import ShardloomClient
 from service.client.transport import RetryPolicy
 from service.db.jobs import JobStore
 from service.domain.auth import ApiKey, Role, hash_of, new_key_text
-from service.domain.membership import apply_event
-from service.domain.models import Job, JobStatus, Progress
+from service.domain.models import EndReason, Job, JobStatus, Progress
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler
@@ -38,8 +38,10 @@ from tests.harness.builders import (
     NOW,
     TINY_DATA,
     attempt_ended,
+    attempt_of,
     batch,
     checkpoint,
+    folded_membership,
     group_lost,
     group_member,
     layout_chosen,
@@ -49,10 +51,12 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
+from tests.harness.databases import store_job
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol import code_archive
 from trainer.protocol.events import Event, EventBatch, HostExcluded
+from trainer.protocol.run_dir import AttemptDir
 
 # In local mode the service answers for no other host.
 LOOPBACK_URL = "http://127.0.0.1:8700"
@@ -74,8 +78,8 @@ class House:
             self.store, self.backend, self.settings, ServiceMetrics(), lambda: self.now
         )
 
-    def look(self, num_times: int = 1, *, every_s: float = 1.0) -> None:
-        """Let a fresh reconciler look at every job."""
+    def poll(self, num_times: int = 1, *, every_s: float = 1.0) -> None:
+        """Let a fresh reconciler reconcile every job."""
         reconciler = self.reconciler()
         for _ in range(num_times):
             reconciler.run_once()
@@ -85,7 +89,7 @@ class House:
     def submit(self, *observations: str, max_failures: int = 3) -> Job:
         """A queued job whose attempts follow a script."""
         job = queued_job(max_failures=max_failures)
-        self.store.create_job(job, idempotency_key=None, request_hash="h")
+        store_job(self.store, job)
         if observations:
             self.backend.play(job.id, Script(observations))
         return job
@@ -93,18 +97,29 @@ class House:
     def status(self, job: Job) -> JobStatus:
         return self.store.get_job(job.id).status
 
+    def record(self, job: Job, index: int = 0) -> Record:
+        """What the cluster knows of an attempt."""
+        found = self.backend.record(f"{job.id}-a{index}")
+        assert found is not None
+        return found
+
+    def files(self, job: Job, index: int = 0) -> AttemptDir:
+        """Files of an attempt on run storage."""
+        return run_dir_of(self.settings, job.id).attempt(f"{job.id}-a{index}")
+
     def leave(self, job: Job, *events: Event, stream: str = "driver") -> Path:
         """Records in the outbox of the first attempt, as its driver would leave them."""
-        path = run_dir_of(self.settings, job.id).attempt(f"{job.id}-a0").stream_path(stream)
+        path = self.files(job).stream_path(stream)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(event.model_dump_json() + "\n" for event in events))
         return path
 
 
-def _look(app: Api | Guarded) -> None:
-    """Let a fresh reconciler look at every job of an app, now."""
+def _poll(app: Api | Guarded, num_times: int) -> None:
+    """Let a fresh reconciler reconcile every job of an app, now."""
     reconciler = Reconciler(app.store, app.backend, app.settings, ServiceMetrics())
-    reconciler.run_once()
+    for _ in range(num_times):
+        reconciler.run_once()
     reconciler.close()
 
 
@@ -126,11 +141,11 @@ class Api:
     def start(self, **changes: Any) -> str:
         """Id of a new job whose first attempt was submitted."""
         job_id = self.submit(**changes)
-        self.look()
+        self.poll()
         return job_id
 
-    def look(self) -> None:
-        _look(self)
+    def poll(self, num_times: int = 1) -> None:
+        _poll(self, num_times)
 
     def end(self, job_id: str) -> None:
         """Let a job that was never submitted end."""
@@ -142,6 +157,10 @@ class Api:
             content=records.model_dump_json(),
             headers={"Content-Type": "application/json"},
         )
+
+    def files(self, job_id: str, index: int = 0) -> AttemptDir:
+        """Files of an attempt on run storage."""
+        return run_dir_of(self.settings, job_id).attempt(f"{job_id}-a{index}")
 
     def log(self, attempt_id: str, source: str, text: str) -> None:
         """Append to a log file as a process of the attempt would."""
@@ -163,11 +182,20 @@ def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
     return problem
 
 
+def replace_attempt(store: JobStore, job_id: str, **fields: Any) -> None:
+    """Lose the first attempt of a job and put a second one in its place, with these fields."""
+    lost = {"ended_at": NOW, "end_reason": EndReason.DRIVER_LOST}
+    first = replace(store.get_attempt(f"{job_id}-a0"), **lost)
+    job = store.update_job(store.get_job(job_id), attempt=first)
+    second = attempt_of(job, index=1, **{"submitted_at": NOW, **fields})
+    store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+
+
 def running(api: Api, **changes: Any) -> str:
     """Id of a job whose workers train."""
     job_id = api.submit(**changes)
     api.backend.play(job_id, Script(("running",)))
-    api.look()
+    api.poll()
     api.post_events(f"{job_id}-a0", batch(workers_started()))
     return job_id
 
@@ -178,7 +206,7 @@ def end(api: Api, job_id: str, reason: str = "completed") -> None:
     assert attempt_id is not None
     api.post_events(attempt_id, batch(attempt_ended(reason), stream="driver"))
     api.backend.play(attempt_id, Script(("failed",)))
-    api.look()
+    api.poll()
 
 
 @dataclass
@@ -214,14 +242,18 @@ class Guarded:
             headers["Authorization"] = f"Bearer {self.keys[key]}"
         return self.http.request(method, path, headers=headers, follow_redirects=False, **options)
 
-    def look(self) -> None:
-        _look(self)
+    def poll(self, num_times: int = 1) -> None:
+        _poll(self, num_times)
 
     def submit(self, key: str, **changes: Any) -> str:
         """Id of a new job."""
         answer = self.send("POST", "/v1/jobs", key, json={"spec": spec_document(**changes)})
         assert answer.status_code == 201, answer.text
         return str(answer.json()["id"])
+
+
+# Opens apps below a test's folder, or a given one, and closes them at its end: `open_guarded`.
+GuardedApps = Callable[..., Guarded]
 
 
 def guarded(home: Path, **changes: Any) -> Guarded:
@@ -308,16 +340,15 @@ def job_body(**changes: Any) -> dict[str, Any]:
 def membership_body(**changes: Any) -> dict[str, Any]:
     """Three groups of which one was lost twelve seconds before `now` = 2000."""
     rest = (group_member(0), group_member(2))
-    membership = None
-    for event in (
+    membership = folded_membership(
         layout_chosen(time=1000.0),
         membership_changed(time=1000.0),
         group_lost(1, time=1988.0),
         membership_changed(*rest, generation=4, commit=128, time=1988.0),
         recovered(time=1988.4),
         HostExcluded(time=1988.0, host="127.0.0.9", num_failures=3, until=2600.0),
-    ):
-        membership = apply_event(membership, ATTEMPT_ID, event)
+        attempt_id=ATTEMPT_ID,
+    )
     return {**_detail(membership=membership)["membership"], **changes}
 
 
@@ -365,10 +396,10 @@ def problem_body(status: int, code: str, detail: str, **changes: Any) -> dict[st
 
 
 class FakeService:
-    """One job named `ratings`; each read of it shows the next of `looks`, the last for ever."""
+    """One job named `ratings`; each read of it shows the next of `states`, the last for ever."""
 
     def __init__(self) -> None:
-        self.looks: list[dict[str, Any]] = [job_body()]
+        self.states: list[dict[str, Any]] = [job_body()]
         self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
         self.checkpoints: list[dict[str, Any]] = []
         self.attempts: list[dict[str, Any]] = []
@@ -377,7 +408,6 @@ class FakeService:
         self.refusal: dict[str, Any] | None = None
         self.cluster: dict[str, Any] = {}
         self.is_down = False
-        self.log_pieces = [["step 50 [loss 0.41]"]]
         self.submitted: list[dict[str, Any]] = []
         self.uploads: list[bytes] = []
         self.requests: list[httpx.Request] = []
@@ -418,19 +448,18 @@ class FakeService:
     def _jobs(self, request: httpx.Request) -> httpx.Response:
         if request.method == "POST":
             self.submitted.append(json.loads(request.content)["spec"])
-            return httpx.Response(201, json=self.looks[0])
-        return httpx.Response(200, json={"items": [self.looks[0]], "next": None})
+            return httpx.Response(201, json=self.states[0])
+        return httpx.Response(200, json={"items": [self.states[0]], "next": None})
 
     def _part(self, part: str, request: httpx.Request) -> Any:
         if part == "events":
             after = int(request.url.params["after"])
             return {"items": [event for event in self.events if event["id"] > after]}
         if part == "logs":
-            number = int(request.url.params.get("after", 0))
-            texts = self.log_pieces[number] if number < len(self.log_pieces) else []
-            lines = [{"source": "rank-0", "text": text} for text in texts]
-            cursor = str(min(number + 1, len(self.log_pieces)))
-            return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": cursor}
+            lines = [{"source": "rank-0", "text": "step 50 [loss 0.41]"}]
+            is_more = "after" not in request.url.params
+            page = {"attempt_id": "a", "sources": ["rank-0"], "cursor": "1"}
+            return {**page, "lines": lines if is_more else []}
         if part == "traces" and request.method == "POST":
             return requested_trace_body()
         if part in ("resize", "drain"):
@@ -443,7 +472,7 @@ class FakeService:
         }
         if part in parts:
             return parts[part]
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
 
 def shardloom(*arguments: str, stdin: str | None = None) -> Result:

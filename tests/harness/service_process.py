@@ -17,6 +17,7 @@ import httpx
 from service.backends.fake import FakeBackend
 from tests.harness.processes import die_with_parent
 from tests.harness.wait import scaled, wait_for
+from trainer.protocol.events import EventBatch
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 START_TIMEOUT_S = 60.0
@@ -98,6 +99,43 @@ class ServiceProcess:
                 preexec_fn=die_with_parent,
             )
         return self._process
+
+    def run_to_the_end(self, **changes: str) -> subprocess.CompletedProcess[str]:
+        """A service that is expected to end by itself; `changes` are those of its environment."""
+        return self._run(["-m", "service.app"], changes)
+
+    def shell(self, *arguments: str, **changes: str) -> str:
+        """What a `shardloom` command prints in the service's environment, with these changes."""
+        done = self._run(["-m", "service.cli", *arguments], changes)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _run(
+        self, arguments: Sequence[str], changes: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**self.environment(), **changes},
+            capture_output=True,
+            text=True,
+            timeout=scaled(60),
+            check=False,
+        )
+
+    def post_events(self, attempt_id: str, records: EventBatch, token: str = "") -> int:
+        """Post a batch as a driver does; returns `next_seq`."""
+        response = httpx.post(
+            f"{self.url}/v1/attempts/{attempt_id}/events",
+            content=records.model_dump_json(),
+            headers={
+                "Content-Type": "application/json",
+                **({"Authorization": f"Bearer {token}"} if token else {}),
+            },
+            trust_env=False,
+            timeout=scaled(10.0),
+        )
+        response.raise_for_status()
+        return int(response.json()["next_seq"])
 
     def kill(self) -> None:
         """SIGKILL: no chance to tidy up."""

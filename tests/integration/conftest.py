@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.kube.cluster import kube, kube_api_server, own_kube  # noqa: F401
+from tests.harness.kube.backends import backends  # noqa: F401
+from tests.harness.kube.cluster import kube, kube_api_server  # noqa: F401
 from tests.harness.stack import Stack
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from kubernetes import client
 
@@ -22,7 +23,7 @@ from tests.harness.wait import scaled, wait_for
 from tests.unit.k8s.rendering import FOLDER
 
 # Of one request: on a slow machine a server may take its time.
-TIMEOUT_S = scaled(2.0)
+TIMEOUT_S = scaled(10.0)
 
 
 def rules() -> list[dict[str, Any]]:
@@ -128,6 +129,14 @@ class KubeRayBackends:
         )
 
 
+@pytest.fixture
+def backends(kube: KubeCluster, tmp_path: Path) -> Iterator[KubeRayBackends]:
+    """A namespace with a template for clusters and no operator: RayJobs stay as they are made."""
+    found = KubeRayBackends(kube, tmp_path)
+    yield found
+    found.close()
+
+
 def submission(number: int = 0, env: dict[str, str] | None = None, **need: Any) -> Submission:
     """An attempt of job `number`, on a cluster of its own with 2 workers without GPUs."""
     job_id = f"job-{number:012d}"
@@ -149,8 +158,8 @@ def wait_for_state(
 ) -> Observation:
     """The first observation of that state."""
 
-    def look() -> Observation | None:
+    def observed() -> Observation | None:
         seen = backend.observe(attempt_id)
         return seen if seen.state is state else None
 
-    return wait_for(look, f"{attempt_id} to be {state}", limit_s)
+    return wait_for(observed, f"{attempt_id} to be {state}", limit_s)

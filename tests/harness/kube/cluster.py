@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import yaml
@@ -26,28 +26,6 @@ from tests.harness.kube.server import KubeApiServer, Rule
 
 _CONFLICT = 409
 _TOKEN_S = 3600
-
-
-class KubeCluster(Protocol):
-    """What a test needs of a cluster."""
-
-    namespace: str
-    server: KubeApiServer | None
-
-    def client(self, token: str | None = None) -> ApiClient:
-        """A client of the administrator, or of a token."""
-
-    def operator_client(self) -> ApiClient:
-        """The client of operators."""
-
-    def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
-        """A token of a service account in the namespace, with a Role of these rules."""
-
-    def kubeconfig(self, path: Path, token: str | None = None) -> str:
-        """Write a kubeconfig and return its path."""
-
-    def remove(self) -> None:
-        """Delete the namespace and all that is in it."""
 
 
 class InProcessCluster:
@@ -153,6 +131,9 @@ class RealCluster:
         return bool(found.items)
 
 
+KubeCluster = InProcessCluster | RealCluster
+
+
 def _install_definitions(api: client.ApiClient) -> None:
     """Make KubeRay's CustomResourceDefinitions where they are missing, and wait for them."""
     definitions: Any = client.ApiextensionsV1Api(api)
@@ -206,14 +187,6 @@ def kube(request: pytest.FixtureRequest) -> Iterator[KubeCluster]:
         cluster = RealCluster(os.environ["KUBECONFIG"])
     else:
         cluster = InProcessCluster(request.getfixturevalue("kube_api_server"))
-    yield cluster
-    cluster.remove()
-
-
-@pytest.fixture
-def own_kube(kube_api_server: KubeApiServer) -> Iterator[InProcessCluster]:
-    """A namespace in our API server, whatever KUBECONFIG says: for what only it can do."""
-    cluster = InProcessCluster(kube_api_server)
     yield cluster
     cluster.remove()
 

@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -33,12 +33,6 @@ CRD_FOLDER = Path(__file__).parents[4] / "shared" / "kuberay-crds"
 FOREGROUND = "foregroundDeletion"
 _NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _OPEN = "x-kubernetes-preserve-unknown-fields"
-_REASONS = {
-    "enum": "FieldValueNotSupported",
-    "required": "FieldValueRequired",
-    "type": "FieldValueTypeInvalid",
-}
-
 
 # ---- kinds
 
@@ -207,12 +201,11 @@ def forbidden(resource: Resource, name: str, why: str) -> ApiError:
     return ApiError(403, "Forbidden", message, _details(resource, name))
 
 
-def invalid(resource: Resource, name: str, causes: Sequence[Manifest]) -> ApiError:
-    """The object breaks its schema; causes have field, reason and message."""
+def invalid(resource: Resource, name: str, field: str, why: str) -> ApiError:
+    """The object breaks its schema."""
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    told = ", ".join(f"{each['field']}: {each['message']}" for each in causes)
-    details = _details(resource, name, resource.kind, causes=list(causes))
-    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: [{told}]', details)
+    details = _details(resource, name, resource.kind, causes=[{"field": field, "message": why}])
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}', details)
 
 
 def bad_request(message: str) -> ApiError:
@@ -385,12 +378,8 @@ class Verbs:
         manifest = _typed(body, target.resource)
         with self.store.changed:
             if target.resource.validator and not manifest["metadata"].get("resourceVersion"):
-                cause = {
-                    "field": "metadata.resourceVersion",
-                    "reason": "FieldValueInvalid",
-                    "message": "Invalid value: 0: must be specified for an update",
-                }
-                raise invalid(target.resource, target.name, [cause])
+                why = "Invalid value: 0: must be specified for an update"
+                raise invalid(target.resource, target.name, "metadata.resourceVersion", why)
             return self._replace(target, self.get(target), manifest, is_strict)
 
     def patch(self, target: Target, change: Any, *, is_strict: bool = False) -> Manifest:
@@ -464,56 +453,17 @@ def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> N
     name = manifest["metadata"].get("name", "")
     if not re.fullmatch(_NAME, name) or len(name) > 253:
         rule = f'Invalid value: "{name}": a lowercase RFC 1123 subdomain must consist of {_NAME}'
-        cause = {"field": "metadata.name", "reason": "FieldValueInvalid", "message": rule}
-        raise invalid(resource, name, [cause])
-    if resource.validator is None:
-        if is_strict:
-            _check_built_in(manifest, resource)
-        return
-    errors = list(resource.validator.iter_errors(manifest))
-    unknown = [field for each in errors for field in _unknown_fields(each)]
-    if unknown and is_strict:
-        told = ", ".join(f'unknown field "{field}"' for field in unknown)
-        raise _not_handled(resource, told)
-    causes = [_cause(each) for each in errors if each.validator != "additionalProperties"]
-    if causes:
-        raise invalid(resource, name, causes)
-
-
-def _check_built_in(manifest: Manifest, resource: Resource) -> None:
-    try:
-        built_in_validator(resource.api_version, resource.kind).validate(manifest)
-    except jsonschema.ValidationError as error:
-        raise _not_handled(resource, str(error.message)) from error
-
-
-def _not_handled(resource: Resource, told: str) -> ApiError:
-    return bad_request(
-        f'{resource.kind} in version "{resource.version}" cannot be handled as a '
-        f"{resource.kind}: strict decoding error: {told}"
-    )
-
-
-def _path(parts: Sequence[str | int]) -> str:
-    text = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts)
-    return text.removeprefix(".")
-
-
-def _unknown_fields(error: jsonschema.ValidationError) -> list[str]:
-    if error.validator != "additionalProperties" or not isinstance(error.instance, dict):
-        return []
-    known: Any = error.schema
-    unknown = sorted(set(error.instance) - set(known.get("properties", {})))
-    return [_path([*error.absolute_path, name]) for name in unknown]
-
-
-def _cause(error: jsonschema.ValidationError) -> Manifest:
-    field, reason = list(error.absolute_path), str(error.validator)
-    if reason == "required":
-        field.append(error.message.split("'")[1])
-    message = f"Invalid value: {error.message}"
-    told = _REASONS.get(reason, "FieldValueInvalid")
-    return {"field": _path(field), "reason": told, "message": message}
+        raise invalid(resource, name, "metadata.name", rule)
+    validator = resource.validator
+    if validator is None and is_strict:
+        validator = built_in_validator(resource.api_version, resource.kind)
+    for error in validator.iter_errors(manifest) if validator else ():
+        is_unknown = error.validator == "additionalProperties"
+        if is_unknown and is_strict:
+            raise bad_request(f"strict decoding error: {error.json_path}: {error.message}")
+        if not is_unknown:
+            field = error.json_path.removeprefix("$.")
+            raise invalid(resource, name, field, f"Invalid value: {error.message}")
 
 
 def _typed(body: Any, resource: Resource) -> Manifest:

@@ -1,22 +1,21 @@
 """A stand-in for the KubeRay operator v1.7, for RayJobs and their RayClusters; and for Kueue.
 
 It watches RayJobs over the API like any client (so it serves a real API server too) and takes
-them through KubeRay's states: Initializing, Running, Complete, Failed, ValidationFailed,
-Suspending, Suspended; with KubeRay's finalizer, names, labels, owners, reasons and counts;
-deadlines, shutdown after the ttl. With the address of a real Ray the entrypoint really runs there;
-else the test says how jobs go (`ScriptedRay`).
+them through KubeRay's states: Initializing, Running, Complete, Failed, Suspending, Suspended; with
+KubeRay's finalizer, names, labels, owners and reasons; deadlines, shutdown after the ttl. With the
+address of a real Ray the entrypoint really runs there; else the test says how jobs go
+(`ScriptedRay`).
 
-What it does not do: K8sJobMode, InteractiveMode and SidecarMode (all submit like HTTPMode),
-back-off limits, deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch
-schedulers, events. All RayJobs share the one Ray: a RayCluster that goes takes only its own
-RayJob's job with it.
+What it does not do: validation, clusters by selector, counts of ends, K8sJobMode, InteractiveMode
+and SidecarMode (all submit like HTTPMode), back-off limits, deletionStrategy, RayServices, Services
+and Ingresses, autoscaling, batch schedulers, events. All RayJobs share the one Ray: a RayCluster
+that goes takes only its own RayJob's job with it.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
-import re
 import secrets
 import threading
 import time
@@ -41,7 +40,6 @@ FINALIZER = "ray.io/rayjob-finalizer"
 TERMINAL_JOB = ("SUCCEEDED", "FAILED", "STOPPED")
 ENDED = ("Complete", "Failed")
 _NAME_CHARS = "bcdfghjklmnpqrstvwxz2456789"
-_MOST_NAME_CHARS = 47
 
 
 # ---- the states of a RayJob: what to do next, decided purely
@@ -71,36 +69,13 @@ def deployment_status(job: Manifest) -> str:
     return str(job.get("status", {}).get("jobDeploymentStatus", ""))
 
 
-def validation_error(job: Manifest) -> str | None:
-    """Why KubeRay would not run a RayJob that its schema allows."""
-    name, spec = job["metadata"]["name"], job.get("spec", {})
-    about, body = "The RayJob metadata is invalid: ", "The RayJob spec is invalid: "
-    if len(name) > _MOST_NAME_CHARS:
-        return f"{about}RayJob name should be no more than {_MOST_NAME_CHARS} characters"
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        return f"{about}RayJob name should be a valid DNS1035 label: {name}"
-    if spec.get("suspend") and not spec.get("shutdownAfterJobFinishes"):
-        return (
-            f"{body}a RayJob with shutdownAfterJobFinishes set to false is not allowed to be "
-            "suspended"
-        )
-    if spec.get("ttlSecondsAfterFinished") and not spec.get("shutdownAfterJobFinishes"):
-        return f"{body}a RayJob with TTLSecondsAfterFinished needs shutdownAfterJobFinishes"
-    if not spec.get("rayClusterSpec") and not spec.get("clusterSelector"):
-        return f"{body}one of RayClusterSpec or ClusterSelector must be set"
-    if spec.get("activeDeadlineSeconds", 1) <= 0:
-        return f"{body}activeDeadlineSeconds must be a positive integer"
-    return None
-
-
 def initialized(job: Manifest, now: datetime) -> Manifest:
     """Status of a RayJob that the operator takes on: names are chosen before anything is made."""
     name, spec, status = job["metadata"]["name"], job["spec"], dict(job.get("status", {}))
     if not status.get("jobId"):
         status["jobId"] = spec.get("jobId") or f"{name}-{_suffix()}"
     if not status.get("rayClusterName"):
-        chosen = spec.get("clusterSelector", {}).get("ray.io/cluster")
-        status["rayClusterName"] = chosen or f"{name}-{_suffix()}"
+        status["rayClusterName"] = f"{name}-{_suffix()}"
     return {**status, "jobDeploymentStatus": "Initializing", "startTime": time_text(now)}
 
 
@@ -163,31 +138,15 @@ def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | N
     return {**status, "jobDeploymentStatus": "Failed", "reason": reason, "message": message}
 
 
-def counted(job: Manifest, status: Manifest, now: datetime) -> Manifest:
-    """The status with its counts of ends."""
-    status = {**status, "failed": status.get("failed", 0), "succeeded": status.get("succeeded", 0)}
-    state = status.get("jobDeploymentStatus")
-    if state == deployment_status(job):
-        return status
-    if state in ENDED:
-        status["endTime"] = time_text(now)
-    if state == "Complete" and status.get("jobStatus") == "SUCCEEDED":
-        status["succeeded"] += 1
-    if state == "Failed":
-        status["failed"] += 1
-    return status
-
-
 def suspended(status: Manifest) -> Manifest:
     """Status after all that a suspended RayJob had is gone."""
-    kept = {name: status[name] for name in ("failed", "succeeded", "startTime") if name in status}
-    return {**kept, "jobDeploymentStatus": "Suspended"}
+    return {"startTime": status["startTime"], "jobDeploymentStatus": "Suspended"}
 
 
 def is_over(job: Manifest, now: datetime) -> bool:
     """Whether the RayCluster of an ended RayJob is to be deleted by now."""
     spec, ended = job["spec"], job["status"].get("endTime")
-    if not spec.get("shutdownAfterJobFinishes") or spec.get("clusterSelector") or not ended:
+    if not spec.get("shutdownAfterJobFinishes") or not ended:
         return False
     return now >= _time_of(ended) + timedelta(seconds=spec.get("ttlSecondsAfterFinished", 0))
 
@@ -244,27 +203,13 @@ class RayJobRequest:
     runtime_env: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-
-
-class Ray(Protocol):
-    """Jobs on the cluster of a RayJob; methods raise `RayAway`."""
-
-    address: str
-
-    def submit(self, request: RayJobRequest) -> None:
-        """Start a job."""
-
-    def info(self, job_id: str) -> JobInfo | None:
-        """How a job is; None if Ray does not know it."""
-
-    def stop(self, job_id: str) -> None:
-        """End a job, if it is there."""
 
 
 class RealRay:
-    """Jobs on one Ray that really runs; each RayJob's cluster is taken to be this one."""
+    """Jobs on one Ray that really runs; each RayJob's cluster is taken to be this one.
+
+    Methods raise `RayAway`.
+    """
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self.address = address.rstrip("/")
@@ -279,8 +224,6 @@ class RealRay:
             "submission_id": request.job_id,
             "runtime_env": {**request.runtime_env, "env_vars": variables},
             "metadata": request.metadata,
-            "entrypoint_num_cpus": request.num_cpus,
-            "entrypoint_num_gpus": request.num_gpus,
         }
         self._call("POST", "/api/jobs/", json=body).raise_for_status()
 
@@ -316,13 +259,11 @@ class ScriptedRay:
 
     def __init__(self) -> None:
         self.submitted: list[RayJobRequest] = []
-        self.is_away = False
         self._jobs: dict[str, JobInfo] = {}
         self._lock = threading.Lock()
 
     def submit(self, request: RayJobRequest) -> None:
         """Note a job as running."""
-        self._check_there()
         with self._lock:
             self.submitted.append(request)
             self._jobs[request.job_id] = JobInfo(
@@ -331,13 +272,11 @@ class ScriptedRay:
 
     def info(self, job_id: str) -> JobInfo | None:
         """What the test said of a job last."""
-        self._check_there()
         with self._lock:
             return self._jobs.get(job_id)
 
     def stop(self, job_id: str) -> None:
         """End a job that runs."""
-        self._check_there()
         with self._lock:
             known = self._jobs.get(job_id)
             is_live = known is not None and known.status not in TERMINAL_JOB
@@ -354,10 +293,6 @@ class ScriptedRay:
         """Lose a job, as a head that starts again without fault tolerance does."""
         with self._lock:
             del self._jobs[job_id]
-
-    def _check_there(self) -> None:
-        if self.is_away:
-            raise RayAway("the test says that Ray is away")
 
 
 # ---- RayClusters
@@ -430,12 +365,10 @@ class RayClusters:
             self._core.create_namespaced_pod(namespace, pod)
             return False
         if found.status.phase == "Pending" and found.metadata.deletion_timestamp is None:
-            self._core.patch_namespaced_pod_status(
-                name, namespace, {"status": self._pod_status(pod, namespace)}
-            )
+            self._core.patch_namespaced_pod_status(name, namespace, {"status": self._pod_status()})
         return bool(found.status.phase == "Running")
 
-    def _pod_status(self, pod: Manifest, namespace: str) -> Manifest:
+    def _pod_status(self) -> Manifest:
         if self.unschedulable:
             condition = {
                 "type": "PodScheduled",
@@ -444,25 +377,8 @@ class RayClusters:
                 "message": self.unschedulable,
             }
             return {"phase": "Pending", "conditions": [condition]}
-        missing = self.missing_secret(pod["spec"], namespace)
-        containers = pod["spec"]["containers"]
-        if missing:
-            waiting = {
-                "reason": "CreateContainerConfigError",
-                "message": f'secret "{missing}" not found',
-            }
-            states = [_container_status(each, {"waiting": waiting}) for each in containers]
-            return {"phase": "Pending", "containerStatuses": states}
         ready = {"type": "Ready", "status": "True"}
-        states = [_container_status(each, {"running": {}}) for each in containers]
-        return {"phase": "Running", "conditions": [ready], "containerStatuses": states}
-
-    def missing_secret(self, pod_spec: Manifest, namespace: str) -> str | None:
-        """Name of a Secret that the containers of a pod need and that is not there."""
-        for name in _secret_names(pod_spec):
-            if self._secret(name, namespace) is None:
-                return name
-        return None
+        return {"phase": "Running", "conditions": [ready]}
 
     def env_of(self, cluster: Manifest) -> dict[str, str]:
         """Environment of the head's first container: plain values and those of Secrets.
@@ -500,29 +416,6 @@ class RayClusters:
         )
 
 
-def _secret_names(pod_spec: Manifest) -> Iterator[str]:
-    for container in pod_spec["containers"]:
-        for source in container.get("envFrom", ()):
-            reference = source.get("secretRef", {})
-            if reference and not reference.get("optional"):
-                yield reference["name"]
-        for each in container.get("env", ()):
-            reference = each.get("valueFrom", {}).get("secretKeyRef", {})
-            if reference and not reference.get("optional"):
-                yield reference["name"]
-
-
-def _container_status(container: Manifest, state: Manifest) -> Manifest:
-    return {
-        "name": container["name"],
-        "image": container.get("image", ""),
-        "imageID": "",
-        "ready": "running" in state,
-        "restartCount": 0,
-        "state": state,
-    }
-
-
 def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
     name = cluster["metadata"]["name"]
     num_workers = len(wanted) - 1
@@ -547,10 +440,10 @@ class HasOperatorClient(Protocol):
 
 
 class RayJobOperator:
-    """Drives the RayJobs of all namespaces (or of one) while the context lasts.
+    """Drives the RayJobs of a namespace while the context lasts.
 
     `ray_address` is the dashboard of a Ray that really runs, `ray_token` its token. `poll_s` is
-    the time between two looks at everything (KubeRay: 3 s); `check_timeout_s` how long Ray may be
+    the time between two polls of everything (KubeRay: 3 s); `check_timeout_s` how long Ray may be
     away before a RayJob fails. `frozen` (an event) makes the operator do nothing, as if its pod
     were down.
     """
@@ -561,13 +454,15 @@ class RayJobOperator:
         ray_address: str | None = None,
         *,
         ray_token: str | None = None,
-        namespace: str | None = None,
+        namespace: str,
         poll_s: float = 0.1,
         check_timeout_s: float = 300.0,
     ) -> None:
         api = server.operator_client()
         self.scripted = ScriptedRay()
-        self._ray: Ray = RealRay(ray_address, ray_token) if ray_address else self.scripted
+        self._ray: RealRay | ScriptedRay = (
+            RealRay(ray_address, ray_token) if ray_address else self.scripted
+        )
         self.clusters = RayClusters(api)
         self.frozen = threading.Event()
         self._custom = client.CustomObjectsApi(api)
@@ -610,30 +505,21 @@ class RayJobOperator:
             return None
 
     def _all(self, plural: str) -> list[Manifest]:
-        if self._namespace is None:
-            found = self._custom.list_cluster_custom_object(_GROUP, _VERSION, plural)
-        else:
-            found = self._custom.list_namespaced_custom_object(
-                _GROUP, _VERSION, self._namespace, plural
-            )
-        items: list[Manifest] = found["items"]
-        return items
+        found = self._custom.list_namespaced_custom_object(
+            _GROUP, _VERSION, self._namespace, plural
+        )
+        return list(found["items"])
 
     def _reconcile_job(self, job: Manifest) -> None:
         if "deletionTimestamp" in job["metadata"]:
             self._let_go(job)
             return
-        if deployment_status(job) == "ValidationFailed":
-            return
         now = datetime.now(UTC)
-        error = validation_error(job)
-        if error:
-            failed = {"jobDeploymentStatus": "ValidationFailed", "reason": "ValidationFailed"}
-            self._write_status(job, {**job.get("status", {}), **failed, "message": error})
-            return
         status = self._next_status(job, now)
         if status is not None and status != job.get("status"):
-            self._write_status(job, counted(job, status, now))
+            if status["jobDeploymentStatus"] in ENDED and deployment_status(job) not in ENDED:
+                status["endTime"] = time_text(now)
+            self._write_status(job, status)
 
     def _next_status(self, job: Manifest, now: datetime) -> Manifest | None:
         state = deployment_status(job)
@@ -700,8 +586,6 @@ class RayJobOperator:
             runtime_env=yaml.safe_load(spec.get("runtimeEnvYAML") or "{}"),
             metadata=spec.get("metadata", {}),
             env=self.clusters.env_of(cluster),
-            num_cpus=spec.get("entrypointNumCpus"),
-            num_gpus=spec.get("entrypointNumGpus"),
         )
 
     def _cluster(self, job: Manifest) -> Manifest:

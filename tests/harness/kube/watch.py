@@ -1,17 +1,15 @@
 """Lists and watches of the API server of the tests, with their selectors.
 
-Selectors are those of equality and existence. Lists come whole, without pages.
+Selectors are those of equality. Lists come whole, without pages.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tests.harness.kube.objects import (
     ApiError,
@@ -23,9 +21,6 @@ from tests.harness.kube.objects import (
 )
 
 Selects = Callable[[Manifest], bool]
-
-_EQUALS = re.compile(r"^(?P<key>[^\s=!]+)\s*(?P<how>==|=|!=)\s*(?P<value>\S*)$")
-_EXISTS = re.compile(r"^!?[A-Za-z0-9][A-Za-z0-9_./-]*$")
 
 
 @dataclass(frozen=True)
@@ -57,35 +52,25 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _label_check(part: str) -> Selects:
-    def label(manifest: Manifest, key: str) -> Any:
-        return (manifest["metadata"].get("labels") or {}).get(key)
+def _pair(part: str, what: str) -> tuple[str, str]:
+    key, equals, value = part.partition("=")
+    if not equals or key.endswith("!"):
+        raise bad_request(f"{what}: {part}")
+    return key, value.removeprefix("=")
 
-    if found := _EQUALS.match(part):
-        wants_equal = found["how"] != "!="
-        return lambda manifest: (label(manifest, found["key"]) == found["value"]) is wants_equal
-    if _EXISTS.match(part):
-        name, is_absent = part.lstrip("!"), part.startswith("!")
-        return lambda manifest: (label(manifest, name) is None) is is_absent
-    raise bad_request(f"unable to parse requirement: found '{part}', expected: a key and values")
+
+def _label_check(part: str) -> Selects:
+    key, value = _pair(part, "unable to parse requirement")
+    return lambda manifest: (manifest["metadata"].get("labels") or {}).get(key) == value
 
 
 def _field_check(part: str, resource: Resource) -> Selects:
-    found = _EQUALS.match(part)
-    known = ["metadata.name", "metadata.namespace"]
-    if resource.plural == "events":
-        known += ["involvedObject.kind", "involvedObject.name", "involvedObject.uid"]
-    if found is None or found["key"] not in known:
+    key, value = _pair(part, "field label not supported")
+    known = ["metadata.name"] + ["involvedObject.name"] * (resource.plural == "events")
+    if key not in known:
         raise bad_request(f"field label not supported: {part}")
-    path, wants_equal, value = found["key"].split("."), found["how"] != "!=", found["value"]
-
-    def check(manifest: Manifest) -> bool:
-        here: Any = manifest
-        for name in path:
-            here = here.get(name, {})
-        return (here == value) is wants_equal
-
-    return check
+    where, name = key.split(".")
+    return lambda manifest: manifest.get(where, {}).get(name) == value
 
 
 def listed(store: Store, wanted: Selection) -> Manifest:

@@ -1,24 +1,14 @@
-"""Fixtures of the tests with Kubernetes: a namespace, backends in it, the operator stand-in."""
+"""Fixtures of the tests with Kubernetes: the API server, to break, and the operator stand-in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.harness.kube.backends import KubeRayBackends
 from tests.harness.kube.cluster import KubeCluster, operator_for
 from tests.harness.kube.operator import RayJobOperator
 from tests.harness.kube.server import KubeApiServer
-
-
-@pytest.fixture
-def backends(kube: KubeCluster, tmp_path: Path) -> Iterator[KubeRayBackends]:
-    """A namespace with a template for clusters and no operator: RayJobs stay as they are made."""
-    found = KubeRayBackends(kube, tmp_path)
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -6,17 +6,14 @@ With KUBECONFIG set the same is asked of that cluster, but for faults.
 from __future__ import annotations
 
 import json
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
-from kubernetes import client, config, watch
+from kubernetes import client, watch
 
-from tests.harness.kube.cluster import InProcessCluster, KubeCluster, RayJobs, ray_job, secret
+from tests.harness.kube.cluster import KubeCluster, RayJobs, ray_job, secret
 from tests.harness.kube.objects import Manifest
-from tests.harness.kube.operator import KueueStandIn, RayJobOperator
+from tests.harness.kube.operator import RayJobOperator
 from tests.harness.kube.server import KubeApiServer
 from tests.harness.wait import wait_for
 
@@ -26,11 +23,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def api(kube: KubeCluster) -> RayJobs:
     return RayJobs(kube)
-
-
-@pytest.fixture
-def own_api(own_kube: InProcessCluster) -> RayJobs:
-    return RayJobs(own_kube)
 
 
 def _refusal(call: Any, *args: Any, **more: Any) -> Manifest:
@@ -51,30 +43,21 @@ def _named(name: str, **metadata: Any) -> Manifest:
 # ---- the API server
 
 
-def test_unknown_fields_are_refused_when_asked(api: RayJobs) -> None:
+def test_the_schema_is_kept_and_unknown_fields_are_refused_when_asked(api: RayJobs) -> None:
     manifest = ray_job("a", colour="red")
-    pod = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    pod["containers"][0]["imagee"] = "x"
     status = _refusal(api.create, manifest, field_validation="Strict")
     assert (status["code"], status["reason"]) == (400, "BadRequest")
-    for field in ("spec.colour", "headGroupSpec.template.spec.containers[0].imagee"):
-        assert f'{field}"' in status["message"]
+    assert "colour" in status["message"]
     api.create(manifest)
-
-
-@pytest.mark.parametrize(
-    ("spec", "field", "reason"),
-    [
-        ({"backoffLimit": "x"}, "spec.backoffLimit", "FieldValueTypeInvalid"),
-        ({"preRunningDeadlineSeconds": 0}, "spec.preRunningDeadlineSeconds", "FieldValueInvalid"),
-        ({"metadata": {"a": 1}}, "spec.metadata.a", "FieldValueTypeInvalid"),
-    ],
-)
-def test_the_schema_is_kept(api: RayJobs, spec: Manifest, field: str, reason: str) -> None:
-    status = _refusal(api.create, ray_job("a", **spec))
-    assert (status["code"], status["reason"]) == (422, "Invalid")
-    assert status["message"].startswith('RayJob.ray.io "a" is invalid: ')
-    assert (field, reason) in [(c["field"], c["reason"]) for c in status["details"]["causes"]]
+    for spec, field in (
+        ({"backoffLimit": "x"}, "spec.backoffLimit"),
+        ({"preRunningDeadlineSeconds": 0}, "spec.preRunningDeadlineSeconds"),
+        ({"metadata": {"a": 1}}, "spec.metadata.a"),
+    ):
+        status = _refusal(api.create, ray_job("b", **spec))
+        assert (status["code"], status["reason"]) == (422, "Invalid")
+        assert status["message"].startswith('RayJob.ray.io "b" is invalid: ')
+        assert field in [cause["field"] for cause in status["details"]["causes"]]
 
 
 def test_names_keep_the_rules_and_are_taken_once(api: RayJobs) -> None:
@@ -102,31 +85,6 @@ def test_an_update_of_an_older_version_is_a_conflict(api: RayJobs) -> None:
     again = api.replace("a", api.get("a"))
     version = written["metadata"]["resourceVersion"]
     assert again["metadata"]["resourceVersion"] == version, "nothing was changed"
-
-
-def test_writers_that_race_lose_no_update(api: RayJobs) -> None:
-    api.create(_named("a", labels={"n": "0"}))
-    conflicts: list[int] = []
-
-    def count_up() -> None:
-        for _ in range(10):
-            while True:
-                found = api.get("a")
-                labels = found["metadata"]["labels"]
-                labels["n"] = str(int(labels["n"]) + 1)
-                try:
-                    api.replace("a", found)
-                    break
-                except client.ApiException as error:
-                    conflicts.append(error.status)
-
-    writers = [threading.Thread(target=count_up) for _ in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert api.get("a")["metadata"]["labels"]["n"] == "40"
-    assert set(conflicts) <= {409}
 
 
 def test_status_and_the_rest_are_written_apart(api: RayJobs) -> None:
@@ -210,8 +168,6 @@ def test_selectors_choose_by_labels_and_fields(api: RayJobs) -> None:
     for name, labels in (("a", {"x": "1"}), ("b", {"x": "2"}), ("c", {})):
         api.create(_named(name, labels=labels))
     assert api.names(label_selector="x=1") == ["a"]
-    assert api.names(label_selector="x,x!=2") == ["a"]
-    assert api.names(label_selector="!x") == ["c"]
     assert api.names(field_selector="metadata.name=b") == ["b"]
     assert _refusal(api.names, field_selector="spec.suspend=true")["code"] == 400
 
@@ -252,55 +208,6 @@ def test_who_may_not_is_told_what_and_where(kube: KubeCluster, api: RayJobs) -> 
     assert _refusal(RayJobs(kube, "nonsense").get, "a")["code"] == 401
 
 
-# ---- faults
-
-
-def test_a_lost_answer_leaves_the_write_done_and_a_refusal_does_not(
-    own_kube: InProcessCluster, own_api: RayJobs, kube_api_server: KubeApiServer
-) -> None:
-    kube_api_server.faults.lose_answer(verb="create", path="rayjobs")
-    with pytest.raises(urllib3.exceptions.HTTPError):
-        own_api.create(ray_job("a"))
-    kube_api_server.faults.fail(503, verb="create")
-    assert _refusal(own_api.create, ray_job("b"))["code"] == 503
-    assert own_api.names() == ["a"]
-
-
-def test_a_server_that_is_away_comes_back_with_its_state(
-    own_kube: InProcessCluster, own_api: RayJobs, kube_api_server: KubeApiServer, tmp_path: Path
-) -> None:
-    own_api.create(ray_job("a"))
-    kube_api_server.faults.away()
-    with pytest.raises(urllib3.exceptions.HTTPError):
-        own_api.get("a")
-    kube_api_server.faults.back()
-    assert own_api.names() == ["a"]
-    found = config.new_client_from_config(own_kube.kubeconfig(tmp_path / "config"))
-    assert client.VersionApi(found).get_code().major == "1"
-
-
-def test_a_watch_breaks_mid_stream(own_api: RayJobs, kube_api_server: KubeApiServer) -> None:
-    lists = own_api.core.list_namespaced_secret
-    answer = lists(own_api.namespace, watch=True, _preload_content=False)
-    own_api.core.create_namespaced_secret(own_api.namespace, secret("s"))
-    chunks = answer.stream()
-    assert b'"ADDED"' in next(chunks)
-    kube_api_server.faults.drop_watches()
-    with pytest.raises(urllib3.exceptions.ProtocolError):
-        list(chunks)
-
-
-def test_a_compacted_version_is_gone_for_watches(
-    own_api: RayJobs, kube_api_server: KubeApiServer
-) -> None:
-    old = own_api.create(ray_job("a"))
-    own_api.create(ray_job("b"))
-    kube_api_server.store.compact()
-    with pytest.raises(client.ApiException) as gone:
-        _watch(own_api, resource_version=old["metadata"]["resourceVersion"])
-    assert gone.value.status == 410 and "too old resource version" in gone.value.reason
-
-
 def test_bookmarks_tell_versions_of_what_a_watch_does_not_show() -> None:
     with KubeApiServer(bookmark_every_s=0.1) as server:
         core = client.CoreV1Api(server.client())
@@ -322,11 +229,11 @@ def test_bookmarks_tell_versions_of_what_a_watch_does_not_show() -> None:
 def _in_state(api: RayJobs, name: str, state: str) -> Manifest:
     """Status of a RayJob once its deployment is in a state."""
 
-    def look() -> Manifest | None:
-        status = api.status(name)
-        return status if status.get("jobDeploymentStatus") == state else None
+    def status() -> Manifest | None:
+        found = api.status(name)
+        return found if found.get("jobDeploymentStatus") == state else None
 
-    return wait_for(look, f"{name} to be {state}")
+    return wait_for(status, f"{name} to be {state}")
 
 
 def _wait_until_it_runs(api: RayJobs, name: str) -> Manifest:
@@ -349,78 +256,5 @@ def test_a_job_runs_on_a_cluster_of_its_own_that_goes_when_it_ends(
     assert (request.job_id, request.entrypoint) == ("a-1", "python train.py")
     operator.scripted.finish("a-1", "SUCCEEDED", "Job finished successfully.")
     ended = _in_state(api, "a", "Complete")
-    assert (ended["jobStatus"], ended["succeeded"], ended["failed"]) == ("SUCCEEDED", 1, 0)
+    assert ended["jobStatus"] == "SUCCEEDED"
     _wait_until_all_is_gone(api)
-
-
-def test_a_job_without_its_secret_waits_and_fails_once(
-    api: RayJobs, operator: RayJobOperator
-) -> None:
-    manifest = ray_job("a", jobId="a-1", ttlSecondsAfterFinished=600)
-    pod = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    pod["containers"][0]["envFrom"] = [{"secretRef": {"name": "a-env"}}]
-    api.create(manifest)
-
-    def waits() -> bool:
-        found = [each for pod in api.pods() for each in pod.status.container_statuses or ()]
-        messages = [each.state.waiting.message for each in found if each.state.waiting]
-        return 'secret "a-env" not found' in messages
-
-    wait_for(waits, "the pods to wait for the Secret")
-    assert api.status("a")["jobDeploymentStatus"] == "Initializing"
-    api.core.create_namespaced_secret(api.namespace, secret("a-env", TOKEN="t"))
-    (request,) = wait_for(lambda: operator.scripted.submitted, "the job")
-    assert request.env == {"TOKEN": "t"}
-    operator.scripted.finish("a-1", "FAILED", "ValueError: no")
-    ended = _in_state(api, "a", "Failed")
-    assert (ended["reason"], ended["message"]) == ("AppFailed", "ValueError: no")
-    assert len(api.clusters()) == 1 and len(operator.scripted.submitted) == 1
-
-
-def test_a_deleted_job_is_stopped_and_takes_all_it_had_along(
-    api: RayJobs, operator: RayJobOperator
-) -> None:
-    api.create(ray_job("a", jobId="a-1"))
-    _wait_until_it_runs(api, "a")
-    api.delete("a")
-    _wait_until_all_is_gone(api)
-    info = operator.scripted.info("a-1")
-    assert info is not None and info.status == "STOPPED"
-
-
-def test_a_suspended_job_gives_its_cluster_back_and_begins_anew_when_admitted(
-    kube: KubeCluster, api: RayJobs, operator: RayJobOperator
-) -> None:
-    kueue = KueueStandIn(kube)
-    # Kueue's webhook suspends what has a queue; a real cluster without Kueue has none.
-    manifest = ray_job("a") if kube.server else ray_job("a", suspend=True)
-    manifest["metadata"]["labels"] = {KueueStandIn.QUEUE_LABEL: "team"}
-    api.create(manifest)
-    _in_state(api, "a", "Suspended")
-    assert api.clusters() == []
-    kueue.admit(api.namespace, "a")
-    wait_for(lambda: len(operator.scripted.submitted) == 1, "the job")
-    kueue.evict(api.namespace, "a")
-    assert not _in_state(api, "a", "Suspended").get("jobId")
-    assert api.clusters() == []
-    kueue.admit(api.namespace, "a")
-    wait_for(lambda: len(operator.scripted.submitted) == 2, "the job again")
-
-
-def test_a_job_that_kuberay_refuses_says_why(api: RayJobs, operator: RayJobOperator) -> None:
-    api.create(ray_job("a" * 48))
-    refused = _in_state(api, "a" * 48, "ValidationFailed")
-    assert "no more than 47 characters" in refused["message"]
-
-
-def test_a_ray_that_is_away_is_no_failure_until_that_lasts(kube: KubeCluster, api: RayJobs) -> None:
-    with RayJobOperator(kube, namespace=kube.namespace, check_timeout_s=2) as operator:
-        api.create(ray_job("a", jobId="a-1", ttlSecondsAfterFinished=60))
-        _wait_until_it_runs(api, "a")
-        operator.scripted.forget("a-1")
-        wait_for(lambda: len(operator.scripted.submitted) == 2, "the job again")
-        operator.scripted.is_away = True
-        wait_for(lambda: "jobStatusCheckFailureStartTime" in api.status("a"), "it to be noticed")
-        assert api.status("a")["jobDeploymentStatus"] == "Running"
-        ended = _in_state(api, "a", "Failed")
-        assert ended["reason"] == "JobStatusCheckTimeoutExceeded"

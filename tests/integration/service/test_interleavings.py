@@ -26,7 +26,7 @@ from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler
 from service.settings import Settings
 from tests.harness.builders import NOW, queued_job
-from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migrated
+from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migrated, store_job
 
 NUM_REPLICAS = 2
 NUM_STEPS = 120
@@ -100,7 +100,7 @@ class Duel:
         dice = random.Random(seed)
         self.now += 1000
         job = queued_job(now=self.now, max_failures=dice.randint(0, 2))
-        self.store.create_job(job, idempotency_key=None, request_hash="h")
+        store_job(self.store, job)
         self.backend.play(job.id, _script(dice))
         cancel_at = dice.randrange(NUM_STEPS) if dice.random() < 0.3 else None
         replicas = [self._replica(name, job.id) for name in range(NUM_REPLICAS)]

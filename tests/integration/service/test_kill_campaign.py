@@ -51,7 +51,6 @@ class Drivers:
         self._service = service
         self._known: set[str] = set()
         self._pool = ThreadPoolExecutor(NUM_JOBS)
-        self._lost_jobs: set[str] = set()
 
     def start_new(self, fragile_jobs: set[str]) -> None:
         """Give every attempt that arrived at the cluster its driver."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from service.local.join import JoinedMachine
 from service.local.processes import ProcessId, identify, is_alive, terminate_tree
 from service.local.ray_node import MachineHead, MachineNode
 from service.local.stack import LocalStack
-from service.local.state import JoinedState, StackHome, StackState, boot_id
-from tests.harness.wait import free_port, wait_for
+from service.local.state import JoinedState, StackHome, StackState
+from tests.harness.machines import keep_joined, keep_stack
+from tests.harness.wait import free_port, scaled, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -69,12 +69,21 @@ def test_a_service_that_dies_is_started_again_while_ray_lives(
     first = stack.up(port=free_port(), report=lambda line: None)
     assert first.service is not None
     seen: list[StackState] = []
+    is_seen = threading.Event()
+    wait_until_broken = stack.wait_until_broken
+
+    def note(state: StackState) -> str:
+        if state.service != first.service:
+            seen.append(state)
+            is_seen.set()
+        return wait_until_broken(state)
+
+    monkeypatch.setattr(stack, "wait_until_broken", note)
 
     def strike() -> None:
         assert first.service is not None
         os.kill(first.service.pid, signal.SIGKILL)
-        seen.append(wait_for(lambda: _another(stack, first), "another service", limit_s=60))
-        time.sleep(1.0)  # `_stay` notices that it is up
+        assert is_seen.wait(scaled(60))
         os.kill(ray_stand_in.pid, signal.SIGKILL)
 
     striker = threading.Thread(target=strike)
@@ -119,7 +128,7 @@ def test_sigterm_lets_a_foreground_join_leave(
         wait_for(lambda: not is_alive(joined.node), "an end that nobody asked for", limit_s=60)
 
     def strike() -> None:
-        assert waits.wait(timeout=60)
+        assert waits.wait(scaled(60))
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(JoinedMachine, "wait_until_ended", wait_until_ended)
@@ -134,42 +143,19 @@ def test_sigterm_lets_a_foreground_join_leave(
 def _joined(folder: Path, node: ProcessId) -> tuple[JoinedMachine, JoinedState]:
     """A machine that has joined by a node that stands in for Ray."""
     home = StackHome(folder / "home")
-    home.root.mkdir()
-    state = JoinedState(
-        address="10.0.0.7",
-        head_url="http://10.0.0.1:8700",
-        ray_address="http://10.0.0.1:8265",
-        gcs_address="10.0.0.1:6379",
-        boot_id=boot_id(),
-        started_at=1.0,
-        node=node,
-    )
-    home.write_joined(state)
-    return JoinedMachine(home), state
+    return JoinedMachine(home), keep_joined(home, node)
 
 
 def _stack(folder: Path, ray: ProcessId) -> LocalStack:
     """A head whose Ray runs already."""
     home = StackHome(folder)
-    home.root.mkdir()
-    home.write_state(_with_ray_only(ray))
-    kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
-    return LocalStack(home, kept, [sys.executable, "-c", SERVICE_STAND_IN], head=HEAD)
-
-
-def _with_ray_only(ray: ProcessId) -> StackState:
-    return StackState(
+    keep_stack(
+        home,
         url=f"http://127.0.0.1:{free_port()}",
-        boot_id=boot_id(),
-        started_at=1.0,
         ray=ray,
         ray_address=HEAD.ray_address,
         gcs_address=HEAD.gcs_address,
         head_address=HEAD.node.address,
     )
-
-
-def _another(stack: LocalStack, first: StackState) -> StackState | None:
-    """The state once it has a running service that is not the first one."""
-    state = stack.running()
-    return state if state is not None and state.service != first.service else None
+    kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
+    return LocalStack(home, kept, [sys.executable, "-c", SERVICE_STAND_IN], head=HEAD)

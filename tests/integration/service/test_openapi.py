@@ -159,9 +159,7 @@ ODD = st.one_of(
 ).map(lambda value: value.decode() if isinstance(value, bytes) else value)
 
 
-@given(
-    places=st.lists(st.sampled_from(list(places(VALID))), min_size=1, max_size=3), data=st.data()
-)
+@given(places=st.lists(st.sampled_from(PLACES), min_size=1, max_size=3), data=st.data())
 @settings(
     max_examples=NUM_SPECS,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,11 +15,13 @@ import pytest
 from service.client.client import ShardloomClient
 from tests.harness.builders import (
     TINY_DATA,
+    batch,
     divergence,
     group_lost,
     group_member,
     layout_chosen,
     membership_changed,
+    progress,
     spec_document,
     workers_started,
 )
@@ -29,9 +29,9 @@ from tests.harness.databases import PostgresqlServer
 from tests.harness.prometheus import FOLDER, Prometheus, needs_prometheus
 from tests.harness.service_process import ServiceProcess
 from tests.harness.stack import Stack
-from tests.harness.wait import free_port, scaled, wait_for
+from tests.harness.wait import free_port, wait_for
 from tests.unit.observability.expressions import dashboard_queries
-from trainer.protocol.events import Event, EventBatch, Metrics, Progress
+from trainer.protocol.events import Event, Metrics
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
 
@@ -47,27 +47,18 @@ ABSENT = ("gram", "gpus", "cluster_pending", "cluster_failed", "cluster_idle", "
 class Driver:
     """Posts records of an attempt as its driver does."""
 
-    url: str
+    service: ServiceProcess
     attempt_id: str
     token: str
     _num_sent: int = field(default=0, init=False)
 
     def tell(self, *events: Event) -> None:
-        batch = EventBatch(stream="driver", first_seq=self._num_sent, events=list(events))
-        answer = httpx.post(
-            f"{self.url}/v1/attempts/{self.attempt_id}/events",
-            content=batch.model_dump_json(),
-            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-            trust_env=False,
-        )
-        answer.raise_for_status()
-        self._num_sent += len(events)
+        part = batch(*events, stream="driver", first_seq=self._num_sent)
+        self._num_sent = self.service.post_events(self.attempt_id, part, self.token)
 
     def step(self, step: int) -> None:
         """Say that the job got so far."""
-        now = time.time()
-        told = {"step": step, "total_steps": WANTED, "epoch": 0, "rows": step * 512}
-        self.tell(Progress(time=now, rows_per_s=1000.0, eta_s=9.0, **told))
+        self.tell(progress(step, time=time.time(), rows_per_s=1000.0))
 
 
 @dataclass(frozen=True)
@@ -79,19 +70,6 @@ class Watched:
     key: str
     job_id: str
     driver: Driver
-
-
-def _first_key(replica: ServiceProcess) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "keys", "create", "ops", "--admin"],
-        env=replica.environment(),
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def _viewer_key(replica: ServiceProcess, key: str) -> str:
@@ -111,7 +89,7 @@ def watched(
         "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(TINY_DATA)]),
     }
     replicas = [ServiceProcess(home, free_port(), settings) for _ in range(2)]
-    key = _first_key(replicas[0])
+    key = replicas[0].shell("keys", "create", "ops", "--admin").strip()
     with replicas[0] as one, replicas[1] as other:
         viewer = _viewer_key(one, key)
         targets = {"shardloom": [f"127.0.0.1:{each.port}" for each in (one, other)]}
@@ -127,7 +105,7 @@ def _submit(replica: ServiceProcess, key: str) -> tuple[str, Driver]:
         job = client.submit(spec_document(parallelism=SURVIVE, name="dlrm"))
     attempt_id = f"{job.id}-a0"
     record = wait_for(lambda: replica.cluster.record(attempt_id), "the submission")
-    driver = Driver(replica.url, attempt_id, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
+    driver = Driver(replica, attempt_id, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
     now = time.time()
     goodput = {"goodput/share": 0.9, "goodput/lost_s/start": 30.0, "risk/steps_undurable": 5.0}
     driver.tell(

@@ -25,7 +25,7 @@ from service.db.projects import Locks, ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.lifecycle import finish
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
-from service.domain.webhooks import Answer, DeliveryState, Webhook, after_try, new_webhook_id
+from service.domain.webhooks import Answer, DeliveryState, after_try
 from service.errors import RecordRefused, StaleVersion, StoreUnavailable
 from service.scheduler.runner import SchedulerRunner
 from service.settings import Settings
@@ -36,8 +36,9 @@ from tests.harness.builders import (
     metrics,
     queued_job,
     spec_document,
+    webhook,
 )
-from tests.harness.databases import PostgresqlServer, SqliteTemplate
+from tests.harness.databases import PostgresqlServer, store_attempt, store_job
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.protocol.events import Note
@@ -58,19 +59,6 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.empty_database()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def migrated_url(
-    request: pytest.FixtureRequest, tmp_path: Path, sqlite_template: SqliteTemplate
-) -> str:
-    """A database at the newest migration."""
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'shardloom.db'}"
-        sqlite_template.copy(url)
-        return url
-    server: PostgresqlServer = request.getfixturevalue("postgresql")
-    return server.migrated_database()
-
-
 @pytest.fixture
 def replicas(postgresql: PostgresqlServer) -> Iterator[list[JobStore]]:
     """The stores of replicas on one PostgreSQL database."""
@@ -87,7 +75,7 @@ def _set_barrier(barrier: Barrier) -> None:
 
 
 def _open_together(database_url: str) -> object:
-    _barrier.wait(60)
+    _barrier.wait(scaled(60))
     store = JobStore.open(database_url)
     try:
         return store.ping()["migration"]
@@ -110,7 +98,7 @@ def _at_once(calls: list[Callable[[], object]]) -> list[object]:
     barrier = threading.Barrier(len(calls))
 
     def run(call: Callable[[], object]) -> object:
-        barrier.wait(60)
+        barrier.wait(scaled(60))
         try:
             return call()
         except (StaleVersion, StoreUnavailable) as error:
@@ -136,7 +124,7 @@ def test_one_key_makes_one_job_however_many_ask_at_once(replicas: list[JobStore]
 
 
 def test_one_of_those_who_write_a_version_wins(replicas: list[JobStore]) -> None:
-    job = replicas[0].create_job(queued_job(), idempotency_key=None, request_hash="h")
+    job = store_job(replicas[0])
     for _ in range(20):
         calls = [lambda store=store, job=job: store.update_job(job) for store in replicas]
         results = _at_once(calls)
@@ -150,11 +138,7 @@ def test_one_of_those_who_write_a_version_wins(replicas: list[JobStore]) -> None
 
 def test_no_two_replicas_lease_a_job_at_once(replicas: list[JobStore]) -> None:
     made = [
-        replicas[0].create_job(
-            replace(queued_job(now=NOW + number), status=JobStatus.RUNNING),
-            idempotency_key=None,
-            request_hash="h",
-        )
+        store_job(replicas[0], replace(queued_job(now=NOW + number), status=JobStatus.RUNNING))
         for number in range(30)
     ]
     for turn in range(10):
@@ -171,10 +155,7 @@ def test_no_two_replicas_lease_a_job_at_once(replicas: list[JobStore]) -> None:
 
 
 def test_a_batch_that_reaches_several_replicas_is_taken_once(replicas: list[JobStore]) -> None:
-    job = replicas[0].create_job(queued_job(), idempotency_key=None, request_hash="h")
-    attempt = attempt_of(job, submitted_at=NOW)
-    changed = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id)
-    replicas[0].update_job(changed, attempt=attempt)
+    job, attempt = store_attempt(replicas[0])
     for first in range(0, 100, 10):
         notes = [Note(time=NOW, message=str(number)) for number in range(first, first + 10)]
         part = batch(*notes, metrics(first, train_loss=1.0), first_seq=first // 10 * 11)
@@ -188,7 +169,7 @@ def test_a_server_that_was_restarted_is_used_again(
     postgresql: PostgresqlServer, replicas: list[JobStore]
 ) -> None:
     store = replicas[0]
-    job = store.create_job(queued_job(), idempotency_key=None, request_hash="h")
+    job = store_job(store)
     url = store.engine.url.render_as_string(hide_password=False)
     with pytest.raises(StoreUnavailable), store._transactions.write() as connection:
         connection.execute(text("UPDATE jobs SET message = 'half done'"))
@@ -205,7 +186,7 @@ def test_a_write_that_the_database_undid_is_tried_again(
     replicas: list[JobStore], monkeypatch: pytest.MonkeyPatch, num_ties: int, is_written: bool
 ) -> None:
     store = replicas[0]
-    job = store.create_job(queued_job(), idempotency_key=None, request_hash="h")
+    job = store_job(store)
     ties = iter([SerializationFailure("tied"), DeadlockDetected("tied")] * 2)
     left = iter(range(num_ties))
     commit = store.engine.dialect.do_commit
@@ -232,7 +213,7 @@ def test_a_server_that_is_away_is_said_to_be(postgresql: PostgresqlServer) -> No
 
 def test_text_that_postgresql_cannot_hold_stops_no_job(replicas: list[JobStore]) -> None:
     store = replicas[0]
-    job = store.create_job(queued_job(), idempotency_key=None, request_hash="h")
+    job = store_job(store)
     attempt = attempt_of(job, submitted_at=NOW, message="died\x00")
     store.update_job(replace(job, message="a\x00b", current_attempt_id=attempt.id), attempt=attempt)
     store.append_events(attempt.id, batch(Note(time=NOW, message="c\x00d")), NOW)
@@ -273,7 +254,7 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
         project = random.choice(["ads", "default"])
         job = queued_job(project=project, priority=random.randrange(2), preemptible=False)
         job = replace(job, project=project, priority=job.spec.priority)
-        stores[0].create_job(job, idempotency_key=None, request_hash="")
+        store_job(stores[0], job)
     num_ended = 0
     with ThreadPoolExecutor(NUM_QUEUES) as pool:
         while num_ended < 20:
@@ -330,19 +311,6 @@ def test_jobs_of_a_service_that_is_killed_are_finished_by_the_other(
 # ---- webhooks
 
 
-def _webhook() -> Webhook:
-    return Webhook(
-        id=new_webhook_id(),
-        project="*",
-        url="https://hooks.example/",
-        description="",
-        kinds=(),
-        secret="sealed",
-        is_active=True,
-        created_at=NOW,
-    )
-
-
 def _drain(url: str, start: threading.Barrier) -> list[int]:
     """Claim and deliver as a replica does, until nothing is due; returns what was claimed."""
     store = JobStore.open(url)
@@ -356,19 +324,19 @@ def _drain(url: str, start: threading.Barrier) -> list[int]:
     return claimed
 
 
-def test_each_delivery_is_claimed_by_one_replica(migrated_url: str) -> None:
-    store = JobStore.open(migrated_url)
-    outbox, hooks = WebhookStore(store.engine), [_webhook() for _ in range(3)]
+def test_each_delivery_is_claimed_by_one_replica(database_url: str) -> None:
+    store = JobStore.open(database_url)
+    outbox, hooks = WebhookStore(store.engine), [webhook(project="*") for _ in range(3)]
     for hook in hooks:
         outbox.create(hook)
     for _ in range(NUM_DELIVERIES):
-        store.create_job(queued_job(), idempotency_key=None, request_hash="")
+        store_job(store)
     start = threading.Barrier(NUM_SENDERS)
     with ThreadPoolExecutor(NUM_SENDERS) as pool:
-        rounds = [pool.submit(_drain, migrated_url, start) for _ in range(NUM_SENDERS)]
+        rounds = [pool.submit(_drain, database_url, start) for _ in range(NUM_SENDERS)]
         counts = Counter(each for found in rounds for each in found.result())
     # A replica may find all that is due locked by others, and stop early; one goes on.
-    leftover = _drain(migrated_url, threading.Barrier(1))
+    leftover = _drain(database_url, threading.Barrier(1))
     counts.update(leftover)
     assert sorted(counts.values()) == [1] * NUM_DELIVERIES * len(hooks)
     for hook in hooks:

@@ -30,7 +30,6 @@ from tests.harness.builders import (
 )
 from tests.harness.service_process import SHUTDOWN_TIMEOUT_S, ServiceProcess
 from tests.harness.wait import free_port, scaled, wait_for
-from trainer.protocol.events import EventBatch
 
 WAIT_S = 60.0
 # A restart takes a while on a busy machine.
@@ -63,24 +62,11 @@ def start_again(service: ServiceProcess) -> None:
     service.start()
 
 
-def post(service: ServiceProcess, attempt_id: str, records: EventBatch) -> int:
-    """Post a batch as a driver does; returns `next_seq`."""
-    response = httpx.post(
-        f"{service.url}/v1/attempts/{attempt_id}/events",
-        content=records.model_dump_json(),
-        headers={"Content-Type": "application/json"},
-        trust_env=False,
-        timeout=scaled(10.0),
-    )
-    response.raise_for_status()
-    return int(response.json()["next_seq"])
-
-
 def submit_running(service: ServiceProcess, client: ShardloomClient) -> JobDetail:
     """A job whose workers have told that they run."""
     job = client.submit(spec_document())
     wait_for(lambda: service.cluster.record(f"{job.id}-a0"), "the submission", WAIT_S)
-    assert post(service, f"{job.id}-a0", batch(*RECORDS[:6])) == 6
+    assert service.post_events(f"{job.id}-a0", batch(*RECORDS[:6])) == 6
     wait_for(lambda: client.get_job(job.id).status is JobStatus.RUNNING, "it to run", WAIT_S)
     return job
 
@@ -147,9 +133,9 @@ def test_a_kill_around_the_commit_of_records_neither_loses_nor_doubles_them(
     job = submit_running(service, client)
     restart_to_be_killed(service, f"{when} store.append_events")
     with pytest.raises(httpx.TransportError):
-        post(service, f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4))
+        service.post_events(f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4))
     start_again(service)
-    assert post(service, f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4)) == 8
+    assert service.post_events(f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4)) == 8
     end(service, job)
     assert_told_once(service, client, job)
 
@@ -185,16 +171,6 @@ def test_a_deletion_that_a_kill_cut_off_can_be_asked_for_again_or_is_finished(
     assert caught.value.status == 404
     run_dir = service.attempt_files(job.id).root.parents[1]
     wait_for(lambda: not run_dir.exists(), "the files of the job to be gone", WAIT_S)
-
-
-def test_records_that_a_driver_could_not_post_are_taken_from_storage(
-    service: ServiceProcess, client: ShardloomClient
-) -> None:
-    job = submit_running(service, client)
-    service.kill()
-    end(service, job)
-    service.start()
-    assert_told_once(service, client, job)
 
 
 def test_a_follower_sees_every_line_once_across_a_restart(
@@ -235,7 +211,7 @@ def test_followed_streams_do_not_hold_up_a_shutdown(
 
 def test_a_port_in_use_is_named_and_exits_non_zero(service: ServiceProcess, tmp_path: Path) -> None:
     other_home = tmp_path / "other"
-    second = run_to_the_end({**service.environment(), "SHARDLOOM_HOME": str(other_home)})
+    second = service.run_to_the_end(SHARDLOOM_HOME=str(other_home))
     assert second.returncode == 1
     assert f"cannot listen on 127.0.0.1:{service.port}" in second.stderr
     assert "SHARDLOOM_PORT" in second.stderr
@@ -244,22 +220,9 @@ def test_a_port_in_use_is_named_and_exits_non_zero(service: ServiceProcess, tmp_
 
 
 def test_a_bad_setting_is_named(tmp_path: Path) -> None:
-    environment = ServiceProcess(tmp_path, 1).environment() | {"SHARDLOOM_PORT": "99999"}
-    process = run_to_the_end(environment)
+    process = ServiceProcess(tmp_path, 99999).run_to_the_end()
     assert process.returncode == 2
     assert "SHARDLOOM_PORT" in process.stderr
-
-
-def run_to_the_end(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A service that is expected to end by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "service.app"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
 
 
 # A child that ignores SIGTERM and a grandchild in a session of its own.

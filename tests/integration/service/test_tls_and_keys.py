@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +37,7 @@ class TlsService(ServiceProcess):
             "SHARDLOOM_SSL_CERTFILE": str(self.certificate),
             "SHARDLOOM_SSL_KEYFILE": str(key),
             "SHARDLOOM_DRIVER_CA_FILE": str(self.certificate),
+            "SHARDLOOM_CA_FILE": str(self.certificate),
             "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(Path(spec_document()["data"]["path"]))]),
         }
         super().__init__(home, port, settings)
@@ -50,20 +49,6 @@ class TlsService(ServiceProcess):
         except httpx.TransportError:
             return False
 
-    def shell(self, *arguments: str, stdin: str = "", **variables: str) -> str:
-        """What a `shardloom` command prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "service.cli", *arguments],
-            env={**self.environment(), "SHARDLOOM_CA_FILE": str(self.certificate), **variables},
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=scaled(60),
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsService]:
@@ -74,14 +59,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsServ
 
 
 def test_a_service_without_any_key_says_how_to_make_one(service: TlsService) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.app"],
-        env=service.environment(),
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
+    done = service.run_to_the_end()
     assert done.returncode == 1
     assert "shardloom keys create NAME --admin" in done.stderr
 

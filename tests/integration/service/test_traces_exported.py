@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.harness.builders import spec_document
+from tests.harness.builders import batch, spec_document
 from tests.harness.http_stub import HttpStub, http_stub
 from tests.harness.service_process import ServiceProcess
-from tests.harness.wait import free_port, wait_for
-from trainer.protocol.events import AttemptEnded, AttemptStarted, EventBatch
+from tests.harness.wait import free_port, scaled, wait_for
+from trainer.protocol.events import AttemptEnded, AttemptStarted
 from trainer.protocol.outbox import EventWriter
 
 pytestmark = pytest.mark.slow
@@ -35,18 +36,6 @@ open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer).
 """
 
 
-class _Traced(ServiceProcess):
-    collector = ""
-
-    def environment(self) -> dict[str, str]:
-        return {
-            **super().environment(),
-            "SHARDLOOM_OTLP_ENDPOINT": self.collector,
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-            "SHARDLOOM_LOG_FORMAT": "json",
-        }
-
-
 def _spans(stub: HttpStub) -> dict[str, Any]:
     """Spans by name, from what the collector was sent."""
     found = {}
@@ -54,8 +43,6 @@ def _spans(stub: HttpStub) -> dict[str, Any]:
         assert request.path == "/v1/traces"
         body = request.body
         if request.headers.get("content-encoding") == "gzip":
-            import gzip
-
             body = gzip.decompress(body)
         message = ExportTraceServiceRequest.FromString(body)
         for resource in message.resource_spans:
@@ -66,16 +53,20 @@ def _spans(stub: HttpStub) -> dict[str, Any]:
 
 def test_submission_driver_and_ingest_are_told_to_a_collector(tmp_path: Path) -> None:
     with http_stub() as collector:
-        service = _Traced(tmp_path, free_port())
-        service.collector = collector.url
-        with service:
+        settings = {
+            "SHARDLOOM_OTLP_ENDPOINT": collector.url,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "SHARDLOOM_LOG_FORMAT": "json",
+        }
+        with ServiceProcess(tmp_path, free_port(), settings) as service:
             response = httpx.post(
                 f"{service.url}/v1/jobs", json={"spec": spec_document()}, trust_env=False
             )
             job = response.json()["id"]
             record = wait_for(lambda: service.cluster.record(f"{job}-a0"), "the submission")
             _let_driver_run(service, job, record.env)
-            _post_records(service, job, record.env)
+            started = batch(AttemptStarted(time=time.time(), world_size=2), stream="driver")
+            service.post_events(f"{job}-a0", started, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
             wanted = {"submit job", "submit attempt", "ingest"}
             wait_for(lambda: {*_spans(collector)} >= wanted, f"the spans {wanted}")
         spans = _spans(collector)
@@ -92,21 +83,5 @@ def _let_driver_run(service: ServiceProcess, job: str, env: dict[str, str]) -> N
     writer.write(AttemptStarted(time=time.time(), world_size=2))
     writer.write(AttemptEnded(time=time.time(), reason="completed", message="done"))
     subprocess.run(
-        [sys.executable, "-c", _DRIVER], env={**os.environ, **env}, check=True, timeout=60
+        [sys.executable, "-c", _DRIVER], env={**os.environ, **env}, check=True, timeout=scaled(60)
     )
-
-
-def _post_records(service: ServiceProcess, job: str, env: dict[str, str]) -> None:
-    batch = EventBatch(
-        stream="driver", first_seq=0, events=[AttemptStarted(time=time.time(), world_size=2)]
-    )
-    response = httpx.post(
-        f"{service.url}/v1/attempts/{job}-a0/events",
-        content=batch.model_dump_json(),
-        headers={
-            "Content-Type": "application/json",
-            "Authorization": f"Bearer {env['SHARDLOOM_ATTEMPT_TOKEN']}",
-        },
-        trust_env=False,
-    )
-    assert response.is_success, response.text

@@ -12,9 +12,7 @@ import hmac
 import ipaddress
 import json
 import ssl
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +30,13 @@ from tests.harness.wait import free_port, scaled, wait_for
 NAME = "hooks.test"
 
 
-class _Service(ServiceProcess):
-    def environment(self) -> dict[str, str]:
-        return {
-            **super().environment(),
-            "SHARDLOOM_WEBHOOK_ALLOWED_NETWORKS": '["127.0.0.0/8"]',
-            "SHARDLOOM_WEBHOOK_POLL_S": "0.05",
-        }
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with _Service(tmp_path, free_port()) as started:
+    settings = {
+        "SHARDLOOM_WEBHOOK_ALLOWED_NETWORKS": '["127.0.0.0/8"]',
+        "SHARDLOOM_WEBHOOK_POLL_S": "0.05",
+    }
+    with ServiceProcess(tmp_path, free_port(), settings) as started:
         yield started
 
 
@@ -133,30 +126,13 @@ def _redeliver(service: ServiceProcess, delivery: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[tuple[int, Path, list[str]]]:
-    """Port and certificate of an HTTPS server, and the Host headers that it was sent."""
-    hosts: list[str] = []
-
-    class _Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            hosts.append(self.headers["host"])
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            return None
-
+def receiver(tmp_path: Path) -> Iterator[tuple[HttpStub, Path]]:
+    """An HTTPS server, and its certificate."""
     certificate, private = make_certificate(tmp_path, NAME)
-    server = HTTPServer(("127.0.0.1", 0), _Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, private)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server.server_address[1], certificate, hosts
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http_stub(204, tls=context) as stub:
+        yield stub, certificate
 
 
 def _send(name: str, port: int, certificate: Path) -> Answer:
@@ -179,17 +155,15 @@ def _send(name: str, port: int, certificate: Path) -> Answer:
     return asyncio.run(_post())
 
 
-def test_the_name_is_what_the_certificate_is_checked_for(
-    receiver: tuple[int, Path, list[str]],
-) -> None:
-    port, certificate, hosts = receiver
-    assert _send(NAME, port, certificate).status_code == 204
-    assert hosts == [f"{NAME}:{port}"]
+def test_the_name_is_what_the_certificate_is_checked_for(receiver: tuple[HttpStub, Path]) -> None:
+    stub, certificate = receiver
+    assert _send(NAME, stub.port, certificate).status_code == 204
+    assert [each.headers["host"] for each in stub.received] == [f"{NAME}:{stub.port}"]
 
 
-def test_a_server_without_the_name_hears_nothing(receiver: tuple[int, Path, list[str]]) -> None:
-    port, certificate, hosts = receiver
-    answer = _send("other.test", port, certificate)
+def test_a_server_without_the_name_hears_nothing(receiver: tuple[HttpStub, Path]) -> None:
+    stub, certificate = receiver
+    answer = _send("other.test", stub.port, certificate)
     assert answer.status_code is None
     assert "CERTIFICATE_VERIFY_FAILED" in answer.message
-    assert hosts == []
+    assert stub.received == []

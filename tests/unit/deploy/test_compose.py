@@ -60,11 +60,6 @@ def _services() -> dict[str, dict[str, Any]]:
     return services
 
 
-def test_compose_itself_takes_it() -> None:
-    assert {"service", "postgresql", "ray-head", "ray-worker", "minio", "prometheus", "grafana",
-            "otel-collector"} < _services().keys()  # fmt: skip
-
-
 def test_code_of_jobs_sees_none_of_the_services_secrets() -> None:
     for name in ("ray-head", "ray-worker"):
         environment = _services()[name]["environment"]
@@ -77,15 +72,6 @@ def test_compose_itself_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("services: {service: {restart_polices: always}}\n")
     assert "restart_polices" in _config(_ENV, "compose.yaml", str(wrong)).stderr
-
-
-def test_with_gpus_one_worker_has_all_of_them() -> None:
-    worker = _compose("compose.yaml", "compose.gpu.yaml")["services"]["ray-worker"]
-    assert worker["deploy"]["replicas"] == 1
-    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
-    assert device["driver"] == "nvidia" and device["count"] == -1
-    # A machine of any size: docker refuses more CPUs than it has.
-    assert not worker.get("cpus") and not int(worker.get("mem_limit", 0))
 
 
 def test_no_secret_has_a_default() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tests.unit.k8s.rendering import Manifest
-
-_UNITS = {"": 1, "m": 1e-3, "k": 1e3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,3 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     if expression["operator"] == "In":
         return value in expression["values"]
     raise AssertionError(f"these tests do not know the operator {expression['operator']}")
-
-
-def quantity(text: str | int | float) -> float:
-    """A Kubernetes quantity as a number, as in 500m or 16Gi."""
-    found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text))
-    assert found is not None, text
-    return float(found[1]) * _UNITS[found[2]]

@@ -16,7 +16,6 @@ from tests.unit.k8s.rendering import (
     build,
     build_folder,
     every_variant,
-    of_kind,
     one,
     ray_cluster,
 )
@@ -24,11 +23,9 @@ from tests.unit.k8s.schemas import (
     CRDS,
     NEWEST_KUBERNETES,
     OLDEST_KUBERNETES,
-    THIRD_PARTY,
     check_kubernetes,
     check_ray_cluster,
-    check_third_party,
-    type_of,
+    is_of_kubernetes,
 )
 
 _CLUSTER_WIDE = {"Namespace", "ResourceFlavor", "ClusterQueue", "Queue"}
@@ -37,14 +34,6 @@ with_crds = pytest.mark.skipif(
     not CRDS.is_dir(), reason=f"needs the CRDs of KubeRay v1.7.0 in {CRDS}"
 )
 VERSIONS = (OLDEST_KUBERNETES, NEWEST_KUBERNETES)
-
-
-def _of_kubernetes(manifests: tuple[Manifest, ...]) -> list[Manifest]:
-    return [
-        each
-        for each in manifests
-        if type_of(each) not in THIRD_PARTY and each["kind"] != "RayCluster"
-    ]
 
 
 def _templates(cluster: Manifest) -> Iterator[tuple[str, Manifest]]:
@@ -57,15 +46,8 @@ def _templates(cluster: Manifest) -> Iterator[tuple[str, Manifest]]:
 @every_variant
 def test_objects_of_kubernetes_are_valid(variant: str) -> None:
     manifests = (*build(variant), *build_folder(FOLDER / "bootstrap"))
-    for manifest, version in product(_of_kubernetes(manifests), VERSIONS):
+    for manifest, version in product(filter(is_of_kubernetes, manifests), VERSIONS):
         check_kubernetes(manifest, version)
-
-
-@every_variant
-def test_objects_of_other_operators_have_known_fields(variant: str) -> None:
-    for manifest in build(variant):
-        if type_of(manifest) in THIRD_PARTY:
-            check_third_party(manifest)
 
 
 @with_crds
@@ -95,15 +77,13 @@ def test_a_misspelt_field_is_an_error_whoever_defines_it() -> None:
     service["spec"]["template"]["spec"]["topologySpreadConstraint"] = []
     with pytest.raises(jsonschema.ValidationError, match="topologySpreadConstraint"):
         check_kubernetes(service, NEWEST_KUBERNETES)
-    (monitor,) = copy.deepcopy(of_kind(build(FULL), "ServiceMonitor"))
-    monitor["spec"]["endpoint"] = monitor["spec"]["endpoints"]
-    with pytest.raises(jsonschema.ValidationError, match="endpoint"):
-        check_third_party(monitor)
 
 
 @every_variant
 def test_objects_are_in_the_namespace_and_there_once(variant: str) -> None:
-    names = [(type_of(each), each["metadata"]["name"]) for each in build(variant)]
+    names = [
+        (each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in build(variant)
+    ]
     assert len(set(names)) == len(names)
     for manifest in build(variant):
         namespace = manifest["metadata"].get("namespace")

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from service.app import check_address
+from service.backends.kuberay.manifest import quantity
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
-from tests.unit.k8s.pods import Pod, pods_of, quantity, selects
+from tests.unit.k8s.pods import Pod, pods_of, selects
 from tests.unit.k8s.rendering import (
     FOLDER,
     FULL,
@@ -266,12 +267,6 @@ def test_the_cluster_grows_and_shrinks_by_itself(variant: str) -> None:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         # Autoscaler v2 makes a new pod, and has KubeRay set this to Never.
         assert "restartPolicy" not in group["template"]["spec"]
-
-
-@every_variant
-def test_a_head_that_is_lost_comes_back_with_its_state(variant: str) -> None:
-    options = ray_cluster(variant)["spec"].get("gcsFaultToleranceOptions", {})
-    assert options.get("backend") == (None if variant == "dev" else "rocksdb")
 
 
 def test_clusters_of_jobs_own_are_made_after_the_shared_one(

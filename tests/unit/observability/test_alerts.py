@@ -14,10 +14,15 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine
 
-from service.domain.membership import apply_event
 from service.domain.models import Job, JobStatus, Progress
 from service.observability.metrics import ServiceMetrics
-from tests.harness.builders import NOW, layout_chosen, membership_changed, queued_job
+from tests.harness.builders import (
+    NOW,
+    folded_membership,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+)
 from tests.unit.observability.expressions import (
     FOLDER,
     REPO,
@@ -123,9 +128,7 @@ def _shown() -> set[str]:
 def _busy_job() -> Job:
     job = replace(queued_job(), status=JobStatus.RUNNING, started_at=NOW)
     attempt = f"{job.id}-a0"
-    membership = apply_event(
-        apply_event(None, attempt, layout_chosen()), attempt, membership_changed()
-    )
+    membership = folded_membership(layout_chosen(), membership_changed(), attempt_id=attempt)
     return replace(
         job,
         current_attempt_id=attempt,

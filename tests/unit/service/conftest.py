@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -16,7 +17,15 @@ from service.client.transport import RetryPolicy
 from service.db.jobs import JobStore
 from service.settings import Settings
 from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migrated
-from tests.harness.service import LOOPBACK_URL, Api, FakeService, House
+from tests.harness.service import (
+    LOOPBACK_URL,
+    Api,
+    FakeService,
+    Guarded,
+    GuardedApps,
+    House,
+    guarded,
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -81,6 +90,24 @@ def api(store: JobStore, app_settings: Settings) -> Iterator[Api]:
     http = TestClient(app, base_url=LOOPBACK_URL, raise_server_exceptions=False)
     yield Api(http, store, backend, app_settings)
     http.close()
+
+
+@pytest.fixture
+def open_guarded(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[GuardedApps]:
+    """Opens apps that ask for credentials."""
+    opened: list[Guarded] = []
+
+    def open_app(home: Path = tmp_path, **changes: Any) -> Guarded:
+        home.mkdir(parents=True, exist_ok=True)
+        if not (home / "shardloom.db").exists():
+            sqlite_template.copy(f"sqlite:///{home / 'shardloom.db'}")
+        opened.append(guarded(home, **changes))
+        return opened[-1]
+
+    yield open_app
+    for each in opened:
+        each.http.close()
+        each.store.close()
 
 
 @pytest.fixture

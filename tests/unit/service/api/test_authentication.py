@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,15 +25,14 @@ from service.auth.authenticator import Credentials
 from service.auth.oidc import TokenVerifier
 from service.domain.auth import AuditFilter, AuditRecord, Role
 from tests.harness.clock import FakeClock
-from tests.harness.service import Guarded, guarded
+from tests.harness.service import Guarded, GuardedApps
+from tests.harness.wait import scaled
 from tests.unit.service.auth.test_oidc import AUDIENCE, ISSUER, NOW, URL, Issuer
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Any:
-    made = guarded(tmp_path)
-    yield made
-    made.store.close()
+def house(open_guarded: GuardedApps) -> Guarded:
+    return open_guarded()
 
 
 def _scope(kind: str, key: str, path: str = "/v1/jobs/x/events") -> dict[str, Any]:
@@ -77,8 +75,10 @@ def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
     assert pieces[-1]["more_body"] is False
 
 
-def test_who_follows_too_much_at_once_is_refused_until_a_stream_ends(tmp_path: Path) -> None:
-    house = guarded(tmp_path, max_open_requests=2)
+def test_who_follows_too_much_at_once_is_refused_until_a_stream_ends(
+    open_guarded: GuardedApps,
+) -> None:
+    house = open_guarded(max_open_requests=2)
 
     async def follow() -> list[int]:
         gate = AuthenticationMiddleware(stream, house.settings, house.security)
@@ -101,7 +101,6 @@ def test_who_follows_too_much_at_once_is_refused_until_a_stream_ends(tmp_path: P
 
     end = asyncio.Event()
     assert asyncio.run(follow()) == [200, 200, 429, 200]
-    house.store.close()
 
 
 def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:
@@ -122,24 +121,22 @@ def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:
     assert wire.sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_a_driver_has_a_generous_rate_of_its_own(tmp_path: Path) -> None:
+def test_a_driver_has_a_generous_rate_of_its_own(open_guarded: GuardedApps) -> None:
     rates = {"attempt_rate_limit_burst": 5, "attempt_rate_limit_per_s": 0.001}
-    house = guarded(tmp_path, rate_limit_burst=2, **rates)
+    house = open_guarded(rate_limit_burst=2, **rates)
     house.keys["driver"] = house.security.master.attempt_token("job-1-a0")
     body = {"stream": "driver", "first_seq": 0, "events": []}
     path = "/v1/attempts/job-1-a0/events"
     statuses = [house.send("POST", path, "driver", json=body).status_code for _ in range(6)]
     assert statuses == [404] * 5 + [429]
-    house.store.close()
 
 
 def test_a_token_of_the_identity_provider_gets_in_with_its_roles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_guarded: GuardedApps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issuer = Issuer()
     monkeypatch.setenv("SHARDLOOM_OIDC_ROLES", '{"ml": {"default": "submitter"}}')
-    house = guarded(
-        tmp_path,
+    house = open_guarded(
         oidc_issuer=ISSUER,
         oidc_audience=AUDIENCE,
         oidc_jwks_url=URL,
@@ -154,7 +151,6 @@ def test_a_token_of_the_identity_provider_gets_in_with_its_roles(
     assert (answer["name"], answer["roles"]) == ("oidc:ada", {"default": "submitter"})
     house.submit("ada")
     assert house.send("GET", "/v1/whoami", "mallory").status_code == 401
-    house.store.close()
 
 
 def test_whoever_opens_a_connection_is_known_by_header_or_cookie() -> None:
@@ -221,12 +217,12 @@ def test_the_audit_log_of_a_slow_database_drops_lines_rather_than_grow(
 
     def write(records: Sequence[AuditRecord]) -> None:
         is_writing.set()
-        is_open.wait(10)
+        is_open.wait(scaled(10))
         kept.extend(records)
 
     monkeypatch.setattr(house.security.keys, "append_audit", write)
     audit.append(line)
-    assert is_writing.wait(10)
+    assert is_writing.wait(scaled(10))
     for _ in range(20):
         audit.append(line)
     is_open.set()

@@ -114,13 +114,6 @@ def test_what_cannot_be_exported_is_refused(api: Api, job_id: str) -> None:
     assert asked(api, job_id).status_code == 202
 
 
-def test_a_repeated_request_makes_one_export(api: Api, job_id: str) -> None:
-    path, headers = f"/v1/jobs/{job_id}/exports", {"Idempotency-Key": "once"}
-    answers = [api.http.post(path, json={}, headers=headers) for _ in range(2)]
-    assert answers[0].json() == answers[1].json()
-    assert len(list_exports(run_dir_of(api.settings, job_id))) == 1
-
-
 def test_asking_again_wakes_an_export_that_nobody_tries_any_more(
     api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

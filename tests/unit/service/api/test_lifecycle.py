@@ -24,16 +24,16 @@ def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: Shardlo
     paused = client.pause(job_id)
     assert (paused.status, paused.pause_requested) == (JobStatus.RUNNING, True)
     assert client.pause(job_id).version == paused.version
-    api.look()
-    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    api.poll()
+    files = api.files(job_id)
     assert "id" in json.loads(files.pause_request_path.read_text())
     end(api, job_id, "paused")
     assert client.get_job(job_id).status is JobStatus.PAUSED
-    api.look()
+    api.poll()
     assert len(client.attempts(job_id)) == 1
     resumed = client.resume(job_id)
     assert resumed.status is JobStatus.QUEUED
-    api.look()
+    api.poll()
     assert [attempt.index for attempt in client.attempts(job_id)] == [0, 1]
     assert api.store.get_job(job_id).queued_at == queued_at
     actors = {e.kind: e.actor for e in client.iter_events(job_id)}
@@ -43,10 +43,10 @@ def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: Shardlo
 def test_a_resume_takes_the_request_back(api: Api, client: ShardloomClient) -> None:
     job_id = running(api)
     client.pause(job_id)
-    api.look()
+    api.poll()
     client.resume(job_id)
-    api.look()
-    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    api.poll()
+    files = api.files(job_id)
     assert not files.pause_request_path.exists()
     assert client.get_job(job_id).status is JobStatus.RUNNING
 
@@ -144,7 +144,7 @@ def test_a_job_goes_on_from_the_checkpoint_that_was_chosen(
         client.restart(job_id, step=150)
     restarted = client.restart(job_id, step=200)
     assert (restarted.status, restarted.reason) == (JobStatus.QUEUED, None)
-    api.look()
+    api.poll()
     rewind = run_dir_of(api.settings, job_id).rewind_path
     expected = {"checkpoint": "step-00000200-a0-r0", "attempt_index": 1}
     assert json.loads(rewind.read_text()) == expected
@@ -170,7 +170,7 @@ def test_the_queue_shows_who_waits_for_what(
     api: Api, client: ShardloomClient, crowd: tuple[str, str]
 ) -> None:
     api.http.put("/v1/projects/default", json={"max_running_jobs": 1})
-    api.look()
+    api.poll()
     found = client.queue()
     assert [job.id for job in found.running] == [crowd[0]]
     assert found.running[0].num_workers == 4

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import zipfile
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from hypothesis import strategies as st
 
 from service.api.sse import LATE_LINES_S, LogFollower
 from service.client.transport import parse_events
-from service.domain.models import EndReason
 from service.jobs.logs import LogPosition
-from tests.harness.builders import NOW, attempt_of
+from tests.harness.builders import NOW
+from tests.harness.clock import FakeClock
 from tests.harness.properties import examples
-from tests.harness.service import Api, problem_in
+from tests.harness.service import Api, problem_in, replace_attempt
 
 RANK_0 = """\
 2026-11-21T10:00:00.000Z INFO trainer: step 1
@@ -62,28 +61,23 @@ def test_lines_tell_rank_level_and_time(api: Api, job: str) -> None:
     assert [line["level"] for line in body["lines"][2:5]] == ["error"] * 3
 
 
-def test_lines_are_filtered_by_rank(api: Api, job: str) -> None:
-    assert _texts(api, job, rank=3) == ["step 1", "Aborted"]
-    assert len(_texts(api, job, rank=[0, 3])) == 8
-    assert _texts(api, job, rank=7) == []
-
-
-def test_a_level_takes_in_the_traceback_and_the_last_words(api: Api, job: str) -> None:
+def test_lines_are_filtered_by_rank_level_text_and_time(api: Api, job: str) -> None:
     traceback = "Traceback (most recent call last):"
-    wanted = ["slow peer", "lost rank 3", traceback, "gone", "Aborted"]
-    assert _texts(api, job, level="warning") == wanted
-
-
-def test_lines_are_searched(api: Api, job: str) -> None:
-    assert _texts(api, job, q="LOST RANK") == ["lost rank 3"]
-    assert _texts(api, job, q="error*lost") == ["lost rank 3"]
-    assert _texts(api, job, q="nowhere") == []
-
-
-def test_lines_are_taken_from_a_range_of_time(api: Api, job: str) -> None:
-    assert _texts(api, job, since=TEN + 4, until=TEN + 9) == ["slow peer"]
-    # A line without a time has that of the line above it.
-    assert _texts(api, job, since=TEN + 9, rank=3) == ["step 1", "Aborted"]
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"rank": 3}, ["step 1", "Aborted"]),
+        ({"rank": 7}, []),
+        # A level takes in the traceback and the last words.
+        ({"level": "warning"}, ["slow peer", "lost rank 3", traceback, "gone", "Aborted"]),
+        ({"q": "LOST RANK"}, ["lost rank 3"]),
+        ({"q": "error*lost"}, ["lost rank 3"]),
+        ({"q": "nowhere"}, []),
+        ({"since": TEN + 4, "until": TEN + 9}, ["slow peer"]),
+        # A line without a time has that of the line above it.
+        ({"since": TEN + 9, "rank": 3}, ["step 1", "Aborted"]),
+    ]
+    for params, wanted in cases:
+        assert _texts(api, job, **params) == wanted
+    assert len(_texts(api, job, rank=[0, 3])) == 8
 
 
 def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
@@ -129,8 +123,7 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     for source, text in (("rank-0", RANK_0), ("rank-3", RANK_3)):
         api.log(f"{job}-a0", source, text)
     api.http.post(f"/v1/jobs/{job}:cancel")
-    for _ in range(3):
-        api.look()
+    api.poll(3)
     params = {"level": level} if level else {}
     *whole, end = _follow(api, job, **params)
     assert end.name == "end"
@@ -145,28 +138,23 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     api: Api,
 ) -> None:
     job_id = api.start()
-    job = api.store.get_job(job_id)
-    first = api.store.get_attempt(f"{job_id}-a0")
-    job = api.store.update_job(
-        job, attempt=replace(first, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
-    )
-    second = attempt_of(job, index=1, submitted_at=NOW)
-    job = api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
-    api.log(first.id, "rank-0", "one\n")
-    api.log(second.id, "rank-0", "three\n")
-    now = [NOW + 1]
-    follower = LogFollower(api.store, api.settings, job, None, None, clock=lambda: now[0])
-    follower.start_at(LogPosition(first.id))
+    replace_attempt(api.store, job_id)
+    first = f"{job_id}-a0"
+    api.log(first, "rank-0", "one\n")
+    api.log(f"{job_id}-a1", "rank-0", "three\n")
+    clock, job = FakeClock(NOW + 1), api.store.get_job(job_id)
+    follower = LogFollower(api.store, api.settings, job, None, None, clock=clock)
+    follower.start_at(LogPosition(first))
 
-    def _look() -> list[str]:
+    def _poll() -> list[str]:
         return [json.loads(item.body.model_dump_json())["text"] for item in follower.poll().items]
 
-    assert _look() == ["one"]
-    assert _look() == []
-    api.log(first.id, "rank-0", "two\n")
-    assert _look() == ["two"]
-    now[0] += LATE_LINES_S
-    assert [*_look(), *_look()] == ["three"]
+    assert _poll() == ["one"]
+    assert _poll() == []
+    api.log(first, "rank-0", "two\n")
+    assert _poll() == ["two"]
+    clock.now += LATE_LINES_S
+    assert [*_poll(), *_poll()] == ["three"]
 
 
 # ---- download

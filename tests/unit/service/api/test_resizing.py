@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from service import errors
-from service.db.jobs import JobStore
 from service.domain import timeline
 from service.domain.models import JobStatus
 from service.jobs import actions
 from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import HOSTS, batch, layout_chosen, membership_changed, workers_started
-from tests.harness.service import Api, problem_in
+from tests.harness.service import Api, problem_in, replace_attempt
 from trainer.protocol.events import Event
 from trainer.protocol.requests import ResizeRequests
 from trainer.protocol.run_dir import AttemptDir
@@ -39,8 +38,7 @@ def running(api: Api, *records: Event, **parallelism: Any) -> str:
 
 
 def request_path(api: Api, job_id: str, attempt: int = 0) -> Path:
-    run_dir = run_dir_of(api.settings, job_id)
-    return run_dir.attempt(f"{job_id}-a{attempt}").resize_request_path
+    return api.files(job_id, attempt).resize_request_path
 
 
 def told(api: Api, job_id: str) -> list[tuple[str, str]]:
@@ -144,19 +142,16 @@ def test_only_a_running_job_can_be_placed_anew(api: Api) -> None:
 def test_a_new_attempt_is_told_what_was_wanted_of_the_last(api: Api) -> None:
     job_id = running(api)
     wanted = resize(api, job_id, 4).json()
-    job = api.store.get_job(job_id)
-    second = replace(api.store.get_attempt(f"{job_id}-a0"), id=f"{job_id}-a1", index=1)
-    again = replace(job, current_attempt_id=second.id, status=JobStatus.STARTING)
-    api.store.update_job(again, attempt=replace(second, submitted_at=None))
-    api.look()
+    replace_attempt(api.store, job_id, submitted_at=None)
+    again = replace(api.store.get_job(job_id), status=JobStatus.STARTING)
+    api.store.update_job(again)
+    api.poll()
     assert json.loads(request_path(api, job_id, attempt=1).read_text()) == wanted
 
 
 def test_hosts_of_an_earlier_attempt_are_not_known_any_more(api: Api) -> None:
     job_id = running(api)
-    job = api.store.get_job(job_id)
-    second = replace(api.store.get_attempt(f"{job_id}-a0"), id=f"{job_id}-a1", index=1)
-    api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+    replace_attempt(api.store, job_id)
     fault = problem_in(drain(api, job_id, HOSTS[0]), 422, "invalid_request")["fields"][0]
     assert "none yet" in fault["message"]
 
@@ -190,24 +185,6 @@ def test_of_two_requests_at_once_both_count(api: Api, monkeypatch: pytest.Monkey
     actions.request_resize(api.store, run_dir, job_id, 4)
     wanted = json.loads(request_path(api, job_id).read_text())
     assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0]])
-
-
-def test_a_request_that_lost_the_race_is_made_again(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id = running(api)
-    update, is_first = JobStore.update_job, True
-
-    def raced(store: JobStore, job: Any, **changes: Any) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            update(store, store.get_job(job_id))
-        return update(store, job, **changes)
-
-    monkeypatch.setattr(JobStore, "update_job", raced)
-    assert resize(api, job_id, 4).status_code == 202
-    assert len(told(api, job_id)) == 1
 
 
 def test_a_layout_that_is_not_chosen_yet_cannot_be_resized(api: Api) -> None:

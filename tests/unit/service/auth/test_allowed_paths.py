@@ -20,7 +20,7 @@ from service.domain.auth import Role
 from service.files import is_below
 from service.settings import Settings
 from tests.harness.builders import spec_document
-from tests.harness.service import Api, guarded
+from tests.harness.service import Api, GuardedApps
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 
@@ -49,8 +49,8 @@ def test_local_mode_reads_anywhere_unless_told_otherwise(tmp_path: Path) -> None
     assert roots_of(asked) == (tmp_path / "runs",)
 
 
-def test_data_outside_of_the_roots_is_refused_by_name(tmp_path: Path) -> None:
-    house = guarded(tmp_path)
+def test_data_outside_of_the_roots_is_refused_by_name(open_guarded: GuardedApps) -> None:
+    house = open_guarded()
     [root] = house.settings.storage_roots or []
     spec = spec_document()
     for path in ("/etc", "/", "/proc/self", f"{root}/../.."):
@@ -59,7 +59,6 @@ def test_data_outside_of_the_roots_is_refused_by_name(tmp_path: Path) -> None:
         [fault] = answer.json()["fields"]
         assert (answer.status_code, fault["path"]) == (422, "data.path")
         assert (fault["code"], str(root) in fault["message"]) == ("outside_roots", True)
-    house.store.close()
 
 
 def test_remote_folders_are_confined_to_remote_roots(tmp_path: Path) -> None:
@@ -89,8 +88,8 @@ def test_a_split_leads_nowhere_out_of_its_data() -> None:
         validate_spec(spec)
 
 
-def test_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
-    house = guarded(tmp_path)
+def test_checkpoints_of_foreign_projects_cannot_be_started_from(open_guarded: GuardedApps) -> None:
+    house = open_guarded()
     house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.VIEWER})
     hidden = house.submit("root", project="hidden")
     folder = house.settings.runs_dir / hidden / "checkpoints"
@@ -102,7 +101,6 @@ def test_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) 
     refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": unknown})
     assert refused.json()["fields"][0]["code"] == "foreign_run"
     assert house.send("POST", "/v1/jobs", "both", json={"spec": spec}).status_code == 201
-    house.store.close()
 
 
 def test_a_path_tells_whose_run_it_leads_into(tmp_path: Path) -> None:
@@ -167,8 +165,8 @@ def test_sinks_write_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outside_roots(elsewhere, None) == []
 
 
-def test_sinks_write_only_into_runs_of_the_job_s_own_project(tmp_path: Path) -> None:
-    house = guarded(tmp_path)
+def test_sinks_write_only_into_runs_of_the_job_s_own_project(open_guarded: GuardedApps) -> None:
+    house = open_guarded()
     house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.SUBMITTER})
     runs = house.settings.runs_dir
     hidden = house.submit("root", project="hidden")
@@ -186,12 +184,11 @@ def test_sinks_write_only_into_runs_of_the_job_s_own_project(tmp_path: Path) -> 
             for folder in (runs / hidden / "x", runs, runs / "nobody"):
                 assert send(key, folder, field) == ["foreign_run"], (key, field, folder)
             assert send(key, runs / own / "x", field) == []
-    house.store.close()
 
 
 @pytest.mark.parametrize("auth", ["local", "required"])
-def test_what_no_path_can_hold_is_refused_by_name(tmp_path: Path, auth: str) -> None:
-    house = guarded(tmp_path, auth=auth, allowed_hosts=["shardloom.example"])
+def test_what_no_path_can_hold_is_refused_by_name(open_guarded: GuardedApps, auth: str) -> None:
+    house = open_guarded(auth=auth, allowed_hosts=["shardloom.example"])
     data = spec_document()["data"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"data": {**data, "path": "/a\x00b"}}, "data.path"),
@@ -208,7 +205,6 @@ def test_what_no_path_can_hold_is_refused_by_name(tmp_path: Path, auth: str) -> 
             answer = house.send("POST", path, "root", content=content, headers=headers)
             [fault] = answer.json()["fields"]
             assert (answer.status_code, fault["path"]) == (422, field)
-    house.store.close()
 
 
 def test_a_path_tells_whose_checkpoints_it_leads_to(tmp_path: Path) -> None:
@@ -234,8 +230,10 @@ def test_checkpoints_lie_below_the_root_for_them_or_a_storage_root(tmp_path: Pat
         assert ("checkpoint.path" not in refused) is is_allowed, path
 
 
-def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
-    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(
+    open_guarded: GuardedApps,
+) -> None:
+    house = open_guarded(checkpoint_root="s3://lake/runs")
     hidden = house.submit("root", project="hidden")
     place = {"warm_start": {"path": f"s3://lake/runs/{hidden}/checkpoints"}}
     body = {"spec": spec_document(checkpoint=place)}
@@ -245,11 +243,10 @@ def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path:
     refused = house.send("POST", "/v1/jobs", "submitter", json=beside)
     assert refused.json()["fields"][0]["code"] == "foreign_run"
     assert house.send("POST", "/v1/jobs", "root", json=body).status_code == 201
-    house.store.close()
 
 
-def test_clones_keep_their_checkpoints_below_the_root_of_today(tmp_path: Path) -> None:
-    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+def test_clones_keep_their_checkpoints_below_the_root_of_today(open_guarded: GuardedApps) -> None:
+    house = open_guarded(checkpoint_root="s3://lake/runs")
     job = house.store.get_job(house.submit("root"))
     assert job.spec.checkpoint.path == "s3://lake/runs"
     again = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
@@ -258,7 +255,6 @@ def test_clones_keep_their_checkpoints_below_the_root_of_today(tmp_path: Path) -
     house.app.state.context = replace(house.app.state.context, settings=changed)
     later = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
     assert later.json()["spec"]["checkpoint"]["path"] == "s3://lake/later"
-    house.store.close()
 
 
 def test_a_clone_does_not_take_over_a_place_that_the_operator_has_given_up(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from service.errors import Forbidden, NotSignedIn, SecretKeyUnusable, StoreUnava
 from service.settings import Settings
 from tests.harness.builders import spec_document, workers_started
 from tests.harness.clock import FakeClock
-from tests.harness.service import Guarded, guarded
+from tests.harness.service import Guarded, GuardedApps
 
 pytestmark = pytest.mark.every_database(slow=True)
 
@@ -42,11 +42,8 @@ MASTER = MasterKeys(("m" * 40,))
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[Guarded]:
-    made = guarded(tmp_path)
-    yield made
-    made.http.close()
-    made.store.close()
+def house(open_guarded: GuardedApps) -> Guarded:
+    return open_guarded()
 
 
 @pytest.fixture
@@ -309,7 +306,7 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -
 def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
     job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
-    house.look()
+    house.poll()
     attempt_id = f"{job['id']}-a0"
     record = house.backend.record(attempt_id)
     assert record is not None
@@ -326,7 +323,7 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     assert house.send("POST", events, "driver", json=body).status_code == 200
     assert house.send("GET", path, "driver").json()["detail"].startswith("attempt")
     other = house.submit("submitter")
-    house.look()
+    house.poll()
     assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403
     assert house.send("GET", "/v1/jobs", "driver").status_code == 403
     shown = house.send("GET", f"/v1/jobs/{job['id']}", "root")
@@ -365,7 +362,7 @@ def _contents(folder: Path) -> Iterator[str]:
 
 def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(house: Guarded) -> None:
     job_id = house.submit("submitter")
-    house.look()
+    house.poll()
     attempt_id = f"{job_id}-a0"
     house.keys["driver"] = house.security.master.attempt_token(attempt_id)
     events = f"/v1/attempts/{attempt_id}/events"
@@ -374,8 +371,7 @@ def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(house: Guarde
     assert house.send("POST", events, json=empty).status_code == 401
     assert house.send("POST", events, "root", json=empty).status_code == 403
     house.send("POST", f"/v1/jobs/{job_id}:cancel", "submitter")
-    for _ in range(3):
-        house.look()
+    house.poll(3)
     attempt = house.store.get_attempt(attempt_id)
     assert attempt.end_reason is not None
     assert attempt.ended_at is not None

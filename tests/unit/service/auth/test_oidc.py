@@ -19,6 +19,7 @@ from service.domain.auth import Role
 from service.errors import IdentityProviderAway, NotSignedIn
 from service.settings import Settings
 from tests.harness.clock import FakeClock
+from tests.harness.wait import scaled
 
 NOW = 1_800_000_000.0
 ISSUER, AUDIENCE, URL = "https://id.example", "shardloom", "https://id.example/jwks"
@@ -230,7 +231,7 @@ class SlowProvider:
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         self.is_asked.set()
-        assert self.may_answer.wait(10)
+        assert self.may_answer.wait(scaled(10))
         return self._issuer.answer(request)
 
 
@@ -241,19 +242,19 @@ def test_while_one_thread_fetches_no_other_does_and_old_keys_go_on(
     keys = ProviderKeys(URL, 3600.0, httpx.MockTransport(slow.answer), clock)
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(keys.current)
-        assert slow.is_asked.wait(10)
+        assert slow.is_asked.wait(scaled(10))
         others = [pool.submit(keys.current) for _ in range(3)]
         slow.may_answer.set()
-        known = first.result(10)
-        assert all(other.result(10) is known for other in others)
+        known = first.result(scaled(10))
+        assert all(other.result(scaled(10)) is known for other in others)
         assert issuer.num_reads == 1
 
         clock.now += 3601
         slow.is_asked.clear()
         slow.may_answer.clear()
         first = pool.submit(keys.current)
-        assert slow.is_asked.wait(10)
+        assert slow.is_asked.wait(scaled(10))
         assert keys.current() is known
         slow.may_answer.set()
-        assert first.result(10) is not known
+        assert first.result(scaled(10)) is not known
     assert issuer.num_reads == 2

@@ -33,6 +33,7 @@ from service.reconciler.submission import plan_attempt, submission_of
 from service.scheduler.policy import Capacity, admit
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_document
+from tests.harness.databases import store_job
 from tests.harness.service import Api, House
 from tests.unit.service.scheduler.test_runner import submit
 from trainer.driver.attempt import DriverContext
@@ -109,7 +110,7 @@ def test_a_submission_says_what_its_cluster_must_hold(house: House) -> None:
         resources={**OWN, "queue": "ads", "cpus_per_worker": 3, "device": "cpu"},
         priority=5,
     )
-    house.store.create_job(job, idempotency_key=None, request_hash="h")
+    store_job(house.store, job)
     attempt = start(job, NOW, QueueState()).attempt
     assert attempt is not None
     following = plan_attempt(house.store, job, attempt, NOW)
@@ -194,7 +195,7 @@ def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: Hous
     own = submit(house, name="own", resources=OWN)
     shared = submit(house, name="shared")
     house.backend.set_down(True)
-    house.look()
+    house.poll()
     assert house.store.get_job(own.id).status is JobStatus.STARTING
     waiting = house.store.get_job(shared.id)
     assert waiting.status is JobStatus.QUEUED

@@ -10,17 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from service.cli import common, main
-from service.cli.main import build_app
 from service.client import credentials
 from service.client.client import ShardloomClient
 from service.client.errors import CredentialsUnusable, Forbidden, NotSignedIn
 from service.client.transport import RetryPolicy
 from service.settings import Settings
 from tests.harness.builders import spec_document
-from tests.harness.service import Guarded, guarded
+from tests.harness.service import Guarded, GuardedApps, shardloom
 
 URL = "https://shardloom.example"
 
@@ -84,13 +82,12 @@ def test_ca_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    made = guarded(tmp_path / "service")
+def house(open_guarded: GuardedApps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    made = open_guarded(tmp_path / "service")
 
     def open_client(url: str | None = None, **options: Any) -> ShardloomClient:
-        transport = _Through(made)
         options = {"retry": RetryPolicy(num_retries=0), **options}
-        return ShardloomClient(url or URL, transport=transport, **options)
+        return ShardloomClient(url or URL, transport=made.http._transport, **options)
 
     monkeypatch.setattr(common, "open_client", open_client)
     monkeypatch.setattr("service.cli.admin.ShardloomClient", open_client)
@@ -98,73 +95,55 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guarded:
     return made
 
 
-class _Through(httpx.BaseTransport):
-    """Sends to an app in this process."""
-
-    def __init__(self, house: Guarded) -> None:
-        self._http = house.http
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        # What the inner client unpacks the outer one must not unpack again.
-        headers = {**request.headers, "accept-encoding": "identity"}
-        answer = self._http.request(
-            request.method, str(request.url), headers=headers, content=request.read()
-        )
-        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
-
-
-def _run(*arguments: str, stdin: str = "") -> Any:
-    return CliRunner().invoke(build_app(), list(arguments), input=stdin)
-
-
 def test_signing_in_and_out(house: Guarded, home: Path) -> None:
-    refused = _run("whoami")
+    refused = shardloom("whoami")
     assert refused.exit_code == 2
     assert "shardloom login" in refused.output
-    assert _run("login", stdin="shl_wrong\n").exit_code == 2
+    assert shardloom("login", stdin="shl_wrong\n").exit_code == 2
     assert not (home / credentials.FILE_NAME).exists()
-    done = _run("login", stdin=f"{house.keys['viewer']}\n")
+    done = shardloom("login", stdin=f"{house.keys['viewer']}\n")
     assert done.exit_code == 0, done.output
     assert "signed in as key:viewer" in done.output
     assert house.keys["viewer"] not in done.output
-    assert "viewer in default" in _run("whoami").output
-    assert _run("logout").exit_code == 0
-    assert _run("whoami").exit_code == 2
+    assert "viewer in default" in shardloom("whoami").output
+    assert shardloom("logout").exit_code == 0
+    assert shardloom("whoami").exit_code == 2
 
 
 def test_keys_are_made_listed_and_revoked(house: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLOOM_API_KEY", house.keys["root"])
-    made = _run("keys", "create", "bot", "--role", "ads=submitter", "--expires-days", "30")
+    made = shardloom("keys", "create", "bot", "--role", "ads=submitter", "--expires-days", "30")
     assert made.exit_code == 0, made.output
     assert made.stdout.startswith("shl_")
-    listed = _run("keys", "list").stdout
+    listed = shardloom("keys", "list").stdout
     assert "ads=submitter" in listed
     assert "good for 30 days" in listed
-    keys = json.loads(_run("keys", "list", "--json").stdout)
+    keys = json.loads(shardloom("keys", "list", "--json").stdout)
     key_id = next(key["id"] for key in keys if key["name"] == "bot")
-    assert "is revoked" in _run("keys", "revoke", key_id).stdout
-    assert "revoked" in _run("keys", "list").stdout
-    shown = _run("audit").stdout
+    assert "is revoked" in shardloom("keys", "revoke", key_id).stdout
+    assert "revoked" in shardloom("keys", "list").stdout
+    shown = shardloom("audit").stdout
     assert "DELETE /v1/keys/{key_id}" in shown
-    assert _run("audit", "--refused", "--json").stdout.strip() == "[]"
+    assert shardloom("audit", "--refused", "--json").stdout.strip() == "[]"
 
 
 def test_a_role_that_is_none_is_refused_before_anything_is_sent() -> None:
     for role in ("ads", "=viewer", "ads=boss", "ads="):
-        done = _run("keys", "create", "bot", "--role", role)
+        done = shardloom("keys", "create", "bot", "--role", role)
         assert done.exit_code == 2
         assert "PROJECT=viewer|submitter|admin" in done.output
-    assert _run("keys", "create", "bot").exit_code == 2, "a key without any role"
+    assert shardloom("keys", "create", "bot").exit_code == 2, "a key without any role"
 
 
-def test_the_first_key_is_written_to_the_database_itself(tmp_path: Path, home: Path) -> None:
-    made = _run("keys", "create", "ops", "--admin")
+def test_the_first_key_is_written_to_the_database_itself(
+    open_guarded: GuardedApps, home: Path
+) -> None:
+    made = shardloom("keys", "create", "ops", "--admin")
     assert made.exit_code == 0, made.output
-    service = guarded(home)
+    service = open_guarded(home)
     service.keys["ops"] = made.stdout.strip()
     assert service.send("GET", "/v1/whoami", "ops").json()["roles"] == {"*": "admin"}
     assert service.settings.database_url == Settings().database_url
-    service.store.close()
 
 
 def test_secrets_come_from_the_environment_or_are_asked_for(
@@ -175,7 +154,7 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
     monkeypatch.setenv("SHARDLOOM_API_KEY", house.keys["submitter"])
     monkeypatch.setenv("DB_PASSWORD", "from-environment")
     arguments = ["submit", str(spec), "--secret", "DB_PASSWORD", "--secret", "ASKED_FOR"]
-    done = _run(*arguments, stdin="typed-in\n")
+    done = shardloom(*arguments, stdin="typed-in\n")
     assert done.exit_code == 0, done.output
     assert "typed-in" not in done.output
     job_id = done.stdout.strip()
@@ -183,15 +162,15 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
         "DB_PASSWORD": "from-environment",
         "ASKED_FOR": "typed-in",
     }
-    shown = _run("show", job_id).stdout
+    shown = shardloom("show", job_id).stdout
     assert "ASKED_FOR  DB_PASSWORD" in shown
     assert "from-environment" not in shown
 
 
 def test_the_sdk_tells_refusals_apart(house: Guarded) -> None:
     def client(key: str | None) -> ShardloomClient:
-        transport = _Through(house)
-        return ShardloomClient(URL, api_key=key, transport=transport, retry=RetryPolicy(0))
+        transport, retry = house.http._transport, RetryPolicy(num_retries=0)
+        return ShardloomClient(URL, api_key=key, transport=transport, retry=retry)
 
     with pytest.raises(NotSignedIn):
         client(None).whoami()
@@ -232,22 +211,22 @@ def bye():
 
 def test_arguments_and_options_reach_the_plug_in(plugged):
     plugged(WORKING)
-    result = CliRunner().invoke(build_app(), ["greet", "hello", "Ada", "--loud"])
+    result = shardloom("greet", "hello", "Ada", "--loud")
     assert (result.exit_code, result.stdout) == (0, "HELLO Ada\n")
-    helped = CliRunner().invoke(build_app(), ["greet", "--help"]).stdout
+    helped = shardloom("greet", "--help").stdout
     assert "shardloom greet" in helped and "bye" in helped
 
 
 def test_a_plug_in_is_listed_without_being_imported(plugged):
     plugged("raise RuntimeError('imported too early')")
-    result = CliRunner().invoke(build_app(), ["--help"])
+    result = shardloom("--help")
     assert result.exit_code == 0
     assert "greet" in result.stdout
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(plugged):
     plugged("import a_package_that_is_not_there")
-    result = CliRunner().invoke(build_app(), ["greet", "hello"])
+    result = shardloom("greet", "hello")
     assert result.exit_code == 3
     assert "a_package_that_is_not_there" in result.stderr
     assert "shardloom[greet]" in result.stderr
@@ -255,7 +234,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(plugged):
 
 def test_a_fault_of_our_own_code_is_not_taken_for_a_missing_package(plugged):
     plugged("import trainer.there_is_no_such_module")
-    result = CliRunner().invoke(build_app(), ["greet", "hello"])
+    result = shardloom("greet", "hello")
     assert isinstance(result.exception, ModuleNotFoundError)
 
 

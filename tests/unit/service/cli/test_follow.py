@@ -54,74 +54,64 @@ def rendered(page) -> str:
 
 def test_each_event_is_shown_once():
     service, view, clock = FakeService(), RecordingView(), FakeClock()
-    service.looks = [job_body(), job_body(), job_body(), job_body(status="SUCCEEDED")]
+    service.states = [job_body(), job_body(), job_body(), job_body(status="SUCCEEDED")]
     watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
     assert view.fresh_ids == [[1, 2], [], []]
 
 
 def test_a_service_that_comes_back_is_waited_for():
-    service, view, clock = FakeService(), RecordingView(), FakeClock()
-    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-
-    def sleep(duration_s: float) -> None:
-        clock.sleep(duration_s)
-        service.is_down = clock.now < 30.0
-
-    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    service, view = FakeService(), RecordingView()
+    clock = FakeClock(meanwhile=lambda _: setattr(service, "is_down", clock.now < 30.0))
+    service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    job = watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
     assert job.status == "SUCCEEDED"
     assert any("the job goes on" in trouble for trouble in view.troubles)
     assert view.troubles[-1] == ""
 
 
 def test_a_service_whose_store_is_away_is_waited_for():
-    service, view, clock = FakeService(), RecordingView(), FakeClock()
-    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    service, view = FakeService(), RecordingView()
+    clock = FakeClock(
+        meanwhile=lambda _: setattr(service, "refusal", problem if clock.now < 30.0 else None)
+    )
+    service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
     problem = problem_body(503, "store_unavailable", "the database is locked")
-
-    def sleep(duration_s: float) -> None:
-        clock.sleep(duration_s)
-        service.refusal = problem if clock.now < 30.0 else None
-
-    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    job = watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
     assert job.status == "SUCCEEDED"
     assert any("the database is locked" in trouble for trouble in view.troubles)
 
 
 def test_a_bug_of_the_service_ends_the_following_at_once():
-    service, view, clock = FakeService(), RecordingView(), FakeClock()
-
-    def sleep(duration_s: float) -> None:
-        clock.sleep(duration_s)
-        service.refusal = problem_body(500, "internal_error", "the service failed")
-
+    service, view = FakeService(), RecordingView()
+    clock = FakeClock(
+        meanwhile=lambda _: setattr(
+            service, "refusal", problem_body(500, "internal_error", "the service failed")
+        )
+    )
     with pytest.raises(ServerFault):
-        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+        watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
     assert clock.now < 2.0
 
 
 def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
     service = FakeService()
     away = job_body(status="STARTING", message="no answer from Ray")
-    service.looks = [away, away, away, job_body(status="SUCCEEDED")]
+    service.states = [away, away, away, job_body(status="SUCCEEDED")]
     assert plain_output(service).count("no answer from Ray") == 1
 
 
 def test_a_service_that_stays_away_is_given_up_after_the_patience():
-    service, view, clock = FakeService(), RecordingView(), FakeClock()
-
-    def sleep(duration_s: float) -> None:
-        clock.sleep(duration_s)
-        service.is_down = True
-
+    service, view = FakeService(), RecordingView()
+    clock = FakeClock(meanwhile=lambda _: setattr(service, "is_down", True))
     with pytest.raises(ServiceUnreachable):
-        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+        watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
     assert PATIENCE_S < clock.now < PATIENCE_S + 2.0
 
 
 def test_plain_lines_tell_events_status_and_progress_now_and_then():
     service = FakeService()
     steps = [at_step(step) for step in range(1, 31)]
-    service.looks = [job_body(status="QUEUED"), *steps, at_step(200, status="SUCCEEDED")]
+    service.states = [job_body(status="QUEUED"), *steps, at_step(200, status="SUCCEEDED")]
     lines = plain_output(service).splitlines()
     assert sum("line 1" in line for line in lines) == 1
     assert [line for line in lines if line.startswith("ratings")] == ["ratings  RUNNING"]
@@ -130,7 +120,7 @@ def test_plain_lines_tell_events_status_and_progress_now_and_then():
 
 def test_plain_progress_names_the_metric():
     service = FakeService()
-    service.looks = [job_body(), job_body(status="SUCCEEDED")]
+    service.states = [job_body(), job_body(status="SUCCEEDED")]
     assert "21.3k rows/s, validation/rmse 0.9340" in plain_output(service)
 
 
@@ -142,7 +132,7 @@ def test_the_live_page_shows_status_progress_and_metrics():
 
 def test_the_live_page_waits_for_the_first_step_without_a_number():
     service = FakeService()
-    service.looks[0]["progress"].update(step=0, total_steps=0, percent=0.0)
+    service.states[0]["progress"].update(step=0, total_steps=0, percent=0.0)
     page = rendered(live_page(Followed(service.client().get_job("ratings"))))
     assert "waiting for the first step" in page
     assert "0/0" not in page
@@ -152,7 +142,7 @@ def test_events_stay_above_the_live_display():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120)
     service, clock = FakeService(), FakeClock()
-    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
     watch(service.client(), "ratings", LiveView(console), sleep=clock.sleep, clock=clock)
     text = output.getvalue()
     assert text.count("line 1") == 1
@@ -161,7 +151,7 @@ def test_events_stay_above_the_live_display():
 
 def test_a_failed_job_ends_with_its_message_and_a_way_to_its_logs():
     service = FakeService()
-    service.looks = [job_body(status="FAILED", message="rank 1 met a NaN")]
+    service.states = [job_body(status="FAILED", message="rank 1 met a NaN")]
     page = rendered(end_page(service.client().get_job("ratings")))
     assert "FAILED: rank 1 met a NaN" in page
     assert "shardloom logs job-0000000000ab" in page

@@ -46,7 +46,13 @@ def spec_file(tmp_path, monkeypatch):
 def test_ps_lists_the_jobs_with_status_progress_and_metric(service):
     result = shardloom("ps")
     assert result.exit_code == 0
-    for word in ("job-0000000000ab", "ratings", "RUNNING", "25 %", "validation/rmse 0.9340"):
+    for word in (
+        "job-0000000000ab",
+        "ratings",
+        "RUNNING",
+        "25 %  51.2k rows  1m 12s left",
+        "validation/rmse 0.9340",
+    ):
         assert word in result.stdout
 
 
@@ -61,7 +67,7 @@ def test_show_tells_layout_progress_and_metrics(service):
     result = shardloom("show", "ratings")
     assert "4 workers (2 replicas x 2 shards)" in result.stdout
     assert "step 50 of 200 (25.0 %), 51.2k rows, 21.3k rows/s, 1m 12s to go" in result.stdout
-    service.looks = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
+    service.states = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
     assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
 
 
@@ -78,22 +84,6 @@ def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
     assert result.exit_code == 3
     assert "http://elsewhere:9 (Connection refused)" in result.stderr
     assert "shardloom up" in result.stderr
-
-
-def test_a_log_line_is_printed_as_it_is(service):
-    result = shardloom("logs", "ratings", "--source", "rank-0", "--tail", "5")
-    assert "rank-0  step 50 [loss 0.41]" in result.stdout
-    assert service.requests[0].url.params["source"] == "rank-0"
-    assert service.requests[0].url.params["tail"] == "5"
-
-
-def test_a_long_log_is_printed_to_its_end(service):
-    service.log_pieces = [["one", "two"], ["three"], ["four"]]
-    result = shardloom("logs", "ratings", "--tail", "100")
-    texts = [line.split()[-1] for line in result.stdout.splitlines()]
-    assert texts == ["one", "two", "three", "four"]
-    body = json.loads(shardloom("logs", "ratings", "--json").stdout)
-    assert [line["text"] for line in body["lines"]] == texts
 
 
 def test_metrics_show_latest_extremes_and_curve(service):
@@ -144,7 +134,7 @@ def test_a_relative_data_path_is_made_absolute_and_a_url_is_not(service, spec_fi
 
 def test_submit_wait_mirrors_the_job_in_its_exit_code(service, spec_file):
     for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
-        service.looks = [job_body(), job_body(), job_body(status=status, message="why")]
+        service.states = [job_body(), job_body(), job_body(status=status, message="why")]
         result = shardloom("submit", spec_file, "--wait")
         assert (result.exit_code, result.stdout) == (code, "job-0000000000ab\n")
 
@@ -184,7 +174,7 @@ def test_spec_check_lists_every_fault_and_needs_no_service(spec_file):
 def test_run_starts_nothing_for_a_faulty_spec_nor_beside_a_url(service, spec_file, monkeypatch):
     monkeypatch.setattr(stack, "ensure_running", lambda: pytest.fail("started a stack"))
     assert shardloom("run", spec_file, "--set", "training.epochs=-1").exit_code == 2
-    service.looks = [job_body(status="SUCCEEDED")]
+    service.states = [job_body(status="SUCCEEDED")]
     assert shardloom("run", spec_file, "--url", "http://elsewhere:1").exit_code == 0
 
 
@@ -192,7 +182,7 @@ def test_run_starts_the_stack_follows_and_mirrors_the_job(service, spec_file, mo
     started = []
     monkeypatch.setattr(stack, "ensure_running", lambda: started.append(True))
     for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
-        service.looks = [job_body(status=status, ended_at=1010.0, message="the reason")]
+        service.states = [job_body(status=status, ended_at=1010.0, message="the reason")]
         result = shardloom("run", spec_file)
         assert result.exit_code == code
         assert "line 1" in result.stdout
@@ -270,7 +260,7 @@ def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
 
 
 def test_the_shell_completes_names_and_where_asked_for_ids(service: FakeService) -> None:
-    service.looks = [job_body(id="job-1")]
+    service.states = [job_body(id="job-1")]
     for typed, offered in (("", "ratings"), ("rat", "ratings"), ("x", ""), ("job-", "job-1")):
         assert [name for name, _ in job_names(typed)] == offered.split()
     service.is_down = True
@@ -338,7 +328,7 @@ def degraded(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeServi
         "goodput/lost_s/hang": 0.0,
         "risk/steps_undurable": 48.0,
     }
-    service.looks = [
+    service.states = [
         job_body(
             membership=membership_body(),
             num_current_groups=2,
@@ -373,7 +363,7 @@ def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
     ):
         assert line in lines
     whole = membership_body(copies_alive=3, host_copies_alive=3)
-    degraded.looks = [job_body(membership=whole)]
+    degraded.states = [job_body(membership=whole)]
     survived = "copies 3 copies of each shard on 3 hosts; the loss of 2 more is survived"
     assert survived in shown()
 
@@ -391,7 +381,7 @@ def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -
 
 
 def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) -> None:
-    degraded.looks = [job_body(status="SUCCEEDED", membership=membership_body())]
+    degraded.states = [job_body(status="SUCCEEDED", membership=membership_body())]
     output = shardloom("show", "ratings").stdout
     assert "after a pause of 0.31 s" in output
     assert "of 3 train" not in output
@@ -399,7 +389,7 @@ def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) 
 
 
 def test_show_ends_with_the_evidence_and_what_to_change(service: FakeService) -> None:
-    service.looks = [job_body(status="FAILED", reason="retries_exhausted")]
+    service.states = [job_body(status="FAILED", reason="retries_exhausted")]
     service.attempts = [attempt_body()]
     lines = shown()
     assert {"rank 1", "exception OutOfMemoryError"} <= set(lines)
@@ -408,7 +398,7 @@ def test_show_ends_with_the_evidence_and_what_to_change(service: FakeService) ->
 
 def test_ps_marks_a_job_with_fewer_groups_than_it_should_have(degraded: FakeService) -> None:
     assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
-    degraded.looks = [job_body(num_current_groups=3, num_wanted_groups=3)]
+    degraded.states = [job_body(num_current_groups=3, num_wanted_groups=3)]
     assert "groups" not in shardloom("ps").stdout
 
 
@@ -430,11 +420,3 @@ def test_drain_asks_to_leave_a_host_or_takes_it_back(service: FakeService) -> No
         request = service.requests[-1]
         assert request.url.path == "/v1/jobs/ratings/drain"
         assert json.loads(request.content) == {"host": "127.0.0.3", "undo": undo}
-
-
-def test_a_size_that_does_not_fit_is_a_refusal_with_the_reason(service: FakeService) -> None:
-    fields = [{"path": "workers", "code": "size", "message": "possible: 4, 6, 8"}]
-    service.refusal = problem_body(422, "invalid_request", "5 do not fit", fields=fields)
-    result = shardloom("resize", "ratings", "5")
-    assert result.exit_code == 2
-    assert "possible: 4, 6, 8" in result.stderr

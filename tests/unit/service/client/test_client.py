@@ -27,6 +27,7 @@ from service.client.transport import RetryBudget, RetryPolicy
 from service.domain.models import JobStatus
 from service.schemas.jobs import ResizeRequestOut, TraceOut, TraceRequested
 from tests.harness.builders import spec_document
+from tests.harness.clock import FakeClock
 from tests.harness.service import (
     event_body,
     job_body,
@@ -44,8 +45,7 @@ class Script:
     def __init__(self, *answers: httpx.Response | Exception) -> None:
         self.answers = list(answers)
         self.requests: list[httpx.Request] = []
-        self.naps_s: list[float] = []
-        self.now_s = 0.0
+        self.clock = FakeClock()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
@@ -58,13 +58,9 @@ class Script:
         return ShardloomClient(
             transport=httpx.MockTransport(self),
             retry=RetryPolicy(num_retries=num_retries),
-            sleep=self.sleep,
-            clock=lambda: self.now_s,
+            sleep=self.clock.sleep,
+            clock=self.clock,
         )
-
-    def sleep(self, duration_s: float) -> None:
-        self.naps_s.append(duration_s)
-        self.now_s += duration_s
 
 
 def ok(body: object) -> httpx.Response:
@@ -91,7 +87,7 @@ def test_a_read_is_repeated_until_somebody_answers():
     script = Script(httpx.ConnectError("refused"), httpx.Response(503), ok(job_body()))
     assert script.client().get_job("ratings").status is JobStatus.RUNNING
     assert len(script.requests) == 3
-    assert script.naps_s[1] > script.naps_s[0] * 0.99
+    assert script.clock.slept[1] > script.clock.slept[0] * 0.99
 
 
 def test_a_job_whose_spec_newer_checks_refuse_is_still_shown() -> None:
@@ -186,7 +182,7 @@ def test_a_job_name_is_quoted_in_the_path():
 def test_waiting_polls_until_the_job_has_ended():
     script = Script(ok(job_body()), ok(job_body()), ok(job_body(status="SUCCEEDED")))
     assert script.client().wait("ratings", poll_s=3.0).status is JobStatus.SUCCEEDED
-    assert script.naps_s == [3.0, 3.0]
+    assert script.clock.slept == [3.0, 3.0]
 
 
 def test_waiting_outlasts_a_restart_of_the_service():
@@ -199,7 +195,7 @@ def test_waiting_gives_up_when_its_patience_ends():
     script = Script(ok(job_body()), *[httpx.ConnectError("gone")] * 100)
     with pytest.raises(ServiceUnreachable):
         script.client(num_retries=2).wait("ratings", patience_s=60.0)
-    assert 60.0 <= script.now_s < 70.0
+    assert 60.0 <= script.clock.now < 70.0
 
 
 def test_waiting_keeps_to_its_time_limit():
@@ -208,7 +204,7 @@ def test_waiting_keeps_to_its_time_limit():
     away = Script(*[httpx.ConnectError("gone")] * 100)
     with pytest.raises(ServiceUnreachable):
         away.client(num_retries=0).wait("ratings", timeout_s=10.0)
-    assert away.now_s < 16.0
+    assert away.clock.now < 16.0
 
 
 def test_a_long_log_is_read_piece_by_piece():
@@ -277,7 +273,7 @@ def test_a_stream_of_an_unknown_job_is_not_found_at_once():
     script = Script(httpx.Response(404, json=problem_body(404, "job_not_found", "no job")))
     with pytest.raises(NotFound):
         list(script.client().follow_logs("nobody"))
-    assert script.naps_s == []
+    assert script.clock.slept == []
 
 
 @given(num_failures=st.integers(1, 100_000), jitter=st.floats(0.0, 0.999))
@@ -291,14 +287,14 @@ def test_backoff_is_bounded(num_failures, jitter):
 def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s):
     script, error = Script(), ServiceUnreachable("http://nobody", "gone")
     policy = RetryPolicy(num_retries=num_retries)
-    budget = RetryBudget(policy, patience_s, script.sleep, lambda: script.now_s)
+    budget = RetryBudget(policy, patience_s, script.clock.sleep, script.clock)
     with pytest.raises(ServiceUnreachable):
         while True:
             budget.wait(error)
-    assert len(script.naps_s) >= num_retries
-    assert script.now_s >= patience_s
-    if len(script.naps_s) > num_retries:
-        assert script.now_s < patience_s + policy.max_delay_s
+    assert len(script.clock.slept) >= num_retries
+    assert script.clock.now >= patience_s
+    if len(script.clock.slept) > num_retries:
+        assert script.clock.now < patience_s + policy.max_delay_s
 
 
 def _archive(*members: tuple[str, bytes | str]) -> httpx.Response:
@@ -331,24 +327,12 @@ def test_an_export_that_leaves_its_folder_is_not_unpacked(tmp_path: Path) -> Non
         assert not Path("/tmp/escaped-from-an-export").exists()
 
 
-# ---- resize and drain
-
-WISH = {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
-
-
-def test_a_size_and_a_host_are_sent_until_what_is_wanted_comes_back() -> None:
+def test_a_size_is_sent_until_what_is_wanted_comes_back() -> None:
+    wanted = {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
     trouble = httpx.Response(503, json=problem_body(503, "storage_unavailable", "no space left"))
-    script = Script(trouble, ok(WISH), ok(WISH), ok(WISH))
-    client = script.client()
-    assert client.resize("ratings", 4) == ResizeRequestOut(**WISH)
-    client.drain("ratings", "127.0.0.3")
-    client.drain("ratings", "127.0.0.3", undo=True)
-    sent = [(r.url.path, json.loads(r.content)) for r in script.requests[1:]]
-    assert sent == [
-        ("/v1/jobs/ratings/resize", {"workers": 4}),
-        ("/v1/jobs/ratings/drain", {"host": "127.0.0.3", "undo": False}),
-        ("/v1/jobs/ratings/drain", {"host": "127.0.0.3", "undo": True}),
-    ]
+    script = Script(trouble, ok(wanted))
+    assert script.client().resize("ratings", 4) == ResizeRequestOut(**wanted)
+    assert [json.loads(request.content) for request in script.requests] == [{"workers": 4}] * 2
 
 
 # ---- traces
@@ -363,7 +347,7 @@ def test_waiting_ends_when_every_rank_is_written() -> None:
     )
     found = script.client().wait_for_traces("ratings", REQUESTED)
     assert [trace.rank for trace in found] == [0, 1]
-    assert script.naps_s == [0.5]
+    assert script.clock.slept == [0.5]
 
 
 def test_a_trace_that_is_written_as_the_job_ends_still_counts() -> None:
@@ -380,14 +364,6 @@ def test_waiting_gives_up_when_the_workers_asked_are_gone_or_time_is_over() -> N
     answers = [ok(job_body()), ok({"items": []})] * 3
     with pytest.raises(TraceLost, match="within 1 s"):
         Script(*answers).client().wait_for_traces("ratings", REQUESTED, timeout_s=1.0)
-
-
-def test_a_download_lands_in_the_folder_under_its_name(tmp_path: Path) -> None:
-    script = Script(httpx.Response(200, content=b"\x1f\x8b"))
-    trace = TraceOut(**trace_body(0))
-    path = script.client().download_trace("ratings", trace, tmp_path / "new" / "folder")
-    assert (path.name, path.read_bytes()) == (trace.name, b"\x1f\x8b")
-    assert script.requests[0].url.params["attempt"] == trace.attempt_id
 
 
 def test_a_trace_that_is_gone_leaves_no_file(tmp_path: Path) -> None:

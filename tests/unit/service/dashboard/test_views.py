@@ -38,6 +38,7 @@ from service.domain.sharding import newest_workers
 from service.errors import JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
+from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import LOOPBACK_URL, problem_in
 from trainer.layout.layout import Layout
 from trainer.spec import load_spec
@@ -57,21 +58,9 @@ def event(kind: str, *, id: int = 1, time: float = NOW, **data: object) -> Timel
 
 def workers_event(sharding: list[list[int]], replicas: list[list[int]], hosts: list[str]) -> Any:
     """The record of a worker group, as the store keeps it."""
-    return event(
-        "workers_started",
-        run_index=0,
-        world_size=len(hosts),
-        shard_group_size=len(sharding[0]),
-        num_replicas=len(sharding),
-        placement="intra_host",
-        backend="gloo",
-        sharding_groups=sharding,
-        replica_groups=replicas,
-        hosts=hosts,
-        table_shards={"users": "row_wise"},
-        total_steps=100,
-        resumed_step=0,
-    )
+    groups = {"sharding_groups": sharding, "replica_groups": replicas, "hosts": hosts}
+    told = workers_started().model_copy(update=groups)
+    return event("workers_started", **told.model_dump(exclude={"kind", "time"}))
 
 
 def rows_of(html: str) -> list[list[str]]:
@@ -208,10 +197,7 @@ def test_the_log_of_rank_0_is_shown_first_where_there_is_one() -> None:
 @pytest.fixture
 def job(store: JobStore) -> Job:
     """A stored job with a live attempt and one record."""
-    stored = store.create_job(queued_job(), idempotency_key=None, request_hash="")
-    attempt = attempt_of(stored)
-    starting = replace(stored, status=JobStatus.STARTING, current_attempt_id=attempt.id)
-    store.update_job(starting, attempt=attempt)
+    stored, attempt = store_attempt(store)
     store.append_events(attempt.id, batch(workers_started(), metrics(10, train_loss=0.9)), NOW)
     return store.get_job(stored.id)
 
@@ -239,7 +225,7 @@ def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> 
     now_s = 0.0
     feed = ListFeed(store, clock=lambda: now_s)
     assert not feed.latest().jobs
-    store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    store_job(store)
     assert not feed.latest().jobs
     now_s = LIST_MAX_AGE_S
     assert (len(feed.latest().jobs), feed.latest().has_more) == (1, False)
@@ -293,7 +279,7 @@ def test_each_app_of_a_process_shows_its_own_store(store: JobStore, tmp_path: Pa
     with client_of(store, tmp_path) as client:
         assert "movie-nights" not in client.get("/dashboard/").text
     other = JobStore.open(f"sqlite:///{tmp_path / 'other.db'}")
-    other.create_job(queued_job(name="movie-nights"), idempotency_key=None, request_hash="")
+    store_job(other, queued_job(name="movie-nights"))
     with client_of(other, tmp_path) as client:
         assert "movie-nights" in client.get("/dashboard/").text
     other.close()

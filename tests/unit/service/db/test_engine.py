@@ -12,6 +12,7 @@ from service.db import engine as engine_module
 from service.db.engine import Transactions, WalCheckpointer, write_in_background
 from service.db.jobs import JobStore
 from service.errors import StoreUnavailable
+from tests.harness.wait import scaled
 
 
 def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
@@ -24,11 +25,11 @@ def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
     def hold() -> None:
         with first.write():
             writes.set()
-            may_end.wait(30)
+            may_end.wait(scaled(30))
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert writes.wait(30)
+    assert writes.wait(scaled(30))
     with second.read() as connection:
         assert connection.execute(text("SELECT 1")).scalar_one() == 1, "readers never wait"
     monkeypatch.setattr(engine_module, "_WRITE_LOCK_TIMEOUT_S", 0.01)

@@ -17,8 +17,8 @@ from sqlalchemy import inspect
 from service.db.engine import migrate, migration_config, open_engine
 from service.db.jobs import JobStore
 from service.db.tables import metadata
-from service.domain.models import Attempt, EndReason, Job, JobStatus, TimelineEvent
-from service.errors import AttemptNotFound, JobNotFound, SequenceGap, StaleVersion, StoreUnavailable
+from service.domain.models import EndReason, JobStatus
+from service.errors import SequenceGap, StaleVersion, StoreUnavailable
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -26,64 +26,28 @@ from tests.harness.builders import (
     batch,
     checkpoint,
     metrics,
+    progress,
     queued_job,
     workers_lost,
     workers_started,
 )
+from tests.harness.databases import store_attempt, store_job
 from tests.harness.properties import examples
-from trainer.protocol.events import CheckpointDeleted, Note, Progress
+from trainer.protocol.events import CheckpointDeleted, Note
 
 pytestmark = pytest.mark.every_database
 
 
-def _stored(store: JobStore, job: Job | None = None) -> Job:
-    return store.create_job(job or queued_job(), idempotency_key=None, request_hash="h")
-
-
-def _starting(store: JobStore) -> tuple[Job, Attempt]:
-    """A stored job with a live attempt, about to run."""
-    job = _stored(store)
-    attempt = attempt_of(job, submitted_at=NOW)
-    changed = replace(job, status=JobStatus.STARTING, current_attempt_id=attempt.id)
-    return store.update_job(changed, attempt=attempt), attempt
-
-
-def test_what_does_not_exist_is_named(store: JobStore) -> None:
-    with pytest.raises(JobNotFound, match="job-nowhere"):
-        store.get_job("job-nowhere")
-    with pytest.raises(AttemptNotFound, match="job-nowhere-a0"):
-        store.append_events("job-nowhere-a0", batch(metrics(1, train_loss=1.0)), NOW)
-
-
-def test_an_update_raises_the_version_and_a_stale_one_is_refused(store: JobStore) -> None:
-    job = _stored(store)
-    written = store.update_job(replace(job, message="first"))
-    assert written.version == job.version + 1
-    with pytest.raises(StaleVersion):
-        store.update_job(replace(job, message="second"))
-    assert store.get_job(job.id).message == "first"
-
-
-def test_a_refused_update_leaves_no_attempt_and_no_line(store: JobStore) -> None:
-    job = _stored(store)
-    store.update_job(job)
-    line = TimelineEvent(0, job.id, None, NOW, "job_ended", "no", "service", {})
-    with pytest.raises(StaleVersion):
-        store.update_job(job, attempt=attempt_of(job), timeline=[line])
-    assert store.list_attempts(job.id) == []
-    assert [line.kind for line in store.list_timeline(job.id)] == ["job_submitted"]
-
-
 def test_jobs_are_filtered_by_status_and_name(store: JobStore) -> None:
-    other = _stored(store, queued_job(now=NOW + 1, name="other"))
-    ended = store.update_job(replace(_stored(store), status=JobStatus.FAILED))
+    other = store_job(store, queued_job(now=NOW + 1, name="other"))
+    ended = store.update_job(replace(store_job(store), status=JobStatus.FAILED))
     assert store.list_jobs(name="other")[0] == [other]
     assert store.list_jobs(statuses=[JobStatus.FAILED, JobStatus.CANCELLED])[0] == [ended]
     assert store.list_live_jobs() == [other]
 
 
 def test_started_workers_make_a_starting_job_run(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     store.append_events(attempt.id, batch(workers_started(total_steps=70)), NOW + 5)
     running = store.get_job(job.id)
     assert (running.status, running.started_at) == (JobStatus.RUNNING, NOW + 5)
@@ -92,27 +56,25 @@ def test_started_workers_make_a_starting_job_run(store: JobStore) -> None:
 
 
 def test_started_workers_do_not_revive_a_stopping_job(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     store.update_job(replace(job, status=JobStatus.STOPPING))
     store.append_events(attempt.id, batch(workers_started()), NOW)
     assert store.get_job(job.id).status is JobStatus.STOPPING
 
 
 def test_busy_training_never_makes_a_decision_stale(store: JobStore) -> None:
-    job, attempt = _starting(store)
-    progress = Progress(
-        time=NOW, step=3, total_steps=9, epoch=0, rows=30, rows_per_s=1.5, eta_s=math.nan
-    )
-    store.append_events(attempt.id, batch(metrics(3, train_loss=0.1), progress), NOW)
+    job, attempt = store_attempt(store)
+    told = batch(metrics(3, train_loss=0.1), progress(3, eta_s=math.nan))
+    store.append_events(attempt.id, told, NOW)
     written = store.update_job(replace(job, message="decided"))
     read = store.get_job(job.id)
     assert read.version == written.version
-    assert (read.progress.step, read.progress.rows, read.progress.eta_s) == (3, 30, None)
+    assert (read.progress.step, read.progress.rows, read.progress.eta_s) == (3, 192, None)
     assert read.latest_metrics == {"train/loss": 0.1}
 
 
 def test_a_reported_end_makes_an_older_decision_stale(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     store.append_events(attempt.id, batch(workers_lost(), attempt_ended("data_error")), NOW + 1)
     with pytest.raises(StaleVersion):
         store.update_job(job, attempt=attempt)
@@ -123,7 +85,7 @@ def test_a_reported_end_makes_an_older_decision_stale(store: JobStore) -> None:
 
 
 def test_an_unknown_end_reason_counts_as_a_training_error(store: JobStore) -> None:
-    _, attempt = _starting(store)
+    _, attempt = store_attempt(store)
     store.append_events(attempt.id, batch(attempt_ended("cosmic_rays")), NOW)
     report = store.get_attempt(attempt.id).reported_end
     assert report is not None
@@ -132,7 +94,7 @@ def test_an_unknown_end_reason_counts_as_a_training_error(store: JobStore) -> No
 
 
 def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:
-    job, old = _starting(store)
+    job, old = store_attempt(store)
     ended = replace(old, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
     job = store.update_job(job, attempt=ended)
     new = attempt_of(job, index=1, submitted_at=NOW)
@@ -147,22 +109,6 @@ def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:
     assert [point.value for point in store.metric_points(job.id, "train/loss")] == [0.5]
 
 
-def test_a_gap_names_the_wanted_record_and_stores_nothing(store: JobStore) -> None:
-    job, attempt = _starting(store)
-    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
-    with pytest.raises(SequenceGap) as caught:
-        store.append_events(attempt.id, batch(metrics(3, train_loss=3.0), first_seq=2), NOW)
-    assert caught.value.extensions == {"next_seq": 1}
-    assert len(store.metric_points(job.id, "train/loss")) == 1
-
-
-def test_streams_of_an_attempt_are_numbered_apart(store: JobStore) -> None:
-    _, attempt = _starting(store)
-    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
-    store.append_events(attempt.id, batch(Note(time=NOW, message="hi"), stream="driver"), NOW)
-    assert store.stream_positions(attempt.id) == {"driver": 1, "rank-0": 1}
-
-
 @settings(
     max_examples=examples(25),
     deadline=None,
@@ -172,7 +118,7 @@ def test_streams_of_an_attempt_are_numbered_apart(store: JobStore) -> None:
 def test_records_are_taken_exactly_once_however_batches_arrive(
     store: JobStore, slices: list[tuple[int, int]]
 ) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     notes = [Note(time=NOW, message=f"note {number}") for number in range(10)]
     for first, size in [*slices, (0, 10)]:
         part = batch(*notes[first : first + size], first_seq=first)
@@ -187,15 +133,8 @@ def test_records_are_taken_exactly_once_however_batches_arrive(
     assert taken == [note.message for note in notes]
 
 
-def test_metrics_and_progress_write_no_timeline_lines(store: JobStore) -> None:
-    job, attempt = _starting(store)
-    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0), workers_lost()), NOW)
-    kinds = [line.kind for line in store.list_timeline(job.id)]
-    assert kinds == ["job_submitted", "workers_lost"]
-
-
 def test_nan_and_infinite_values_survive(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     records = [metrics(1, train_loss=math.nan), metrics(2, train_loss=math.inf)]
     store.append_events(attempt.id, batch(*records), NOW)
     values = [point.value for point in store.metric_points(job.id, "train/loss")]
@@ -205,7 +144,7 @@ def test_nan_and_infinite_values_survive(store: JobStore) -> None:
 
 
 def test_a_repeated_step_shows_its_newest_value(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     records = [metrics(1, train_loss=1.0), metrics(2, train_loss=2.0), metrics(1, train_loss=7.0)]
     store.append_events(attempt.id, batch(*records), NOW)
     assert [p.value for p in store.metric_points(job.id, "train/loss")] == [7.0, 2.0]
@@ -222,7 +161,7 @@ def test_a_repeated_step_shows_its_newest_value(store: JobStore) -> None:
 def test_downsampling_keeps_extremes_last_step_and_mean(
     store: JobStore, values: list[float], max_points: int
 ) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     records = [metrics(10 * step, train_loss=value) for step, value in enumerate(values)]
     store.append_events(attempt.id, batch(*records), NOW)
     points = store.metric_points(job.id, "train/loss", max_points=max_points)
@@ -236,7 +175,7 @@ def test_downsampling_keeps_extremes_last_step_and_mean(
 
 
 def test_a_bucket_with_a_nan_shows_it(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     losses = [1.0, math.nan, 3.0]
     records = [metrics(step, train_loss=loss) for step, loss in enumerate(losses)]
     store.append_events(attempt.id, batch(*records), NOW)
@@ -246,7 +185,7 @@ def test_a_bucket_with_a_nan_shows_it(store: JobStore) -> None:
 
 
 def test_points_are_read_by_range_of_steps(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     records = [metrics(step, train_loss=1.0, validation_rmse=2.0) for step in range(10)]
     store.append_events(attempt.id, batch(*records), NOW)
     points = store.metric_points(job.id, "train/loss", from_step=3, to_step=5)
@@ -256,7 +195,7 @@ def test_points_are_read_by_range_of_steps(store: JobStore) -> None:
 
 
 def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> None:
-    job, attempt = _starting(store)
+    job, attempt = store_attempt(store)
     gone = CheckpointDeleted(time=NOW, step=1, path=checkpoint(1).path)
     records = [checkpoint(1), checkpoint(2, is_best=True), checkpoint(3, is_best=True), gone]
     store.append_events(attempt.id, batch(*records), NOW)
@@ -266,7 +205,7 @@ def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> No
 
 def test_everything_survives_a_restart(database_url: str) -> None:
     first = JobStore.open(database_url)
-    job, attempt = _starting(first)
+    job, attempt = store_attempt(first)
     first.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
     first.close()
     second = JobStore.open(database_url)

@@ -22,6 +22,7 @@ from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, 
 from service.db.tables import job_progress, jobs, metric_names, metric_points
 from service.domain.models import EndReason, Job, ReportedEnd
 from tests.harness.builders import NOW, attempt_of, batch, membership_changed, queued_job
+from tests.harness.databases import store_job
 from tests.harness.service import shardloom
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
@@ -84,7 +85,7 @@ def _renamed(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url: str) -> None:
     store = JobStore.open(database_url)
-    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    job = store_job(store)
     document = _renamed(job.spec.model_dump(mode="json"), "values")
     with pytest.raises(SpecError, match="embedding_tables"):
         validate_spec(document)
@@ -101,7 +102,7 @@ def _downgraded_reasons(database_url: str, revision: str, *reasons: EndReason) -
     """The reasons that an earlier version finds of jobs and attempts that ended for these."""
     store = JobStore.open(database_url)
     for reason in reasons:
-        job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+        job = store_job(store)
         report = ReportedEnd(reason, "", NOW, {"signal": "9"})
         ended = attempt_of(job, end_reason=reason, reported_end=report)
         store.update_job(replace(job, reason=reason), attempt=ended)
@@ -141,7 +142,7 @@ def test_the_first_version_finds_only_reasons_that_it_knows(database_url: str) -
 
 def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> None:
     store = JobStore.open(database_url)
-    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    job = store_job(store)
     attempt = attempt_of(job)
     report = ReportedEnd(EndReason.HANG, "rank 1 hangs", NOW, {"host": "127.0.0.3"})
     store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)

@@ -19,6 +19,7 @@ from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
 from tests.harness.builders import NOW, attempt_of, batch, checkpoint, metrics, queued_job
+from tests.harness.databases import store_attempt, store_job
 
 pytestmark = pytest.mark.every_database
 
@@ -26,15 +27,11 @@ DAY_S = 86_400.0
 
 
 def _stored(store: JobStore, number: int = 0, **changes: Any) -> Job:
-    job = queued_job(now=NOW + number, **changes)
-    return store.create_job(job, idempotency_key=None, request_hash="h")
+    return store_job(store, queued_job(now=NOW + number, **changes))
 
 
 def _with_attempt(store: JobStore, **changes: Any) -> tuple[Job, Attempt]:
-    job = _stored(store, **changes)
-    attempt = attempt_of(job, submitted_at=NOW)
-    changed = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id)
-    return store.update_job(changed, attempt=attempt), attempt
+    return store_attempt(store, queued_job(**changes), JobStatus.RUNNING)
 
 
 def _with_status(store: JobStore, job: Job, status: JobStatus) -> Job:
@@ -44,7 +41,7 @@ def _with_status(store: JobStore, job: Job, status: JobStatus) -> Job:
 def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
     job = replace(queued_job(), priority=7, pause_requested=True, queued_at=NOW)
     job = replace(job, resume_from="checkpoints/step-1", queue_note={"code": "quota", "free": 2})
-    stored = store.create_job(job, idempotency_key=None, request_hash="h")
+    stored = store_job(store, job)
     assert store.get_job(job.id) == stored == job
     attempt = attempt_of(job, token_hash="ab" * 32)
     store.update_job(job, attempt=attempt)
@@ -77,7 +74,7 @@ def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) ->
     jobs = {}
     for number, project in enumerate(("a", "b", "c")):
         job = replace(queued_job(now=NOW + number), project=project)
-        jobs[project] = store.create_job(job, idempotency_key=None, request_hash="h")
+        jobs[project] = store_job(store, job)
     assert store.list_jobs(project="b")[0] == [jobs["b"]]
     assert store.list_jobs(projects=["a", "c"])[0] == [jobs["c"], jobs["a"]]
     assert store.list_jobs(project="b", projects=["a"])[0] == []
@@ -120,13 +117,6 @@ def test_a_live_job_is_looked_at_by_one_replica_until_its_lease_ends(store: JobS
     assert _claim(store, "b", NOW + 14) == []
     assert _claim(store, "b", NOW + 16) == [job.id]
     assert _claim(store, "a", NOW + 16) == []
-
-
-def test_a_replica_that_goes_on_keeps_its_jobs(store: JobStore) -> None:
-    job = _busy(store)
-    for elapsed in range(0, 60, 5):
-        assert _claim(store, "a", NOW + elapsed, limit=0 if elapsed else 1) == [job.id]
-        assert _claim(store, "b", NOW + elapsed) == []
 
 
 def test_replicas_that_start_together_share_the_jobs(store: JobStore) -> None:

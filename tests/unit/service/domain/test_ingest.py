@@ -45,11 +45,6 @@ def test_a_dense_parameter_that_diverged_is_not_called_a_table() -> None:
     assert "shard" not in text
 
 
-def test_a_trace_says_what_it_covers_and_how_large_it_is() -> None:
-    text = describe(trace_written(rank=2))
-    assert text == "trace of 3 step(s) up to step 12 on rank 2 written (1.2 MB)"
-
-
 def test_workers_that_diverged_were_stopped_and_not_lost() -> None:
     lost = workers_lost()
     assert describe(lost).startswith("workers lost")

@@ -14,7 +14,6 @@ from service.domain.lifecycle import (
     Action,
     Decision,
     decide,
-    end_attempt,
     preempt,
     remaining_failures,
     request_cancel,
@@ -61,49 +60,6 @@ def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
     assert decision.action is Action.NONE
 
 
-def test_a_queued_job_waits_until_the_queue_starts_it() -> None:
-    job = queued_job()
-    assert decide(job, None, UNREACHABLE, NOW + 1e6) == Decision(job, None)
-
-
-def test_a_created_attempt_is_submitted_when_the_cluster_does_not_know_it() -> None:
-    job, attempt = _live(JobStatus.STARTING)
-    fresh = replace(attempt, submitted_at=None, started_at=None)
-    assert decide(job, fresh, NOT_FOUND, NOW + 1e6).action is Action.SUBMIT
-    assert decide(job, fresh, UNREACHABLE, NOW + 1e6) == Decision(job, fresh)
-
-
-def test_a_submission_that_arrived_unanswered_is_not_sent_again() -> None:
-    job, attempt = _live(JobStatus.STARTING)
-    decision = decide(job, replace(attempt, submitted_at=None), RUNNING, NOW + 9)
-    assert decision.action is Action.NONE
-    assert decision.attempt is not None
-    assert decision.attempt.submitted_at == NOW + 9
-
-
-def test_a_refused_submission_fails_the_job_without_retry() -> None:
-    job, attempt = _live(JobStatus.STARTING)
-    decision = end_attempt(job, attempt, EndReason.SUBMISSION_REFUSED, "no", NOW)
-    assert decision.job.status is JobStatus.FAILED
-    assert decision.job.reason is EndReason.SUBMISSION_REFUSED
-
-
-def test_a_lost_driver_is_retried_after_a_backoff() -> None:
-    job, attempt = _live()
-    queued = decide(job, attempt, FAILED, NOW).job
-    assert (queued.status, queued.num_failures) == (JobStatus.QUEUED, 1)
-    assert queued.retry_at == NOW + backoff_s(RULES[EndReason.DRIVER_LOST], 1, attempt.id)
-
-
-def test_a_retry_is_a_new_attempt() -> None:
-    job, attempt = _live()
-    lost = decide(job, attempt, FAILED, NOW)
-    again = start(lost.job, NOW, QueueState())
-    assert again.job.current_attempt_id == f"{job.id}-a1"
-    assert again.job.retry_at is None
-    assert again.job.num_attempts == 2
-
-
 def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
     job, attempt = _live(num_failures=1)
     decision = decide(job, replace(attempt, num_worker_failures=2), FAILED, NOW)
@@ -144,17 +100,6 @@ def test_the_reason_of_an_end_decides_about_retry_and_budget() -> None:
         assert (failed.message, failed.num_failures) == ("what went wrong", 0)
 
 
-def test_copies_that_diverged_are_trained_again_from_a_checkpoint_within_the_budget() -> None:
-    job, attempt = _live()
-    report = ReportedEnd(EndReason.DIVERGED, "shard 1 of table 'users' differs on rank 3", NOW)
-    ended = replace(attempt, reported_end=report)
-    again = decide(job, ended, FAILED, NOW)
-    assert (again.job.status, again.job.num_failures) == (JobStatus.QUEUED, 1)
-    assert "table 'users'" in again.timeline[0].message
-    spent = decide(replace(job, num_failures=3), ended, FAILED, NOW)
-    assert spent.job.reason is EndReason.RETRIES_EXHAUSTED
-
-
 def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     job, attempt = _live()
     assert decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S - 1) == Decision(job, attempt)
@@ -178,24 +123,6 @@ def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
         expected_s.append(backoff_s(RULES[EndReason.FORGOTTEN], number, started.attempt.id))
         now = job.retry_at
     assert delays_s == pytest.approx(expected_s, abs=1e-3)
-
-
-def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
-    job, attempt = _live()
-    away = decide(job, attempt, Observation(ObservedState.UNREACHABLE, "no answer"), NOW)
-    assert away.job == replace(job, message="no answer")
-    assert decide(away.job, attempt, RUNNING, NOW).job == job
-
-
-def test_an_unanswered_submission_is_told_until_it_is_taken() -> None:
-    job, attempt = _live(JobStatus.STARTING)
-    fresh = replace(attempt, submitted_at=None, started_at=None)
-    told = replace(job, message="timed out")
-    assert decide(told, fresh, NOT_FOUND, NOW).job.message == "timed out"
-    taken = submission_accepted(told, fresh, NOW + 3)
-    assert taken.job.message == ""
-    assert taken.attempt is not None
-    assert taken.attempt.submitted_at == NOW + 3
 
 
 def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() -> None:
@@ -227,24 +154,6 @@ def test_a_driver_that_lingers_after_its_report_is_stopped_then_believed() -> No
     assert decide(job, ended, RUNNING, NOW + REPORT_GRACE_S + 1).action is Action.STOP
     late = decide(job, ended, RUNNING, NOW + 2 * REPORT_GRACE_S + 1)
     assert late.job.status is JobStatus.SUCCEEDED
-
-
-def test_cancel_stops_and_ends_only_when_the_end_is_seen() -> None:
-    job, attempt = _live()
-    stopping = request_cancel(job, NOW).job
-    assert (stopping.status, stopping.cancel_requested) == (JobStatus.STOPPING, True)
-    assert decide(stopping, attempt, RUNNING, NOW).action is Action.STOP
-    assert decide(stopping, attempt, UNREACHABLE, NOW) == Decision(stopping, attempt)
-    ended = decide(stopping, attempt, STOPPED, NOW).job
-    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, EndReason.CANCELLED)
-
-
-def test_cancel_of_a_job_without_an_attempt_ends_it_at_once() -> None:
-    decision = request_cancel(queued_job(), NOW)
-    assert decision.job.status is JobStatus.CANCELLED
-    assert [line.kind for line in decision.timeline] == ["cancel_requested", "job_ended"]
-    paused = request_pause(queued_job(), NOW, 120).job
-    assert request_cancel(paused, NOW).job.status is JobStatus.CANCELLED
 
 
 def test_a_job_that_is_cancelled_ends_as_its_driver_did() -> None:
@@ -412,16 +321,6 @@ def test_unreachable_never_fails_stops_or_submits_anything(
     if attempt is not None and attempt.end_reason is None:
         assert decision.attempt == attempt
         assert decision.job.status.is_terminal == job.status.is_terminal
-
-
-@given(_situations(), _observations, st.floats(NOW - 1e5, NOW + 1e5))
-def test_a_terminal_job_stays_as_it_is(
-    situation: tuple[Job, Attempt | None], observation: Observation, now: float
-) -> None:
-    job, attempt = situation
-    if job.status.is_terminal:
-        assert decide(job, attempt, observation, now) == Decision(job, attempt)
-        assert request_cancel(job, now).job == job
 
 
 @given(_situations(), st.lists(_observations, max_size=30), st.sampled_from(ObservedState))

@@ -23,12 +23,12 @@ from service.domain.membership import (
     num_current,
     num_wanted,
     sizes_of_job,
-    sizes_of_spec,
 )
-from service.domain.models import ChosenLayout, Job, JobStatus, Membership
+from service.domain.models import Job, JobStatus, Membership
 from tests.harness.builders import (
     NOW,
     attempt_of,
+    folded_membership,
     group_joined,
     group_lost,
     group_member,
@@ -36,19 +36,9 @@ from tests.harness.builders import (
     membership_changed,
     queued_job,
     recovered,
-    spec,
 )
 from trainer.protocol import events
 from trainer.protocol.events import Event
-
-
-def folded(*records: Event, attempt_id: str = "job-1-a0") -> Membership:
-    """The membership after records of one attempt."""
-    membership: Membership | None = None
-    for record in records:
-        membership = apply_event(membership, attempt_id, record)
-    assert membership
-    return membership
 
 
 def running(membership: Membership | None) -> Job:
@@ -74,14 +64,8 @@ def resized(world_size: int) -> events.Resized:
     )
 
 
-def test_a_full_membership_has_every_group_of_the_layout() -> None:
-    membership = folded(layout_chosen(), membership_changed())
-    assert (num_current(membership), num_wanted(membership)) == (3, 3)
-    assert not is_degraded(running(membership))
-
-
 def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
-    lost = folded(layout_chosen(), membership_changed(), group_lost(1))
+    lost = folded_membership(layout_chosen(), membership_changed(), group_lost(1))
     assert [gone.group for gone in missing(lost)] == [1]
     assert (num_current(lost), num_wanted(lost), lost.num_losses) == (2, 3, 1)
     assert is_degraded(running(lost))
@@ -100,63 +84,65 @@ def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
 def test_the_order_of_a_loss_and_the_new_membership_does_not_matter() -> None:
     rest = membership_changed(group_member(0), group_member(2), generation=2)
     before = (layout_chosen(), membership_changed())
-    assert folded(*before, group_lost(1), rest) == folded(*before, rest, group_lost(1))
+    assert folded_membership(*before, group_lost(1), rest) == folded_membership(
+        *before, rest, group_lost(1)
+    )
 
 
 def test_a_late_word_of_a_former_life_does_not_remove_the_new_one() -> None:
     new_life = membership_changed(group_member(0), group_member(1, incarnation=1))
-    membership = folded(new_life, group_lost(1, incarnation=0))
+    membership = folded_membership(new_life, group_lost(1, incarnation=0))
     assert num_current(membership) == 2
     assert missing(membership) == ()
 
 
 def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
-    newest = folded(membership_changed(generation=5, time=NOW + 9))
+    newest = folded_membership(membership_changed(generation=5, time=NOW + 9))
     late = membership_changed(group_member(0), generation=4, time=NOW)
     assert apply_event(newest, newest.attempt_id, late) == newest
 
 
 def test_a_group_that_left_for_a_smaller_size_is_not_awaited() -> None:
     start = (layout_chosen(), membership_changed())
-    smaller = folded(*start, left(2, "resize"), resized(4))
+    smaller = folded_membership(*start, left(2, "resize"), resized(4))
     assert (num_current(smaller), num_wanted(smaller), missing(smaller)) == (2, 2, ())
-    slow = folded(*start, left(2, "straggler"))
+    slow = folded_membership(*start, left(2, "straggler"))
     assert [gone.reason for gone in missing(slow)] == ["straggler"]
 
 
 def test_a_group_that_moved_under_another_number_is_not_awaited() -> None:
     moved = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
     start = (layout_chosen(), membership_changed())
-    assert missing(folded(*start, moved, left(2, "drain"))) == ()
-    assert missing(folded(*start, group_lost(2), moved)) == ()
+    assert missing(folded_membership(*start, moved, left(2, "drain"))) == ()
+    assert missing(folded_membership(*start, group_lost(2), moved)) == ()
 
 
 def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:
-    smaller = folded(layout_chosen(), membership_changed(), group_lost(1), resized(4))
+    smaller = folded_membership(layout_chosen(), membership_changed(), group_lost(1), resized(4))
     assert missing(smaller) == ()
     assert not is_degraded(running(smaller))
 
 
 def test_more_groups_than_the_layout_was_chosen_for_are_what_there_should_be() -> None:
     small = layout_chosen(world_size=4, num_replicas=2)
-    lost = folded(small, membership_changed(), group_lost(1))
+    lost = folded_membership(small, membership_changed(), group_lost(1))
     assert (num_current(lost), num_wanted(lost)) == (2, 3)
     assert [gone.group for gone in missing(lost)] == [1]
 
 
 def test_a_membership_of_before_a_resize_does_not_undo_it() -> None:
     before = membership_changed(time=NOW - 1)
-    smaller = folded(layout_chosen(), resized(4), before, left(2, "resize"))
+    smaller = folded_membership(layout_chosen(), resized(4), before, left(2, "resize"))
     assert (num_current(smaller), num_wanted(smaller)) == (2, 2)
 
 
 def test_groups_of_which_no_layout_was_told_are_awaited_too() -> None:
-    lost = folded(membership_changed(), group_lost(1))
+    lost = folded_membership(membership_changed(), group_lost(1))
     assert (num_current(lost), num_wanted(lost)) == (2, 3)
 
 
 def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
-    membership = folded(recovered(pause_s=0.9), recovered(pause_s=0.31))
+    membership = folded_membership(recovered(pause_s=0.9), recovered(pause_s=0.31))
     assert membership.last_recovery
     assert (membership.last_recovery.pause_s, membership.num_recoveries) == (0.31, 2)
 
@@ -166,19 +152,19 @@ def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
         events.HostExcluded(time=NOW, host="h3", num_failures=n, until=NOW + 600 * n)
         for n in (3, 6)
     ]
-    (host,) = folded(*told).excluded_hosts
+    (host,) = folded_membership(*told).excluded_hosts
     assert (host.num_failures, host.until) == (6, NOW + 3600)
 
 
 def test_another_attempt_starts_with_nothing() -> None:
-    first = folded(layout_chosen(), membership_changed(), group_lost(1))
+    first = folded_membership(layout_chosen(), membership_changed(), group_lost(1))
     second = apply_event(first, "job-1-a1", layout_chosen())
     assert second
     assert (second.members, second.num_losses, second.attempt_id) == ((), 0, "job-1-a1")
 
 
 def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
-    job = running(folded(layout_chosen(), membership_changed()))
+    job = running(folded_membership(layout_chosen(), membership_changed()))
     assert membership_of(job)
     assert layout_of_attempt(job)
     again = replace(job, current_attempt_id=f"{job.id}-a1")
@@ -189,12 +175,12 @@ def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
 
 def test_a_job_without_groups_of_its_own_has_no_membership() -> None:
     assert membership_of(running(None)) is None
-    assert membership_of(running(folded(layout_chosen(failure_domain="job")))) is None
+    assert membership_of(running(folded_membership(layout_chosen(failure_domain="job")))) is None
 
 
 def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies() -> None:
     assert failure_domain(running(None)) == "job"
-    chosen = running(folded(layout_chosen(failure_domain="replica_group")))
+    chosen = running(folded_membership(layout_chosen(failure_domain="replica_group")))
     assert failure_domain(chosen) == "replica_group"
     spread = {"workers": 4, "shard_group_size": 2, "placement": "inter_host"}
     assert failure_domain(queued_job(parallelism=spread)) == "replica_group"
@@ -234,7 +220,7 @@ _records = st.lists(
 @settings(deadline=None)
 @given(_records)
 def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
-    membership = folded(*records)
+    membership = folded_membership(*records)
     present = {member.group for member in membership.members}
     awaited = [gone.group for gone in missing(membership)]
     assert not present & set(awaited)
@@ -255,19 +241,9 @@ def job_of(workers: Any, **parallelism: Any) -> Job:
 
 def with_choice(job: Job, shard_group_size: int, attempt_id: str = "job-a1") -> Job:
     """The job once an attempt has chosen groups of that size."""
-    chosen = ChosenLayout(
-        world_size=4,
-        shard_group_size=shard_group_size,
-        num_replicas=4 // shard_group_size,
-        placement="inter_host",
-        failure_domain="replica_group",
-        num_hosts=2,
-        num_hosts_survived=1,
-        memory_overhead_bytes=0,
-        sync_latency_s=None,
-        reason="",
-    )
-    return replace(job, membership=Membership(attempt_id, layout=chosen))
+    sizes = {"world_size": 4, "shard_group_size": shard_group_size}
+    chosen = layout_chosen(**sizes, num_replicas=4 // shard_group_size)
+    return replace(job, membership=folded_membership(chosen, attempt_id=attempt_id))
 
 
 def test_lists_and_pages_show_what_is_decided() -> None:
@@ -288,9 +264,3 @@ def test_lists_and_pages_show_what_is_decided() -> None:
 def test_what_an_earlier_attempt_chose_is_not_what_this_one_has() -> None:
     job = with_choice(job_of(4, **AUTO), 2, attempt_id="job-a0")
     assert sizes_of_job(job) == Sizes(4, 4, None, None)
-
-
-def test_a_given_layout_is_known_before_any_attempt() -> None:
-    found = sizes_of_spec(spec(parallelism={"workers": 4, "shard_group_size": 2}))
-    assert found == Sizes(4, 4, 2, "intra_host")
-    assert found.num_replicas == 2

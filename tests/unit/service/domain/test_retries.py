@@ -26,7 +26,6 @@ from service.domain.retries import (
     advice_of,
     backoff_s,
     next_attempt,
-    spends_budget,
 )
 from tests.harness.builders import NOW, attempt_of, queued_job
 from trainer.spec.job import JobSpec
@@ -100,40 +99,6 @@ def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
     assert "no_room): 2 of 3 hosts" in given_up.message
     last_but_one = replace(last, index=MAX_ATTEMPTS - 2)
     assert decide(job, last_but_one, FAILED, NOW).job.status is JobStatus.QUEUED
-
-
-def test_every_end_has_a_rule_and_only_what_may_pass_is_retried() -> None:
-    assert set(RULES) == set(EndReason)
-    assert {reason for reason, rule in RULES.items() if rule.budget is not Budget.NONE} == {
-        EndReason.PAUSED,
-        EndReason.WORKERS_LOST,
-        EndReason.DRIVER_LOST,
-        EndReason.FORGOTTEN,
-        EndReason.DIVERGED,
-        EndReason.HANG,
-        EndReason.DEVICE_OOM,
-        EndReason.HOST_OOM,
-        EndReason.HOST_LOST,
-        EndReason.PREEMPTED,
-        EndReason.NO_ROOM,
-        EndReason.ROWS_SKIPPED,
-        EndReason.RUN_IN_USE,
-        EndReason.STORAGE_ERROR,
-    }
-
-
-def test_only_what_is_no_fault_of_the_job_is_free() -> None:
-    free = {reason for reason in EndReason if RULES[reason].budget is Budget.FREE}
-    assert free == {
-        EndReason.PAUSED,
-        EndReason.FORGOTTEN,
-        EndReason.HOST_LOST,
-        EndReason.PREEMPTED,
-        EndReason.NO_ROOM,
-        EndReason.RUN_IN_USE,
-    }
-    assert not any(spends_budget(reason) for reason in free)
-    assert spends_budget("a reason of a later version")
 
 
 # ---- what the next attempt does otherwise

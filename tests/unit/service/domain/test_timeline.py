@@ -7,9 +7,6 @@ from typing import Any, get_args
 from service.domain.timeline import describe, level_of
 from tests.harness.builders import (
     NOW,
-    attempt_ended,
-    batch,
-    checkpoint,
     group_joined,
     group_lost,
     group_member,
@@ -125,17 +122,9 @@ def test_a_wish_says_who_had_it_and_when_in_the_jobs_life(api: Api) -> None:
 
 def test_a_retry_says_reason_delay_and_what_it_costs(house: House) -> None:
     job = house.submit("running", "failed", max_failures=2)
-    house.look(4)
+    house.poll(4)
     [told] = house.store.list_timeline(job.id, kinds=("retry_scheduled",))[:1]
     assert told.data["reason"] == "driver_lost"
     assert (told.data["num_failures"], told.data["max_failures"]) == (1, 2)
     assert told.data["delay_s"] > 0
     assert told.data["is_counted"] is True
-
-
-def test_what_drivers_report_keeps_its_fields(api: Api) -> None:
-    job_id = api.start()
-    api.post_events(f"{job_id}-a0", batch(checkpoint(5), attempt_ended()))
-    assert _line(api, job_id, "checkpoint_committed")["data"]["step"] == 5
-    ended = _line(api, job_id, "attempt_ended")
-    assert (ended["actor"], ended["data"]["reason"]) == ("driver", "completed")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +19,49 @@ from tests.harness.builders import batch, checkpoint
 from tests.harness.service import Api, end, problem_in, running, shardloom
 
 
-def ended_with_files(api: Api) -> tuple[str, Path]:
-    """A job that has ended, and its run folder."""
+def ended(api: Api) -> tuple[str, Path]:
+    """A job that has ended, and its run folder with a checkpoint that is listed."""
     job_id = running(api)
-    end(api, job_id)
-    return job_id, run_dir_of(api.settings, job_id).root
+    folder = run_dir_of(api.settings, job_id).root
+    saved = saved_below(folder)
+    told = checkpoint(100).model_copy(update={"path": str(saved)})
+    api.post_events(f"{job_id}-a0", batch(told, stream="workers-0"))
+    end(api, job_id, "training_error")
+    return job_id, folder
+
+
+def saved_below(folder: Path) -> Path:
+    """A checkpoint below the folder of a job."""
+    saved = folder / "checkpoints" / "step-00000100-a0-r0"
+    saved.mkdir(parents=True)
+    (saved / "COMMIT.json").write_text("{}")
+    return saved
+
+
+# Deletes a job up to a step: "rows", "checkpoints" or "trash".
+CutOff = Callable[[str, str], None]
+
+
+@pytest.fixture
+def cut_off(api: Api, monkeypatch: pytest.MonkeyPatch) -> CutOff:
+    """Cuts deletions off."""
+    places = {
+        "rows": (api.store, "delete_job", StoreUnavailable("away"), "store_unavailable"),
+        "checkpoints": (actions, "remove_checkpoints", OSError("away"), "storage_unavailable"),
+        "trash": (actions, "empty_trash", OSError("away"), "storage_unavailable"),
+    }
+
+    def delete(job_id: str, step: str) -> None:
+        owner, name, error, code = places[step]
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, Mock(side_effect=error))
+            problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, code)
+
+    return delete
 
 
 def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient) -> None:
-    job_id, folder = ended_with_files(api)
+    job_id, folder = ended(api)
     assert folder.exists()
     client.delete(job_id)
     assert not folder.exists()
@@ -36,7 +72,7 @@ def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient)
 
 
 def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
-    job_id, folder = ended_with_files(api)
+    job_id, folder = ended(api)
     client.delete(job_id, artifacts=False)
     assert (folder / "attempts").exists()
     assert not (folder / "job.json").exists()
@@ -48,22 +84,14 @@ def ended_with_checkpoints_at(api: Api, path: Path | str) -> str:
     return job_id
 
 
-def saved_below(path: Path, job_id: str) -> Path:
-    """A checkpoint of a job whose `checkpoint.path` this is."""
-    folder = path / job_id / "checkpoints" / "step-00000100-a0-r0"
-    folder.mkdir(parents=True)
-    (folder / "COMMIT.json").write_text("{}")
-    return folder
-
-
 def test_checkpoints_in_another_folder_go_with_their_job_and_no_others(
     api: Api, client: ShardloomClient, tmp_path: Path
 ) -> None:
     place = tmp_path / "elsewhere"
     place.mkdir()
     first, second = (ended_with_checkpoints_at(api, place) for _ in range(2))
-    saved_below(place, first)
-    others = saved_below(place, second)
+    saved_below(place / first)
+    others = saved_below(place / second)
     assert client.delete(first).left == []
     assert [*place.iterdir()] == [place / second]
     client.delete(second, artifacts=False)
@@ -99,87 +127,45 @@ def test_the_command_says_where_checkpoints_stay(api: Api, client: ShardloomClie
 
 
 def test_checkpoints_of_a_deletion_that_was_cut_off_go_at_the_next_start(
-    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: Api, tmp_path: Path, cut_off: CutOff
 ) -> None:
     place = tmp_path / "elsewhere"
     place.mkdir()
     job_id = ended_with_checkpoints_at(api, place)
-    saved_below(place, job_id)
-
-    def fail(*_: object) -> None:
-        raise OSError("the service was killed here")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(actions, "remove_checkpoints", fail)
-        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    saved_below(place / job_id)
+    cut_off(job_id, "checkpoints")
     finish_deletions(api.store, api.settings)
     assert [*place.iterdir()] == []
     assert trashed_jobs(api.settings) == []
 
 
 def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+    api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
-    job_id, folder = ended_with_files(api)
-
-    def fail(_: str) -> None:
-        raise StoreUnavailable("away")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(api.store, "delete_job", fail)
-        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "store_unavailable")
+    job_id, folder = ended(api)
+    cut_off(job_id, "rows")
     assert (trashed_jobs(api.settings), folder.exists()) == ([job_id], False)
     client.delete(job_id)
     assert trashed_jobs(api.settings) == []
 
 
 def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    api: Api, cut_off: CutOff
 ) -> None:
-    job_id, _ = ended_with_files(api)
+    job_id, _ = ended(api)
     kept = running(api)
-
-    def fail(*_: object) -> None:
-        raise OSError("storage is away")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(actions, "empty_trash", fail)
-        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    cut_off(job_id, "trash")
     assert trashed_jobs(api.settings) == [job_id]
     finish_deletions(api.store, api.settings)
     assert trashed_jobs(api.settings) == []
     assert run_dir_of(api.settings, kept).root.exists()
 
 
-def cut_off_before_the_rows(api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion that goes no further than the rename of the folder."""
-
-    def fail(_: str) -> None:
-        raise StoreUnavailable("the service was killed here")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(api.store, "delete_job", fail)
-        assert api.http.delete(f"/v1/jobs/{job_id}").status_code >= 400
-
-
-def ended_with_checkpoint(api: Api) -> tuple[str, Path]:
-    """A job that has ended, and its run folder with a checkpoint that is listed."""
-    job_id = running(api)
-    folder = run_dir_of(api.settings, job_id).root
-    saved = folder / "checkpoints" / "step-00000100-a0-r0"
-    saved.mkdir(parents=True)
-    (saved / "COMMIT.json").write_text("{}")
-    told = checkpoint(100).model_copy(update={"path": str(saved)})
-    api.post_events(f"{job_id}-a0", batch(told, stream="workers-0"))
-    end(api, job_id, "training_error")
-    return job_id, folder
-
-
 def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+    api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
+    job_id, folder = ended(api)
+    cut_off(job_id, "rows")
     assert not folder.exists()
     finish_deletions(api.store, api.settings)
     assert trashed_jobs(api.settings) == []
@@ -190,12 +176,12 @@ def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
 
 
 def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+    api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
+    job_id, folder = ended(api)
+    cut_off(job_id, "rows")
     client.restart(job_id)
-    api.look()
+    api.poll()
     assert client.get_job(job_id).current_attempt_id == f"{job_id}-a1"
     assert (folder / "checkpoints" / "step-00000100-a0-r0" / "COMMIT.json").exists()
     assert trashed_jobs(api.settings) == []
@@ -204,7 +190,7 @@ def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(
 def test_a_job_with_a_folder_beside_its_buried_one_keeps_the_first_and_can_be_deleted(
     api: Api, client: ShardloomClient
 ) -> None:
-    job_id, folder = ended_with_checkpoint(api)
+    job_id, folder = ended(api)
     # As earlier versions left it: buried under the plain name, with a new run beside it.
     folder.rename(folder.with_name(f".deleted-{job_id}"))
     (folder / "attempts").mkdir(parents=True)
@@ -218,7 +204,7 @@ def test_a_job_with_a_folder_beside_its_buried_one_keeps_the_first_and_can_be_de
 def test_what_was_buried_comes_back_beside_what_was_made_since(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id, folder = ended_with_checkpoint(api)
+    job_id, folder = ended(api)
     (folder / "job.json").write_text("old")
     restarted = JobNotEnded(job_id, JobStatus.QUEUED)
 
@@ -238,10 +224,10 @@ def test_what_was_buried_comes_back_beside_what_was_made_since(
 
 
 def test_files_that_shall_stay_come_back_from_a_deletion_that_was_cut_off(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+    api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
+    job_id, folder = ended(api)
+    cut_off(job_id, "rows")
     client.delete(job_id, artifacts=False)
     assert (folder / "checkpoints").exists()
     assert not (folder / "job.json").exists()

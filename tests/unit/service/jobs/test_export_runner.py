@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from service.jobs.run_storage import run_dir_of
 from service.reconciler.housekeeping import Housekeeper
 from service.settings import Settings
 from tests.harness.service import Api, with_checkpoint, write_export
+from tests.harness.wait import wait_for
 from trainer.export.requests import ExportFolder, ask_for, list_exports
 
 
@@ -48,11 +48,8 @@ class Script:
         return subprocess.Popen([sys.executable, "-c", line, *command[1:]], **options)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
+def wait_until_failed(folder: ExportFolder) -> None:
+    wait_for(lambda: folder.status == "failed", "the export to fail")
 
 
 @pytest.fixture
@@ -120,7 +117,7 @@ def test_a_process_that_dies_leaves_a_failed_export(
     runner = running(script)
     folder = wanted(api, job_id)
     runner.submit(folder)
-    until(lambda: folder.status == "failed")
+    wait_until_failed(folder)
     assert "ended with code 9: boom" in folder.message
     assert (folder.root / "export.log").read_text() == "boom\n"
 
@@ -132,11 +129,11 @@ def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
     started = folder.root / "started"
     hang = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
     runner = running(Script(hang))
-    until(started.exists)
+    wait_for(started.exists, "the process")
     runner.close()
     assert folder.status == "queued"
     running(Script("import sys; assert sys.argv[1:4] == ['-m', 'trainer.export', '--request']"))
-    until(lambda: folder.status == "failed")
+    wait_until_failed(folder)
     assert "code 0" in folder.message
 
 
@@ -156,7 +153,7 @@ def test_only_what_a_service_asked_for_is_made(
     runner = running(script)
     for each in (by_driver, ExportFolder(copied), folder):
         runner.submit(each)
-    until(lambda: runner._queue.empty())
+    wait_for(lambda: runner._queue.empty(), "the queue to be empty")
     runner.close()
     assert script.environments == []
 
@@ -177,7 +174,7 @@ def test_the_process_refuses_user_code_where_many_submit(
         folder = wanted(api, job_id)
         script = Script("import sys; print('--no-user-code' in sys.argv)")
         runner = running(script, api.settings.model_copy(update={"auth": auth}))
-        until(lambda folder=folder: folder.status == "failed")
+        wait_until_failed(folder)
         assert f"code 0: {is_refused}" in folder.message
         runner.close()
 
@@ -208,7 +205,7 @@ def test_an_export_is_made_again_when_storage_is_back(
     monkeypatch.setattr(ExportFolder, "fail", full_at_first)
     folder = wanted(api, job_id)
     running(Script("print('first')", "print('second')"))
-    until(lambda: folder.status == "failed")
+    wait_until_failed(folder)
     assert "code 0: second" in folder.message
 
 
@@ -218,7 +215,7 @@ def test_one_that_takes_too_long_says_so(
     monkeypatch.setattr("service.jobs.export_runner._LONGEST_S", 0.5)
     folder = wanted(api, job_id)
     running(Script("import time; time.sleep(600)"))
-    until(lambda: folder.status == "failed")
+    wait_until_failed(folder)
     assert "it took longer than" in folder.message
 
 
@@ -255,12 +252,12 @@ def test_deleting_an_export_that_is_made_ends_its_process(
         f"str(os.getpid())); path.with_suffix('.p').rename(path); time.sleep(600)"
     )
     running(Script(hang))
-    until(pid_path.exists)
+    wait_for(pid_path.exists, "the process")
     assert folder.status == "running"
     assert api.http.delete(f"/v1/jobs/{job_id}/exports/{folder.id}").status_code == 204
     assert api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"] == []
-    until(lambda: not folder.root.exists())
-    until(lambda: not Path(f"/proc/{pid_path.read_text()}").exists())
+    wait_for(lambda: not folder.root.exists(), "the export to go")
+    wait_for(lambda: not Path(f"/proc/{pid_path.read_text()}").exists(), "its process to end")
 
 
 @pytest.mark.parametrize("cut_off", ["marked", "half_removed"])
@@ -292,7 +289,7 @@ def test_exports_are_kept_for_as_long_as_the_settings_say(api: Api, job_id: str)
     old = wanted(api, job_id)
     write_export(old)
     made = wanted(api, job_id)
-    until(lambda: made.wanted.created > old.wanted.created)
+    assert made.wanted.created > old.wanted.created
     now = old.wanted.created + 2 * 86400.0
     kept = api.settings.model_copy(update={"export_retention_days": 0.0})
     short = api.settings.model_copy(update={"export_retention_days": 2.0})

@@ -10,13 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.errors import LogNotFound
 from service.jobs.logs import (
     Head,
     Level,
-    LogFilter,
     LogPosition,
-    check_source,
     contains,
     following,
     group_of,
@@ -27,6 +24,7 @@ from service.jobs.logs import (
     tail_position,
 )
 from tests.harness.properties import examples
+from tests.harness.wait import scaled
 from trainer.protocol.run_dir import AttemptDir
 
 
@@ -93,26 +91,6 @@ def test_names_of_logs_say_rank_and_group() -> None:
     assert [group_of(name) for name in names] == [None, 2, None]
 
 
-def test_a_filter_takes_what_fits_every_wish() -> None:
-    wanted = LogFilter(ranks=(0, 3), min_level=Level.WARNING, text="lost", since=10.0, until=20.0)
-    assert wanted.takes_source("rank-3")
-    assert wanted.takes_source("group-1-rank-0")
-    assert not wanted.takes_source("rank-1")
-    assert not wanted.takes_source("driver")
-    assert wanted.takes(Head(Level.ERROR, 10.0), "peer LOST")
-    for head, text in (
-        (Head(Level.INFO, 10.0), "lost"),
-        (Head(None, 10.0), "lost"),
-        (Head(Level.ERROR, 9.9), "lost"),
-        (Head(Level.ERROR, 20.0), "lost"),
-        (Head(Level.ERROR, None), "lost"),
-        (Head(Level.ERROR, 10.0), "found"),
-    ):
-        assert not wanted.takes(head, text)
-    assert LogFilter().takes(Head(), "")
-    assert LogFilter().takes_source("driver")
-
-
 def test_a_search_finds_text_and_what_lies_around_a_star() -> None:
     for text, wanted, is_in in (
         ("step 5 loss 0.1", "loss", True),
@@ -135,7 +113,7 @@ def test_what_is_cut_out_of_a_text_is_found_in_it(text: str, pieces: list[str]) 
 def test_a_search_over_a_long_line_ends_soon() -> None:
     began = time.perf_counter()
     assert not contains("a" * 1_000_000, "*".join("a" * 90) + "*b")
-    assert time.perf_counter() - began < 10.0
+    assert time.perf_counter() - began < scaled(10.0)
 
 
 # ---- files in pieces
@@ -167,13 +145,6 @@ def test_sources_are_the_driver_then_ranks_and_groups_in_number_order(files: Att
     groups = [name for name in list_sources(files) if name.startswith("group")]
     assert groups == ["group-2-rank-0", "group-2-rank-1", "group-10-rank-0"]
     assert list(read_new(files, LogPosition("a"), ["rank-7"], is_final=True)) == []
-
-
-def test_only_log_names_are_accepted() -> None:
-    spoilt = ("../spec", "rank-1/../../x", "group-1", "group-x-rank-1", "secrets", "rank-", "")
-    for source in (*spoilt, "driver\n"):
-        with pytest.raises(LogNotFound, match="the attempt has: driver"):
-            check_source(source, ["driver"])
 
 
 def test_a_line_being_written_waits_until_it_is_whole_or_final(files: AttemptDir) -> None:

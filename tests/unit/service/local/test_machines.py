@@ -11,11 +11,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from service import compatibility, network
 from service.cli.common import service_url
-from service.cli.main import build_app
 from service.compatibility import (
     HeadFacts,
     changed_storage,
@@ -39,9 +37,10 @@ from service.local.ray_node import (
     parse_ports,
 )
 from service.local.stack import LocalStack
-from service.local.state import JoinedState, StackError, StackHome, StackState, boot_id
+from service.local.state import StackError, StackHome
 from service.network import NoAddress, interface_of
-from tests.harness.service import guarded
+from tests.harness.machines import keep_joined, keep_stack
+from tests.harness.service import shardloom
 
 TOKEN = "0123456789abcdef" * 4
 THIS_PROCESS = identify(os.getpid())
@@ -61,20 +60,6 @@ def facts(runs_dir: Path, **changes: str) -> HeadFacts:
         storage_id=changes.pop("storage_id", "") or storage_id(runs_dir),
         versions=versions_here() | changes,
     )
-
-
-def joined(home: StackHome, node: ProcessId, **changes: str) -> JoinedState:
-    state = JoinedState(
-        address="10.0.0.7",
-        head_url="http://10.0.0.1:8700",
-        ray_address="http://10.0.0.1:8265",
-        gcs_address="10.0.0.1:6379",
-        boot_id=boot_id(),
-        started_at=1.0,
-        node=node,
-    ).model_copy(update=changes)
-    home.write_joined(state)
-    return state
 
 
 # ---- what must be the same
@@ -179,8 +164,8 @@ def test_a_head_in_trouble_is_not_taken_for_no_head(monkeypatch):
 # ---- the head's answer
 
 
-def test_only_machines_with_the_token_and_administrators_learn_of_the_head(tmp_path):
-    house = guarded(tmp_path, ray_auth_token=TOKEN, gcs_address="10.0.0.1:6379")
+def test_only_machines_with_the_token_and_administrators_learn_of_the_head(open_guarded, tmp_path):
+    house = open_guarded(ray_auth_token=TOKEN, gcs_address="10.0.0.1:6379")
     path = "/v1/cluster/head"
 
     def asked(token: str, where: str = path) -> int:
@@ -198,57 +183,40 @@ def test_only_machines_with_the_token_and_administrators_learn_of_the_head(tmp_p
     # The token is good for nothing else.
     others = ("/v1/jobs", "/v1/keys", "/v1/cluster", "/metrics", "/v1/whoami")
     assert {asked(TOKEN, other) for other in others} == {403}
-    house.store.close()
-    house = guarded(tmp_path / "no-head", ray_auth_token=TOKEN)
+    house = open_guarded(tmp_path / "no-head", ray_auth_token=TOKEN)
     found = house.http.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
     assert (found.status_code, found.json()["code"]) == (404, "not_a_head")
     assert "shardloom up --head" in found.json()["detail"]
-    house.store.close()
 
 
 # ---- state of this machine
 
 
 def test_a_machine_that_has_joined_or_has_a_stack_of_its_own_cannot_join(home):
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     request = joining.JoinRequest("http://x", TOKEN)
     with pytest.raises(StackError, match=r"has joined http://10\.0\.0\.1:8700 already.*leave"):
         JoinedMachine(home).join(request, pytest.fail)
-    joined(home, DEAD_PROCESS)
-    home.write_state(
-        StackState(
-            url="http://127.0.0.1:1",
-            boot_id=boot_id(),
-            started_at=1.0,
-            service=THIS_PROCESS,
-            machine=socket.gethostname(),
-        )
-    )
+    keep_joined(home, DEAD_PROCESS)
+    keep_stack(home, service=THIS_PROCESS, machine=socket.gethostname())
     with pytest.raises(StackError, match="`shardloom down` ends it"):
         JoinedMachine(home).join(request, pytest.fail)
 
 
 def test_leaving_forgets_a_node_that_is_gone_and_ends_nobody_else(home, monkeypatch):
     for node, changes in ((DEAD_PROCESS, {}), (THIS_PROCESS, {"boot_id": "another boot"})):
-        joined(home, node, **changes)
+        keep_joined(home, node, **changes)
         assert JoinedMachine(home).leave(0, pytest.fail) is False
         assert home.read_joined() is None
     # Machines that share a home do not share what they run.
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     monkeypatch.setattr(socket, "gethostname", lambda: "the-other")
     assert home.read_joined() is None
     assert JoinedMachine(home).leave(0, pytest.fail) is False
 
 
 def test_the_stack_of_another_machine_is_left_alone(home):
-    state = StackState(
-        url="http://10.0.0.1:8700",
-        boot_id="another boot",
-        started_at=1.0,
-        service=DEAD_PROCESS,
-        machine="gpu-1",
-    )
-    home.write_state(state)
+    state = keep_stack(home, boot_id="another boot", service=DEAD_PROCESS, machine="gpu-1")
     stack = LocalStack(home, environment={})
     for act in (lambda: stack.up(report=pytest.fail), lambda: stack.down(pytest.fail)):
         with pytest.raises(StackError, match="runs on gpu-1"):
@@ -281,7 +249,7 @@ def test_up_as_a_head_refuses_the_ray_of_others_and_an_address_that_nobody_reach
     home, monkeypatch
 ):
     def told(*arguments: str, code: int = 3) -> str:
-        done = CliRunner().invoke(build_app(), list(arguments))
+        done = shardloom(*arguments)
         assert done.exit_code == code
         return " ".join(done.output.split())
 
@@ -298,13 +266,12 @@ def test_up_as_a_head_refuses_the_ray_of_others_and_an_address_that_nobody_reach
 def test_commands_on_a_machine_that_has_joined_ask_its_head(home, monkeypatch):
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
     assert service_url(None) == "http://127.0.0.1:8700"
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     assert service_url(None) == "http://10.0.0.1:8700"
     assert service_url("http://other:1") == "http://other:1"
-    stale = StackState(url="http://127.0.0.1:9", boot_id="before", started_at=1.0)
-    home.write_state(stale)
+    stale = keep_stack(home, url="http://127.0.0.1:9", boot_id="before")
     assert service_url(None) == "http://10.0.0.1:8700"
-    joined(home, DEAD_PROCESS)
+    keep_joined(home, DEAD_PROCESS)
     assert service_url(None) == stale.url
 
 
@@ -443,7 +410,7 @@ def node(node_id: str) -> RayNode:
 
 
 def test_a_head_that_does_not_answer_for_a_while_is_asked_again(home, leave):
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     home.keep_cluster_token(TOKEN)
     head = Head([None, None, [node("n")]], [None, 2, None, 0])
     assert leave(head)[0].startswith("no job is on this machine any more")
@@ -451,7 +418,7 @@ def test_a_head_that_does_not_answer_for_a_while_is_asked_again(home, leave):
 
 
 def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave):
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     home.keep_cluster_token(TOKEN)
     monotonic = iter(range(1000))
     joining_time = joining.time
@@ -462,7 +429,7 @@ def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave):
 
 
 def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
-    joined(home, THIS_PROCESS)
+    keep_joined(home, THIS_PROCESS)
     head = Head([[node("n")]])
     assert "the node ends without notice to its jobs" in leave(head)[0]
     assert head.drained == []
@@ -470,7 +437,7 @@ def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
 
 def test_of_two_nodes_with_this_address_the_own_one_is_drained_if_it_still_counts(home, leave):
     home.keep_cluster_token(TOKEN)
-    joined(home, THIS_PROCESS, node_id="new")
+    keep_joined(home, THIS_PROCESS, node_id="new")
     head = Head([[node("dead"), node("new")]])
     leave(head)
     assert head.drained == ["new"]
@@ -478,7 +445,7 @@ def test_of_two_nodes_with_this_address_the_own_one_is_drained_if_it_still_count
 
 def test_a_node_that_the_head_has_given_up_is_not_drained(home, leave):
     home.keep_cluster_token(TOKEN)
-    joined(home, THIS_PROCESS, node_id="given-up")
+    keep_joined(home, THIS_PROCESS, node_id="given-up")
     head = Head([[node("other")]])
     assert "no longer counts this node" in leave(head)[0]
     assert head.drained == []

@@ -14,11 +14,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from service import network
 from service.cli import stack as stack_commands
-from service.cli.main import build_app
 from service.client.credentials import credentials_path
 from service.local import stack as stack_module
 from service.local.processes import (
@@ -47,10 +45,12 @@ from service.local.stack import (
     wait_for_port,
     wait_until_ready,
 )
-from service.local.state import StackError, StackHome, StackState, boot_id
+from service.local.state import StackError, StackHome, StackState
 from service.network import local_url
 from service.settings import Settings
 from tests.conftest import REPO
+from tests.harness.machines import keep_stack
+from tests.harness.service import shardloom
 from trainer.protocol.versions import Mismatch
 
 PORTS = RayPorts(*range(5001, 5008))
@@ -64,14 +64,6 @@ def process(pid: int, parent: int = 1, session: int = 1, start: int = 100) -> Pr
 
 def pids(members: set[ProcessId]) -> set[int]:
     return {member.pid for member in members}
-
-
-def state(home: StackHome, service: ProcessId, **changes) -> StackState:
-    stored = StackState(
-        url="http://127.0.0.1:1", boot_id=boot_id(), started_at=1.0, service=service
-    ).model_copy(update=changes)
-    home.write_state(stored)
-    return stored
 
 
 @pytest.fixture
@@ -112,14 +104,14 @@ def test_a_family_is_closed_and_never_reaches_outside(rows):
 
 def test_a_stack_runs_only_while_all_its_processes_do(home):
     assert (is_alive(THIS_PROCESS), is_alive(DEAD_PROCESS)) == (True, False)
-    assert not state(home, DEAD_PROCESS).is_running
-    assert not state(home, THIS_PROCESS, ray=DEAD_PROCESS).is_running
-    stored = state(home, THIS_PROCESS)
+    assert not keep_stack(home, service=DEAD_PROCESS).is_running
+    assert not keep_stack(home, service=THIS_PROCESS, ray=DEAD_PROCESS).is_running
+    stored = keep_stack(home, service=THIS_PROCESS)
     assert stored.is_running
     stack = LocalStack(home, environment={}, service_command=["/nonexistent"])
     assert stack.up(report=pytest.fail) == stored, "it is not started again"
     # One of before the last boot is forgotten, and nobody is ended.
-    assert not state(home, THIS_PROCESS, boot_id="another boot").is_running
+    assert not keep_stack(home, service=THIS_PROCESS, boot_id="another boot").is_running
     assert stack.down(pytest.fail) is False
     assert home.read_state() is None
     home.state_path.write_text('{"url": "http')
@@ -218,7 +210,7 @@ def test_a_failed_start_of_the_service_leaves_the_ray_that_the_same_stack_starte
     stack = LocalStack(home, environment={"PATH": os.environ["PATH"]}, service_command=["false"])
     stack._check_can_start = lambda *_, **__: None  # this is about processes alone
     ray = stack.spawn("ray", ["sleep", "60"], {"PATH": os.environ["PATH"]})
-    stored = state(home, DEAD_PROCESS, ray=ray, url="http://127.0.0.1:9")
+    stored = keep_stack(home, service=DEAD_PROCESS, ray=ray, url="http://127.0.0.1:9")
     try:
         with pytest.raises(StackError, match="service did not start"):
             stack.up(report=lambda line: None)
@@ -247,21 +239,14 @@ def test_a_part_that_is_late_is_told_with_what_is_missing(monkeypatch):
 
 
 def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(home):
-    mine = state(home, DEAD_PROCESS)
-    theirs = state(home, replace(DEAD_PROCESS, start_ticks=DEAD_PROCESS.start_ticks - 1))
+    mine = keep_stack(home, service=DEAD_PROCESS)
+    theirs = keep_stack(
+        home, service=replace(DEAD_PROCESS, start_ticks=DEAD_PROCESS.start_ticks - 1)
+    )
     assert LocalStack(home, environment={}).down(pytest.fail, only=mine) is False
     assert home.read_state() == theirs
     LocalStack(home, environment={}).down(pytest.fail, only=theirs)
     assert home.read_state() is None
-
-
-def test_a_home_that_can_be_no_folder_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    stack = LocalStack(StackHome(tmp_path / "file" / "home"), environment={})
-    with pytest.raises(StackError, match=r"Not a directory.*SHARDLOOM_HOME"):
-        stack.up(report=pytest.fail)
-    with pytest.raises(StackError, match="SHARDLOOM_HOME"):
-        stack.down(pytest.fail)
 
 
 def test_the_url_of_a_listening_address_can_be_connected_to():
@@ -295,7 +280,7 @@ def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monke
 def test_options_of_a_head_are_not_ignored_without_one(home, monkeypatch):
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
     for option, value in (("--host", "10.0.0.1"), ("--cpus", "2"), ("--gpus", "1")):
-        done = CliRunner().invoke(build_app(), ["up", option, value])
+        done = shardloom("up", option, value)
         assert done.exit_code == 2
         assert f"{option} is for a head: add --head" in " ".join(done.output.split())
     assert not home.root.exists()
@@ -315,8 +300,7 @@ def as_head(home, monkeypatch, tmp_path):
     monkeypatch.setattr(LocalStack, "up", fail)
 
     def act(*arguments: str):
-        command = ["up", "--head", "--host", "10.0.0.7", *arguments]
-        return CliRunner().invoke(build_app(), command)
+        return shardloom("up", "--head", "--host", "10.0.0.7", *arguments)
 
     return act
 
@@ -343,18 +327,15 @@ def test_a_database_that_is_away_is_told_without_a_traceback(as_head, monkeypatc
 
 
 def test_a_head_with_other_ports_or_address_is_not_taken_for_the_one_that_runs(home, as_head):
-    running = StackState(
+    keep_stack(
+        home,
         url="http://10.0.0.7:8700",
-        boot_id=boot_id(),
-        started_at=1.0,
         service=THIS_PROCESS,
         machine=socket.gethostname(),
         head_address="10.0.0.7",
         gcs_address="10.0.0.7:6379",
         ray_address="http://10.0.0.7:8265",
     )
-    home.root.mkdir()
-    home.write_state(running)
     assert "Shardloom is already up" in as_head("--detach").output
     done = as_head("--ray-port", "6380", "--detach")
     assert done.exit_code == 3

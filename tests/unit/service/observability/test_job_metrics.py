@@ -8,7 +8,7 @@ import pytest
 
 from service.domain.ingest import apply_events
 from service.domain.membership import apply_event
-from service.domain.models import Attempt, EndReason, Job, JobStatus, Membership, Progress
+from service.domain.models import Attempt, EndReason, Job, JobStatus, Progress
 from service.observability.job_metrics import STALE_AFTER_S, shown_of
 from service.observability.metrics import ServiceMetrics
 from tests.harness.builders import (
@@ -16,16 +16,17 @@ from tests.harness.builders import (
     attempt_of,
     checkpoint,
     divergence,
+    folded_membership,
     group_lost,
     group_member,
     layout_chosen,
     membership_changed,
+    progress,
     queued_job,
     recovered,
     workers_started,
 )
 from tests.harness.service import House
-from trainer.protocol.events import Progress as ProgressRecord
 
 _SURVIVE = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 1}}
 
@@ -38,9 +39,8 @@ def _running(**changes: object) -> Job:
 def _grouped(*events: object) -> Job:
     job = replace(queued_job(parallelism=_SURVIVE), status=JobStatus.RUNNING, started_at=NOW)
     attempt = f"{job.id}-a0"
-    membership: Membership | None = None
-    for event in (layout_chosen(), membership_changed(), *events):
-        membership = apply_event(membership, attempt, event)
+    told = (layout_chosen(), membership_changed(), *events)
+    membership = folded_membership(*told, attempt_id=attempt)
     return replace(job, current_attempt_id=attempt, membership=membership)
 
 
@@ -238,12 +238,6 @@ def test_the_loop_tells_attempts_and_whether_the_backend_answers(house: House) -
 # ---- what is stored for it
 
 
-def _progress(step: int) -> ProgressRecord:
-    return ProgressRecord(
-        time=NOW, step=step, total_steps=100, epoch=0, rows=step * 8, rows_per_s=5.0, eta_s=1.0
-    )
-
-
 def test_a_report_that_got_no_further_does_not_count_as_progress() -> None:
     job = _running(status=JobStatus.STARTING)
     attempt = attempt_of(job)
@@ -251,9 +245,9 @@ def test_a_report_that_got_no_further_does_not_count_as_progress() -> None:
     assert began.progress.advanced_at == NOW
     replaced = apply_events(began, attempt, [workers_started()], NOW + 5).job
     assert replaced.progress.advanced_at == NOW
-    stepped = apply_events(began, attempt, [_progress(5)], NOW + 10).job
+    stepped = apply_events(began, attempt, [progress(5)], NOW + 10).job
     assert stepped.progress.advanced_at == NOW + 10
-    idle = apply_events(stepped, attempt, [_progress(5)], NOW + 20).job
+    idle = apply_events(stepped, attempt, [progress(5)], NOW + 20).job
     assert idle.progress.advanced_at == NOW + 10
     assert idle.progress.total_steps == 100
 
@@ -261,9 +255,9 @@ def test_a_report_that_got_no_further_does_not_count_as_progress() -> None:
 def test_a_commit_is_dated_by_the_services_clock_until_another_attempt_begins() -> None:
     job = _running()
     attempt = attempt_of(job)
-    saved = apply_events(job, attempt, [checkpoint(5), _progress(6)], NOW + 7).job
+    saved = apply_events(job, attempt, [checkpoint(5), progress(6)], NOW + 7).job
     assert saved.progress.checkpoint_at == NOW + 7
-    again = apply_events(saved, attempt, [workers_started(), _progress(6)], NOW + 30).job
+    again = apply_events(saved, attempt, [workers_started(), progress(6)], NOW + 30).job
     assert again.progress.checkpoint_at == NOW + 7
     # One that begins after a pause is not late with its checkpoint.
     resumed = replace(saved, status=JobStatus.STARTING)
@@ -275,7 +269,7 @@ def test_the_times_survive_the_store(house: House) -> None:
     job = house.submit("running")
     reconciler = house.reconciler()
     reconciler.run_once()
-    house.leave(job, workers_started(), _progress(3), checkpoint(3), divergence())
+    house.leave(job, workers_started(), progress(3), checkpoint(3), divergence())
     reconciler._outboxes.collect(job.id, 0)
     stored = house.store.get_job(job.id)
     assert stored.progress.advanced_at == house.now

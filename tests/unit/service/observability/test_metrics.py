@@ -83,15 +83,6 @@ def test_waits_are_told_once_when_they_are_over() -> None:
     assert waits.after(running, NOW + 32) == (None, None)
 
 
-def test_a_job_that_is_queued_again_waits_again() -> None:
-    waits, job = Waits(), replace(queued_job(), created_at=NOW, started_at=NOW + 5)
-    waits.after(replace(job, queued_at=NOW + 100), NOW + 100)
-    over = replace(
-        job, status=JobStatus.STARTING, queued_at=NOW + 100, current_attempt_id=f"{job.id}-a1"
-    )
-    assert waits.after(over, NOW + 107) == (7.0, None)
-
-
 def test_a_job_that_left_the_queue_between_two_looks_is_counted_all_the_same() -> None:
     waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW)
     starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
@@ -109,13 +100,6 @@ def test_jobs_that_ran_when_the_service_started_say_nothing() -> None:
         queued_job(), status=JobStatus.RUNNING, started_at=NOW, current_attempt_id="x-a0"
     )
     assert waits.after(running, NOW + 60) == (None, None)
-
-
-def test_a_job_that_never_ran_tells_no_start() -> None:
-    waits, job = Waits(), queued_job()
-    waits.after(job, NOW)
-    ended = replace(job, status=JobStatus.CANCELLED)
-    assert waits.after(ended, NOW + 3)[1] is None
 
 
 def test_the_loop_tells_how_long_it_has_not_looked() -> None:

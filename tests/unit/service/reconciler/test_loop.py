@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from service.backends.fake import FakeBackend, Script
-from service.db.jobs import JobStore
 from service.domain.lifecycle import request_cancel
 from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation
-from service.errors import StaleVersion
 from service.jobs.actions import pause_job, resume_job
-from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler, _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
 from tests.harness.builders import attempt_ended, batch, metrics, workers_lost, workers_started
 from tests.harness.service import House
+from tests.harness.wait import scaled
 from trainer.spec import load_spec
 
 pytestmark = pytest.mark.every_database(slow=True)
@@ -28,9 +26,9 @@ pytestmark = pytest.mark.every_database(slow=True)
 
 def test_a_job_is_submitted_in_the_first_look_and_succeeds(house: House) -> None:
     job = house.submit("pending", "running", "succeeded")
-    house.look()
+    house.poll()
     assert house.backend.attempt_ids() == [f"{job.id}-a0"]
-    house.look(3)
+    house.poll(3)
     assert house.status(job) is JobStatus.SUCCEEDED
     kinds = [line.kind for line in house.store.list_timeline(job.id)]
     assert kinds == ["job_submitted", "attempt_created", "attempt_submitted", "job_ended"]
@@ -38,9 +36,8 @@ def test_a_job_is_submitted_in_the_first_look_and_succeeds(house: House) -> None
 
 def test_the_driver_gets_its_command_environment_and_spec(house: House) -> None:
     job = house.submit("running")
-    house.look()
-    record = house.backend.record(f"{job.id}-a0")
-    assert record is not None
+    house.poll()
+    record = house.record(job)
     assert record.entrypoint == "'/usr/bin/my python' -m trainer.driver"
     run_dir = Path(record.env["SHARDLOOM_RUN_DIR"])
     assert run_dir.is_absolute()
@@ -55,13 +52,13 @@ def test_a_cluster_cut_off_for_a_day_changes_nothing(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = house.submit("running")
-    house.look()
+    house.poll()
     house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
-    house.look()
+    house.poll()
     before = house.store.get_job(job.id)
     assert before.status is JobStatus.RUNNING
     house.backend.set_down(True)
-    house.look(24, every_s=3600)
+    house.poll(24, every_s=3600)
     told = replace(before, message="the fake cluster is down", version=before.version + 1)
     assert house.store.get_job(job.id) == told
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
@@ -69,18 +66,7 @@ def test_a_cluster_cut_off_for_a_day_changes_nothing(
     ]
     house.backend.set_down(False)
     house.backend.play(job.id, Script(("succeeded",)))
-    house.look()
-    assert house.status(job) is JobStatus.SUCCEEDED
-    assert len(house.store.list_attempts(job.id)) == 1
-
-
-def test_a_job_submitted_while_the_cluster_is_away_starts_when_it_is_back(house: House) -> None:
-    house.backend.set_down(True)
-    job = house.submit("running", "succeeded")
-    house.look(5, every_s=600)
-    assert house.backend.attempt_ids() == []
-    house.backend.set_down(False)
-    house.look(3)
+    house.poll()
     assert house.status(job) is JobStatus.SUCCEEDED
     assert len(house.store.list_attempts(job.id)) == 1
 
@@ -92,34 +78,12 @@ def test_a_lost_answer_does_not_submit_twice_and_a_lost_submission_keeps_its_id(
     house.backend.play(lost.id, Script(("running",), num_lost_answers=2))
     script = Script(("running",), num_lost_answers=1, arrives_unanswered=True)
     house.backend.play(unanswered.id, script)
-    house.look(4)
+    house.poll(4)
     for job, num_submits in ((lost, 3), (unanswered, 1)):
-        record = house.backend.record(f"{job.id}-a0")
-        assert record is not None
+        record = house.record(job)
         assert (record.num_submits, record.has_arrived) == (num_submits, True)
         assert house.store.get_attempt(f"{job.id}-a0").submitted_at is not None
     assert len(house.backend.attempt_ids()) == 2
-
-
-def test_a_crash_between_intent_and_submission_is_mended(house: House) -> None:
-    job = house.submit("running")
-
-    class Crash(BaseException):
-        """The process dies here."""
-
-    class CrashingBackend(FakeBackend):
-        def submit(self, submission: object) -> None:
-            raise Crash
-
-    crashing = CrashingBackend(Path(house.backend.address))
-    doomed = Reconciler(house.store, crashing, house.settings, ServiceMetrics(), lambda: house.now)
-    with pytest.raises(Crash):
-        doomed.run_once()
-    doomed.close()
-    assert house.store.get_attempt(f"{job.id}-a0").submitted_at is None
-    house.look()
-    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
-    assert house.store.get_attempt(f"{job.id}-a0").submitted_at is not None
 
 
 def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
@@ -138,7 +102,7 @@ def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
     assert house.store.get_job(job.id) == before
     assert house.store.get_attempt(f"{job.id}-a0").last_submit_at is None
     assert house.backend.attempt_ids() == []
-    house.look()
+    house.poll()
     assert house.backend.attempt_ids() == [f"{job.id}-a0"]
 
 
@@ -146,9 +110,9 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
     job = house.submit()
     house.backend.play(f"{job.id}-a0", Script(("running", "failed")))
     house.backend.play(f"{job.id}-a1", Script(("running", "succeeded")))
-    house.look(3)
+    house.poll(3)
     assert house.status(job) is JobStatus.QUEUED
-    house.look(4, every_s=3.0)
+    house.poll(4, every_s=3.0)
     assert house.status(job) is JobStatus.SUCCEEDED
     first, second = house.store.list_attempts(job.id)
     assert (first.end_reason, second.end_reason) == (EndReason.DRIVER_LOST, EndReason.COMPLETED)
@@ -160,7 +124,7 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
 
 def test_a_job_that_keeps_dying_ends_when_its_budget_is_spent(house: House) -> None:
     job = house.submit("failed", max_failures=2)
-    house.look(10, every_s=400)
+    house.poll(10, every_s=400)
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert len(house.store.list_attempts(job.id)) == 3
@@ -169,7 +133,7 @@ def test_a_job_that_keeps_dying_ends_when_its_budget_is_spent(house: House) -> N
 def test_a_refused_submission_fails_the_job_with_its_cause(house: House) -> None:
     job = house.submit()
     house.backend.play(job.id, Script(refusal="no such runtime_env"))
-    house.look()
+    house.poll()
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.message) == (JobStatus.FAILED, "no such runtime_env")
 
@@ -177,16 +141,16 @@ def test_a_refused_submission_fails_the_job_with_its_cause(house: House) -> None
 def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) -> None:
     spared = house.submit()
     house.settings.runs_dir.write_text("a file where the folder should be")
-    house.look()
+    house.poll()
     house.settings.runs_dir.unlink()
-    house.look(2, every_s=400.0)
+    house.poll(2, every_s=400.0)
     assert house.status(spared) in (JobStatus.STARTING, JobStatus.RUNNING), "it came back"
     shutil.rmtree(house.settings.runs_dir)
     house.settings.runs_dir.write_text("a file where the folder should be")
     job = house.submit()
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.QUEUED
-    house.look(2 * job.spec.retry.max_failures + 2, every_s=400.0)
+    house.poll(2 * job.spec.retry.max_failures + 2, every_s=400.0)
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert "SHARDLOOM_RUNS_DIR" in ended.message
@@ -196,13 +160,13 @@ def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) 
 
 def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(house: House) -> None:
     job = house.submit("running", "failed")
-    house.look()
+    house.poll()
     attempt_id = f"{job.id}-a0"
     losses = [metrics(step, train_loss=float(step)) for step in range(1200)]
     house.leave(job, *losses, stream="rank-0")
     house.leave(job, workers_lost(), attempt_ended("data_error"))
     house.store.append_events(attempt_id, batch(*losses[:10]), house.now)
-    house.look(2)
+    house.poll(2)
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.DATA_ERROR)
     assert ended.message == "done"
@@ -212,11 +176,11 @@ def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(house: H
 
 def test_a_damaged_record_keeps_the_numbers_and_a_torn_one_waits(house: House) -> None:
     job = house.submit("running", "succeeded")
-    house.look()
+    house.poll()
     path = house.leave(job, workers_lost())
     with path.open("a") as file:
         file.write("garbage\n" + attempt_ended().model_dump_json() + "\n" + '{"kind": "no')
-    house.look(2)
+    house.poll(2)
     assert house.store.stream_positions(f"{job.id}-a0") == {"driver": 3}
     messages = [line.message for line in house.store.list_timeline(job.id)]
     assert "an event record was damaged on storage" in messages
@@ -224,39 +188,17 @@ def test_a_damaged_record_keeps_the_numbers_and_a_torn_one_waits(house: House) -
 
 def test_cancel_stops_the_attempt_until_it_is_seen_stopped(house: House) -> None:
     job = house.submit("running")
-    house.look()
+    house.poll()
     asked = request_cancel(house.store.get_job(job.id), house.now)
     house.store.update_job(asked.job, timeline=asked.timeline)
     house.backend.set_down(True)
-    house.look(3)
+    house.poll(3)
     assert house.status(job) is JobStatus.STOPPING
     house.backend.set_down(False)
-    house.look(2)
+    house.poll(2)
     assert house.status(job) is JobStatus.CANCELLED
-    record = house.backend.record(f"{job.id}-a0")
-    assert record is not None
+    record = house.record(job)
     assert record.num_stops == 1
-
-
-def test_a_write_that_lost_the_race_is_dropped_and_decided_anew(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = house.submit("running", "succeeded")
-    house.look()
-    write = JobStore.update_job
-
-    def cancel_first(store: JobStore, read: Job, **changes: object) -> Job:
-        monkeypatch.setattr(JobStore, "update_job", write)
-        write(store, replace(store.get_job(read.id), cancel_requested=True))
-        with pytest.raises(StaleVersion):
-            write(store, read, **changes)
-        raise StaleVersion(read.id, read.version)
-
-    monkeypatch.setattr(JobStore, "update_job", cancel_first)
-    house.look()
-    assert house.store.get_job(job.id).cancel_requested
-    house.look()
-    assert house.status(job) is JobStatus.SUCCEEDED
 
 
 def test_the_loop_runs_by_itself_and_is_woken_by_a_submission(house: House) -> None:
@@ -274,7 +216,7 @@ def test_the_loop_runs_by_itself_and_is_woken_by_a_submission(house: House) -> N
     reconciler.start()
     house.submit()
     reconciler.wake()
-    assert done.wait(10)
+    assert done.wait(scaled(10))
     reconciler.close()
     assert len(looked_at) == 1
 
@@ -287,7 +229,7 @@ def test_one_slow_job_does_not_stall_the_others(house: House) -> None:
     class SlowBackend(FakeBackend):
         def observe(self, attempt_id: str) -> object:
             if attempt_id.startswith(slow.id):
-                release.wait(10)
+                release.wait(scaled(10))
             observation = super().observe(attempt_id)
             if observation.state == "succeeded":
                 ended.set()
@@ -298,7 +240,7 @@ def test_one_slow_job_does_not_stall_the_others(house: House) -> None:
         house.store, SlowBackend(Path(house.backend.address)), settings, ServiceMetrics()
     )
     reconciler.start()
-    assert ended.wait(10)
+    assert ended.wait(scaled(10))
     assert not release.is_set()
     release.set()
     reconciler.close()
@@ -310,7 +252,7 @@ def test_one_slow_job_does_not_stall_the_others(house: House) -> None:
 
 def unreadable_stream(house: House, job: Job) -> Path:
     """A stream of the first attempt that cannot be read, whoever tries."""
-    path = run_dir_of(house.settings, job.id).attempt(f"{job.id}-a0").stream_path("workers-9")
+    path = house.files(job).stream_path("workers-9")
     path.mkdir(parents=True)
     return path
 
@@ -323,13 +265,13 @@ def attempts(house: House, job: Job) -> list[Attempt]:
 def test_a_pause_that_is_taken_back_after_the_stop_ends_no_job(house: House, grace: float) -> None:
     house.settings = house.settings.model_copy(update={"pause_grace_s": grace})
     job = house.submit("pending")
-    house.look(2)
+    house.poll(2)
     pause_job(house.store, house.settings, job.id)
-    house.look()
-    assert house.backend.record(f"{job.id}-a0").num_stops == 1
+    house.poll()
+    assert house.record(job).num_stops == 1
     resume_job(house.store, house.settings, job.id)
     house.backend.play(f"{job.id}-a0", Script(("stopped",)))
-    house.look(3)
+    house.poll(3)
     first, second = attempts(house, job)
     assert first.end_reason is EndReason.PAUSED
     assert second.end_reason is None
@@ -338,7 +280,7 @@ def test_a_pause_that_is_taken_back_after_the_stop_ends_no_job(house: House, gra
 
 def test_an_attempt_that_somebody_stops_on_the_cluster_still_ends_its_job(house: House) -> None:
     job = house.submit("running", "stopped")
-    house.look(4)
+    house.poll(4)
     assert house.status(job) is JobStatus.CANCELLED
 
 
@@ -346,9 +288,9 @@ def test_a_pause_that_is_taken_back_during_a_look_leaves_no_request(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = house.submit("running")
-    house.look(2)
+    house.poll(2)
     pause_job(house.store, house.settings, job.id)
-    house.look()
+    house.poll()
     resume_job(house.store, house.settings, job.id)
     pause_job(house.store, house.settings, job.id)
     observe = FakeBackend.observe
@@ -358,8 +300,8 @@ def test_a_pause_that_is_taken_back_during_a_look_leaves_no_request(
         return observe(backend, attempt_id)
 
     monkeypatch.setattr(FakeBackend, "observe", resume_first)
-    house.look()
-    attempt = run_dir_of(house.settings, job.id).attempt(f"{job.id}-a0")
+    house.poll()
+    attempt = house.files(job)
     assert not attempt.pause_request_path.exists()
 
 
@@ -367,7 +309,7 @@ def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
     house: House,
 ) -> None:
     job = house.submit("running", "failed")
-    house.look()
+    house.poll()
     house.leave(job, metrics(1, train_loss=0.5), stream="workers-0")
     unreadable_stream(house, job)
     reconciler = house.reconciler()
@@ -390,37 +332,17 @@ def look_until_raised(reconciler: Reconciler, job: Job) -> None:
 
 def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(house: House) -> None:
     broken = house.submit("failed")
-    house.look(2)
+    house.poll(2)
     assert house.status(broken) is JobStatus.QUEUED
     house.now += 3600  # its next attempt is due
     unreadable_stream(house, broken)
     other = house.submit("running")
-    house.look()
+    house.poll()
     assert house.status(broken) is JobStatus.QUEUED
     assert house.status(other) is JobStatus.STARTING
 
 
 # ---- one background thread computes at a time
-
-
-def test_a_second_thread_waits_until_the_first_leaves() -> None:
-    slot, order = _ComputeSlot(timeout_s=60.0), []
-    in_slot, may_leave = threading.Event(), threading.Event()
-
-    def first() -> None:
-        with slot.taken():
-            in_slot.set()
-            may_leave.wait()
-            order.append("first")
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    in_slot.wait()
-    may_leave.set()
-    with slot.taken():
-        order.append("second")
-    thread.join()
-    assert order == ["first", "second"]
 
 
 def test_who_waits_for_somebody_else_makes_room() -> None:
@@ -433,7 +355,7 @@ def test_who_waits_for_somebody_else_makes_room() -> None:
     with slot.taken(), slot.aside():
         thread = threading.Thread(target=other)
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(scaled(60))
     thread.join()
 
 
@@ -447,7 +369,7 @@ def test_one_that_is_stuck_holds_nobody_up_for_good() -> None:
     with slot.taken():
         thread = threading.Thread(target=other)
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(scaled(60))
         thread.join()
     # Who went ahead beside it has not given away room that was never its own.
     with slot.taken():

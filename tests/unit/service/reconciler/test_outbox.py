@@ -23,6 +23,7 @@ from service.reconciler.loop import Reconciler
 from service.reconciler.outbox import LATE_RECORDS_S
 from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, workers_lost
 from tests.harness.service import House
+from tests.harness.wait import scaled
 from trainer.protocol.events import CheckpointCommitted, Note, read_record
 
 
@@ -40,7 +41,7 @@ def test_a_job_that_cannot_be_read_does_not_stall_the_others(
 ) -> None:
     spoilt, good = house.submit("running"), house.submit("running", "succeeded")
     _spoil_spec(house, spoilt.id)
-    house.look(4)
+    house.poll(4)
     assert house.status(good) is JobStatus.SUCCEEDED
     assert [job.id for job in house.store.list_jobs()[0]] == [good.id]
     with pytest.raises(JobUnreadable, match="field_of_tomorrow"):
@@ -67,7 +68,7 @@ def test_the_loop_survives_whatever_a_look_raises(
     reconciler = house.reconciler()
     assert not reconciler.has_died
     reconciler.start()
-    assert looked.wait(10)
+    assert looked.wait(scaled(10))
     assert not reconciler.has_died
     reconciler.close()
     assert not reconciler.has_died
@@ -82,7 +83,7 @@ def test_a_loop_that_ended_by_itself_has_died(house: House) -> None:
 
     reconciler = ShortLived(house.store, house.backend, house.settings, ServiceMetrics())
     reconciler.start()
-    reconciler._thread.join(10)
+    reconciler._thread.join(scaled(10))
     assert reconciler.has_died
     reconciler.close()
 
@@ -104,13 +105,13 @@ def test_records_written_after_the_end_was_seen_are_taken_before_the_next_attemp
     house: House,
 ) -> None:
     job = house.submit("running", "failed")
-    house.look()
+    house.poll()
     house.leave(job, checkpoint(10), stream="workers-0")
-    house.look(2)
+    house.poll(2)
     assert house.status(job) is JobStatus.QUEUED
     house.leave(job, checkpoint(10), checkpoint(20), stream="workers-0")
-    house.look(every_s=60)
-    house.look()
+    house.poll(every_s=60)
+    house.poll()
     assert len(house.store.list_attempts(job.id)) == 2
     assert [found.step for found in house.store.list_checkpoints(job.id)] == [10, 20]
 
@@ -130,7 +131,7 @@ def test_records_written_after_the_last_end_was_seen_are_taken_as_well(house: Ho
 
 def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: House) -> None:
     job = house.submit("running", "succeeded")
-    house.look()
+    house.poll()
     unstorable = Note(time=0.0, message="x").model_copy(update={"time": None})
     records = [metrics(1, train_loss=1.0), unstorable, metrics(2, train_loss=1.0), attempt_ended()]
     path = house.leave(job)
@@ -138,7 +139,7 @@ def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: H
     with pytest.MonkeyPatch.context() as patch:
         # A validator lets through what the database refuses.
         patch.setattr("service.reconciler.outbox.read_record", _read_as_it_is)
-        house.look(2)
+        house.poll(2)
     assert house.status(job) is JobStatus.SUCCEEDED
     assert house.store.stream_positions(f"{job.id}-a0") == {"driver": 4}
     steps = [point.step for point in house.store.metric_points(job.id, "train/loss")]
@@ -155,10 +156,10 @@ def _read_as_it_is(line: bytes, now: float) -> object:
 
 def test_streams_are_taken_in_the_order_of_their_numbers(house: House) -> None:
     job = house.submit("running", "succeeded")
-    house.look()
+    house.poll()
     for number in (10, 2):
         house.leave(job, workers_lost(run_index=number), stream=f"workers-{number}")
-    house.look(2)
+    house.poll(2)
     lost = [line for line in house.store.list_timeline(job.id) if line.kind == "workers_lost"]
     assert [line.data["run_index"] for line in lost] == [2, 10]
 
@@ -167,31 +168,30 @@ def test_a_cluster_without_an_answer_is_told_in_the_job_until_it_is_back(house: 
     house.backend.set_down(True)
     job, sent = house.submit("running"), house.submit()
     house.backend.play(sent.id, Script(("running",), num_lost_answers=2))
-    house.look(3)
+    house.poll(3)
     away = house.store.get_job(job.id)
     assert away.message == "the fake cluster is down"
-    house.look(3)
+    house.poll(3)
     assert house.store.get_job(job.id).version == away.version
     house.backend.set_down(False)
-    house.look()
+    house.poll()
     assert "did not answer in time" in house.store.get_job(sent.id).message
-    house.look(3)
+    house.poll(3)
     assert [house.store.get_job(each.id).message for each in (job, sent)] == ["", ""]
 
 
 def test_a_cancelled_job_stops_a_submission_that_arrives_late(house: House) -> None:
     job = house.submit()
     house.backend.play(job.id, Script(("running",), num_lost_answers=1000))
-    house.look(5, every_s=NOT_FOUND_GRACE_S)
+    house.poll(5, every_s=NOT_FOUND_GRACE_S)
     asked = request_cancel(house.store.get_job(job.id), house.now)
     house.store.update_job(asked.job, timeline=asked.timeline)
     house.now -= NOT_FOUND_GRACE_S - 1
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.STOPPING
     _arrive(house, f"{job.id}-a0")
-    house.look(2)
-    record = house.backend.record(f"{job.id}-a0")
-    assert record is not None
+    house.poll(2)
+    record = house.record(job)
     assert record.num_stops > 0
     assert house.status(job) is JobStatus.CANCELLED
 
@@ -209,9 +209,9 @@ def _arrive(house: House, attempt_id: str) -> None:
 def _restarted(house: House) -> Job:
     """A job that failed after steps 100 and 200 and shall go on from the first."""
     job = house.submit("failed")
-    house.look()
+    house.poll()
     house.leave(job, _saved(job, 100, 0), _saved(job, 200, 0), attempt_ended("training_error"))
-    house.look(2)
+    house.poll(2)
     restart_job(house.store, house.settings, job.id, step=100)
     return job
 
@@ -236,14 +236,14 @@ def test_an_attempt_that_went_back_unanswered_is_followed_and_not_repeated(
     again = f"{job.id}-a1"
     house.backend.play(again, Script(states, num_lost_answers=1, arrives_unanswered=True))
     house.backend.play(f"{job.id}-a2", Script(("running",)))
-    house.look()
+    house.poll()
     asked = house.store.get_job(job.id)
     assert (asked.current_attempt_id, asked.resume_from is None) == (again, False)
     if is_told:
         path = run_dir_of(house.settings, job.id).attempt(again).stream_path("workers-0")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_saved(job, 900, 1).model_dump_json() + "\n")
-    house.look(6, every_s=NOT_FOUND_GRACE_S)
+    house.poll(6, every_s=NOT_FOUND_GRACE_S)
     assert _rewind_of(house, job)["attempt_index"] == 1
     assert house.store.get_job(job.id).resume_from is None
 
@@ -252,7 +252,7 @@ def test_a_decision_without_the_record_that_ends_a_rewind_is_stale(house: House)
     job = _restarted(house)
     again = f"{job.id}-a1"
     house.backend.play(again, Script(num_lost_answers=1, arrives_unanswered=True))
-    house.look()
+    house.poll()
     before = house.store.get_job(job.id)
     house.store.append_events(again, batch(_saved(job, 900, 1)), house.now)
     assert house.store.get_job(job.id).resume_from is None
@@ -263,7 +263,7 @@ def test_a_decision_without_the_record_that_ends_a_rewind_is_stale(house: House)
 def test_an_attempt_that_never_was_leaves_the_rewind_to_the_next(house: House) -> None:
     job = _restarted(house)
     house.backend.play(f"{job.id}-a1", Script(refusal="no such environment"))
-    house.look()
+    house.poll()
     ended = house.store.get_attempt(f"{job.id}-a1")
     assert ended.end_reason is EndReason.SUBMISSION_REFUSED
     assert house.store.get_job(job.id).resume_from is not None

@@ -11,7 +11,6 @@ import pytest
 
 from service.backends.fake import Script
 from service.db.jobs import JobStore
-from service.domain.lifecycle import NOT_FOUND_GRACE_S
 from service.domain.models import EndReason, Job, JobStatus
 from service.jobs import run_storage
 from service.jobs.actions import cancel_job, restart_job
@@ -33,7 +32,7 @@ def empty(house: House, tmp_path: Path) -> Iterator[House]:
 def trained(house: House, *observations: str) -> Job:
     """A job whose first attempt trains and has told so on run storage."""
     job = house.submit(*observations)
-    house.look()
+    house.poll()
     house.leave(job, workers_started(), metrics(10, train_loss=0.5), stream="workers-0")
     return job
 
@@ -41,19 +40,10 @@ def trained(house: House, *observations: str) -> Job:
 def test_a_job_that_completed_while_the_cluster_forgot_it_has_succeeded(house: House) -> None:
     job = trained(house, "running", "not_found")
     house.leave(job, attempt_ended("completed"))
-    house.look(2)
+    house.poll(2)
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, EndReason.COMPLETED)
     assert ended.latest_metrics["train/loss"] == 0.5
-
-
-def test_a_forgotten_job_that_was_not_done_goes_on_and_says_so(house: House) -> None:
-    job = trained(house, "running", "not_found")
-    house.look(3, every_s=NOT_FOUND_GRACE_S)
-    first = house.store.get_attempt(f"{job.id}-a0")
-    assert first.end_reason is EndReason.FORGOTTEN
-    assert house.store.list_attempts(job.id)[1].index == 1
-    assert house.store.get_job(job.id).num_failures == 0
 
 
 def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
@@ -62,7 +52,7 @@ def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
     job = trained(house, "running")
     found = recover_jobs(empty.store, empty.settings, lambda: empty.now)
     assert found.recovered == [job.id]
-    empty.look(3)
+    empty.poll(3)
     again = empty.store.get_job(job.id)
     assert (again.status, again.spec, again.queued_at) == (
         JobStatus.RUNNING,
@@ -71,8 +61,7 @@ def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
     )
     assert empty.store.metric_names(job.id) == ["train/loss"]
     assert len(empty.store.list_attempts(job.id)) == 1
-    record = empty.backend.record(f"{job.id}-a0")
-    assert record is not None
+    record = empty.record(job)
     assert (record.num_submits, record.num_stops) == (1, 0)
 
 
@@ -80,7 +69,7 @@ def test_what_has_ended_ends_as_its_driver_said(house: House, empty: House) -> N
     job = trained(house, "succeeded")
     house.leave(job, checkpoint(10), attempt_ended("completed"))
     recover_jobs(empty.store, empty.settings, lambda: empty.now)
-    empty.look()
+    empty.poll()
     assert empty.status(job) is JobStatus.SUCCEEDED
     assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
 
@@ -89,12 +78,12 @@ def test_earlier_attempts_come_back_with_their_ends(house: House, empty: House) 
     job = trained(house)
     house.backend.play(f"{job.id}-a0", Script(("failed",)))
     house.leave(job, workers_lost(), attempt_ended("host_lost"))
-    house.look(4, every_s=5)
+    house.poll(4, every_s=5)
     assert house.store.get_job(job.id).num_attempts == 2
     recover_jobs(empty.store, empty.settings, lambda: empty.now)
     first, second = empty.store.list_attempts(job.id)
     assert (first.end_reason, second.end_reason) == (EndReason.HOST_LOST, None)
-    empty.look()
+    empty.poll()
     assert len(empty.backend.attempt_ids()) == 2
 
 
@@ -104,7 +93,7 @@ def test_earlier_attempts_come_back_with_their_ends(house: House, empty: House) 
 def recovered(empty: House, job: Job) -> Job:
     """The job after a recovery and some looks of the reconciler."""
     assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
-    empty.look(4, every_s=400)
+    empty.poll(4, every_s=400)
     return empty.store.get_job(job.id)
 
 
@@ -113,7 +102,7 @@ def test_a_job_that_was_cancelled_while_it_waited_stays_cancelled(
 ) -> None:
     job = trained(house, "failed")
     house.leave(job, attempt_ended("host_lost"))
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.QUEUED
     cancel_job(house.store, house.settings, job.id)
     before, after = house.store.get_job(job.id), recovered(empty, job)
@@ -132,7 +121,7 @@ def test_a_job_that_was_paused_stays_so_unless_it_was_cancelled_since(
     assert (document["id"], document["spec"]["name"]) == (job.id, job.name)
     house.leave(job, attempt_ended("paused"))
     house.store.update_job(replace(house.store.get_job(job.id), pause_requested=True))
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.PAUSED
     if is_cancelled:
         cancel_job(house.store, house.settings, job.id)
@@ -144,7 +133,7 @@ def test_a_job_that_was_paused_stays_so_unless_it_was_cancelled_since(
 def test_a_job_that_failed_is_not_tried_again(house: House, empty: House) -> None:
     job = trained(house, "failed")
     house.leave(job, checkpoint(10), attempt_ended("training_error"))
-    house.look(2)
+    house.poll(2)
     before = house.store.get_job(job.id)
     assert before.status.is_terminal
     house.backend.play(f"{job.id}-a0", Script(("not_found",)))
@@ -162,13 +151,13 @@ def test_a_job_that_failed_is_not_tried_again(house: House, empty: House) -> Non
 def test_a_job_that_was_restarted_after_its_end_lives_again(house: House, empty: House) -> None:
     job = trained(house, "failed")
     house.leave(job, checkpoint(10), attempt_ended("training_error"))
-    house.look(2)
+    house.poll(2)
     document = run_dir_of(house.settings, job.id).job_path
     assert json.loads(document.read_text())["ended"]["reason"] == "training_error"
     restart_job(house.store, house.settings, job.id)
     assert json.loads(document.read_text())["ended"] is None
     house.backend.play(f"{job.id}-a1", Script(("running",)))
-    house.look(2)
+    house.poll(2)
     after = recovered(empty, job)
     assert (after.status.is_terminal, after.current_attempt_id) == (False, f"{job.id}-a1")
 
@@ -183,7 +172,7 @@ def test_a_job_ends_whether_or_not_its_folder_can_be_told(
         raise OSError("storage is full")
 
     monkeypatch.setattr(run_storage, "replace_file", fail)
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.SUCCEEDED
     assert "storage is full" in caplog.text
 
@@ -206,10 +195,10 @@ def test_a_recovery_that_is_cut_off_is_taken_up_again(
         broken.setattr(OutboxCollector, "collect", die)
         with pytest.raises(CutOff):
             recover_jobs(empty.store, empty.settings, lambda: empty.now)
-    empty.look(3)
+    empty.poll(3)
     assert len(empty.backend.attempt_ids()) == 1
     assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
-    empty.look()
+    empty.poll()
     assert empty.status(job) is JobStatus.RUNNING
     assert empty.store.metric_names(job.id) == ["train/loss"]
 

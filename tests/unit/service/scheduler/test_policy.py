@@ -121,12 +121,6 @@ def test_workers_that_want_gpus_fit_where_gpus_are_free() -> None:
     assert len(decide([wants], capacity=cluster(16, gpus=2)).starts) == 1
 
 
-def test_a_cluster_that_grows_by_itself_counts_workers_up_to_its_maximum() -> None:
-    growing = Capacity((HostFacts("head", 1, 0, 1 << 30),), max_workers=8)
-    assert started(decide([job("a", 8)], capacity=growing)) == ["a"]
-    assert started(decide([job("a", 8)], [running(workers=1)], growing)) == []
-
-
 # ---- quotas
 
 
@@ -140,13 +134,6 @@ def test_quotas_hold_back_their_project_and_nobody_else() -> None:
     found = decide([job("a", project="ads", age_s=9), job("b", project="ads")], [], None, one)
     assert started(found) == ["a"]
     assert reasons(found) == {"b": "project ads: 1 of 1 jobs running"}
-
-
-def test_an_elastic_job_gets_at_most_what_its_quota_leaves() -> None:
-    ads = Project("ads", max_workers=6)
-    elastic = job("elastic", {"min": 2, "max": 8}, project="ads")
-    (start,) = decide([elastic], [running(workers=2, project="ads")], None, ads).starts
-    assert (start.workers, start.max_workers) == (4, 4)
 
 
 def test_what_an_elastic_job_may_grow_to_is_kept_for_it() -> None:

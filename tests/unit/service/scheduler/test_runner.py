@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from service.backends.fake import Script
 from service.db.projects import Locks, ProjectStore
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.jobs.run_storage import run_dir_of
-from service.scheduler.runner import SchedulerRunner
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
+from tests.harness.databases import store_job
 from tests.harness.service import House
 from trainer.protocol.requests import ResizeRequests
 from trainer.spec import load_spec
@@ -31,7 +30,7 @@ def submit(house: House, workers: int | dict[str, int] = 4, **changes: object) -
     house.backend.play(made.id, Script(("running",)))
     # Of two jobs of one moment either may be the first.
     house.now += 0.01
-    return house.store.create_job(made, idempotency_key=None, request_hash="h")
+    return store_job(house.store, made)
 
 
 def offer(house: House, *cpus: float) -> None:
@@ -59,14 +58,14 @@ def kinds(house: House, job: Job) -> list[str]:
 def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: House) -> None:
     offer(house, 6)
     first, second = submit(house), submit(house)
-    house.look()
+    house.poll()
     assert (house.status(first), house.status(second)) == (JobStatus.STARTING, JobStatus.QUEUED)
     assert note_of(house, second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
     before = house.store.get_job(second.id)
-    house.look(3)
+    house.poll(3)
     assert house.store.get_job(second.id) == before
     report(house, first, "completed")
-    house.look(2)
+    house.poll(2)
     assert house.status(second) is JobStatus.STARTING
     assert note_of(house, second) == QueueState(workers=4)
 
@@ -74,17 +73,17 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
 def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
     offer(house, 4)
     elastic = submit(house, {"min": 2, "max": 8})
-    house.look()
+    house.poll()
     waiting = submit(house, 4)
-    house.look()
+    house.poll()
     attempt_id = house.store.get_job(elastic.id).current_attempt_id
     assert attempt_id is not None
     files = run_dir_of(house.settings, elastic.id).attempt(attempt_id)
     assert ResizeRequests(files).poll().growth_limit == 4
     offer(house, 8)
-    house.look(2, every_s=5)
+    house.poll(2, every_s=5)
     assert house.status(waiting) is JobStatus.STARTING
-    house.look(2, every_s=61)
+    house.poll(2, every_s=61)
     assert ResizeRequests(files).poll().growth_limit is None
 
 
@@ -92,31 +91,31 @@ def test_a_job_leaves_hosts_to_come_to_the_one_that_they_were_given_to(house: Ho
     house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
     offer(house, 1)
     elastic = submit(house, {"min": 2, "max": 8})
-    house.look()
+    house.poll()
     job = house.store.get_job(elastic.id)
     house.store.update_job(replace(job, queue_note=QueueState(workers=2).document))
     other = submit(house, 4)
-    house.look()
+    house.poll()
     assert house.status(other) is JobStatus.STARTING
-    files = run_dir_of(house.settings, elastic.id).attempt(f"{elastic.id}-a0")
+    files = house.files(elastic)
     assert ResizeRequests(files).poll().growth_limit == 4
-    house.look(3)
+    house.poll(3)
     assert ResizeRequests(files).poll().growth_limit == 4, "though nobody waits in the queue"
     report(house, other, "completed")
-    house.look(2)
+    house.poll(2)
     assert ResizeRequests(files).poll().growth_limit is None
 
 
 def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(house: House) -> None:
     offer(house)
     job = submit(house, 4)
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.QUEUED, "a cluster without hosts starts nothing"
     offer(house, 2)
-    house.look()
+    house.poll()
     assert note_of(house, job).reason == "needs 4 workers; cluster max 2"
     house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.STARTING
 
 
@@ -124,17 +123,17 @@ def test_without_an_observed_capacity_jobs_wait_for_their_quotas_only(house: Hou
     offer(house, 2)
     house.settings = house.settings.model_copy(update={"queue_capacity": "unlimited"})
     job = submit(house, 4)
-    house.look()
+    house.poll()
     assert house.status(job) is JobStatus.STARTING
 
 
 def test_a_cluster_that_does_not_answer_starts_and_preempts_nobody(house: House) -> None:
     offer(house, 4)
     low = submit(house)
-    house.look()
+    house.poll()
     urgent = submit(house, priority=5)
     house.backend.set_down(True)
-    house.look(5, every_s=600)
+    house.poll(5, every_s=600)
     assert not house.store.get_job(low.id).pause_requested
     assert note_of(house, urgent).reason == "the cluster does not answer"
 
@@ -142,23 +141,23 @@ def test_a_cluster_that_does_not_answer_starts_and_preempts_nobody(house: House)
 def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: House) -> None:
     offer(house, 4)
     low = submit(house)
-    house.look()
+    house.poll()
     house.store.append_events(f"{low.id}-a0", batch(workers_started()), house.now)
     urgent = submit(house, priority=5)
-    house.look()
-    files = run_dir_of(house.settings, low.id).attempt(f"{low.id}-a0")
+    house.poll()
+    files = house.files(low)
     assert files.pause_request_path.exists()
     assert kinds(house, urgent) == ["job_submitted", "preempting"]
-    house.look()
+    house.poll()
     assert "make way" in note_of(house, urgent).reason
     report(house, low, "paused")
-    house.look(3)
+    house.poll(3)
     assert house.status(urgent) is JobStatus.STARTING
     assert house.status(low) is JobStatus.QUEUED
     assert kinds(house, low)[-3:] == ["preemption_requested", "attempt_ended", "job_preempted"]
-    assert house.backend.record(f"{low.id}-a0").num_stops == 0
+    assert house.record(low).num_stops == 0
     report(house, urgent, "completed")
-    house.look(3)
+    house.poll(3)
     assert house.backend.record(f"{low.id}-a1") is not None
     assert house.store.get_job(low.id).num_failures == 0
 
@@ -167,8 +166,8 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
     projects = ProjectStore(house.store.engine)
     projects.put(Project("ads", max_workers=6), house.now)
     job = submit(house, {"min": 2, "max": 8}, project="ads")
-    house.look()
-    path = run_dir_of(house.settings, job.id).attempt(f"{job.id}-a0").spec_path
+    house.poll()
+    path = house.files(job).spec_path
     assert load_spec(path.read_text()).parallelism.world_size == 6
     assert note_of(house, job) == QueueState(workers=6, max_workers=6)
 
@@ -185,58 +184,32 @@ def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None
         assert is_theirs
 
 
-def test_replicas_that_look_together_never_start_more_than_fits(house: House) -> None:
-    offer(house, 8)
-    jobs = [submit(house) for _ in range(6)]
-    keepers = [_keeper(house, f"replica-{n}") for n in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            list(pool.map(SchedulerRunner.admit, keepers))
-    house.look()
-    started = [job for job in jobs if house.status(job) is not JobStatus.QUEUED]
-    assert len(started) == 2
-    assert len(house.backend.attempt_ids()) == 2
-
-
-def _keeper(house: House, owner: str) -> SchedulerRunner:
-    engine = house.store.engine
-    return SchedulerRunner(
-        house.store,
-        ProjectStore(engine),
-        Locks(engine, owner),
-        house.backend,
-        house.settings,
-        lambda: house.now,
-    )
-
-
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:
     offer(house, 4)
     low = submit(house)
-    house.look()
+    house.poll()
     urgent = submit(house, priority=5)
-    house.look(3, every_s=house.settings.pause_grace_s / 2)
-    house.look(2)
-    assert house.backend.record(f"{low.id}-a0").num_stops > 0
+    house.poll(3, every_s=house.settings.pause_grace_s / 2)
+    house.poll(2)
+    assert house.record(low).num_stops > 0
     assert house.store.get_attempt(f"{low.id}-a0").end_reason is EndReason.PAUSED
-    house.look()
+    house.poll()
     assert house.status(urgent) is JobStatus.STARTING
 
 
 def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -> None:
     made = queued_job(parallelism={"workers": 8, "shard_group_size": "auto"})
-    house.store.create_job(made, idempotency_key=None, request_hash="h")
+    store_job(house.store, made)
     house.backend.play(made.id, Script(("running",)))
-    house.look()
-    record = house.backend.record(f"{made.id}-a0")
-    assert record is not None
+    house.poll()
+    record = house.record(made)
     assert record.env["SHARDLOOM_END_ON"] == "device_oom host_oom"
     chosen = layout_chosen(shard_group_size=2, world_size=8, num_replicas=4)
     ended = attempt_ended("device_oom")
     house.store.append_events(f"{made.id}-a0", batch(chosen, ended, stream="driver"), house.now)
     house.backend.play(f"{made.id}-a0", Script(("failed",)))
-    house.look(3, every_s=5)
-    path = run_dir_of(house.settings, made.id).attempt(f"{made.id}-a1").spec_path
+    house.poll(3, every_s=5)
+    path = house.files(made, 1).spec_path
     assert load_spec(path.read_text()).parallelism.shard_group_size == 4
     (sent,) = house.store.list_timeline(made.id, kinds=("attempt_submitted",))[1:]
     assert sent.message.endswith("shard_group_size is 4, as memory ran out at 2")
@@ -248,17 +221,16 @@ def test_a_cluster_that_is_silent_for_ten_minutes_kills_nothing(
 ) -> None:
     offer(house, 16)
     jobs = [submit(house) for _ in range(3)]
-    house.look()
+    house.poll()
     for job in jobs:
         house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
-    house.look()
+    house.poll()
     house.backend.set_down(True)
-    house.look(20, every_s=silence_s / 20)
+    house.poll(20, every_s=silence_s / 20)
     house.backend.set_down(False)
-    house.look(2)
+    house.poll(2)
     for job in jobs:
         assert house.status(job) is JobStatus.RUNNING
         assert len(house.store.list_attempts(job.id)) == 1
-        record = house.backend.record(f"{job.id}-a0")
-        assert record is not None
+        record = house.record(job)
         assert (record.num_stops, record.num_submits) == (0, 1)

@@ -145,9 +145,8 @@ def test_pods_say_what_keeps_them() -> None:
     both = pod_problem_in([_pod(conditions=[unscheduled]), stuck])
     assert both == "pod pod-1: ImagePullBackOff: no such image"
     assert pod_problem_in([_pod(containerStatuses=[_waiting("ContainerCreating")])]) == ""
-    assert "ErrImagePull" in pod_problem_in(
-        [_pod(initContainerStatuses=[_waiting("ErrImagePull")])]
-    )
+    early = _pod(initContainerStatuses=[_waiting("ErrImagePull")])
+    assert "ErrImagePull" in pod_problem_in([early])
 
 
 def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None:

@@ -22,7 +22,7 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.harness.object_store import ObjectStore, run_object_store
 from tests.harness.stack import Stack
 from tests.harness.wait import free_port, wait_for
-from tests.integration.ranks.test_export import wait_until_up
+from tests.integration.ranks.test_export import answers
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.storage import Location
 
@@ -99,13 +99,13 @@ def predictions(folder: Path, questions: list[dict[str, Any]]) -> list[list[floa
     command = [sys.executable, "-m", "service.cli", "serve", str(folder), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
-            wait_until_up(process, f"http://127.0.0.1:{port}")
-            url = f"http://127.0.0.1:{port}/v1/predict"
-            answers = [httpx.post(url, json=question, timeout=60) for question in questions]
+            url = f"http://127.0.0.1:{port}"
+            wait_for(lambda: answers(process, url), "an answer of the scorer", 60)
+            said = [httpx.post(f"{url}/v1/predict", json=each, timeout=60) for each in questions]
         finally:
             process.terminate()
-    assert [answer.status_code for answer in answers] == [200] * len(answers), answers[-1].text
-    return [[row["rating"] for row in a.json()["predictions"]] for a in answers]
+    assert [answer.status_code for answer in said] == [200] * len(said), said[-1].text
+    return [[row["rating"] for row in answer.json()["predictions"]] for answer in said]
 
 
 def ask_by_ids_and_by_raw_values(folder: Path, table: Any) -> list[dict[str, Any]]:

@@ -69,10 +69,6 @@ class EpochOrder:
         """First row of each window, and the number of rows at the end."""
         return tuple(self._starts.tolist())
 
-    @property
-    def num_windows(self) -> int:
-        return len(self._windows)
-
     def window(self, number: int) -> Window:
         num_rows = int(self._starts[number + 1] - self._starts[number])
         return Window(
@@ -221,18 +217,15 @@ class RowReader:
         if number != self._window_number:
             window = self._order.window(number)
             if self._keep_all:
-                self._window = self._all_rows().take(self._rows_of(window)[window.row_order])
+                if self._everything is None:
+                    self._everything = self._decode(tuple(range(len(self._source.group_rows))))
+                self._window = self._everything.take(self._rows_of(window)[window.row_order])
             else:
                 self._window = self._decode(window.row_groups).take(window.row_order)
             if self.fault_log is not None:
                 self._limit.count(number, self._window.faults, self.fault_log)
             self._window_number = number
         return self._window
-
-    def _all_rows(self) -> Rows:
-        if self._everything is None:
-            self._everything = self._decode(tuple(range(len(self._source.group_rows))))
-        return self._everything
 
     def _rows_of(self, window: Window) -> IntArray:
         """Row numbers over all files of a window's groups, unshuffled."""

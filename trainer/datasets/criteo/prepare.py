@@ -32,7 +32,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from rich.progress import Progress
 
-from trainer.data.manifest import Manifest, VocabularyEntry
+from trainer.data.manifest import Manifest
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     Buckets,
@@ -224,7 +224,10 @@ class _Preparation:
             counts=self._bad_counts(),
             bad_lines=tuple(self.bad.shown),
             vocabularies={
-                name: self._vocabulary_entry(name, encoder)
+                name: vocabulary_entry(
+                    self.staging.result(f"vocab/{name}.parquet", encoder.write, self._origin),
+                    len(encoder.values),
+                )
                 for name, encoder in encoders.items()
                 if isinstance(encoder, KnownIds)
             },
@@ -352,10 +355,6 @@ class _Preparation:
 
         path, _ = self.staging.scratch(f"vocab/{name}.npy", fit, self._origin)
         return KnownIds(*np.load(path))
-
-    def _vocabulary_entry(self, name: str, encoder: KnownIds) -> VocabularyEntry:
-        part = self.staging.result(f"vocab/{name}.parquet", encoder.write, self._origin)
-        return vocabulary_entry(part, len(encoder.values))
 
     def _write(self, writer: PartitionWriter, split: str, first: int, end: int) -> list[Part]:
         """The partitions of a split, whose buckets are `first` to `end`, each a few of them."""

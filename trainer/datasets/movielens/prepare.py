@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from rich.progress import Progress
 
-from trainer.data.manifest import Manifest, SplitEntry, VocabularyEntry, read_footer
+from trainer.data.manifest import Manifest, SplitEntry, read_footer
 from trainer.data.ragged import IntArray
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
@@ -396,13 +396,15 @@ class _Preparation:
                 "baseline_global_mean_rmse": statistics.global_mean_rmse,
                 "baseline_user_movie_bias_rmse": statistics.bias_rmse,
             },
-            vocabularies={v.name: self._write_vocabulary(v) for v in vocabularies.values()},
+            vocabularies={
+                name: vocabulary_entry(
+                    self.staging.result(f"vocab/{name}.parquet", vocabulary.write_file),
+                    vocabulary.size - 1,
+                )
+                for name, vocabulary in vocabularies.items()
+            },
             counts=self.counts,
         )
-
-    def _write_vocabulary(self, vocabulary: Vocabulary) -> VocabularyEntry:
-        part = self.staging.result(f"vocab/{vocabulary.name}.parquet", vocabulary.write_file)
-        return vocabulary_entry(part, vocabulary.size - 1)
 
     def _write_splits(self, statistics: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
         num_rows: dict[SplitName, IntArray] = {

@@ -34,12 +34,11 @@ _NO_GENRES = "(no genres listed)"
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Movies in ascending order of `ids`; every array has one entry per movie.
+    """Movies in ascending order of their ids; every array has one entry per movie.
 
     `year` is NaN where the title names none.
     """
 
-    ids: IntArray
     year: NDArray[np.float32]
     genres: Ragged
     tokens: Ragged
@@ -102,7 +101,6 @@ def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
 def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabulary) -> Catalogue:
     """Turn the words of `describe_movies` into indices."""
     return Catalogue(
-        ids=described["movieId"].to_numpy(),
         year=described["year"].fill_null(float("nan")).to_numpy(),
         genres=_encode_lists(described["genres"], genres),
         tokens=_encode_lists(described["tokens"], tokens),

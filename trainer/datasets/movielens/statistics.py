@@ -162,7 +162,10 @@ class Units:
         self._cut: Cut | None = None
         self._num_before: IntArray = np.zeros(len(paths) + 1, dtype=np.int64)
         if split == "global":
-            self._find_cut()
+            num_rows = sum(len(time) for time in self._times())
+            self._cut = find_cut(self._times, int(num_rows * fraction))
+            at_cut = [int((time == self._cut.time).sum()) for time in self._times()]
+            self._num_before = np.cumsum([0, *at_cut])
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -188,12 +191,6 @@ class Units:
 
     def _times(self) -> Iterable[IntArray]:
         return (map_columns(path)["timestamp"] for path in self._paths)
-
-    def _find_cut(self) -> None:
-        num_rows = sum(len(time) for time in self._times())
-        self._cut = find_cut(self._times, int(num_rows * self._fraction))
-        at_cut = [int((time == self._cut.time).sum()) for time in self._times()]
-        self._num_before = np.cumsum([0, *at_cut])
 
 
 class RatingStatistics:

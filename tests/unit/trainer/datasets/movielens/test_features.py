@@ -117,7 +117,7 @@ def build(ratings: Ratings) -> pl.DataFrame:
     ]
     history, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
     catalogue = encode_catalogue(described, *words)
-    position = np.searchsorted(catalogue.ids, ratings.movie)
+    position = np.searchsorted(every_movie.to_numpy(), ratings.movie)
     movie_index = rated.encode(pl.Series(ratings.movie))
     ratings = replace(ratings, movie=position)
     dense = dense_of_users(ratings, history, catalogue) | dense_of_movies(movie_past)

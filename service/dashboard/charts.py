@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.dashboard.views import quality_metric
-from service.domain.metrics import PHASES
 from service.domain.models import Checkpoint, Job, MetricPoint
+from trainer.protocol.events import PHASES
 
 TRAIN_COLOUR = "#6472e8"
 VALIDATION_COLOUR = "#e0913a"

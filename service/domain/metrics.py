@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.protocol.events import PHASES
+
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
 # Causes of lost time in words, where the coordinator's names are other ones.
 _CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}
@@ -46,20 +48,6 @@ def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
     """Steps that no checkpoint has yet; None where that is not known."""
     steps = metrics.get(AT_RISK)
     return round(steps) if steps is not None and math.isfinite(steps) else None
-
-
-# Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`.
-PHASES = (
-    "data_wait",
-    "input_dist",
-    "lookup",
-    "output_dist",
-    "dense",
-    "backward",
-    "optimizer",
-    "sync",
-    "other",
-)
 
 
 def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

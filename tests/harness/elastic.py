@@ -160,10 +160,11 @@ class ElasticHarness:
 
     def start_group(self, group: int, incarnation: int = 0) -> None:
         """Start a life of a group."""
-        placed = GroupConfig(group, incarnation, address=self._address)
+        placed = GroupConfig(group, incarnation, actor_name="")
         life = RankLife(
             config=replace(self.config, group=placed, run_index=0),
             rank=0,
+            coordinator=self._address,
             store_port=free_port(),
             host=self.network.addresses[group + 1] if self.network else self.host_of(group),
             network=self.network.network(group + 1) if self.network else None,

@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Control:
 
 @dataclass(frozen=True)
 class RankLife:
-    """One life of one rank; `control` is where its harness speaks.
+    """One life of one rank; `control` is where its harness speaks, and `coordinator` where
+    its coordinator listens (host:port).
 
     It lives on the `network` of an emulated host, or else on the loopback interface.
     """
@@ -63,6 +65,7 @@ class RankLife:
     host: str
     control: Path
     records: Path
+    coordinator: str
     network: Path | None = None
 
     @property
@@ -167,7 +170,7 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
     from trainer.elastic.group_session import run_group
 
     config, group = life.config, life.config.group
-    assert group and group.address
+    assert group
     _record_sessions(record, listener)
     _record_faults(record)
     identity = Identity(
@@ -177,8 +180,8 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
         num_ranks=config.spec.parallelism.group_size,
         host=life.host,
     )
-    address = group.address
-    member = CoordinatorClient(identity, lambda: address, config.spec.recovery.heartbeat_timeout_s)
+    timeout_s = config.spec.recovery.heartbeat_timeout_s
+    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s)
     try:
         return run_group(config, member, life.host)
     finally:
@@ -283,14 +286,16 @@ def coordinate(
 def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, folder: Path):
     from trainer.data.reader import open_source
     from trainer.elastic.coordinator.interface import MembershipPolicy
-    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+    from trainer.elastic.coordinator.leases import LeaseBook
+    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
     from trainer.protocol.run_dir import RunDir
 
     spec = config.spec
     source = open_source(spec, Path(spec.data.path) / spec.data.split.train)
     batch_rows = spec.parallelism.group_size * spec.data.batch_size
     max_steps = spec.training.max_steps
-    rows = LeasedRows(
+    book = partial(
+        LeaseBook,
         num_rows=source.num_rows,
         epochs=spec.training.epochs,
         rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
@@ -301,7 +306,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, fold
     return Coordinator(
         CoordinatorConfig(
             policy=MembershipPolicy.of(spec, num_groups),
-            rows=rows,
+            open_book=book,
             host=host,
             port=int(port),
             attempt_dir=attempt,

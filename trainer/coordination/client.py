@@ -37,7 +37,6 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
-from trainer.protocol.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -375,19 +374,14 @@ class HeartbeatReporter:
 
 
 @contextmanager
-def report_heartbeats(config: WorkerConfig, host: str | None) -> Iterator[HeartbeatReporter]:
-    """Send this rank's heartbeats to the driver, if that listens."""
-    if config.watch_address is None:
+def report_heartbeats(address: str | None, identity: Identity) -> Iterator[HeartbeatReporter]:
+    """Send this rank's heartbeats to the driver, if that listens at an `address` (host:port)."""
+    if address is None:
         yield HeartbeatReporter()
         return
-    address: str = config.watch_address
-    import torch.distributed as dist
-
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
     member = CoordinatorClient(identity, lambda: address, WATCH_SILENCE_S / 6)
     member.on_refusal = end_process
-    member.join("initial", f"run-{config.run_index}", Ledger(), donor="")
+    member.join("initial", f"run-{identity.incarnation}", Ledger(), donor="")
     try:
         yield HeartbeatReporter(member)
     finally:

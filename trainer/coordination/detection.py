@@ -48,10 +48,9 @@ class Hang:
 
 @dataclass
 class _Watched:
-    """`moved_at` is when the rank last got something done; it has stood still since `since`."""
+    """The newest heartbeat of a rank, which has stood still since `since`."""
 
     heartbeat: Heartbeat
-    moved_at: float
     since: float
 
 
@@ -77,7 +76,7 @@ class HangDetector:
         if known is not None and known.heartbeat.progress == heartbeat.progress:
             known.heartbeat = heartbeat
         else:
-            self.watched[rank] = _Watched(heartbeat, now, now)
+            self.watched[rank] = _Watched(heartbeat, now)
 
     def forget(self, group: int) -> None:
         for rank in [each for each in self.watched if each.group == group]:
@@ -284,11 +283,6 @@ class HeartbeatMonitor:
     def forget_rank(self, rank: RankId) -> None:
         self._hangs.watched.pop(rank, None)
         self._heard_at.pop(rank, None)
-
-    def newest(self, rank: RankId, now: float) -> tuple[Heartbeat, float] | None:
-        """The newest heartbeat of a rank, and the seconds since it got something done."""
-        watched = self._hangs.watched.get(rank)
-        return (watched.heartbeat, now - watched.moved_at) if watched else None
 
     def wake(self, now: float) -> float:
         """Correct for a pause of this process itself, and return its seconds."""

@@ -179,7 +179,6 @@ class Arrive(Message):
     weight: Annotated[float, Field(ge=0)] | None = None
     has_copied: bool = False
     is_poisoned: bool = False
-    is_leaving: bool = False
     report: Report | None = None
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")

@@ -12,12 +12,13 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from trainer import failures
+from trainer.coordination.detection import Exclusion, HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.protocol import events
@@ -34,12 +35,12 @@ _RETRY_S = 2.0
 _LONG_RUN_S = 120.0
 
 
-class SecretsUnavailable(Exception):
-    """The secrets of a job are not available; `failure` ends the attempt."""
+class AttemptFailed(Exception):
+    """The attempt cannot start its workers; `failure` says why."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.failure = Failure(failures.STORAGE_ERROR, message)
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 def secret_names(path: Path) -> list[str]:
@@ -58,7 +59,7 @@ def fetch_secrets(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> SecretEnv:
-    """Fetch secrets from a URL of the service; raises `SecretsUnavailable`."""
+    """Fetch secrets from a URL of the service; raises `AttemptFailed`."""
     give_up_at = clock() + patience_s
     while True:
         try:
@@ -70,11 +71,15 @@ def fetch_secrets(
                 return SecretEnv(dict(response.json()["secrets"]))
             cause = f"HTTP {response.status_code}"
             if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
-                raise SecretsUnavailable(f"the service refuses the job's secrets ({cause})")
+                raise _no_secrets(f"the service refuses the job's secrets ({cause})")
         if clock() >= give_up_at:
-            raise SecretsUnavailable(f"the service does not give the job's secrets ({cause})")
+            raise _no_secrets(f"the service does not give the job's secrets ({cause})")
         logger.warning("waiting for the job's secrets: %s", cause)
         wait(_RETRY_S)
+
+
+def _no_secrets(message: str) -> AttemptFailed:
+    return AttemptFailed(Failure(failures.STORAGE_ERROR, message))
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,6 @@ class DriverContext:
 
     @property
     def files(self) -> AttemptDir:
-        """Files of this attempt."""
         return RunDir(self.run_dir).attempt(self.attempt_id)
 
     def read_resolved_spec(self) -> JobSpec:
@@ -149,23 +153,42 @@ class DriverContext:
 class Attempt:
     """An attempt whose spec has its tables and its layout resolved.
 
-    `room` manages capacity requests where the cluster is autoscaled.
+    `capacity` manages the capacity requests where the cluster is autoscaled.
     """
 
     context: DriverContext
     spec: JobSpec
     writer: EventWriter
     use_gpu: bool = False
-    room: CapacityManager | None = None
+    capacity: CapacityManager | None = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         """Configuration of the workers of run `run_index`."""
         c = self.context
         return WorkerConfig(self.spec, c.run_dir, c.attempt_id, run_index, group, secrets=c.secrets)
 
-    def with_workers(self, num_workers: int) -> Attempt:
-        """The same attempt with a fixed number of workers, a multiple of L."""
-        return replace(self, spec=self.spec.with_workers(num_workers))
+    def host_record(self) -> HostRecord:
+        """A record of hosts by the job's policy, with those that the service wants avoided."""
+        recovery = self.spec.recovery
+        return HostRecord(
+            recovery.exclude_host_after, recovery.exclude_host_s, self.context.avoided_hosts
+        )
+
+    def report_exclusion(self, exclusion: Exclusion) -> None:
+        """Write that a host is left out from now on."""
+        excluded = events.HostExcluded(
+            time=time.time(),
+            host=exclusion.host,
+            num_failures=exclusion.num_failures,
+            until=exclusion.until,
+        )
+        self.writer.write(excluded)
+
+
+def warn(writer: EventWriter, message: str) -> None:
+    """Add a warning to the job's timeline and to the driver's log."""
+    logger.warning("%s", message)
+    writer.write(events.Note(time=time.time(), level="warning", message=message))
 
 
 @dataclass(frozen=True)

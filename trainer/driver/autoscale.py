@@ -19,14 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.driver.cluster import Host
 from trainer.protocol import events
 
 logger = logging.getLogger(__name__)
 # The autoscaler goes through all requests at each update; further ones follow later.
-MAX_ASKS = 64
+MAX_PENDING = 64
 _NODE_ID_LABEL = "ray.io/node-id"
 _PLACED = "CREATED"
 # GCS answers one driver after another, and each polls several times a second.
@@ -52,82 +52,58 @@ class CapacityRequest:
 
 @dataclass(frozen=True)
 class PendingCapacity:
-    """A request that was sent; `node_ids` has the node of each worker once there is room."""
+    """A request that was sent; `node_ids` has the node of each worker once room is reserved."""
 
     id: str
-    wish: CapacityRequest
+    request: CapacityRequest
     node_ids: tuple[str, ...] = ()
-
-    @property
-    def holds_room(self) -> bool:
-        """Whether the room is there, and kept for this job."""
-        return bool(self.node_ids)
-
-
-@dataclass(frozen=True)
-class CapacityChange:
-    """Changes of the pending requests: ids to withdraw, and new requests."""
-
-    withdrawn: tuple[str, ...] = ()
-    wishes: tuple[CapacityRequest, ...] = ()
 
 
 @dataclass(frozen=True)
 class CapacityDemand:
-    """What a job lacks: `wishes`, to get from `has` to `wants` workers; it waits below `least`."""
+    """`requests` are what a job lacks, from `has` to `wants` workers; it waits below `least`."""
 
     has: int
     wants: int
     least: int = 0
-    wishes: tuple[CapacityRequest, ...] = field(default=())
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether nothing can be trained before there is more room."""
-        return self.has < self.least
+    requests: tuple[CapacityRequest, ...] = ()
 
 
 def revise(
-    wanted: Sequence[CapacityRequest], asks: Iterable[PendingCapacity], addresses: dict[str, str]
-) -> CapacityChange:
-    """The change from pending to wanted requests; `addresses` are those of the live nodes, by id.
+    wanted: Sequence[CapacityRequest], pending: Iterable[PendingCapacity], addresses: dict[str, str]
+) -> tuple[list[str], list[CapacityRequest]]:
+    """From pending to wanted requests: ids to withdraw, and new requests.
 
     One that reserves room stays while a wanted gang of that size may use its hosts; one that waits
-    must be for the very same.
+    must be for the very same. `addresses` are those of the live nodes, by id.
     """
-    missing = Counter(wanted[:MAX_ASKS])
+    missing = Counter(wanted[:MAX_PENDING])
     withdrawn: list[str] = []
-    for ask in sorted(asks, key=lambda ask: not ask.holds_room):
-        match = next((wish for wish in missing if _serves(ask, wish, addresses)), None)
+    for each in sorted(pending, key=lambda each: not each.node_ids):
+        match = next((request for request in missing if _serves(each, request, addresses)), None)
         if match is None:
-            withdrawn.append(ask.id)
+            withdrawn.append(each.id)
             continue
         missing[match] -= 1
         missing += Counter()  # drops what is at zero
-    return CapacityChange(tuple(withdrawn), tuple(missing.elements()))
+    return withdrawn, list(missing.elements())
 
 
-def _serves(ask: PendingCapacity, wish: CapacityRequest, addresses: dict[str, str]) -> bool:
-    if not ask.holds_room:
-        return ask.wish == wish
-    is_same_gang = replace(ask.wish, avoided=wish.avoided) == wish
-    hosts = {addresses.get(node_id, "") for node_id in ask.node_ids}
-    return is_same_gang and "" not in hosts and not hosts & wish.avoided
+def _serves(pending: PendingCapacity, request: CapacityRequest, addresses: dict[str, str]) -> bool:
+    if not pending.node_ids:
+        return pending.request == request
+    is_same_gang = replace(pending.request, avoided=request.avoided) == request
+    hosts = {addresses.get(node_id, "") for node_id in pending.node_ids}
+    return is_same_gang and "" not in hosts and not hosts & request.avoided
 
 
-def with_held(hosts: Sequence[Host], asks: Iterable[PendingCapacity]) -> list[Host]:
+def with_reserved(hosts: Sequence[Host], pending: Iterable[PendingCapacity]) -> list[Host]:
     """The hosts with the room that is reserved for this job counted as free."""
-    held = Counter(node_id for ask in asks for node_id in ask.node_ids)
+    reserved = Counter(node_id for each in pending for node_id in each.node_ids)
     return [
-        replace(host, num_free=min(host.num_free + held[host.node_id], host.num_slots))
+        replace(host, num_free=min(host.num_free + reserved[host.node_id], host.num_slots))
         for host in hosts
     ]
-
-
-def holding_on(asks: Iterable[PendingCapacity], node_ids: Iterable[str]) -> tuple[str, ...]:
-    """Ids of the pending requests that reserve room on one of these nodes."""
-    wanted = set(node_ids)
-    return tuple(ask.id for ask in asks if wanted & set(ask.node_ids))
 
 
 def hosts_to_come(hosts: Sequence[Host], max_workers: int) -> list[Host]:
@@ -162,7 +138,7 @@ class RayAutoscaler:
         self._groups: dict[str, tuple[CapacityRequest, Any]] = {}
         self._footholds: dict[str, Any] = {}
 
-    def asks(self) -> list[PendingCapacity]:
+    def pending(self) -> list[PendingCapacity]:
         """Requests that were sent and not withdrawn; their state is some seconds old at most."""
         groups = list(self._groups.items())
         if groups and self._clock() - self._read_at >= _FRESH_S:
@@ -171,20 +147,22 @@ class RayAutoscaler:
             # One by one: the whole table has the groups of all jobs.
             self._table = {each: placement_group_table(group) for each, (_, group) in groups}
             self._read_at = self._clock()
-        return [ask_of(each, wish, self._table.get(each, {})) for each, (wish, _) in groups]
+        return [
+            pending_of(each, request, self._table.get(each, {})) for each, (request, _) in groups
+        ]
 
-    def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
+    def request(self, wanted: CapacityRequest, node_ids: Collection[str]) -> None:
         """Send a request for room outside the nodes in `node_ids`."""
         from ray.util.placement_group import placement_group
 
-        bundles = bundles_of(wish, self._demand)
+        bundles = bundles_of(wanted, self._demand)
         elsewhere = {_NODE_ID_LABEL: f"!in({','.join(sorted(node_ids))})"}
         group = placement_group(
             bundles,
-            strategy="STRICT_PACK" if wish.on_one_host else "PACK",
+            strategy="STRICT_PACK" if wanted.on_one_host else "PACK",
             bundle_label_selector=[elsewhere] * len(bundles) if node_ids else None,
         )
-        self._groups[group.id.hex()] = wish, group
+        self._groups[group.id.hex()] = wanted, group
 
     def keep(self, node_id: str) -> str:
         """Reserve next to nothing on a node, so that it is not idle; the id to withdraw."""
@@ -195,47 +173,31 @@ class RayAutoscaler:
         self._footholds[group.id.hex()] = group
         return str(group.id.hex())
 
-    def withdraw(self, ask_id: str) -> None:
-        """Remove a placement group, known or not."""
+    def withdraw(self, id_: str) -> None:
+        """Drop a request with the room that it reserves, or a kept node; known or not."""
         from ray.util.placement_group import remove_placement_group
 
-        _, group = self._groups.pop(ask_id, (None, self._footholds.pop(ask_id, None)))
+        _, group = self._groups.pop(id_, (None, self._footholds.pop(id_, None)))
         if group is not None:
             remove_placement_group(group)
 
 
-def bundles_of(wish: CapacityRequest, demand: Mapping[str, float]) -> list[dict[str, float]]:
+def bundles_of(request: CapacityRequest, demand: Mapping[str, float]) -> list[dict[str, float]]:
     """The bundles of a request: one for each worker, or a single one that needs one host."""
-    if wish.on_one_host:
-        return [{name: amount * wish.num_workers for name, amount in demand.items()}]
-    return [dict(demand) for _ in range(wish.num_workers)]
+    if request.on_one_host:
+        return [{name: amount * request.num_workers for name, amount in demand.items()}]
+    return [dict(demand) for _ in range(request.num_workers)]
 
 
-def ask_of(ask_id: str, wish: CapacityRequest, row: Mapping[str, Any]) -> PendingCapacity:
+def pending_of(id_: str, request: CapacityRequest, row: Mapping[str, Any]) -> PendingCapacity:
     """The state of a request in Ray's table of placement groups."""
     if row.get("state") != _PLACED:
-        return PendingCapacity(ask_id, wish)
+        return PendingCapacity(id_, request)
     placed = row["bundles_to_node_id"]
     nodes = [placed[index] for index in sorted(placed)]
     return PendingCapacity(
-        ask_id, wish, tuple(nodes * wish.num_workers if wish.on_one_host else nodes)
+        id_, request, tuple(nodes * request.num_workers if request.on_one_host else nodes)
     )
-
-
-class Autoscaler(Protocol):
-    """Port of `CapacityManager`: `RayAutoscaler`, or a scripted one in tests."""
-
-    def asks(self) -> list[PendingCapacity]:
-        """Requests that were not withdrawn."""
-
-    def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
-        """Request room outside the nodes in `node_ids`."""
-
-    def withdraw(self, ask_id: str) -> None:
-        """Drop a request with the room that it reserves, or a kept node."""
-
-    def keep(self, node_id: str) -> str:
-        """Keep a node from leaving as idle; the id to withdraw."""
 
 
 @dataclass
@@ -245,35 +207,35 @@ class CapacityManager:
     `read_free_hosts` gives live hosts with the room that is free for any job.
     """
 
-    autoscaler: Autoscaler
+    autoscaler: RayAutoscaler
     read_free_hosts: Callable[[], list[Host]]
-    demand: Mapping[str, float]
+    resources_per_worker: Mapping[str, float]
     write: Callable[[events.Event], None]
     clock: Callable[[], float] = time.monotonic
-    _told: tuple[int, int] = field(default=(0, 0), init=False)
+    _reported: tuple[int, int] = field(default=(0, 0), init=False)
     _kept: dict[str, tuple[str, float]] = field(default_factory=dict, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def read_hosts(self) -> list[Host]:
         """Live hosts with what is free for this job, its reservations included."""
         # In this order, so that what is placed in between is not counted twice.
-        asks = self.autoscaler.asks()
-        return with_held(self.read_free_hosts(), asks)
+        pending = self.autoscaler.pending()
+        return with_reserved(self.read_free_hosts(), pending)
 
-    def seek(self, need: CapacityDemand, hosts: Sequence[Host]) -> None:
-        """Request exactly what is needed; `need` counts no reserved room, `hosts` are live."""
+    def seek(self, demand: CapacityDemand, hosts: Sequence[Host]) -> None:
+        """Request exactly what is needed; `demand` counts no reserved room, `hosts` are live."""
         with self._lock:
             self._let_go(hosts)
             addresses = {host.node_id: host.address for host in hosts}
-            asks = self.autoscaler.asks()
-            revision = revise(need.wishes, asks, addresses)
-            for ask_id in revision.withdrawn:
-                self.autoscaler.withdraw(ask_id)
-            for wish in revision.wishes:
-                avoided = [each for each in addresses if addresses[each] in wish.avoided]
-                self.autoscaler.ask(wish, avoided)
-            kept = [ask for ask in asks if ask.id not in revision.withdrawn]
-            self._tell(need, sum(len(ask.node_ids) for ask in kept))
+            pending = self.autoscaler.pending()
+            withdrawn, requests = revise(demand.requests, pending, addresses)
+            for each in withdrawn:
+                self.autoscaler.withdraw(each)
+            for request in requests:
+                avoided = [each for each in addresses if addresses[each] in request.avoided]
+                self.autoscaler.request(request, avoided)
+            kept = [each for each in pending if each.id not in withdrawn]
+            self._report(demand, sum(len(each.node_ids) for each in kept))
 
     def give(self, node_ids: Sequence[str]) -> None:
         """Release reservations on these nodes, by default on all, for workers that start now.
@@ -281,42 +243,41 @@ class CapacityManager:
         They may need longer than an idle node stays, so the nodes are kept meanwhile.
         """
         with self._lock:
-            held = [ask for ask in self.autoscaler.asks() if ask.holds_room]
-            ids = holding_on(held, node_ids or [each for ask in held for each in ask.node_ids])
-            for ask in held:
-                if ask.id in ids:
-                    for node_id in set(ask.node_ids) - set(self._kept):
+            for each in self.autoscaler.pending():
+                nodes = set(each.node_ids)
+                if nodes and (not node_ids or nodes & set(node_ids)):
+                    for node_id in nodes - set(self._kept):
                         self._kept[node_id] = self.autoscaler.keep(node_id), self.clock()
-                    self.autoscaler.withdraw(ask.id)
+                    self.autoscaler.withdraw(each.id)
 
     def _let_go(self, hosts: Sequence[Host]) -> None:
         """Stop keeping nodes that are in use or gone, or that were kept for too long."""
         live = {host.node_id for host in hosts}
         used = {host.node_id for host in hosts if host.num_free < host.num_slots}
-        for node_id, (ask_id, since) in list(self._kept.items()):
+        for node_id, (kept_id, since) in list(self._kept.items()):
             age_s = self.clock() - since
             # Room that was just released counts as used for a moment.
             is_used = node_id in used and age_s > _SETTLE_S
             if is_used or node_id not in live or age_s > _KEEP_S:
                 del self._kept[node_id]
-                self.autoscaler.withdraw(ask_id)
+                self.autoscaler.withdraw(kept_id)
 
     def close(self) -> None:
         """Withdraw all requests."""
         self.seek(CapacityDemand(0, 0), ())
 
-    def _tell(self, need: CapacityDemand, num_held: int) -> None:
+    def _report(self, demand: CapacityDemand, num_reserved: int) -> None:
         """Report when more is wanted, or missing, than was reported last."""
-        wants, num_missing = need.wants, max(0, need.wants - need.has - num_held)
-        told_wants, told_missing = self._told
-        if num_missing and (wants > told_wants or num_missing > told_missing):
-            told = events.CapacityRequested(
+        wants, num_missing = demand.wants, max(0, demand.wants - demand.has - num_reserved)
+        reported_wants, reported_missing = self._reported
+        if num_missing and (wants > reported_wants or num_missing > reported_missing):
+            requested = events.CapacityRequested(
                 time=time.time(),
-                num_workers=need.has + num_held,
-                num_wanted=need.wants,
-                num_needed=need.least,
-                resources_per_worker=dict(self.demand),
+                num_workers=demand.has + num_reserved,
+                num_wanted=wants,
+                num_needed=demand.least,
+                resources_per_worker=dict(self.resources_per_worker),
             )
-            self.write(told)
-            logger.info("requested capacity of the autoscaler: %s", told)
-        self._told = wants, num_missing
+            self.write(requested)
+            logger.info("requested capacity of the autoscaler: %s", requested)
+        self._reported = wants, num_missing

@@ -9,14 +9,11 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.protocol import events
-from trainer.protocol.outbox import EventWriter
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -73,7 +70,6 @@ def hosts_of(
     demand: Mapping[str, float],
 ) -> list[Host]:
     """`read_hosts` from what Ray says of its nodes; `free` and `draining` go by node id."""
-    live = [node for node in nodes if node["Alive"]]
     found = (
         Host(
             address=node["NodeManagerAddress"],
@@ -83,9 +79,17 @@ def hosts_of(
             memory_bytes=int(node["Resources"].get("memory", 0)),
             is_draining=node["NodeID"] in draining,
         )
-        for node in live
+        for node in nodes
+        if node["Alive"]
     )
     return sorted(found, key=lambda host: host.address)
+
+
+def fill_hosts(hosts: Iterable[Host], num_workers: int) -> tuple[Host, ...]:
+    """A host for each worker that there is room for, on as few hosts as possible."""
+    by_room = sorted(hosts, key=lambda host: (-host.num_free, host.address))
+    places = [host for host in by_room for _ in range(host.num_free)]
+    return tuple(places[:num_workers])
 
 
 def num_that_fit(demand: Mapping[str, float], resources: Mapping[str, float]) -> int:
@@ -116,14 +120,12 @@ def shortage(
     )
 
 
-def note_shortage(spec: JobSpec, writer: EventWriter) -> None:
-    """Say so in the timeline when the fewest workers do not fit: they then wait in silence."""
+def shortage_for(spec: JobSpec) -> str | None:
+    """What the cluster lacks for the fewest workers, which then wait in silence."""
     import ray
 
-    num_workers = spec.parallelism.min_workers
-    lack = shortage(demand_per_worker(spec, wants_gpu(spec)), num_workers, ray.cluster_resources())
-    if lack:
-        writer.write(events.Note(time=time.time(), level="warning", message=lack))
+    demand, num_workers = demand_per_worker(spec, wants_gpu(spec)), spec.parallelism.min_workers
+    return shortage(demand, num_workers, ray.cluster_resources())
 
 
 def cluster_answers() -> bool:

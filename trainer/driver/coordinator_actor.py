@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 from trainer.spec.job import JobSpec
@@ -23,24 +25,17 @@ _START_S = 60.0
 _NODE_ID_LABEL = "ray.io/node-id"
 
 
-def coordinator_config(attempt: Attempt, host: str) -> CoordinatorConfig:
-    """The configuration of a coordinator that listens at `host`; raises a `DataError`."""
-    spec, context = attempt.spec, attempt.context
-    return CoordinatorConfig(
-        policy=MembershipPolicy.of(spec, spec.parallelism.num_replicas),
-        rows=leased_rows(spec),
-        host=host,
-        attempt_dir=context.files.root,
-    )
+def lease_book_of(spec: JobSpec) -> Callable[[], LeaseBook]:
+    """Opens the book of a fresh run, leased by the sync interval of one group.
 
-
-def leased_rows(spec: JobSpec) -> LeasedRows:
-    """The rows of a run, leased by the sync interval of one group; raises a `DataError`."""
+    Raises a `DataError`.
+    """
     spec = on_this_node(spec)
     data, training, parallelism = spec.data, spec.training, spec.parallelism
     source = open_source(spec, Path(data.path) / data.split.train)
     rows_per_step = parallelism.world_size * data.batch_size
-    return LeasedRows(
+    return partial(
+        LeaseBook,
         num_rows=source.num_rows,
         epochs=training.epochs,
         rows_per_lease=parallelism.sync.every_steps * parallelism.group_size * data.batch_size,
@@ -53,28 +48,32 @@ class CoordinatorActor(Coordinator):
     """The coordinator of an actor process, whose log lies with those of the ranks."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        if config.attempt_dir is not None:
-            start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
+        start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
         super().__init__(config)
         logger.info("the coordinator listens at %s", self.address)
 
     def get_address(self) -> str:
-        """Where it listens (host:port)."""
         return self.address
 
 
 class RayCoordinator:
-    """A `Coordinator` (`trainer.driver.group_runner`) that ends with the driver."""
+    """The coordinator of one run of the job's groups, which ends with the driver.
 
-    address: str | None = None
+    Once it is started no call raises or waits for long.
+    """
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
         """Start it and wait until it listens; raises a Ray error when it does not."""
         import ray
         import ray.util
 
-        self.actor_name: str | None = f"coordinator-{attempt.context.attempt_id}-{run_index}"
-        config = coordinator_config(attempt, ray.util.get_node_ip_address())
+        self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
+        config = CoordinatorConfig(
+            policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
+            open_book=lease_book_of(attempt.spec),
+            host=ray.util.get_node_ip_address(),
+            attempt_dir=attempt.context.files.root,
+        )
         actor_class: Any = ray.remote(CoordinatorActor)
         self._actor = actor_class.options(
             name=self.actor_name,
@@ -87,7 +86,7 @@ class RayCoordinator:
         ray.get(self._actor.get_address.remote(), timeout=_START_S)
 
     def status(self) -> CoordinatorStatus | None:
-        """Everything it knows; None when it did not answer."""
+        """Everything it knows; None, which means nothing, when it did not answer."""
         import ray
         from ray.exceptions import RayError
 
@@ -99,15 +98,13 @@ class RayCoordinator:
         return status
 
     def expect(self, groups: Collection[int]) -> None:
-        """Begin when these groups are there."""
         self._actor.expect.remote(list(groups))
 
     def retire(self, group: int, cause: str) -> None:
-        """Let a group go after the next sync."""
         self._actor.retire.remote(group, cause)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """Report that this incarnation of a group is lost."""
+        """This incarnation of a group is lost."""
         self._actor.drop.remote(group, reason, incarnation)
 
     def stop(self) -> None:

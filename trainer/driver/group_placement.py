@@ -7,13 +7,14 @@ when the new one trains.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
-from trainer.driver.cluster import Host
+from trainer.driver.cluster import Host, fill_hosts
 
 GroupPhase = Literal["starting", "training", "leaving"]
 """`starting`: not current yet; `leaving`: asked to leave."""
@@ -63,6 +64,17 @@ class View:
     excluded: frozenset[str] = frozenset()
     may_start: bool = True
 
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Hosts that are to be left, whether people or Ray drain them."""
+        return self.drained | {host.address for host in self.hosts if host.is_draining}
+
+    @property
+    def staying(self) -> list[PlacedGroup]:
+        """Groups that neither leave nor have to."""
+        avoided = self.avoided
+        return [g for g in self.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
+
 
 @dataclass(frozen=True)
 class Start:
@@ -85,10 +97,9 @@ Action = Start | Retire
 
 def decide(policy: GroupPolicy, view: View) -> list[Action]:
     """What to do now; nothing that is under way already."""
-    avoided = view.drained | {host.address for host in view.hosts if host.is_draining}
-    moving = [g for g in view.groups if g.phase != "leaving" and avoided & set(g.hosts)]
-    staying = [g for g in view.groups if g.phase != "leaving" and g not in moving]
-    starts = _starts(policy, view, avoided, staying)
+    staying = view.staying
+    moving = [g for g in view.groups if g.phase != "leaving" and g not in staying]
+    starts = _starts(policy, view, staying)
     return [*starts, *_moves(view, moving, staying, starts), *_surplus(view, staying)]
 
 
@@ -98,56 +109,45 @@ def need_of(policy: GroupPolicy, view: View) -> CapacityDemand:
     A group that is missing wants hosts that no group is on: on one with a group there is either no
     room, or `decide` would have taken it.
     """
-    avoided = view.drained | {host.address for host in view.hosts if host.is_draining}
-    present = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
-    starts = _starts(policy, view, avoided, present)
-    num_groups, size = len(present) + len(starts), policy.group_size
+    starts = _starts(policy, view, view.staying)
+    num_groups, size = len(view.staying) + len(starts), policy.group_size
     placed: list[PlacedGroup | Start] = [*view.groups, *starts]
-    wish = CapacityRequest(
+    missing = CapacityRequest(
         size,
         on_one_host=size > 1 and any(host.num_slots >= size for host in view.hosts),
-        avoided=avoided | view.excluded | {host for each in placed for host in each.hosts},
+        avoided=view.avoided | view.excluded | {host for each in placed for host in each.hosts},
     )
     return CapacityDemand(
         has=num_groups * size,
         wants=view.target * size,
         least=policy.least * size,
-        wishes=(wish,) * (view.target - num_groups),
+        requests=(missing,) * (view.target - num_groups),
     )
 
 
-def _starts(
-    policy: GroupPolicy, view: View, avoided: Collection[str], staying: Sequence[PlacedGroup]
-) -> list[Start]:
+def _starts(policy: GroupPolicy, view: View, staying: Sequence[PlacedGroup]) -> list[Start]:
     """Starts of the groups that are missing, as far as there is room."""
     if not view.may_start:
         return []
-    rooms = _HostSlots(policy, _usable(policy, view, avoided), view.groups, view.target)
-    numbers = _free_numbers(view.groups)
+    slots = _HostSlots(policy, _usable(policy, view), view.groups, view.target)
+    taken = {group.group for group in view.groups}
+    numbers = (number for number in itertools.count() if number not in taken)
     starts: list[Start] = []
     for _ in range(view.target - len(staying)):
-        hosts = rooms.take()
+        hosts = slots.take()
         if hosts is None:
             break
         starts.append(Start(next(numbers), hosts))
     return starts
 
 
-def _usable(policy: GroupPolicy, view: View, avoided: Collection[str]) -> list[Host]:
+def _usable(policy: GroupPolicy, view: View) -> list[Host]:
     """Hosts that may take a group; the excluded ones too, if the least would not fit otherwise."""
+    avoided = view.avoided
     allowed = [host for host in view.hosts if host.address not in avoided]
     good = [host for host in allowed if host.address not in view.excluded]
     has_enough = sum(host.num_slots for host in good) >= policy.least * policy.group_size
     return good if has_enough else allowed
-
-
-def _free_numbers(groups: Iterable[PlacedGroup]) -> Iterator[int]:
-    taken = {group.group for group in groups}
-    number = 0
-    while True:
-        if number not in taken:
-            yield number
-        number += 1
 
 
 @dataclass
@@ -169,9 +169,11 @@ class _HostSlots:
         inside = [host for host in self.hosts if host.num_slots >= size]
         # Across hosts only where no host holds a whole group, even when it is empty.
         hosts = self._inside(inside) if inside else self._across()
-        for address in hosts or ():
-            self._occupy(address)
-        self._num_on.update(set(hosts or ()))
+        taken = Counter(hosts or ())
+        self.hosts = [
+            replace(host, num_free=host.num_free - taken[host.address]) for host in self.hosts
+        ]
+        self._num_on.update(taken.keys())
         return hosts
 
     def _inside(self, able: Sequence[Host]) -> tuple[str, ...] | None:
@@ -189,16 +191,9 @@ class _HostSlots:
     def _across(self) -> tuple[str, ...] | None:
         """A group over several hosts that no other group is on, as few as possible."""
         empty = [host for host in self.hosts if not self._num_on[host.address]]
-        by_room = sorted(empty, key=lambda host: (-host.num_free, host.address))
-        places = [host.address for host in by_room for _ in range(host.num_free)]
-        size = self.policy.group_size
-        return tuple(places[:size]) if len(places) >= size else None
-
-    def _occupy(self, address: str) -> None:
-        self.hosts = [
-            replace(host, num_free=host.num_free - 1) if host.address == address else host
-            for host in self.hosts
-        ]
+        places = fill_hosts(empty, self.policy.group_size)
+        is_whole = len(places) == self.policy.group_size
+        return tuple(host.address for host in places) if is_whole else None
 
 
 def _moves(

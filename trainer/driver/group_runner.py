@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING
 
 from trainer import failures
 from trainer.coordination.detection import Exclusion, HostRecord
-from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt
-from trainer.driver.cluster import Host
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
+from trainer.driver.cluster import Host, kill_on
 from trainer.driver.group_placement import (
     Action,
     GroupPhase,
@@ -35,12 +35,16 @@ from trainer.driver.group_placement import (
     decide,
     need_of,
 )
-from trainer.driver.ray_train import TrainLoop, TrainRun, ray_train_loop
+from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
 from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
+
+if TYPE_CHECKING:
+    # Loads torch.
+    from trainer.driver.coordinator_actor import RayCoordinator
 
 logger = logging.getLogger(__name__)
 _KILL_AFTER_S = 2.0
@@ -79,51 +83,10 @@ class FailureTracker:
         found = [self.record.fail(each, now) for each in ({guilty} if guilty else set(hosts))]
         return [exclusion for exclusion in found if exclusion]
 
-    def learn(self, failure: Failure) -> None:
-        """Combine with the failure of workers that were given up before."""
-        self.last = failures.explain([failure, *([self.last] if self.last else [])])
-
     def is_fatal(self, failure: Failure) -> bool:
         """Count how a group's workers ended; whether that ends the job."""
         self._num_suspicious += failures.is_suspicious(failure)
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
-
-
-class Coordinator(Protocol):
-    """The coordinator of one life of the job's groups; no call raises or waits for long."""
-
-    @property
-    def actor_name(self) -> str | None:
-        """Name of its Ray actor."""
-
-    @property
-    def address(self) -> str | None:
-        """Where it listens (host:port), if it is no Ray actor."""
-
-    def status(self) -> CoordinatorStatus | None:
-        """Everything it knows; None, which means nothing, when it did not answer."""
-
-    def expect(self, groups: Collection[int]) -> None:
-        """Begin when these groups are there."""
-
-    def retire(self, group: int, cause: str) -> None:
-        """Let a group go after the next sync."""
-
-    def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """This life of a group is lost."""
-
-    def stop(self) -> None:
-        """End it."""
-
-
-class Cluster(Protocol):
-    """Hosts, and their processes."""
-
-    def read_hosts(self) -> list[Host]:
-        """Live hosts by address."""
-
-    def kill_on(self, host: Host, pids: Collection[int]) -> None:
-        """SIGKILL processes of ours on a host, without waiting."""
 
 
 @dataclass
@@ -148,23 +111,16 @@ class GroupRun:
     pids: dict[str, set[int]] = field(default_factory=dict)
 
     @property
-    def life(self) -> tuple[int, int]:
-        """(group, incarnation)."""
-        return self.group, self.incarnation
-
-    @property
     def name(self) -> str:
-        """Name in messages."""
         again = f", life {self.incarnation + 1}" if self.incarnation else ""
         return f"group {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
 
     @property
     def placed(self) -> PlacedGroup:
-        """For the placement policy."""
         phase: GroupPhase = "training" if self.was_current else "starting"
         return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
 
-    def take(self, status: GroupStatus) -> None:
+    def apply(self, status: GroupStatus) -> None:
         """Apply what the coordinator knows of this incarnation."""
         self.is_known = True
         self.was_current |= status.standing == "current"
@@ -185,16 +141,16 @@ class ShortageTimer:
 
     grace_s: float
     _since: float | None = None
-    _is_told: bool = False
+    _is_reported: bool = False
 
-    def lasts(self, is_short: bool, now: float) -> bool:
+    def is_due(self, is_short: bool, now: float) -> bool:
         """Whether to report now."""
         if not is_short:
-            self._since, self._is_told = None, False
+            self._since, self._is_reported = None, False
             return False
         self._since = now if self._since is None else self._since
-        is_due = not self._is_told and now - self._since >= self.grace_s
-        self._is_told |= is_due
+        is_due = not self._is_reported and now - self._since >= self.grace_s
+        self._is_reported |= is_due
         return is_due
 
 
@@ -202,13 +158,14 @@ class ShortageTimer:
 class RunnerConfig:
     """What stays the same over all runs of an attempt's groups. Times are in seconds.
 
-    `launch` starts the workers of one group, each of which runs `loop`; its result is their end.
+    `read_hosts` gives the live hosts by address; `launch` starts the workers of one group, and its
+    result is their end.
     """
 
     attempt: Attempt
-    cluster: Cluster
+    read_hosts: Callable[[], list[Host]]
     launch: Callable[[TrainRun], futures.Future[Failure | None]]
-    loop: TrainLoop = ray_train_loop
+    kill_on: Callable[[Host, Collection[int]], None] = kill_on
     poll_s: float = 0.5
     end_grace_s: float = 60.0
     kill_grace_s: float = 5.0
@@ -220,25 +177,20 @@ class RunnerConfig:
 class GroupRunner:
     """All runs of the groups of one attempt, with one record of hosts."""
 
-    setting: RunnerConfig
-    start_coordinator: Callable[[int], Coordinator]
+    config: RunnerConfig
+    start_coordinator: Callable[[int], RayCoordinator]
 
     def __post_init__(self) -> None:
-        recovery = self.setting.attempt.spec.recovery
-        self._record = HostRecord(
-            recovery.exclude_host_after,
-            recovery.exclude_host_s,
-            self.setting.attempt.context.avoided_hosts,
-        )
+        self._record = self.config.attempt.host_record()
 
-    def live(self, run_index: int) -> Failure | None:
+    def run_once(self, run_index: int) -> Failure | None:
         """Run all groups once, with a coordinator of its own."""
         coordinator = self.start_coordinator(run_index)
-        life = GroupRunLoop(self.setting, coordinator, self._record, run_index)
+        loop = GroupRunLoop(self.config, coordinator, self._record, run_index)
         try:
-            while (ended := life.tick()) is None:
-                self.setting.wait(self.setting.poll_s)
-            life.close(ended)
+            while (ended := loop.tick()) is None:
+                self.config.wait(self.config.poll_s)
+            loop.close(ended)
         finally:
             coordinator.stop()
         return ended.failure
@@ -255,14 +207,14 @@ class Ended:
 class GroupRunLoop:
     """One run of all groups: from the seed or a checkpoint until none is left, or all is done."""
 
-    setting: RunnerConfig
-    coordinator: Coordinator
+    config: RunnerConfig
+    coordinator: RayCoordinator
     record: HostRecord
     run_index: int
     runs: dict[int, GroupRun] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        attempt = self.setting.attempt
+        attempt = self.config.attempt
         parallelism, recovery = attempt.spec.parallelism, attempt.spec.recovery
         size = parallelism.group_size
         self._policy = GroupPolicy(
@@ -285,10 +237,10 @@ class GroupRunLoop:
         """Poll once and act; how the run ended, if it did. Raises `Evicted`."""
         status = self.coordinator.status()
         if status:
-            self._take_status(status)
+            self._apply_status(status)
             if status.failure:
                 return Ended(Failure(status.failure.reason, status.failure.message))
-        failure = self._take_ends()
+        failure = self._collect_ended()
         if self._has_finished:
             return Ended()
         if failure:
@@ -296,31 +248,32 @@ class GroupRunLoop:
         if self._is_nobody_left():
             return self._end_without_groups()
         # A pause cannot be taken back: the leader may be saving already.
-        if self._is_pausing or self.setting.attempt.context.is_pause_wanted:
+        if self._is_pausing or self.config.attempt.context.is_pause_wanted:
             return self._pause()
         return self._reconcile()
 
     def _pause(self) -> Ended | None:
         """Let the leader save for all, without new groups; the run ends when it has."""
-        if self.setting.attempt.room:
+        attempt = self.config.attempt
+        if attempt.capacity:
             # The job that preempts this one may need that room; saving takes time.
-            self.setting.attempt.room.close()
+            attempt.capacity.close()
         if not self._has_trained:
             return Ended(PAUSED_EARLY)
-        files = self.setting.attempt.context.files
+        files = attempt.context.files
         if not self._is_pausing:
             self._is_pausing = True
             request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
             requests.ask(files, request)
         return Ended(PAUSED) if requests.has_stopped(files, self.run_index) else None
 
-    def _take_status(self, status: CoordinatorStatus) -> None:
+    def _apply_status(self, status: CoordinatorStatus) -> None:
         """Apply which groups the coordinator has, lost or let go."""
         self._has_finished = status.has_finished
         for group in status.groups:
             run = self._run_of(group.group, group.incarnation)
             if run:
-                run.take(group)
+                run.apply(group)
                 self._has_trained |= run.was_current
                 if run.leave_cause and group.leave_cause is None:
                     # A restarted coordinator does not know of it.
@@ -336,13 +289,13 @@ class GroupRunLoop:
         run = self.runs.get(group)
         return run if run and run.incarnation == incarnation else None
 
-    def _take_ends(self) -> Failure | None:
+    def _collect_ended(self) -> Failure | None:
         """Remove groups whose workers have ended; a failure among them that ends the job."""
         fatal = None
         for run in [*self.runs.values(), *self._zombies]:
             if run.future.done():
                 fatal = self._remove(run, run.future.result()) or fatal
-            elif run.lost_at and self.setting.clock() - run.lost_at > _KILL_AFTER_S:
+            elif run.lost_at and self.config.clock() - run.lost_at > _KILL_AFTER_S:
                 self._kill(run)
         return fatal
 
@@ -351,41 +304,34 @@ class GroupRunLoop:
         if failure and not run.lost_at and not self._has_finished:
             self._lose(run, failure)
         elif failure and run.lost_at:
-            self._failures.learn(failure)
+            last = self._failures.last
+            self._failures.last = failures.explain([failure, *([last] if last else [])])
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
         if failure is None or run.is_killed or self._has_finished:
             return None
-        self._note("warning", f"{run.name} ended: {failure.reason}: {failure.message}")
+        self._warn(f"{run.name} ended: {failure.reason}: {failure.message}")
         return failure if self._failures.is_fatal(failure) else None
 
     def _lose(self, run: GroupRun, failure: Failure) -> None:
         """Give up a group. Workers that are still there are fenced, and killed soon."""
-        run.lost_at = self.setting.clock()
+        run.lost_at = self.config.clock()
         del self.runs[run.group]
         self._zombies.append(run)
         self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
-            self._write(
-                events.HostExcluded(
-                    time=time.time(),
-                    host=exclusion.host,
-                    num_failures=exclusion.num_failures,
-                    until=exclusion.until,
-                )
-            )
+            self.config.attempt.report_exclusion(exclusion)
 
     def _kill(self, run: GroupRun) -> None:
         """SIGKILL the workers of a lost group, once."""
         if run.is_killed:
             return
         run.is_killed = True
-        hosts = {host.address: host for host in self.setting.cluster.read_hosts()}
-        for address, pids in run.pids.items():
-            if address in hosts:
-                self.setting.cluster.kill_on(hosts[address], pids)
+        for host in self.config.read_hosts():
+            if host.address in run.pids:
+                self.config.kill_on(host, run.pids[host.address])
 
     def _is_nobody_left(self) -> bool:
         """Whether no group is left to go on from.
@@ -399,18 +345,18 @@ class GroupRunLoop:
 
     def _end_without_groups(self) -> Ended | None:
         """The end of a run without groups, once its cause is known or after `_LAST_WORDS_S`."""
-        now = self.setting.clock()
+        now = self.config.clock()
         if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
             return None
         last = self._failures.last
         last = last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
-        live_hosts = {host.address for host in self.setting.cluster.read_hosts()}
+        live_hosts = {host.address for host in self.config.read_hosts()}
         return Ended(failures.with_lost_host(last, live_hosts))
 
     def _reconcile(self) -> Ended | None:
         """Start and retire groups by the policy; ends a run that has room for none."""
         request = self._requests.poll()
-        actions = decide(self._policy, self._view(request, self.setting.cluster.read_hosts()))
+        actions = decide(self._policy, self._view(request, self.config.read_hosts()))
         starts = [action for action in actions if isinstance(action, Start)]
         is_first = not self._next_incarnations
         if is_first and len(starts) < self._policy.least:
@@ -418,21 +364,23 @@ class GroupRunLoop:
         elif is_first:
             self.coordinator.expect([start.group for start in starts])
         self._act(actions, request)
-        self._seek_room(request)
+        self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
         return self._check_shortage()
 
-    def _seek_room(self, request: ResizeRequest) -> None:
+    def _seek_capacity(self, request: ResizeRequest) -> None:
         """Request missing room of the autoscaler; not directly after a loss."""
-        room = self.setting.attempt.room
-        if room and self.setting.clock() >= self._failures.may_start_at:
-            hosts = room.read_free_hosts()
-            room.seek(need_of(self._policy, self._view(request, hosts)), hosts)
+        capacity = self.config.attempt.capacity
+        if capacity and self.config.clock() >= self._failures.may_start_at:
+            hosts = capacity.read_free_hosts()
+            capacity.seek(need_of(self._policy, self._view(request, hosts)), hosts)
+
+    def _num_staying(self) -> int:
+        return sum(not run.is_leaving for run in self.runs.values())
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
-        now = self.setting.clock()
-        num_groups = sum(not run.is_leaving for run in self.runs.values())
-        wanted = request.wanted_beside(num_groups * self._policy.group_size)
+        now = self.config.clock()
+        wanted = request.wanted_beside(self._num_staying() * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(hosts, self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
@@ -453,20 +401,19 @@ class GroupRunLoop:
     def _start(self, start: Start) -> None:
         incarnation = self._next_incarnations[start.group]
         self._next_incarnations[start.group] += 1
-        attempt, coordinator = self.setting.attempt, self.coordinator
-        group = GroupConfig(start.group, incarnation, coordinator.actor_name, coordinator.address)
-        node_ids = {host.address: host.node_id for host in self.setting.cluster.read_hosts()}
+        attempt = self.config.attempt
+        group = GroupConfig(start.group, incarnation, self.coordinator.actor_name)
+        node_ids = {host.address: host.node_id for host in self.config.read_hosts()}
         run = TrainRun(
             attempt.config(self.run_index, group),
             len(start.hosts),
             use_gpu=attempt.use_gpu,
             node_ids=tuple(node_ids.get(address, "") for address in start.hosts),
             waits_for_room=False,
-            loop=self.setting.loop,
         )
-        if attempt.room:
-            attempt.room.give(run.node_ids)
-        future = self.setting.launch(run)
+        if attempt.capacity:
+            attempt.capacity.give(run.node_ids)
+        future = self.config.launch(run)
         self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
         logger.info("starting %s", self.runs[start.group].name)
 
@@ -474,8 +421,8 @@ class GroupRunLoop:
         run = self.runs[action.group]
         run.is_leaving, run.leave_cause = True, action.cause
         self.coordinator.retire(action.group, action.cause)
-        is_wish = action.cause == "resize" and request.workers is not None
-        self._resize_cause = "request" if is_wish else action.cause
+        is_requested = action.cause == "resize" and request.workers is not None
+        self._resize_cause = "request" if is_requested else action.cause
         logger.info("%s shall leave: %s", run.name, action.cause)
 
     def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
@@ -490,33 +437,31 @@ class GroupRunLoop:
             return
         if size > before:
             self._resize_cause = "room" if request.workers is None else "request"
-        self._write(
-            events.Resized(
-                time=time.time(),
-                world_size_before=before,
-                world_size=size,
-                cause=self._resize_cause,
-                restarted=False,
-            )
+        resized = events.Resized(
+            time=time.time(),
+            world_size_before=before,
+            world_size=size,
+            cause=self._resize_cause,
+            restarted=False,
         )
+        self.config.attempt.writer.write(resized)
 
     def _check_shortage(self) -> Ended | None:
-        now, size = self.setting.clock(), self._policy.group_size
-        num_groups = sum(not run.is_leaving for run in self.runs.values())
-        is_short = self._shortage.lasts(num_groups < self._policy.least, now)
+        now, size = self.config.clock(), self._policy.group_size
+        num_groups, has_autoscaler = self._num_staying(), self.config.attempt.capacity is not None
+        is_short = self._shortage.is_due(num_groups < self._policy.least, now)
         message = (
             f"the cluster has room for {num_groups} groups of {size} workers each, outside the "
             f"hosts that are drained or excluded, and the job needs {self._policy.least}"
         )
-        if self._emptiness.lasts(not self.runs and self.setting.attempt.room is None, now):
+        if self._emptiness.is_due(not self.runs and not has_autoscaler, now):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
         if is_short and self.runs:
-            self._note("warning", f"{message}; training goes on with fewer")
-        elif is_short and self.setting.attempt.room:
-            self._note(
-                "warning",
+            self._warn(f"{message}; training goes on with fewer")
+        elif is_short and has_autoscaler:
+            self._warn(
                 f"there is no room for {self._policy.least} groups of {size} workers each outside "
-                "the hosts that are drained or excluded; the job waits for the autoscaler",
+                "the hosts that are drained or excluded; the job waits for the autoscaler"
             )
         return None
 
@@ -525,18 +470,14 @@ class GroupRunLoop:
         runs = [*self.runs.values(), *self._zombies]
         ends = [run.future for run in runs]
         if ended.failure is None:
-            futures.wait(ends, self.setting.end_grace_s)
+            futures.wait(ends, self.config.end_grace_s)
         for run in runs:
             if not run.future.done():
                 self._kill(run)
-        futures.wait(ends, self.setting.kill_grace_s)
+        futures.wait(ends, self.config.kill_grace_s)
 
-    def _note(self, level: Literal["info", "warning"], message: str) -> None:
-        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
-        self._write(events.Note(time=time.time(), level=level, message=message))
-
-    def _write(self, event: events.Event) -> None:
-        self.setting.attempt.writer.write(event)
+    def _warn(self, message: str) -> None:
+        warn(self.config.attempt.writer, message)
 
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:

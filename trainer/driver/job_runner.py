@@ -18,15 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer import failures
-from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import WATCH_SILENCE_S
-from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
-from trainer.driver.cluster import Host, kill_on
+from trainer.driver.cluster import Host, fill_hosts, kill_on
 from trainer.driver.ray_train import TrainRun
-from trainer.elastic.coordinator.goodput import GoodputMeter, steps_undurable
+from trainer.elastic.coordinator.goodput import GoodputMeter
 from trainer.elastic.coordinator.interface import MembershipPolicy
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import Failure
 from trainer.protocol import events, requests
 from trainer.protocol.events import (
@@ -41,7 +41,7 @@ from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 
 logger = logging.getLogger(__name__)
 _ALL = 0  # the one group
-_EVERY_S = 10.0
+_REPORT_EVERY_S = 10.0
 _HANGS = frozenset({"hang", "silent"})
 _MAX_STARTS_WITHOUT_ROOM = 3
 
@@ -54,7 +54,7 @@ class StreamTail:
     _offset: int = 0
 
     def read(self, now: float) -> list[Event]:
-        """Records that were completed since the last call; none while storage is away."""
+        """Records completed since the last call; none while storage is away."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -75,32 +75,32 @@ class JobGoodput:
     durable_step: int = 0
     _meter: GoodputMeter = field(default_factory=GoodputMeter)
     _tail: StreamTail | None = None
-    _told_at: float = 0.0
+    _reported_at: float = 0.0
 
     def begin(self, stream: Path, now: float) -> None:
         """Workers that write to `stream` are started."""
         self._meter.start(_ALL, now)
         self._tail = StreamTail(stream)
-        self._told_at = now
+        self._reported_at = now
 
-    def look(self, now: float) -> None:
-        """Apply new events of the workers, and report every `_EVERY_S` seconds."""
+    def poll(self, now: float) -> None:
+        """Apply new events of the workers, and report every `_REPORT_EVERY_S` seconds."""
         for record in self._tail.read(now) if self._tail else []:
-            self._take(record)
-        if now - self._told_at >= _EVERY_S:
-            self._tell(now)
+            self._apply(record)
+        if now - self._reported_at >= _REPORT_EVERY_S:
+            self._report(now)
 
     def end(self, now: float, *, is_lost: bool) -> None:
         """The workers ended: with a checkpoint, or lost with what they trained since."""
-        self.look(now)
+        self.poll(now)
         if is_lost:
             self._meter.lose(_ALL, now)
             self.step = self.durable_step
         else:
             self._meter.commit(now)
-        self._tell(now)
+        self._report(now)
 
-    def _take(self, record: Event) -> None:
+    def _apply(self, record: Event) -> None:
         if isinstance(record, WorkersStarted):
             self.step = self.durable_step = record.resumed_step
             self._meter.train(_ALL, record.time)
@@ -111,12 +111,9 @@ class JobGoodput:
             self.step = max(self.step, record.step)
             self._meter.commit(record.time)
 
-    def _tell(self, now: float) -> None:
-        self._told_at = now
-        values = self._meter.read(now).metrics() | {
-            "risk/steps_undurable": float(steps_undurable(self.step, self.durable_step)),
-            "elastic/groups": float(self._meter.num_training),
-        }
+    def _report(self, now: float) -> None:
+        self._reported_at = now
+        values = self._meter.metrics(now, self.step, self.durable_step)
         self.write(Metrics(time=now, step=self.step, values=values))
 
 
@@ -130,7 +127,7 @@ class HangMonitor:
         self._coordinator = Coordinator(
             CoordinatorConfig(
                 policy=replace(policy, heartbeat_timeout_s=silence_s),
-                rows=LeasedRows(num_rows=1, epochs=1, rows_per_lease=1),
+                open_book=lambda: LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
                 host=host,
                 attempt_dir=attempt.context.files.root,
                 only_watches=True,
@@ -139,12 +136,10 @@ class HangMonitor:
         self._pids: dict[str, set[int]] = {}
         self._run_index = -1
 
-    @property
-    def address(self) -> str:
+        self.address = self._coordinator.address
         """Where workers send their heartbeats (host:port)."""
-        return self._coordinator.address
 
-    def look(self, run_index: int) -> Failure | None:
+    def check(self, run_index: int) -> Failure | None:
         """Why run `run_index` is lost although its processes may still be there, if it is."""
         status = self._coordinator.status()
         if run_index != self._run_index:
@@ -153,23 +148,14 @@ class HangMonitor:
             if group.incarnation == run_index:
                 for rank in group.ranks:
                     self._pids.setdefault(rank.host, set()).add(rank.pid)
-        found = [
-            each
-            for each in status.departures
-            if each.incarnation == run_index and each.reason in _HANGS
-        ]
-        if not found:
-            return None
-        message = found[-1].message
-        return Failure(failures.HANG, message, evidence={"watch": message})
+        for each in reversed(status.departures):
+            if each.incarnation == run_index and each.reason in _HANGS:
+                return Failure(failures.HANG, each.message, evidence={"watch": each.message})
+        return None
 
     def processes(self) -> dict[str, Collection[int]]:
         """Process ids of the run that was checked last, by host."""
         return dict(self._pids)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._coordinator.stop()
 
 
 @dataclass(frozen=True)
@@ -182,7 +168,6 @@ class Bounds:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether there is more than one."""
         return self.least < self.most
 
     def best(self, room: int, wanted: int | None = None) -> int | None:
@@ -218,7 +203,7 @@ def plan(
         return Plan(bounds.least)
     if not bounds.is_elastic and len(usable) == len(hosts):
         return Plan(size)
-    return Plan(size, _filled(usable, size))
+    return Plan(size, fill_hosts(usable, size))
 
 
 def _usable(hosts: Sequence[Host], avoided: Collection[str]) -> list[Host]:
@@ -236,25 +221,20 @@ def need_of(
 
     `hosts` have no room that it holds already.
     """
-    usable, size = _usable(hosts, avoided), bounds.group_size
-    kept_away = frozenset(host.address for host in hosts if host not in usable)
-    staying = [each for each in now.hosts if each.address not in kept_away]
-    room = len(staying) if now.hosts else now.num_workers
-    room += sum(host.num_free for host in usable)
+    size = bounds.group_size
+    kept_away = frozenset(h.address for h in hosts if h.is_draining or h.address in avoided)
     least = -(-bounds.least // size) * size
     target = max(bounds.best(bounds.most, wanted) or 0, least)
-    has = min(room // size * size, target)
-    num_missing = (target - has) // size
-    return CapacityDemand(
-        has, target, least, (CapacityRequest(size, avoided=kept_away),) * num_missing
-    )
+    has = min(_room_beside(now, hosts, kept_away) // size * size, target)
+    missing = CapacityRequest(size, avoided=kept_away)
+    return CapacityDemand(has, target, least, (missing,) * ((target - has) // size))
 
 
-def _filled(hosts: Sequence[Host], num_workers: int) -> tuple[Host, ...]:
-    """A host for each worker, on as few hosts as possible."""
-    by_room = sorted(hosts, key=lambda host: (-host.num_free, host.address))
-    places = [host for host in by_room for _ in range(host.num_free)]
-    return tuple(places[:num_workers])
+def _room_beside(now: Plan, hosts: Sequence[Host], avoided: Collection[str]) -> int:
+    """How many workers fit outside the `avoided` hosts, those that run as `now` says included."""
+    staying = [each for each in now.hosts if each.address not in avoided]
+    num_staying = len(staying) if now.hosts else now.num_workers
+    return num_staying + sum(host.num_free for host in hosts if host.address not in avoided)
 
 
 def cause_to_stop(
@@ -267,10 +247,8 @@ def cause_to_stop(
     """
     leaving = {host.address for host in hosts if host.is_draining}
     avoided = leaving | request.drain_hosts
-    staying = [each for each in now.hosts if each.address not in avoided]
-    num_staying = len(staying) if now.hosts else now.num_workers
-    free = sum(host.num_free for host in hosts if host.address not in avoided)
-    best = bounds.best(num_staying + free, request.wanted_beside(now.num_workers))
+    room = _room_beside(now, hosts, avoided)
+    best = bounds.best(room, request.wanted_beside(now.num_workers))
     if leaving & now.addresses or (avoided & now.addresses and best is not None):
         return "drain"
     if best is None or best == now.num_workers:
@@ -283,13 +261,13 @@ class Timing:
     """Times in seconds.
 
     A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
-    the workers have run for `min_life_s`. After a loss room is awaited for `settle_s`. Where the
+    the workers have run for `min_run_s`. After a loss room is awaited for `settle_s`. Where the
     cluster is autoscaled, excluded hosts are used again when no others came for `others_s`.
     """
 
     poll_s: float = 0.5
     steady_s: float = 10.0
-    min_life_s: float = 60.0
+    min_run_s: float = 60.0
     settle_s: float = 5.0
     others_s: float = 180.0
 
@@ -301,40 +279,34 @@ class JobRunner:
     attempt: Attempt
     read_hosts: Callable[[], list[Host]]
     launch: Callable[[TrainRun], Future[Failure | None]]
-    pace: Timing = field(default_factory=Timing)
+    timing: Timing = field(default_factory=Timing)
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
-    watch: HangMonitor | None = None
+    hang_monitor: HangMonitor | None = None
     kill_on: Callable[[Host, Collection[int]], None] = kill_on
 
     def __post_init__(self) -> None:
-        parallelism, recovery = self.attempt.spec.parallelism, self.attempt.spec.recovery
+        parallelism = self.attempt.spec.parallelism
         self._bounds = Bounds(
             parallelism.group_size, parallelism.min_workers, parallelism.world_size
         )
         self._requests = ResizeRequests(self.attempt.context.files)
-        self._record = HostRecord(
-            recovery.exclude_host_after,
-            recovery.exclude_host_s,
-            self.attempt.context.avoided_hosts,
-        )
+        self._record = self.attempt.host_record()
         self._goodput = JobGoodput(self.attempt.writer.write)
         self._size: int | None = None
         self._cause = ""
         self._num_without_room = 0
 
-    def live(self, run_index: int) -> Outcome:
+    def run_once(self, run_index: int) -> Outcome:
         """Run the workers once."""
-        if self.attempt.context.is_pause_wanted:
-            return PAUSED_EARLY
-        current = self._plan()
+        current = None if self.attempt.context.is_pause_wanted else self._plan()
         if current is None:
             return PAUSED_EARLY
-        self._announce(current.num_workers)
+        self._report_size(current.num_workers)
         run = self._run(run_index, current)
         self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
-        if self.attempt.room:
-            self.attempt.room.give(run.node_ids)
+        if self.attempt.capacity:
+            self.attempt.capacity.give(run.node_ids)
         future = self.launch(run)
         given_up = self._attend(run_index, current, future)
         failure = future.result()
@@ -348,8 +320,8 @@ class JobRunner:
         With an autoscaler waits until the fewest workers fit; None if the job is paused before.
         """
         began = self.clock()
-        until = began + (self.pace.settle_s if self._size is not None else 0.0)
-        is_told = False
+        until = began + (self.timing.settle_s if self._size is not None else 0.0)
+        is_reported = False
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
             wanted = request.wanted_beside(self._size or 0)
@@ -360,14 +332,16 @@ class JobRunner:
                 break
             if is_settled and self._fits(hosts, wanted):
                 # With the excluded hosts there is room, so the autoscaler may add none.
-                is_told = is_told or self._tell_left_out(hosts, avoided)
-                may_take_all = self.clock() - began >= self.pace.others_s
+                if not is_reported:
+                    self._report_left_out(hosts, avoided)
+                is_reported = True
+                may_take_all = self.clock() - began >= self.timing.others_s
                 if may_take_all and self._fits(hosts, wanted, request.drain_hosts):
                     found = plan(self._bounds, hosts, wanted, request.drain_hosts)
                     break
             if self.attempt.context.is_pause_wanted:
                 return None
-            self.wait(self.pace.poll_s)
+            self.wait(self.timing.poll_s)
         if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
             return Plan(self._bounds.least)
         return found
@@ -376,11 +350,11 @@ class JobRunner:
         self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
     ) -> bool:
         """Request what is missing of the autoscaler; whether that must come first."""
-        room = self.attempt.room
-        if room is None:
+        capacity = self.attempt.capacity
+        if capacity is None:
             return False
-        free_hosts = room.read_free_hosts()
-        room.seek(need_of(self._bounds, Plan(0), free_hosts, wanted, avoided), free_hosts)
+        free_hosts = capacity.read_free_hosts()
+        capacity.seek(need_of(self._bounds, Plan(0), free_hosts, wanted, avoided), free_hosts)
         return not self._fits(hosts, wanted, avoided)
 
     def _fits(
@@ -389,16 +363,15 @@ class JobRunner:
         num_free = sum(host.num_free for host in _usable(hosts, avoided))
         return self._bounds.best(num_free, wanted) is not None
 
-    def _tell_left_out(self, hosts: Sequence[Host], avoided: Collection[str]) -> bool:
+    def _report_left_out(self, hosts: Sequence[Host], avoided: Collection[str]) -> None:
         left_out = ", ".join(host.address for host in hosts if host.address in avoided)
-        message = (
+        warn(
+            self.attempt.writer,
             f"the job waits for other hosts than {left_out}: drained, or failed too often; the "
-            f"latter are taken again if none has come in {self.pace.others_s:.0f} s"
+            f"latter are taken again if none has come in {self.timing.others_s:.0f} s",
         )
-        self.attempt.writer.write(events.Note(time=time.time(), level="warning", message=message))
-        return True
 
-    def _announce(self, num_workers: int) -> None:
+    def _report_size(self, num_workers: int) -> None:
         if self._size is not None and num_workers != self._size:
             self.attempt.writer.write(
                 events.Resized(
@@ -412,16 +385,15 @@ class JobRunner:
         self._size = num_workers
 
     def _run(self, run_index: int, current: Plan) -> TrainRun:
-        attempt = self.attempt
+        config = self.attempt.config(run_index)
         if self._bounds.is_elastic:
-            attempt = attempt.with_workers(current.num_workers)
-        config = attempt.config(run_index)
-        if self.watch:
-            config = replace(config, watch_address=self.watch.address)
+            config = replace(config, spec=config.spec.with_workers(current.num_workers))
+        if self.hang_monitor:
+            config = replace(config, watch_address=self.hang_monitor.address)
         return TrainRun(
             config,
             current.num_workers,
-            use_gpu=attempt.use_gpu,
+            use_gpu=self.attempt.use_gpu,
             node_ids=tuple(host.node_id for host in current.hosts),
             waits_for_room=not current.hosts,
         )
@@ -438,20 +410,20 @@ class JobRunner:
         better_since: float | None = None
         is_asked = False
         while not future.done():
-            self.wait(self.pace.poll_s)
-            self._goodput.look(time.time())
+            self.wait(self.timing.poll_s)
+            self._goodput.poll(time.time())
             given_up = given_up or self._give_up(run_index)
             is_pausing = self.attempt.context.is_pause_wanted
-            if is_pausing and self.attempt.room:
+            if is_pausing and self.attempt.capacity:
                 # The job that preempts this one may need that room; saving takes time.
-                self.attempt.room.close()
+                self.attempt.capacity.close()
             if is_asked or future.done():
                 continue
             if is_pausing:
                 self._stop(run_index, failures.PAUSED)
                 is_asked = True
                 continue
-            self._seek_room(current, is_new=self.clock() - began < self.pace.min_life_s)
+            self._seek_capacity(current, is_new=self.clock() - began < self.timing.min_run_s)
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
             if cause is None:
                 better_since = None
@@ -462,13 +434,13 @@ class JobRunner:
                 is_asked = True
         return given_up
 
-    def _seek_room(self, current: Plan, *, is_new: bool) -> None:
+    def _seek_capacity(self, current: Plan, *, is_new: bool) -> None:
         """Request the room that the running workers would grow into."""
-        room = self.attempt.room
-        if room is None:
+        capacity = self.attempt.capacity
+        if capacity is None:
             return
         request = self._requests.poll()
-        hosts = room.read_free_hosts()
+        hosts = capacity.read_free_hosts()
         if is_new:
             # The workers may not have taken their room yet, and left none there.
             own = current.addresses
@@ -477,22 +449,23 @@ class JobRunner:
         # Excluded hosts in use were taken as there were no others.
         excluded = self._record.excluded(time.time()) - current.addresses
         avoided = request.drain_hosts | excluded
-        room.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
+        capacity.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _give_up(self, run_index: int) -> Failure | None:
         """Kill workers that hang; why they did."""
-        failure = self.watch.look(run_index) if self.watch else None
-        if self.watch and failure:
-            hosts = {host.address: host for host in self.read_hosts()}
-            for address, pids in self.watch.processes().items():
-                if address in hosts:
-                    self.kill_on(hosts[address], pids)
+        monitor = self.hang_monitor
+        failure = monitor.check(run_index) if monitor else None
+        if monitor and failure:
+            processes = monitor.processes()
+            for host in self.read_hosts():
+                if host.address in processes:
+                    self.kill_on(host, processes[host.address])
         return failure
 
     def _is_worth_it(self, began: float, better_since: float) -> bool:
         now = self.clock()
-        is_steady = now - better_since >= self.pace.steady_s
-        return is_steady and now - began >= self.pace.min_life_s
+        is_steady = now - better_since >= self.timing.steady_s
+        return is_steady and now - began >= self.timing.min_run_s
 
     def _stop(self, run_index: int, cause: str) -> None:
         logger.info("asking the workers to save and stop: %s", cause)
@@ -510,29 +483,19 @@ class JobRunner:
             self._num_without_room += 1
             return Restart()
         self._num_without_room = 0
-        failure = self._look_after(failure)
+        failure = self._await_lost_host(failure)
         self._cause = failure.reason
-        self._blame(failure.evidence.get("host"))
+        host = failure.evidence.get("host")
+        if host and (exclusion := self._record.fail(host, time.time())):
+            self.attempt.report_exclusion(exclusion)
         return failure
 
-    def _look_after(self, failure: Failure) -> Failure:
+    def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""
-        until = self.clock() + self.pace.settle_s
+        until = self.clock() + self.timing.settle_s
         while failure.is_death and failure.reason == failures.WORKERS_LOST:
             failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
             if self.clock() >= until:
                 break
-            self.wait(self.pace.poll_s)
+            self.wait(self.timing.poll_s)
         return failure
-
-    def _blame(self, host: str | None) -> None:
-        exclusion = self._record.fail(host, time.time()) if host else None
-        if exclusion:
-            self.attempt.writer.write(
-                events.HostExcluded(
-                    time=time.time(),
-                    host=exclusion.host,
-                    num_failures=exclusion.num_failures,
-                    until=exclusion.until,
-                )
-            )

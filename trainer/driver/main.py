@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,12 +23,13 @@ from trainer.data.inputs import resolve_inputs
 from trainer.driver.attempt import (
     PAUSED_EARLY,
     Attempt,
+    AttemptFailed,
     DriverContext,
     Outcome,
-    SecretsUnavailable,
     fetch_secrets,
     run_with_restarts,
     secret_names,
+    warn,
 )
 from trainer.driver.autoscale import (
     CapacityDemand,
@@ -42,14 +41,13 @@ from trainer.driver.autoscale import (
 from trainer.driver.cluster import (
     Host,
     demand_per_worker,
-    kill_on,
-    note_shortage,
     read_hosts,
+    shortage_for,
     wants_gpu,
 )
 from trainer.driver.preload import share_environment
 from trainer.driver.process_log import start_log
-from trainer.driver.ray_train import Evicted, launch
+from trainer.driver.ray_train import Evicted, in_thread, launch
 from trainer.driver.run_lock import hold_run
 from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.export.requests import export_on_success
@@ -86,26 +84,22 @@ GROUP_SETTINGS = {
 }
 
 
-class NoLayout(Exception):
-    """No layout that the job asks for can be had; `failure` says why."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+def is_layout_given(spec: JobSpec) -> bool:
+    """Whether the layout does not depend on the hosts."""
+    return spec.parallelism.is_resolved and spec.parallelism.survive is None
 
 
 def choose_layout(
     spec: JobSpec,
     read_hosts: Callable[[], Sequence[Host]],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> Choice | None:
     """The best layout on the hosts; None where the layout is given and hosts are missing.
 
-    Where more hosts would help it waits for them, up to `recovery.start_grace_s`; `tell` reports
-    that once. Raises `NoLayout`.
+    Where more hosts would help it waits for them, up to `recovery.start_grace_s`; `report` is told
+    once. Raises `AttemptFailed`.
     """
-    needs_choice = not spec.parallelism.is_resolved or spec.parallelism.survive is not None
     grace_s = spec.recovery.start_grace_s
     waited_s = 0.0
     while True:
@@ -113,13 +107,13 @@ def choose_layout(
         try:
             return choose_on(spec, hosts)
         except LayoutError as error:
-            if not needs_choice:
+            if is_layout_given(spec):
                 return None
             reason = failures.NO_ROOM if is_possible(spec, hosts) else failures.BAD_SPEC
             if reason == failures.BAD_SPEC or waited_s >= grace_s:
-                raise NoLayout(Failure(reason, str(error))) from None
+                raise AttemptFailed(Failure(reason, str(error))) from None
             if not waited_s:
-                tell(f"{error}; waiting up to {grace_s:.0f} s for more")
+                report(f"{error}; waiting up to {grace_s:.0f} s for more")
         wait(_POLL_S)
         waited_s += _POLL_S
 
@@ -127,22 +121,21 @@ def choose_layout(
 def await_host(
     spec: JobSpec,
     context: DriverContext,
-    room: CapacityManager,
+    capacity: CapacityManager,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Wait for a first host for a worker, where layout or device depend on the hosts.
 
-    Requests one from the autoscaler; later ones are assumed to be like it. Raises `NoLayout` when
-    the job is paused first.
+    Requests one from the autoscaler; later ones are assumed to be like it. Raises `AttemptFailed`
+    when the job is paused first.
     """
-    parallelism = spec.parallelism
-    is_layout_given = parallelism.is_resolved and parallelism.survive is None
-    if is_layout_given and spec.resources.device != "auto":
+    if is_layout_given(spec) and spec.resources.device != "auto":
         return
-    while not any(host.num_slots for host in room.read_hosts()):
-        room.seek(CapacityDemand(0, 1, 1, (CapacityRequest(1),)), room.read_free_hosts())
+    while not any(host.num_slots for host in capacity.read_hosts()):
+        demand = CapacityDemand(0, 1, 1, (CapacityRequest(1),))
+        capacity.seek(demand, capacity.read_free_hosts())
         if context.is_pause_wanted:
-            raise NoLayout(PAUSED_EARLY)
+            raise AttemptFailed(PAUSED_EARLY)
         wait(_POLL_S)
 
 
@@ -175,7 +168,6 @@ def is_possible(spec: JobSpec, hosts: Sequence[Host]) -> bool:
 
 
 def layout_chosen(choice: Choice) -> events.LayoutChosen:
-    """The event of a choice."""
     layout = choice.layout
     return events.LayoutChosen(
         time=time.time(),
@@ -193,37 +185,42 @@ def layout_chosen(choice: Choice) -> events.LayoutChosen:
 
 
 def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
-    """Train to the end with restarts within the retry budget; None if completed."""
+    """Train to the end with restarts within the retry budget; None if completed.
+
+    Raises `AttemptFailed`.
+    """
     try:
         attempt = open_attempt(context, writer)
         failure = run_with_restarts(attempt, runner_for(attempt))
-        if attempt.room:
-            attempt.room.close()
+        if attempt.capacity:
+            attempt.capacity.close()
         if failure is None:
             export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
         return failure
     except SpecError as error:
         return Failure(failures.BAD_SPEC, str(error))
-    except StorageRefusedError as error:
-        return Failure(failures.DATA_ERROR, str(error))
-    except StorageError as error:
-        return Failure(failures.STORAGE_ERROR, str(error))
     except DataError as error:
-        return Failure(failures.DATA_ERROR, str(error))
-    except NoLayout as error:
-        return error.failure
+        comes_back = isinstance(error, StorageError) and not isinstance(error, StorageRefusedError)
+        reason = failures.STORAGE_ERROR if comes_back else failures.DATA_ERROR
+        return Failure(reason, str(error))
 
 
 def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     """Check and resolve the spec, and report that the attempt has started.
 
-    Raises SpecError, DataError or NoLayout.
+    Raises SpecError, DataError or AttemptFailed.
     """
-    spec = resolve_inputs(load_spec(context.files.spec_path.read_text()), partial(_warn, writer))
-    use_gpu, room = wants_gpu(spec), None
-    if context.cluster_max_workers is not None:
-        use_gpu, room = open_capacity(context, spec, writer)
-    choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
+    report = partial(warn, writer)
+    spec = resolve_inputs(load_spec(context.files.spec_path.read_text()), report)
+    use_gpu, capacity, max_workers = wants_gpu(spec), None, context.cluster_max_workers
+    if max_workers is not None:
+        use_gpu, capacity = open_capacity(context, spec, writer)
+
+    def hosts_to_use() -> list[Host]:
+        present = hosts_for(spec, use_gpu)
+        return present if max_workers is None else hosts_to_come(present, max_workers)
+
+    choice = choose_layout(spec, hosts_to_use, report)
     if choice:
         spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
@@ -237,11 +234,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     )
     if choice:
         writer.write(layout_chosen(choice))
-    return Attempt(context, spec, writer, use_gpu, room)
-
-
-def _warn(writer: EventWriter, message: str) -> None:
-    writer.write(events.Note(time=time.time(), level="warning", message=message))
+    return Attempt(context, spec, writer, use_gpu, capacity)
 
 
 def open_capacity(
@@ -249,32 +242,22 @@ def open_capacity(
 ) -> tuple[bool, CapacityManager]:
     """Whether to train on GPUs, and the capacity requests of an autoscaling cluster.
 
-    Waits for a first host where that depends on the kind of hosts. Raises `NoLayout`.
+    Waits for a first host where that depends on the kind of hosts. Raises `AttemptFailed`.
     """
 
-    def room_with(use_gpu: bool) -> CapacityManager:
+    def manager(use_gpu: bool) -> CapacityManager:
         demand = demand_per_worker(spec, use_gpu)
         return CapacityManager(
             RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write
         )
 
     use_gpu = wants_gpu(spec, may_grow=True)
-    room = room_with(use_gpu)
-    await_host(spec, context, room)
+    capacity = manager(use_gpu)
+    await_host(spec, context, capacity)
     if use_gpu == wants_gpu(spec, may_grow=True):
-        return use_gpu, room
-    room.close()
-    return not use_gpu, room_with(not use_gpu)
-
-
-def hosts_to_use(
-    context: DriverContext, spec: JobSpec, use_gpu: bool
-) -> Callable[[], Sequence[Host]]:
-    """Reads the hosts to choose a layout for: those present, and those to be added."""
-    most = context.cluster_max_workers
-    if most is None:
-        return partial(hosts_for, spec, use_gpu)
-    return lambda: hosts_to_come(hosts_for(spec, use_gpu), most)
+        return use_gpu, capacity
+    capacity.close()
+    return not use_gpu, manager(not use_gpu)
 
 
 def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
@@ -284,44 +267,34 @@ def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
 
 def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     """Runs the workers of one run index, as the failure domain requires."""
+    read_hosts = (
+        attempt.capacity.read_hosts
+        if attempt.capacity
+        else partial(hosts_for, attempt.spec, attempt.use_gpu)
+    )
     # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
         from trainer.driver.group_runner import GroupRunner, RunnerConfig
 
         _set_unless_given(GROUP_SETTINGS)
-        setting = RunnerConfig(attempt, RayCluster(attempt), launch)
-        return GroupRunner(setting, partial(RayCoordinator, attempt)).live
+        config = RunnerConfig(attempt, read_hosts, launch)
+        return GroupRunner(config, partial(RayCoordinator, attempt)).run_once
 
     import ray.util
 
     from trainer.driver.job_runner import HangMonitor, JobRunner
 
     _set_unless_given(TRAIN_SETTINGS)
-    if attempt.room is None:
-        note_shortage(attempt.spec, attempt.writer)
-    watch = HangMonitor(attempt, ray.util.get_node_ip_address())
-    return JobRunner(attempt, RayCluster(attempt).read_hosts, launch, watch=watch).live
+    if attempt.capacity is None and (lack := shortage_for(attempt.spec)):
+        warn(attempt.writer, lack)
+    monitor = HangMonitor(attempt, ray.util.get_node_ip_address())
+    return JobRunner(attempt, read_hosts, launch, hang_monitor=monitor).run_once
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-
-
-class RayCluster:
-    """The Ray cluster of this process, seen by one attempt."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-
-    def read_hosts(self) -> list[Host]:
-        """Live hosts by address, with the room that is free for this job."""
-        if self._attempt.room:
-            return self._attempt.room.read_hosts()
-        return hosts_for(self._attempt.spec, self._attempt.use_gpu)
-
-    kill_on = staticmethod(kill_on)
 
 
 class Stopped(Exception):
@@ -341,24 +314,12 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
     def _evict(signum: int, frame: object) -> None:
         raise Evicted("SIGTERM")
 
-    outcome: queue.Queue[Failure | BaseException | None] = queue.Queue()
-
-    def _run() -> None:
-        try:
-            outcome.put(run_attempt(context, writer))
-        except BaseException as error:  # handed to the main thread, which raises it
-            outcome.put(error)
-
     share_environment(os.environ)
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     # After ray.init, which takes SIGTERM for itself.
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _evict)
-    threading.Thread(target=_run, name="attempt", daemon=True).start()
-    result = outcome.get()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return in_thread(partial(run_attempt, context, writer), "attempt").result()
 
 
 def end_attempt(
@@ -375,7 +336,7 @@ def end_attempt(
         sinks.start()
         with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
             return _ended(context, run_until_stopped(context, writer))
-    except SecretsUnavailable as error:
+    except AttemptFailed as error:
         return _ended(context, error.failure)
     except failures.WorkerFailure as error:  # the folder is another attempt's
         return _ended(context, Failure(error.reason, error.message))
@@ -391,7 +352,7 @@ def end_attempt(
 
 
 def with_secrets(context: DriverContext) -> DriverContext:
-    """Fetch the job's secrets into the context and the environment; raises `SecretsUnavailable`."""
+    """Fetch the job's secrets into the context and the environment; raises `AttemptFailed`."""
     if not context.service_url or not secret_names(RunDir(context.run_dir).secret_names_path):
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"

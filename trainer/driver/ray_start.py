@@ -96,7 +96,7 @@ def main() -> None:
     services.start_raylet = processes.start_raylet
     services.get_node = patient(services.get_node, processes.raylet_lives)
     # Ray starts the client server where it finds what that needs.
-    scripts.get_ray_client_dependency_error = lambda: "left out"  # type: ignore
+    scripts.get_ray_client_dependency_error = lambda: ImportError("left out")
     sys.argv = ["ray", "start", *sys.argv[1:]]
     scripts.main()
 

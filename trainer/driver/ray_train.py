@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from trainer import failures
 from trainer.driver.cluster import cluster_answers, demand_per_worker
@@ -27,7 +28,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
-TrainLoop = Callable[[dict[str, Any]], Any]
+Result = TypeVar("Result")
 CLUSTER_LOSS_GRACE_S = 3.0
 _NODE_ID_LABEL = "ray.io/node-id"
 # Ray's messages of dead nodes and of processes that ended unexpectedly.
@@ -159,7 +160,7 @@ class TrainRun:
     """Workers to start: `num_workers` of them, one on each of `node_ids` where that is given.
 
     With `waits_for_room` Ray waits for room as long as it takes (and asks an autoscaler for it),
-    else the run ends with `no_room`. `loop` is what each worker runs.
+    else the run ends with `no_room`.
     """
 
     config: WorkerConfig
@@ -167,7 +168,6 @@ class TrainRun:
     use_gpu: bool = False
     node_ids: tuple[str, ...] = ()
     waits_for_room: bool = True
-    loop: TrainLoop = ray_train_loop
 
     @property
     def name(self) -> str:
@@ -176,18 +176,23 @@ class TrainRun:
         return f"{config.attempt_id}-{config.run_label.partition('-')[2]}"
 
 
-def launch(run: TrainRun) -> Future[Failure | None]:
-    """`train` in a daemon thread, which a driver that is stopped leaves behind."""
-    future: Future[Failure | None] = Future()
+def in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Run `work` in a daemon thread, which a driver that is stopped leaves behind."""
+    future: Future[Result] = Future()
 
     def _run() -> None:
         try:
-            future.set_result(train(run))
+            future.set_result(work())
         except BaseException as error:  # handed to whoever asks for the result
             future.set_exception(error)
 
-    threading.Thread(target=_run, name=run.name, daemon=True).start()
+    threading.Thread(target=_run, name=name, daemon=True).start()
     return future
+
+
+def launch(run: TrainRun) -> Future[Failure | None]:
+    """`train` in a thread."""
+    return in_thread(partial(train, run), run.name)
 
 
 def train(run: TrainRun) -> Failure | None:
@@ -218,7 +223,7 @@ def _trainer(run: TrainRun) -> Any:
 
     spec = run.config.spec
     return DataParallelTrainer(
-        run.loop,
+        ray_train_loop,
         train_loop_config={"worker": run.config},
         backend_config=ProcessGroupConfig(
             backend="nccl" if run.use_gpu else "gloo",

@@ -71,7 +71,6 @@ class Owner(BaseModel):
 
     @property
     def description(self) -> str:
-        """The owner, for messages."""
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
         return f"{self.name} (process {self.pid} on {self.host}, since {since})"
 

@@ -37,6 +37,7 @@ from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import mode_for
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
+from trainer.training.loss import NON_FINITE_ADVICE
 from trainer.training.session import Session
 from trainer.training.worker import groups_of, named_failures, prepare_process
 
@@ -108,7 +109,6 @@ class GroupSession(Session):
 
     @property
     def rank(self) -> int:
-        """Number of this rank among all workers of the job."""
         return self.group.group * self.groups.layout.world_size + self.groups.rank
 
     @property
@@ -134,7 +134,6 @@ class GroupSession(Session):
         return whole if steps is None else min(whole, steps * shape.rows_per_step)
 
     def planned_steps(self) -> int:
-        """Steps of the whole run."""
         return -(-self.num_rows // self.shape.rows_per_step)
 
     def begin(self) -> None:
@@ -174,9 +173,7 @@ class GroupSession(Session):
         if self.spec.training.on_non_finite == "fail" and not self._is_finite():
             raise NonFiniteLoss(
                 f"the training loss became {self._interval.loss_sum.item()} by step "
-                f"{self.state.step + self._interval.num_steps}; lower optimizer.sparse.lr or "
-                "optimizer.dense.lr, look for outliers in the data, or leave such rows out with "
-                "training.on_non_finite: skip"
+                f"{self.state.step + self._interval.num_steps}; {NON_FINITE_ADVICE}"
             )
 
     def _is_finite(self) -> bool:
@@ -353,7 +350,6 @@ class GroupSession(Session):
         self.loss_guard.judge(values)
 
     def close(self) -> None:
-        """End what runs beside the training."""
         super().close()
         self._loader.close()
         self.group_sync.close()
@@ -410,7 +406,7 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
         host=host,
     )
     client = CoordinatorClient(
-        identity, lambda: locate(group), config.spec.recovery.heartbeat_timeout_s
+        identity, lambda: locate(group.actor_name), config.spec.recovery.heartbeat_timeout_s
     )
     client.on_refusal = end_process
     try:
@@ -419,18 +415,15 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
         client.close()
 
 
-def locate(group: GroupConfig) -> str:
+def locate(actor_name: str) -> str:
     """Address (host:port) of the coordinator, also after it was restarted.
 
     Raises `ConnectionError` or `ValueError` while there is none.
     """
-    if group.address is not None:
-        return group.address
     import ray
     from ray.exceptions import RayError
 
-    assert group.actor_name is not None, "a group knows its coordinator by name or by address"
-    coordinator = ray.get_actor(group.actor_name, namespace=ACTOR_NAMESPACE)
+    coordinator = ray.get_actor(actor_name, namespace=ACTOR_NAMESPACE)
     try:
         return str(ray.get(coordinator.get_address.remote(), timeout=_LOCATE_S))
     except RayError as error:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,7 +34,7 @@ from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Batch, Block, ReplicaCollectives
-from trainer.parallel.model import TableShard, TwoDParallel
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sync import Extra, SyncReport, blocks_of
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.spec.parallelism import SyncSpec
@@ -333,7 +333,7 @@ class GroupSync:
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
         means = Means(self._touched_rows(replicas))
         weights_whole, states_whole = self._extra()
-        touched = blocks_of(self._numbers, means.rows, _tensors_of, Block)
+        touched = blocks_of(self._numbers, means.rows, lambda shard: shard.tensors, Block)
         blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
         for batch in replicas.batches(blocks):
             self._inject("exchange", round_)
@@ -389,7 +389,3 @@ class GroupSync:
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
-
-
-def _tensors_of(shard: TableShard) -> Sequence[torch.Tensor]:
-    return [shard.weight, *shard.states.values()]

@@ -65,11 +65,9 @@ class Piece:
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row."""
         return self.tensor[:1].nbytes
 
     def numbers(self, chunk: Chunk) -> slice:
-        """Numbers of the rows of `chunk`."""
         return slice(self.first + chunk.start, self.first + chunk.stop)
 
 
@@ -87,7 +85,7 @@ def pieces_of(numbers: RowNumbers) -> list[Piece]:
     return [
         Piece(tensor.detach(), first)
         for shard, first in zip(numbers.shards, numbers.first, strict=True)
-        for tensor in (shard.weight, *shard.states.values())
+        for tensor in shard.tensors
         if tensor.numel()
     ]
 
@@ -233,7 +231,6 @@ class DonorServer:
         return f"{self._identity.host}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Stop serving."""
         # Closing alone would leave the threads waiting for the next request.
         for open_socket in (self._socket, *self._connections):
             with suppress(OSError):
@@ -350,7 +347,6 @@ class Joiner:
             self._commit = round.commit - 1
 
     def vote(self) -> None:
-        """The rank is about to vote."""
         self._copy.vote()
 
     @contextmanager
@@ -381,7 +377,6 @@ class Joiner:
     def _fetch(
         self, copy: LiveCopy, ticket: int, address: str, donors: Collection[Incarnation]
     ) -> None:
-        """Copy what is missing."""
         started = time.perf_counter()
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), self._timeout_s)

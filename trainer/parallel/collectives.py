@@ -35,7 +35,7 @@ def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -
     divisor: float = parts.shape[0]
     if weights is not None:
         most = max(weights)
-        assert most > 0, "a mean needs a copy that counts"
+        assert most > 0, "a mean needs a replica that counts"
         divisor = sum(weights) / most
         weighted = zip(sums, weights, strict=True)
         sums = [part if w == most else part * (w / most) for part, w in weighted if w]
@@ -49,10 +49,10 @@ class ReplicaGroup(Protocol):
     """What a sync needs of a process group: both exchanges are over when they return."""
 
     def size(self) -> int:
-        """M, the number of copies."""
+        """M, the number of replicas."""
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Write every copy's `part` [n] into `out` [M * n], in rank order. Collective."""
+        """Write every replica's `part` [n] into `out` [M * n], in rank order. Collective."""
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
         """Write part r of rank i's `parts` [M * n] to part i of rank r's `out`. Collective."""
@@ -79,7 +79,7 @@ class Block:
     """Rows of a contiguous tensor [n, ...]: those of `rows` (int64, sorted), or all when None.
 
     With `wire` (bf16 or fp16) what travels is the change against `base`, [num_rows, ...]: what
-    all copies last agreed on, so that small updates are not rounded away against large weights.
+    all replicas last agreed on, so that small updates are not rounded away against large weights.
     """
 
     tensor: torch.Tensor
@@ -89,7 +89,6 @@ class Block:
 
     @property
     def num_rows(self) -> int:
-        """How many rows the block has."""
         return self.tensor.shape[0] if self.rows is None else self.rows.numel()
 
     @property
@@ -117,7 +116,7 @@ class Block:
             self.tensor.index_copy_(0, self.rows, values)
 
     def agree(self, mean: torch.Tensor) -> None:
-        """Note that all copies now agree on `mean`, flat."""
+        """Note that all replicas now agree on `mean`, flat."""
         if self.base is not None:
             self.base.view(-1).copy_(mean)
 
@@ -134,10 +133,10 @@ class Block:
 
 
 class ReplicaCollectives:
-    """The collectives of a sync over one replica group, by default with copies of equal weight.
+    """The collectives of a sync over one replica group, by default of replicas of equal weight.
 
     `num_bytes` counts what this rank sends; `num_overflows` how often something had to travel in
-    fp32 because a change was too large for fp16 on some copy.
+    fp32 because a change was too large for fp16 on some replica.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class ReplicaCollectives:
         self.num_overflows = 0
 
     def add_costs(self, other: ReplicaCollectives) -> None:
-        """Count what `other` did as ours."""
         self.num_bytes += other.num_bytes
         self.num_overflows += other.num_overflows
 
@@ -162,14 +160,14 @@ class ReplicaCollectives:
         return taken
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copies' 1-D tensors, equally long, as [M, n]. Collective."""
+        """The replicas' 1-D tensors, equally long, as [M, n]. Collective."""
         gathered = tensor.new_empty(self.num_replicas * tensor.numel())
         self._group.all_gather(gathered, tensor)
         self.num_bytes += (self.num_replicas - 1) * tensor.nbytes
         return gathered.view(self.num_replicas, -1)
 
     def average(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the mean of the copies' `flat` [n], n a multiple of M, into `out`. Collective.
+        """Write the mean of the replicas' `flat` [n], n a multiple of M, into `out`. Collective.
 
         `out` may be `flat` itself.
         """
@@ -181,7 +179,7 @@ class ReplicaCollectives:
         self.num_bytes += 2 * (self.num_replicas - 1) * mean.nbytes
 
     def mean_of(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
-        """The mean of the copies' `values` of `batch`, packed. Collective."""
+        """The mean of the replicas' `values` of `batch`, packed. Collective."""
         if batch.wire is None:
             return self._mean(values)
         base = batch.pack_base()
@@ -205,7 +203,7 @@ class ReplicaCollectives:
         return batches(blocks, self.chunk_bytes, self.num_replicas)
 
     def average_in_place(self, blocks: Iterable[Block]) -> None:
-        """Write the mean of the copies into every row of `blocks`. Collective.
+        """Write the mean of the replicas into every row of `blocks`. Collective.
 
         Large whole tensors are averaged where they lie; everything else is packed on the way.
         """

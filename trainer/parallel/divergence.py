@@ -123,8 +123,7 @@ class DivergenceGuard:
 
     def _shards(self) -> Iterator[_Entry]:
         for shard in self._model.table_shards():
-            states = tuple(shard.states.values()) if self._compare_state else ()
-            yield _Entry(shard.table, (shard.weight, *states))
+            yield _Entry(shard.table, shard.tensors if self._compare_state else (shard.weight,))
 
     def _whole(self) -> Iterator[_Entry]:
         states = self._optimizer.state if self._compare_state else {}

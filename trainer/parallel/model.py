@@ -125,6 +125,11 @@ class TableShard:
     row_offset: int
     column_offset: int
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """`weight`, then the optimizer state."""
+        return (self.weight, *self.states.values())
+
 
 class TwoDParallel(DistributedModelParallel):
     """A TorchRec model whose tables are sharded inside L ranks and replicated over M groups.
@@ -156,10 +161,10 @@ class TwoDParallel(DistributedModelParallel):
             sharders=sharders,
             data_parallel_wrapper=GroupDataParallelWrapper(groups) if dense == "at_sync" else None,
         )
-        self.broadcast_tables()
+        self._broadcast_tables()
 
     @torch.no_grad()
-    def broadcast_tables(self) -> None:
+    def _broadcast_tables(self) -> None:
         """Make all replicas of every shard equal to that of the replica group's first rank.
 
         Data-parallel tables have no shards: all ranks take the first rank's. Collective.

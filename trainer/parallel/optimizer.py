@@ -190,21 +190,14 @@ def _whole_table_optimizer(
     return kind(parameters, lr=spec.lr * root, eps=spec.eps * root)
 
 
-class WeightDecay:
+@torch.no_grad()
+def decay(tables: list[torch.Tensor], lr: float, weight_decay: float) -> None:
     """Decoupled weight decay of whole tables: w *= 1 - lr * weight_decay, every row each step.
 
     `lr` is the scheduled rate as the spec means it, without the root of the moment scale.
     """
-
-    def __init__(self, weights: list[torch.Tensor], weight_decay: float) -> None:
-        self._weights = weights
-        self._weight_decay = weight_decay
-
-    @torch.no_grad()
-    def __call__(self, lr: float) -> None:
-        """Shrink the weights by one step."""
-        if self._weights and self._weight_decay:
-            torch._foreach_mul_(self._weights, 1.0 - lr * self._weight_decay)
+    if tables and weight_decay:
+        torch._foreach_mul_(tables, 1.0 - lr * weight_decay)
 
 
 class Optimizers:
@@ -241,8 +234,7 @@ class Optimizers:
         # torch refuses optimizers without parameters.
         self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
         self._shards = model.table_shards()
-        weights = [shard.weight for shard in self._shards] + [p.data for p in tables]
-        self._decay = WeightDecay(weights, spec.sparse.weight_decay)
+        self._tables = [shard.weight for shard in self._shards] + [p.data for p in tables]
         self.combined = CombinedOptimizer(
             [
                 ("sparse_", self._fused),
@@ -284,7 +276,8 @@ class Optimizers:
         self._num_accumulated += 1
         if is_dense_step:
             self._step_dense()
-        self._decay(self._spec.sparse.lr * self._factor)
+        sparse = self._spec.sparse
+        decay(self._tables, sparse.lr * self._factor, sparse.weight_decay)
 
     def _step_dense(self) -> None:
         if self._num_accumulated > 1:

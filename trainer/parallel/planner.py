@@ -219,12 +219,7 @@ def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
 
 def uses_node_groups(plan: ShardingPlan) -> bool:
     """Whether any table is split over the ranks of a host."""
-    return not _NODE_SHARDING_TYPES.isdisjoint(chosen_sharding(plan).values())
-
-
-def chosen_sharding(plan: ShardingPlan) -> dict[str, str]:
-    """Sharding type of each table, by table name."""
-    return {table: parameter.sharding_type for table, parameter in _parameters(plan).items()}
+    return any(p.sharding_type in _NODE_SHARDING_TYPES for p in _parameters(plan).values())
 
 
 def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
@@ -237,6 +232,7 @@ def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
 
 
 def _parameters(plan: ShardingPlan) -> dict[str, Any]:
+    """How each table is sharded, by its name."""
     return {
         table: parameter
         for module_plan in plan.plan.values()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,6 @@ from torchrec.distributed.types import (
     ShardingEnv2D,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
 
 from trainer.models.managed_collision import BucketedIds, Tally, mix
 from trainer.models.networks import build_model
@@ -63,16 +59,8 @@ from trainer.parallel.planner import make_plan, table_plans
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import AllToAllSpec
+from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, ShardingTypeName
 
-POOLED_SHARDING_TYPES = (
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-)
-SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 _COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
@@ -146,7 +134,7 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types that train exactly, whatever the device."""
-        return list(POOLED_SHARDING_TYPES)
+        return list(get_args(ShardingTypeName))
 
     def shard(
         self,
@@ -210,10 +198,8 @@ class _DynamicTables(BaseShardedManagedCollisionEmbeddingCollection):
 
     def settle(self) -> None:
         """Admit what was seen since the last admission."""
-        modules = self._managed_collision_collection._managed_collision_modules
-        for module in modules.values():
-            assert isinstance(module, BucketedIds)
-            module.admit()
+        for table in self._managed_collision_collection._managed_collision_modules:
+            self.ids_of(table).admit()
         self._evict(self._managed_collision_collection.evict())
 
 
@@ -232,53 +218,51 @@ class ShardedDynamicLists(_DynamicTables, ShardedManagedCollisionEmbeddingCollec
     """Dynamic tables of sequences."""
 
 
-class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
-    """Sharder of dynamic tables of pooled features: row-wise, which is all that TorchRec has."""
+class _DynamicSharder:
+    """Shards dynamic tables row-wise, which is all that TorchRec has, into `sharded_type`."""
+
+    sharded_type: type[_DynamicTables]
 
     def shard(
         self,
-        module: ManagedCollisionEmbeddingBagCollection,
+        module: nn.Module,
         params: dict[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedDynamicBags:
+    ) -> Any:
         """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        sharder: Any = self
         on = device or torch.device("cuda")
-        return ShardedDynamicBags(module, params, self._e_sharder, self._mc_sharder, env, on)
+        return self.sharded_type(module, params, sharder._e_sharder, sharder._mc_sharder, env, on)
 
 
-class DynamicListSharder(ManagedCollisionEmbeddingCollectionSharder):
-    """Sharder of dynamic tables of sequences: row-wise."""
+class DynamicBagSharder(_DynamicSharder, ManagedCollisionEmbeddingBagCollectionSharder):
+    """Sharder of dynamic tables of pooled features."""
 
-    def shard(
-        self,
-        module: ManagedCollisionEmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicLists:
-        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
-        on = device or torch.device("cuda")
-        return ShardedDynamicLists(module, params, self._e_sharder, self._mc_sharder, env, on)
+    sharded_type = ShardedDynamicBags
 
 
-def sharded_tables(model: nn.Module) -> Iterator[_DynamicTables]:
-    """Collections of dynamic tables in `model`."""
+class DynamicListSharder(_DynamicSharder, ManagedCollisionEmbeddingCollectionSharder):
+    """Sharder of dynamic tables of sequences."""
+
+    sharded_type = ShardedDynamicLists
+
+
+def _collections(model: nn.Module) -> Iterator[_DynamicTables]:
     return (each for each in model.modules() if isinstance(each, _DynamicTables))
 
 
 def ids_by_table(model: nn.Module) -> Iterator[tuple[str, BucketedIds]]:
     """(table, ids of this rank's shard) of every dynamic table."""
-    for collection in sharded_tables(model):
+    for collection in _collections(model):
         modules = collection._managed_collision_collection._managed_collision_modules
         yield from ((table, collection.ids_of(table)) for table in modules)
 
 
 def settle(model: nn.Module) -> None:
     """Let every dynamic table admit what it has seen: before its ids are saved."""
-    for each in sharded_tables(model):
+    for each in _collections(model):
         each.settle()
 
 

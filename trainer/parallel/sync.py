@@ -171,7 +171,7 @@ class ReplicaSync(Sync):
         self._finish_s = 0.0
 
     def _watch(self) -> None:
-        """Begin to mark touched rows and to keep what the copies agreed on, as the policy needs."""
+        """Mark touched rows and keep what the replicas agreed on, as the policy needs."""
         spec, shards = self._spec, self._numbers.shards
         tensors = {}
         if spec.dtype in _WIRES:
@@ -182,7 +182,7 @@ class ReplicaSync(Sync):
         rows = RowBase(self._numbers, tensors) if tensors else None
         self._base = rows or SyncBase()
         self._touched = TouchedRows(self._numbers, rows.save if rows else None)
-        # Rows whose moments differ between the copies because the policy does not average them.
+        # Rows whose moments differ between replicas because the policy does not average them.
         self._stale = torch.zeros_like(self._touched.bits)
 
     @torch.no_grad()
@@ -192,8 +192,8 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, weight_of, self._base.block), *map(Block, weights)]
-        moments = [*blocks_of(numbers, rows, moments_of, self._base.block)]
+        blocks = [*blocks_of(numbers, rows, _weight, self._base.block), *map(Block, weights)]
+        moments = [*blocks_of(numbers, rows, _moments, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed: Adam's second moments decay, so a late difference could turn them
@@ -225,9 +225,9 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, weight_of, Block), *map(Block, weights)]
+        blocks = [*blocks_of(numbers, rows, _weight, Block), *map(Block, weights)]
         moment_rows = self._take_stale(rows)
-        blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *map(Block, states)]
+        blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *map(Block, states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
         return self._report(started, rows)
@@ -267,7 +267,7 @@ class ReplicaSync(Sync):
             self._pending_moments = None
 
     def _take_union(self) -> torch.Tensor | None:
-        """Rows that any copy touched; they count as untouched from here on. Collective."""
+        """Rows that any replica touched; they count as untouched from here on. Collective."""
         if self._touched is None:
             return None
         unite(self._touched.bits, self._replicas)
@@ -304,14 +304,12 @@ class ReplicaSync(Sync):
         return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
 
 
-def weight_of(shard: TableShard) -> list[torch.Tensor]:
-    """The weight of a shard, as what `blocks_of` takes."""
-    return [shard.weight]
+def _weight(shard: TableShard) -> Iterable[torch.Tensor]:
+    return (shard.weight,)
 
 
-def moments_of(shard: TableShard) -> list[torch.Tensor]:
-    """The optimizer state of a shard, as what `blocks_of` takes."""
-    return list(shard.states.values())
+def _moments(shard: TableShard) -> Iterable[torch.Tensor]:
+    return shard.states.values()
 
 
 def blocks_of(

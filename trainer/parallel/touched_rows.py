@@ -123,9 +123,9 @@ class TouchedRows:
 
 
 def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
-    """Make `bits`, bool [n], those that any copy has set. Collective.
+    """Make `bits`, bool [n], those that any replica has set. Collective.
 
-    The copies tell each other how many they set, then the places (int32 where they fit) or, where
+    The replicas tell each other how many they set, then the places (int32 where they fit) or, where
     that is shorter, all bits, eight to a byte.
     """
     mine = bits.nonzero().view(-1)
@@ -138,7 +138,7 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
         gathered = replicas.gather(pack_bits(bits)).unbind(0)
         bits.copy_(unpack_bits(functools.reduce(torch.bitwise_or, gathered), bits.numel()))
         return
-    # All copies give equally many places: what is missing is filled with -1.
+    # All replicas give equally many places: what is missing is filled with -1.
     padded = torch.full((most,), -1, dtype=place_dtype, device=bits.device)
     padded[: mine.numel()] = mine
     places = replicas.gather(padded).view(-1)
@@ -209,7 +209,7 @@ class RowBase(SyncBase):
     def save(self, row_numbers: torch.Tensor) -> None:
         """Save the values of rows (int64, sorted numbers) that are about to change."""
         for shard, rows in self._numbers.by_shard(row_numbers):
-            for tensor in (shard.weight, *shard.states.values()):
+            for tensor in shard.tensors:
                 if tensor.data_ptr() in self._tensors:
                     saved = (rows, tensor.index_select(0, rows))
                     self._saved.setdefault(tensor.data_ptr(), []).append(saved)

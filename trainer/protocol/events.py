@@ -8,7 +8,7 @@ often a batch is sent. Pydantic only: both sides import this.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -90,6 +90,21 @@ class WorkersStarted(EventModel):
     tables: list[TablePlan] = []
     total_steps: Count
     resumed_step: Count
+
+
+Phase = Literal[
+    "data_wait",
+    "input_dist",
+    "lookup",
+    "output_dist",
+    "dense",
+    "backward",
+    "optimizer",
+    "sync",
+    "other",
+]
+"""Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Metrics(EventModel):

@@ -35,14 +35,13 @@ NO_SECRETS = SecretEnv()
 class GroupConfig:
     """Which sharding group a worker belongs to where each is a failure domain of its own.
 
-    `incarnation` counts the lives of the group. The coordinator is the Ray actor `actor_name` in
-    the namespace `shardloom`, or listens at `address` (host:port).
+    `incarnation` counts the restarts of the group. The coordinator is the Ray actor `actor_name` in
+    the namespace `shardloom`.
     """
 
     group: int
     incarnation: int
-    actor_name: str | None = None
-    address: str | None = None
+    actor_name: str
 
 
 @dataclass(frozen=True)

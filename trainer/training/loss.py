@@ -30,6 +30,10 @@ from trainer.spec.job import JobSpec
 from trainer.training.metrics import gather_across_ranks
 
 _REASON = "the loss became NaN or infinite"
+NON_FINITE_ADVICE = (
+    "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the data, or leave such "
+    "rows out with training.on_non_finite: skip"
+)
 _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
 
 
@@ -90,10 +94,7 @@ class NonFiniteLossGuard:
             num_rows = sum(stop - start for _, spans in rows for start, stop in spans)
             message += f"its {num_rows} rows are left out, from the newest checkpoint on"
             raise NonFiniteRows(message)
-        raise NonFiniteLoss(
-            message + "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the "
-            "data, or leave such rows out with training.on_non_finite: skip"
-        )
+        raise NonFiniteLoss(message + NON_FINITE_ADVICE)
 
     def _record_skipped(self, rows: list[EpochSpans]) -> None:
         SkippedRows.read(self._path).with_rows(rows).write(self._path)

@@ -29,10 +29,11 @@ from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, QuarantineTally
 from trainer.parallel.model import TwoDParallel
 from trainer.protocol import events
+from trainer.protocol.events import Phase
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec
 from trainer.spec.training import EarlyStoppingSpec
-from trainer.training.profiling import LOCAL_PHASES, Phase
+from trainer.training.profiling import LOCAL_PHASES
 
 
 @contextmanager
@@ -362,7 +363,6 @@ class QuarantineReporter:
         self._has_validated = False
 
     def add(self, found: Iterable[QuarantinedRows]) -> None:
-        """Count what a batch left out."""
         self._tally.add(found)
 
     def add_held_out(self, found: Iterable[QuarantinedRows]) -> None:

@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -45,42 +45,18 @@ from torchrec.distributed.types import LazyAwaitable
 
 from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
+from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.training import TraceSpec
 
 logger = logging.getLogger(__name__)
-Phase = Literal[
-    "data_wait",
-    "input_dist",
-    "lookup",
-    "output_dist",
-    "dense",
-    "backward",
-    "optimizer",
-    "sync",
-    "other",
-]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 # In these a rank waits for no other, so that they show which rank has more to do.
 LOCAL_PHASES: tuple[Phase, ...] = ("lookup", "dense", "optimizer")
 # Reading holds others up too, but has no part in how a plan divides the work.
 _OWN_PHASES: tuple[Phase, ...] = ("data_wait", *LOCAL_PHASES)
 # Marks kept before the older half is added up: on CUDA each is an event.
 _MAX_MARKS = 2048
-Mark = TypeVar("Mark")
 Item = TypeVar("Item")
-
-
-class Clock(Protocol[Mark]):
-    """Marks points in time and measures the time between two of them."""
-
-    def mark(self) -> Mark:
-        """The present."""
-        ...
-
-    def elapsed_s(self, start: Mark, end: Mark) -> float:
-        """Seconds from `start` to `end`; may wait until the device has passed `end`."""
-        ...
 
 
 class HostClock:
@@ -102,11 +78,12 @@ class CudaClock:
         return event
 
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds from `start` to `end`; waits until the device has passed `end`."""
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
 
-def clock_of(device: torch.device) -> Clock[Any]:
+def clock_of(device: torch.device) -> HostClock | CudaClock:
     """The clock that shows what `device` does."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
@@ -116,13 +93,13 @@ def local_s(seconds: Mapping[Phase, float]) -> float:
     return sum(seconds[phase] for phase in _OWN_PHASES)
 
 
-class PhaseTimes(Generic[Mark]):
+class PhaseTimes:
     """Seconds that each phase took since the last report, on this rank.
 
     While `annotate` is set, phases also show as `shardloom/NAME` ranges in a torch profiler.
     """
 
-    def __init__(self, clock: Clock[Mark]) -> None:
+    def __init__(self, clock: HostClock | CudaClock) -> None:
         self.annotate = False
         self._clock = clock
         self._is_paused = False
@@ -134,7 +111,7 @@ class PhaseTimes(Generic[Mark]):
         self._num_steps = 0
         self._current: Phase = "other"
         self._ended: list[Phase] = []  # phases between consecutive marks
-        self._marks = [self._clock.mark()]
+        self._marks: list[Any] = [self._clock.mark()]
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`; does nothing while paused."""
@@ -210,7 +187,7 @@ class PhaseTimes(Generic[Mark]):
 class ForwardPhases:
     """Hooks that mark the phases inside a model's forward pass."""
 
-    def __init__(self, model: nn.Module, times: PhaseTimes[Any]) -> None:
+    def __init__(self, model: nn.Module, times: PhaseTimes) -> None:
         self._times = times
         self._num_awaited = 0
         self._range: AbstractContextManager[Any] = nullcontext()
@@ -270,7 +247,7 @@ class Speedometer:
     def __init__(
         self,
         rows_per_step: int,
-        phases: PhaseTimes[Any],
+        phases: PhaseTimes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.phases = phases
@@ -294,7 +271,6 @@ class Speedometer:
         self.phases.step()
 
     def sync(self, report: SyncReport) -> None:
-        """Count one sync."""
         self._num_syncs += 1
         self._sync_s += report.time_s
         self._sync_bytes += report.num_bytes

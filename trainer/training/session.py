@@ -368,7 +368,6 @@ class Session:
             yield
 
     def close(self) -> None:
-        """End what runs beside the training."""
         self.tracer.stop()
         self.checkpoints.close()
         self.sync.close()

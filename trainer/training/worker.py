@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from trainer import failures, fault_injection
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
-from trainer.coordination.client import CoordinatorLost, Refused, report_heartbeats
+from trainer.coordination.client import CoordinatorLost, Identity, Refused, report_heartbeats
 from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.layout.layout import Layout, LayoutError
 from trainer.models.user_module import users_error
@@ -80,7 +80,9 @@ def _take_steps(session: Session) -> None:
         is_best = session.validate() if session.is_validation_step() else False
         if session.is_finished and not session.is_report_step(session.state.step):
             session.report()  # validation ended the run between two reports
-        must_stop = is_due(session.config, session.is_report_step(session.state.step))
+        must_stop = is_asked(session.config, session.is_report_step(session.state.step))
+        if must_stop:
+            mark_stopping(session.config)
         is_worth_keeping = is_best and session.spec.checkpoint.keep_best
         if session.is_checkpoint_step() or is_worth_keeping or must_stop:
             session.save_checkpoint(is_best)
@@ -93,7 +95,10 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
-    with named_failures(config.spec.model.module), report_heartbeats(config, host) as heartbeat:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
+    reporting = report_heartbeats(config.watch_address, identity)
+    with named_failures(config.spec.model.module), reporting as heartbeat:
         prepare_process(config)
         return train(Session(config, groups_of(config, layout_of(config.spec), host), heartbeat))
 
@@ -108,14 +113,6 @@ def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGro
     """The process groups of `layout` over the default one. Collective."""
     timeout_s = config.spec.resources.collective_timeout_s
     return build_groups(layout, worker_device(), timeout_s, host)
-
-
-def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
-    """Whether these workers shall save and stop now. Collective over all ranks on report steps."""
-    is_due_now = is_asked(config, is_report_step)
-    if is_due_now:
-        mark_stopping(config)
-    return is_due_now
 
 
 def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def coordinate(port: int, timeout_s: float, num_groups: int, journal: Path, pipe
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
     """A coordinator on a thread; its events and its journal go to `folder`."""
     from trainer.elastic.coordinator.interface import MembershipPolicy
-    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+    from trainer.elastic.coordinator.leases import LeaseBook
+    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 
     policy = MembershipPolicy(
         num_groups,
@@ -102,11 +104,9 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         start_grace_s=scaled(60),
         recovery_grace_s=scaled(20),
     )
-    rows = LeasedRows(ROWS, EPOCHS, ROWS_PER_LEASE)
+    book = partial(LeaseBook, ROWS, EPOCHS, ROWS_PER_LEASE)
     return Coordinator(
-        CoordinatorConfig(
-            policy, rows, port=port, attempt_dir=folder, journal_path=folder / "journal.jsonl"
-        )
+        CoordinatorConfig(policy, book, folder, port=port, journal_path=folder / "journal.jsonl")
     )
 
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from tests.integration.ranks.sync_cases import (
 from trainer.coordination.client import CoordinatorClient, Identity
 from trainer.coordination.messages import Arrive, GroupState, Ledger, RoundResult
 from trainer.elastic.coordinator.interface import MembershipPolicy
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.elastic.group_sync import GroupSync
 from trainer.parallel.sync import SyncReport
 from trainer.spec.parallelism import SyncSpec
@@ -34,7 +37,7 @@ from trainer.spec.training import RecoverySpec
 
 HOST = "127.0.0.1"
 EXCHANGE_TIMEOUT_S = scaled(20)
-ROWS = LeasedRows(num_rows=10**9, epochs=1, rows_per_lease=8)
+open_book = partial(LeaseBook, num_rows=10**9, epochs=1, rows_per_lease=8)
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,13 @@ class Groups:
     num_ranks: int
 
 
-def open_coordinator(num_groups: int) -> Coordinator:
+def open_coordinator(num_groups: int, folder: Path) -> Coordinator:
     """A coordinator that starts the run when `num_groups` groups have arrived.
 
     It is patient: the tests are about who is gone, not about who is slow on a busy machine.
     """
     policy = MembershipPolicy(num_groups, heartbeat_timeout_s=scaled(20), vote_timeout_s=scaled(30))
-    return Coordinator(CoordinatorConfig(policy, ROWS))
+    return Coordinator(CoordinatorConfig(policy, open_book, folder))
 
 
 def case_of(num_ranks: int, **changes: Any) -> SyncCase:

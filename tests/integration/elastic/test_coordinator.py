@@ -108,12 +108,12 @@ def events_of(folder: Path, kind: str) -> list[Event]:
 
 def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path):
     with training(tmp_path, num_groups=3, timeout_s=_NEVER_S) as (coordinator, groups):
-        wait_until(lambda: coordinator.status().commit > 5, "the groups train")
+        wait_until(lambda: coordinator.status().ledger.commit > 5, "the groups train")
         groups.signal(2, 1, signal.SIGKILL)
         killed = time.monotonic()
         wait_until(lambda: standing(coordinator, 2, 0) is None, "the loss is noticed")
-        commit = coordinator.status().commit
-        wait_until(lambda: coordinator.status().commit > commit + 1, "the others train on")
+        commit = coordinator.status().ledger.commit
+        wait_until(lambda: coordinator.status().ledger.commit > commit + 1, "the others train on")
         pause_s = time.monotonic() - killed
         groups.start(2, incarnation=1)
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
 
 def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path: Path):
     with training(tmp_path, num_groups=2, timeout_s=scaled(3)) as (coordinator, groups):
-        wait_until(lambda: coordinator.status().commit > 5, "the groups train")
+        wait_until(lambda: coordinator.status().ledger.commit > 5, "the groups train")
         groups.signal(1, 0, signal.SIGSTOP)
         wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")
         assert coordinator.status().departures[-1].reason == "silent"
@@ -280,15 +280,15 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     try:
         for worker in workers:
             worker.start()
-        failure = wait_until(lambda: watch.look(4), "the hang", 60)
+        failure = wait_until(lambda: watch.check(4), "the hang", 60)
         assert failure.reason == failures.HANG
         assert watch.processes() == {"127.0.0.2": {worker.pid for worker in workers}}
-        assert watch.look(5) is None  # the next life has nothing to do with it
+        assert watch.check(5) is None  # the next life has nothing to do with it
         for worker in workers:
             worker.join(scaled(10))
         assert [worker.exitcode for worker in workers] == [70, 70]
     finally:
-        watch.close()
+        watch._coordinator.stop()
         for worker in workers:
             worker.kill()
     lines = attempt.context.files.stream_path("coordinator-0").read_bytes().splitlines()
@@ -314,8 +314,8 @@ def test_a_worker_that_has_ended_does_not_end_its_peers(
         for worker in workers:
             worker.join(scaled(60))
         assert [worker.exitcode for worker in workers] == [0, 0]
-        assert watch.look(0) is None
+        assert watch.check(0) is None
     finally:
-        watch.close()
+        watch._coordinator.stop()
         for worker in workers:
             worker.kill()

@@ -75,9 +75,9 @@ def _fail_once(life: Life) -> list[list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def weighted() -> list[dict[str, Any]]:
+def weighted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same by rank: two groups of two."""
-    coordinator = open_coordinator(2)
+    coordinator = open_coordinator(2, tmp_path_factory.mktemp("attempt"))
     try:
         return run_ranks(_sync_with_weights, 4, Groups(coordinator.address, 2), fresh=True)
     finally:
@@ -178,7 +178,7 @@ def _drop_the_hung(coordinator: Coordinator, is_over: threading.Event) -> None:
 def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange(
     tmp_path: Path,
 ) -> None:
-    coordinator, is_over = open_coordinator(3), threading.Event()
+    coordinator, is_over = open_coordinator(3, tmp_path), threading.Event()
     dropping = threading.Thread(target=_drop_the_hung, args=(coordinator, is_over))
     dropping.start()
     try:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,8 +248,10 @@ def _join_and_train(life: Life) -> dict[str, Any]:
     return {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
 
 
-def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on() -> None:
-    coordinator = open_coordinator(2)
+def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on(
+    tmp_path: Path,
+) -> None:
+    coordinator = open_coordinator(2, tmp_path)
     try:
         found = run_ranks(
             _join_while_others_train, 3, Groups(coordinator.address, 1), timeout_s=240, fresh=True

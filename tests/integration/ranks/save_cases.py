@@ -233,6 +233,6 @@ def sweep_beside_another_group(run_dir: Path) -> list[str]:
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
     config = config_of(Sharding(1, 1, ("row_wise",)), run_dir)
-    config = replace(config, group=GroupConfig(group=1, incarnation=1))
+    config = replace(config, group=GroupConfig(1, 1, actor_name=""))
     CheckpointManager(config, saver.groups, saver.said.append).newest()
     return sorted(path.name for path in folder.iterdir())

@@ -18,10 +18,10 @@ from tests.harness.sessions import make_config, told, train_session
 from tests.harness.small_model import Case, form_groups, make_batch, spec_of
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.protocol.events import Metrics, Note, TraceWritten
+from trainer.protocol.events import PHASES, Metrics, Note, TraceWritten
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.training.metrics import gather_across_ranks, phase_metrics
-from trainer.training.profiling import PHASES, ForwardPhases, PhaseTimes, clock_of
+from trainer.training.profiling import ForwardPhases, PhaseTimes, clock_of
 from trainer.training.session import Session
 
 ON_DEMAND = "t-0000abcd"

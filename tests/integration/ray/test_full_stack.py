@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from service.domain.metrics import PHASES
 from service.domain.models import EndReason, JobStatus
 from service.schemas.jobs import JobDetail
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.stack import Stack
 from tests.harness.wait import scaled, wait_for
 from trainer.data.manifest import load_manifest
+from trainer.protocol.events import PHASES
 
 CHECKPOINT_EVERY = 20
 # 6 000 ratings, 5 400 of them to train on: 43 steps of 4 x 32 rows an epoch, the last one short.

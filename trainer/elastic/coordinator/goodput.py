@@ -71,7 +71,6 @@ class GoodputMeter:
 
     @property
     def num_training(self) -> int:
-        """Groups that train now."""
         return sum(slot.is_training for slot in self._slots.values())
 
     @property
@@ -132,6 +131,13 @@ class GoodputMeter:
                 lost_s[slot.cause] += rest_s
         return Goodput(useful_s, dict(lost_s))
 
+    def metrics(self, now: float, step: int, durable_step: int) -> dict[str, float]:
+        """As metrics of a job that has come to `step`, and whose newest checkpoint is older."""
+        return self.read(now).metrics() | {
+            "risk/steps_undurable": float(max(step - durable_step, 0)),
+            "elastic/groups": float(self.num_training),
+        }
+
     def _close(self, group: int, now: float) -> None:
         """End the group's period; nothing of it is useful."""
         slot = self._slots.get(group)
@@ -158,11 +164,6 @@ def _split(slot: _Slot, now: float, lost_s: dict[Cause, float]) -> float:
     return period_s - spent_s * scale
 
 
-def steps_undurable(step: int, durable_step: int) -> int:
-    """Nominal steps that the loss of every copy would take away now."""
-    return max(step - durable_step, 0)
-
-
 @dataclass
 class _Incident:
     """The first failure since the newest commit, and what it cost so far."""
@@ -186,7 +187,6 @@ class RunMetrics:
         self._durable_steps: dict[int, int] = {}
 
     def start_round(self) -> None:
-        """A round opens."""
         self._num_tries += 1
 
     def record_incident(self, cause: str, now: float, syncs_lost: int = 0) -> None:
@@ -225,18 +225,6 @@ class RunMetrics:
             num_tries=num_tries,
         )
 
-    def metrics(self, ledger: Ledger, generation: int, now: float) -> dict[str, float]:
-        """The job's goodput, the nominal steps at risk, and its groups."""
-        durable_step = self._durable_steps.get(ledger.checkpoint_commit, 0)
-        is_durable = ledger.checkpoint_commit == ledger.commit
-        undurable = 0 if is_durable else steps_undurable(self.step(ledger), durable_step)
-        return self.goodput.read(now).metrics() | {
-            "risk/steps_undurable": float(undurable),
-            "elastic/groups": float(self.goodput.num_training),
-            "elastic/generation": float(generation),
-            "elastic/commit_interval_s": self.goodput.commit_interval_s,
-        }
-
     def step(self, ledger: Ledger) -> int:
         """The nominal step: one for as many rows as the whole job takes at once."""
         return (ledger.rows_trained + ledger.rows_skipped) // self._rows_per_step
@@ -251,6 +239,12 @@ class RunMetrics:
         }
 
     def as_event(self, ledger: Ledger, generation: int, now: float) -> Metrics:
-        """The metrics, as an event."""
-        values = self.metrics(ledger, generation, now)
-        return Metrics(time=now, step=self.step(ledger), values=values)
+        """The job's goodput, the nominal steps at risk, and its groups."""
+        step = durable_step = self.step(ledger)
+        if ledger.checkpoint_commit != ledger.commit:
+            durable_step = self._durable_steps.get(ledger.checkpoint_commit, 0)
+        values = self.goodput.metrics(now, step, durable_step) | {
+            "elastic/generation": float(generation),
+            "elastic/commit_interval_s": self.goodput.commit_interval_s,
+        }
+        return Metrics(time=now, step=step, values=values)

@@ -130,11 +130,9 @@ class Group:
 
     @property
     def hosts(self) -> list[str]:
-        """Host of each rank."""
         return [state.hello.host for _, state in sorted(self.ranks.items())]
 
     def rank_id(self, rank: int) -> RankId:
-        """The full name of one of its ranks."""
         return RankId(self.group, self.incarnation, rank)
 
     def demote(self) -> None:
@@ -145,6 +143,18 @@ class Group:
     def miss_round(self) -> None:
         """A round committed without it."""
         self.must_restart |= self.has_begun
+
+    def status(self) -> GroupStatus:
+        return GroupStatus(
+            group=self.group,
+            incarnation=self.incarnation,
+            standing=self.standing,
+            leave_cause=self.leave_cause,
+            ranks=tuple(
+                RankStatus(rank=rank, host=state.hello.host, pid=state.hello.pid)
+                for rank, state in sorted(self.ranks.items())
+            ),
+        )
 
     def as_member(self) -> RoundMember:
         """Its entry in the next round, by what its ranks arrived with."""
@@ -246,39 +256,15 @@ class GroupRegistry:
             self._leader = min(current, default=None)
         return self._leader
 
-    def status(self, now: float) -> CoordinatorStatus:
-        """A snapshot of the run."""
+    def status(self) -> CoordinatorStatus:
         return CoordinatorStatus(
             phase=self._phase,
-            generation=self._generation,
             ledger=self._ledger,
             leader=self._choose_leader(),
-            groups=tuple(self._group_status(group, now) for group in self._present),
+            groups=tuple(group.status() for group in self._present),
             departures=tuple(self._departures),
             failure=self._failure,
-            metrics=self._run_metrics.metrics(self._ledger, self._generation, now),
         )
-
-    def _group_status(self, group: Group, now: float) -> GroupStatus:
-        return GroupStatus(
-            group=group.group,
-            incarnation=group.incarnation,
-            standing=group.standing,
-            is_complete=group.is_complete,
-            leave_cause=group.leave_cause,
-            rows_leased=sum(lease.num_rows for lease in self._book.held(group.group)),
-            ranks=tuple(self._rank_status(group, rank, now) for rank in sorted(group.ranks)),
-        )
-
-    def _rank_status(self, group: Group, rank: int, now: float) -> RankStatus:
-        hello, rank_id = group.ranks[rank].hello, group.rank_id(rank)
-        status = RankStatus(rank=rank, host=hello.host, pid=hello.pid)
-        newest = self._monitor.newest(rank_id, now)
-        if newest is None:
-            return status
-        beat, idle_s = newest
-        seen = {"phase": beat.phase, "step": beat.step, "step_time_s": beat.step_time_s}
-        return status.model_copy(update={**seen, "idle_s": idle_s})
 
     # --- effects
 
@@ -290,7 +276,6 @@ class GroupRegistry:
         self._effects.append(Reply(to, request_id, body))
 
     def _answer(self, group: Group, rank: int, body: Answer) -> None:
-        """Answer the pending request of a rank."""
         state = group.ranks[rank]
         self._reply(group.rank_id(rank), state.request_id, body)
         state.request = None
@@ -360,7 +345,7 @@ class GroupRegistry:
         """
         self._dismiss(group, fenced(message), only_waiting=self._phase == "finished")
         had_work = group.is_current and bool(self._book.held(group.group))
-        rows = self._remove(group, reason, message, now, is_lost=not self._is_over)
+        rows = self._remove(group, reason, message, is_lost=not self._is_over)
         if self._is_over:
             return
         if group.is_current:
@@ -381,7 +366,7 @@ class GroupRegistry:
 
     def _release(self, group: Group, cause: str, now: float) -> None:
         """A group leaves as asked; no work is lost."""
-        self._remove(group, cause, f"left: {cause}", now, is_lost=False)
+        self._remove(group, cause, f"left: {cause}", is_lost=False)
         if cause in ("resize", "drain"):
             self._expected.discard(group.group)
         self._run_metrics.goodput.leave(group.group, now)
@@ -395,7 +380,7 @@ class GroupRegistry:
             )
         )
 
-    def _remove(self, group: Group, reason: str, message: str, now: float, is_lost: bool) -> int:
+    def _remove(self, group: Group, reason: str, message: str, is_lost: bool) -> int:
         """Remove a group and fence its incarnation; returns the rows that it gave back."""
         del self._groups[group.group]
         self._fences[group.group] = group.incarnation + 1
@@ -407,7 +392,6 @@ class GroupRegistry:
                 reason=reason,
                 message=message,
                 is_lost=is_lost,
-                at=now,
             )
         )
         return self._book.give_back(group.group)

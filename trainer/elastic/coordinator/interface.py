@@ -91,7 +91,6 @@ class MembershipPolicy:
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
-        """The policy of a job."""
         recovery = spec.recovery
         return cls(
             num_groups=num_groups,
@@ -114,38 +113,31 @@ groups of the one before."""
 
 
 class RankStatus(Message):
-    """One rank; `idle_s` is the time since its last reported progress."""
+    """The process of one rank."""
 
     rank: Count
     host: str
     pid: Count
-    phase: str = ""
-    step: Count = 0
-    step_time_s: float = 0.0
-    idle_s: float = 0.0
 
 
 class GroupStatus(Message):
-    """One connected group. `rows_leased` are the rows it holds."""
+    """One connected group."""
 
     group: Count
     incarnation: Count
     standing: GroupState
-    is_complete: bool
     leave_cause: str | None = None
-    rows_leased: Count = 0
     ranks: tuple[RankStatus, ...] = ()
 
 
 class Departure(Message):
-    """An incarnation that is over: lost (`is_lost`), or left as asked. `at` is Unix time."""
+    """An incarnation that is over: lost (`is_lost`), or left as asked."""
 
     group: Count
     incarnation: Count
     reason: str
     message: str
     is_lost: bool
-    at: float
 
 
 class RunFailure(Message):
@@ -159,20 +151,12 @@ class CoordinatorStatus(Message):
     """A snapshot of the run. `departures` are the newest ones, oldest first."""
 
     phase: RunPhase
-    generation: Count
     ledger: Ledger
     leader: Count | None
     groups: tuple[GroupStatus, ...]
     departures: tuple[Departure, ...] = ()
     failure: RunFailure | None = None
-    metrics: dict[str, float] = Field(default={})
-
-    @property
-    def commit(self) -> int:
-        """Syncs committed."""
-        return self.ledger.commit
 
     @property
     def has_finished(self) -> bool:
-        """Whether the run is done."""
         return self.phase == "finished"

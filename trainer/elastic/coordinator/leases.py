@@ -33,7 +33,6 @@ class OpenEpoch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row is done."""
         return self.done.spans == ((0, self._num_rows),)
 
     def is_free(self, start: int, stop: int) -> bool:
@@ -59,7 +58,6 @@ class OpenEpoch:
         self._window_of[group] = bisect_right(self._bounds, stop - 1) - 1
 
     def release(self, start: int, stop: int) -> None:
-        """Free rows that were taken."""
         self._taken.remove(start, stop)
 
     def leave(self, group: int) -> None:
@@ -134,22 +132,20 @@ class LeaseBook:
         max_rows: int | None = None,
         windows: Sequence[int] | WindowBounds = (),
         ledger: Ledger | None = None,
-        strict_epochs: bool = True,
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
         Skipped rows count towards `max_rows` as trained ones do. `windows` are row bounds for all
-        epochs, or give those of an epoch; none stand for one window. With `strict_epochs` an epoch
-        begins when all rows of the last are done, otherwise as soon as all of them are leased.
-        Raises `LeaseError` where `ledger` is about other data.
+        epochs, or give those of an epoch; none stand for one window. Raises `LeaseError` where
+        `ledger` is about other data.
         """
         self._num_rows = num_rows
         self._epochs = epochs
         self._rows_per_lease = rows_per_lease
         whole_run = epochs * num_rows
         self._max_rows = whole_run if max_rows is None else min(whole_run, max_rows)
-        self._windows = windows if callable(windows) else _for_all_epochs(windows, num_rows)
-        self._strict_epochs = strict_epochs
+        whole_epoch = (0, num_rows)
+        self._windows = windows if callable(windows) else lambda _: windows or whole_epoch
         self._next_id = 0
         self.restore(ledger or Ledger())
 
@@ -173,7 +169,6 @@ class LeaseBook:
 
     @property
     def epoch(self) -> int:
-        """The first epoch that is not complete."""
         return self._epoch
 
     @property
@@ -184,7 +179,6 @@ class LeaseBook:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to train."""
         return not self.num_rows_left
 
     @property
@@ -204,27 +198,28 @@ class LeaseBook:
         return ledger.model_copy(update=rows)
 
     def lease(self, group: int) -> Lease | None:
-        """Lease the next rows to `group`; None where none are free, now or for good."""
+        """Lease the next rows to `group`; None where none are free, now or for good.
+
+        An epoch begins when all rows of the last are done.
+        """
         leased = sum(lease.num_rows for _, lease in self._leases.values())
         num_rows = min(self._rows_per_lease, self.num_rows_left - leased)
-        newest = self._epoch if self._strict_epochs else self._epoch + 1
-        for epoch in range(self._epoch, min(newest + 1, self._epochs)):
-            if num_rows > 0 and (span := self._opened(epoch).take(group, num_rows)):
-                start, stop = span
-                return self._enter(
-                    group, Lease(id=self._next_id, epoch=epoch, start=start, stop=stop)
-                )
-        return None
+        span = self._opened(self._epoch).take(group, num_rows) if num_rows > 0 else None
+        if span is None:
+            return None
+        start, stop = span
+        lease = Lease(id=self._next_id, epoch=self._epoch, start=start, stop=stop)
+        self._enter(group, lease)
+        return lease
 
     def _opened(self, epoch: int) -> OpenEpoch:
         if epoch not in self._open:
             self._open[epoch] = self._begin(epoch)
         return self._open[epoch]
 
-    def _enter(self, group: int, lease: Lease) -> Lease:
+    def _enter(self, group: int, lease: Lease) -> None:
         self._leases[lease.id] = group, lease
         self._next_id = max(self._next_id, lease.id + 1)
-        return lease
 
     def held(self, group: int) -> tuple[Lease, ...]:
         """What `group` holds, in the order to train it."""
@@ -292,8 +287,3 @@ class LeaseBook:
         for each in self._open.values():
             each.leave(group)
         return sum(lease.num_rows for lease in returned)
-
-
-def _for_all_epochs(bounds: Sequence[int], num_rows: int) -> WindowBounds:
-    whole = tuple(bounds) or (0, num_rows)
-    return lambda _: whole

@@ -126,7 +126,6 @@ class Membership(SyncRounds):
                 self._reply(rank, request_id, welcome)
 
     def on_heartbeat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> list[Effect]:
-        """A rank is alive."""
         if self._rank(rank):
             self._monitor.beat(rank, heartbeat, now)
             if rank.rank == 0:

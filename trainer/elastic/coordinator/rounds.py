@@ -60,7 +60,6 @@ class OpenRound:
 
     @property
     def groups(self) -> frozenset[int]:
-        """Numbers of the groups in it."""
         return frozenset(member.group for member in self.members)
 
     @property
@@ -144,8 +143,6 @@ class SyncRounds(GroupRegistry):
 
     def _inspect(self, group: Group, now: float) -> None:
         """Check what a ready group arrived with."""
-        if any(arrival.is_leaving for arrival in group.arrivals):
-            group.leave_cause = group.leave_cause or "drain"
         if not group.is_current:
             return
         arrival = group.arrivals[0]

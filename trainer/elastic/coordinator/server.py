@@ -8,11 +8,13 @@ are JSON lines (`trainer.coordination.messages`); a line that is none ends its c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +31,7 @@ from trainer.elastic.coordinator.interface import (
     MembershipPolicy,
     Reply,
 )
-from trainer.elastic.coordinator.leases import LeaseBook, WindowBounds
+from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.protocol.events import Event
 from trainer.protocol.outbox import EventWriter
@@ -48,76 +50,30 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class LeasedRows:
-    """What the lease book is opened with; see `LeaseBook`."""
-
-    num_rows: int
-    epochs: int
-    rows_per_lease: int
-    max_rows: int | None = None
-    windows: Sequence[int] | WindowBounds = ()
-
-    def open(self) -> LeaseBook:
-        """The book of a fresh run."""
-        return LeaseBook(
-            self.num_rows, self.epochs, self.rows_per_lease, self.max_rows, self.windows
-        )
-
-
-@dataclass(frozen=True)
 class CoordinatorConfig:
     """A coordinator for one attempt of one job.
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
-    Its events go to the attempt's files, and every commit to a line of `journal_path`, if given,
-    before any rank receives it. With `only_watches` there is one group that syncs with no other:
-    only hangs and stragglers are reported, a rank that ends does not end the others, and there is
-    no store.
+    `open_book` gives the lease book of a fresh run. Its events go to the attempt's files, and every
+    commit to a line of `journal_path`, if given, before any rank receives it. With `only_watches`
+    there is one group that syncs with no other: only hangs and stragglers are reported, a rank that
+    ends does not end the others, and there is no store.
     """
 
     policy: MembershipPolicy
-    rows: LeasedRows
+    open_book: Callable[[], LeaseBook]
+    attempt_dir: Path
     host: str = "127.0.0.1"
     port: int = 0
-    attempt_dir: Path | None = None
     journal_path: Path | None = None
     only_watches: bool = False
 
 
-class EventThread:
-    """Writes events on a thread, so that slow storage does not delay the event loop."""
-
-    def __init__(self, writer: EventWriter | None) -> None:
-        self._writer = writer
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="coordinator-events", daemon=True)
-        self._thread.start()
-
-    def put(self, event: Event) -> None:
-        """Write `event` soon."""
-        self._events.put(event)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._events.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            logger.info("%s", event)
-            if self._writer:
-                self._writer.write(event)
-
-
-def open_stream(attempt_dir: Path | None) -> EventWriter | None:
+def open_stream(attempt_dir: Path) -> EventWriter:
     """The stream `coordinator-N` with the first free N: each start of the actor has its own."""
-    if attempt_dir is None:
-        return None
-    files = AttemptDir(attempt_dir)
-    number = 0
-    while files.stream_path(f"coordinator-{number}").exists():
-        number += 1
-    path = files.stream_path(f"coordinator-{number}")
+    names = (f"coordinator-{number}" for number in itertools.count())
+    paths = map(AttemptDir(attempt_dir).stream_path, names)
+    path = next(path for path in paths if not path.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return EventWriter(path)
@@ -137,9 +93,11 @@ class Coordinator:
         self._config = config
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
-        self._membership = Membership(config.policy, config.rows.open(), store_address)
+        self._membership = Membership(config.policy, config.open_book(), store_address)
         self._connections: dict[RankId, _Connection] = {}
-        self._events = EventThread(open_stream(config.attempt_dir))
+        self._writer = open_stream(config.attempt_dir)
+        # One thread, so that slow storage does not delay the event loop.
+        self._writing = ThreadPoolExecutor(1, "coordinator-events")
         # Time that never runs backwards, near to Unix time.
         self._epoch_s = time.time() - time.monotonic()
         self._loop = asyncio.new_event_loop()
@@ -149,25 +107,21 @@ class Coordinator:
         self._thread.start()
         address = self._started.get()
         if isinstance(address, OSError):
-            self._events.close()
+            self._writing.shutdown()
             raise address
         self.address = address
         """Where it listens (host:port)."""
 
     def status(self) -> CoordinatorStatus:
-        """A snapshot of the run."""
-        return self._call(lambda: self._membership.status(self._now()))
+        return self._call(self._membership.status)
 
     def expect(self, groups: Collection[int]) -> None:
-        """See `Membership.expect`."""
         self._call(lambda: self._act(self._membership.expect(groups, self._now())))
 
     def retire(self, group: int, cause: str) -> None:
-        """See `Membership.retire`."""
         self._call(lambda: self._act(self._membership.retire(group, cause, self._now())))
 
     def drop(self, group: int, reason: str, incarnation: int | None = None) -> None:
-        """See `Membership.drop`."""
         self._call(
             lambda: self._act(self._membership.drop(group, reason, self._now(), incarnation))
         )
@@ -177,7 +131,7 @@ class Coordinator:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_stopping.set)
             self._thread.join()
-            self._events.close()
+            self._writing.shutdown()
 
     def _call(self, function: Callable[[], Result]) -> Result:
         async def call() -> Result:
@@ -274,10 +228,14 @@ class Coordinator:
                 self._send(effect)
             elif isinstance(effect, EmitEvent):
                 if not self._config.only_watches or effect.event.kind in _MONITORED_KINDS:
-                    self._events.put(effect.event)
+                    self._writing.submit(self._write, effect.event)
             elif path := self._config.journal_path:
                 with path.open("a") as file:
                     file.write(effect.model_dump_json() + "\n")
+
+    def _write(self, event: Event) -> None:
+        logger.info("%s", event)
+        self._writer.write(event)
 
     def _send(self, reply: Reply) -> None:
         connection = self._connections.get(reply.to)

@@ -128,7 +128,7 @@ def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
                 done.extend((lease.epoch, row) for row in range(lease.start, lease.stop))
                 book.commit([lease.id])
 
-    book = LeaseBook(**settings, windows=bounds, strict_epochs=False)
+    book = LeaseBook(**settings, windows=bounds)
     train(book, turns)
     position = position_of(book.entered_in(Ledger()))
     job = BatchShape(num_rows, *shape)

@@ -13,31 +13,31 @@ from trainer.protocol.events import read_record
 
 @dataclass
 class Cloud:
-    """An autoscaler that gives a wish a node when told to."""
+    """An autoscaler that gives a request a node when told to."""
 
     known: dict[str, PendingCapacity] = field(default_factory=dict)
     avoided: list[set[str]] = field(default_factory=list)
     num_asked: int = 0
     kept: list[str] = field(default_factory=list)
 
-    def asks(self) -> list[PendingCapacity]:
+    def pending(self) -> list[PendingCapacity]:
         return list(self.known.values())
 
-    def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
+    def request(self, wanted: CapacityRequest, node_ids: Collection[str]) -> None:
         self.num_asked += 1
         self.avoided.append(set(node_ids))
-        self.known[str(self.num_asked)] = PendingCapacity(str(self.num_asked), wish)
+        self.known[str(self.num_asked)] = PendingCapacity(str(self.num_asked), wanted)
 
-    def withdraw(self, ask_id: str) -> None:
-        self.known.pop(ask_id, None)
-        self.kept = [each for each in self.kept if f"keep {each}" != ask_id]
+    def withdraw(self, id_: str) -> None:
+        self.known.pop(id_, None)
+        self.kept = [each for each in self.kept if f"keep {each}" != id_]
 
     def keep(self, node_id: str) -> str:
         self.kept.append(node_id)
         return f"keep {node_id}"
 
-    def give(self, ask_id: str, *node_ids: str) -> None:
-        self.known[ask_id] = PendingCapacity(ask_id, self.known[ask_id].wish, node_ids)
+    def give(self, id_: str, *node_ids: str) -> None:
+        self.known[id_] = PendingCapacity(id_, self.known[id_].request, node_ids)
 
 
 def told(context: DriverContext, kind: type[events.EventModel]) -> list[events.EventModel]:

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.driver.scripted import Cloud
 from trainer.driver.autoscale import (
-    MAX_ASKS,
+    MAX_PENDING,
     CapacityDemand,
     CapacityManager,
     CapacityRequest,
     PendingCapacity,
     RayAutoscaler,
-    ask_of,
     bundles_of,
-    holding_on,
     hosts_to_come,
+    pending_of,
     revise,
-    with_held,
+    with_reserved,
 )
 from trainer.driver.cluster import Host
 from trainer.protocol import events
@@ -53,21 +52,21 @@ def test_after_a_revision_there_is_an_ask_for_every_wish_and_no_other(
     wanted: list[CapacityRequest], known: list[PendingCapacity]
 ) -> None:
     numbered = [
-        PendingCapacity(str(index), ask.wish, ask.node_ids) for index, ask in enumerate(known)
+        PendingCapacity(str(index), ask.request, ask.node_ids) for index, ask in enumerate(known)
     ]
-    revision = revise(wanted, numbered, ADDRESSES)
-    kept = [ask for ask in numbered if ask.id not in revision.withdrawn]
-    assert len(kept) + len(revision.wishes) == len(wanted)
-    assert not Counter(revision.wishes) - Counter(wanted)
+    withdrawn, new = revise(wanted, numbered, ADDRESSES)
+    kept = [ask for ask in numbered if ask.id not in withdrawn]
+    assert len(kept) + len(new) == len(wanted)
+    assert not Counter(new) - Counter(wanted)
     for ask in kept:
-        assert any(ask.wish.num_workers == wish.num_workers for wish in wanted)
+        assert any(ask.request.num_workers == wish.num_workers for wish in wanted)
         assert "gone" not in ask.node_ids
 
 
 @given(st.lists(wishes, max_size=6))
 def test_what_is_wanted_still_is_asked_for_once(wanted: list[CapacityRequest]) -> None:
     asked = [PendingCapacity(str(index), wish) for index, wish in enumerate(wanted)]
-    assert revise(wanted, asked, ADDRESSES) == revise((), (), {})
+    assert revise(wanted, asked, ADDRESSES) == ([], [])
 
 
 def test_room_that_came_is_kept_although_hosts_are_to_be_avoided_now_unless_it_is_on_them() -> None:
@@ -76,9 +75,8 @@ def test_room_that_came_is_kept_although_hosts_are_to_be_avoided_now_unless_it_i
         CapacityRequest(2, avoided=frozenset("c")),
         CapacityRequest(2, avoided=frozenset("b")),
     )
-    assert revise([elsewhere], [held], ADDRESSES) == revise((), (), {})
-    assert revise([there], [held], ADDRESSES).withdrawn == ("1",)
-    assert revise([there], [held], ADDRESSES).wishes == (there,)
+    assert revise([elsewhere], [held], ADDRESSES) == ([], [])
+    assert revise([there], [held], ADDRESSES) == (["1"], [there])
 
 
 def test_of_two_asks_the_one_that_holds_room_stays() -> None:
@@ -86,9 +84,9 @@ def test_of_two_asks_the_one_that_holds_room_stays() -> None:
         PendingCapacity("1", CapacityRequest(1)),
         PendingCapacity("2", CapacityRequest(1), ("na",)),
     )
-    assert revise([CapacityRequest(1)], [waiting, held], ADDRESSES).withdrawn == ("1",)
+    assert revise([CapacityRequest(1)], [waiting, held], ADDRESSES) == (["1"], [])
     # A large job asks for so much at a time.
-    assert len(revise([CapacityRequest(1)] * 500, (), {}).wishes) == MAX_ASKS
+    assert len(revise([CapacityRequest(1)] * 500, (), {})[1]) == MAX_PENDING
 
 
 def test_held_room_is_free_for_the_job_that_holds_it() -> None:
@@ -98,8 +96,7 @@ def test_held_room_is_free_for_the_job_that_holds_it() -> None:
         PendingCapacity("2", CapacityRequest(1)),
         PendingCapacity("3", CapacityRequest(1), ("nb",)),
     ]
-    assert [each.num_free for each in with_held(hosts, known)] == [2, 2]
-    assert holding_on(known, ["nb"]) == ("1", "3")
+    assert [each.num_free for each in with_reserved(hosts, known)] == [2, 2]
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.integers(1, 20))
@@ -128,13 +125,13 @@ def test_a_group_on_one_host_is_one_bundle_and_any_other_one_for_each_worker() -
 def test_room_is_there_once_ray_has_placed_the_whole_gang() -> None:
     waiting = {"state": "PENDING", "bundles_to_node_id": {0: "", 1: ""}}
     placed = {"state": "CREATED", "bundles_to_node_id": {1: "nb", 0: "na"}}
-    assert not ask_of("1", CapacityRequest(2), waiting).holds_room
-    assert not ask_of("1", CapacityRequest(2), {}).holds_room, "Ray does not know it yet"
-    assert ask_of("1", CapacityRequest(2), placed).node_ids == ("na", "nb")
+    assert not pending_of("1", CapacityRequest(2), waiting).node_ids
+    assert not pending_of("1", CapacityRequest(2), {}).node_ids, "Ray does not know it yet"
+    assert pending_of("1", CapacityRequest(2), placed).node_ids == ("na", "nb")
     single = {"state": "CREATED", "bundles_to_node_id": {0: "na"}}
-    assert ask_of("1", CapacityRequest(3, on_one_host=True), single).node_ids == ("na",) * 3
+    assert pending_of("1", CapacityRequest(3, on_one_host=True), single).node_ids == ("na",) * 3
     lost = {"state": "RESCHEDULING", "bundles_to_node_id": {0: ""}}
-    assert not ask_of("1", CapacityRequest(1), lost).holds_room, (
+    assert not pending_of("1", CapacityRequest(1), lost).node_ids, (
         "its node is gone, and it is asked for again"
     )
 
@@ -164,18 +161,18 @@ def test_what_became_of_the_own_asks_is_read_every_few_seconds_and_no_other_jobs
     gcs, now = Gcs(), 0.0
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", gcs)
     autoscaler = RayAutoscaler({"CPU": 1.0}, lambda: now)
-    assert (autoscaler.asks(), gcs.num_reads) == ([], 0)
-    autoscaler.ask(CapacityRequest(1), ())
+    assert (autoscaler.pending(), gcs.num_reads) == ([], 0)
+    autoscaler.request(CapacityRequest(1), ())
     for _ in range(4):
-        assert [each.holds_room for each in autoscaler.asks()] == [False]
+        assert [bool(each.node_ids) for each in autoscaler.pending()] == [False]
     gcs.states[0] = "CREATED"
-    autoscaler.ask(CapacityRequest(1), ())
+    autoscaler.request(CapacityRequest(1), ())
     now = 2.0
     for _ in range(4):
-        assert [each.holds_room for each in autoscaler.asks()] == [True, False]
+        assert [bool(each.node_ids) for each in autoscaler.pending()] == [True, False]
     assert gcs.num_reads == 3
     autoscaler.withdraw("00")
-    assert [each.id for each in autoscaler.asks()] == ["01"], "known at once"
+    assert [each.id for each in autoscaler.pending()] == ["01"], "known at once"
 
 
 @dataclass
@@ -189,13 +186,13 @@ class Asking:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.room = CapacityManager(
+        self.manager = CapacityManager(
             self.cloud, lambda: self.hosts, {"CPU": 1.0}, self.told.append, lambda: self.now
         )
 
     def want(self, has: int, wants: int, least: int = 0, **wish: frozenset[str]) -> None:
         missing = (CapacityRequest(1, **wish),) * (wants - has)
-        self.room.seek(CapacityDemand(has, wants, least, missing), self.hosts)
+        self.manager.seek(CapacityDemand(has, wants, least, missing), self.hosts)
 
 
 def test_a_job_asks_once_and_takes_back_what_it_does_not_want_any_more() -> None:
@@ -206,7 +203,7 @@ def test_a_job_asks_once_and_takes_back_what_it_does_not_want_any_more() -> None
     assert asking.cloud.avoided == [{"na"}] * 2, "by the ids of nodes"
     asking.want(1, 2, avoided=frozenset("a"))
     assert len(asking.cloud.known) == 1
-    asking.room.close()
+    asking.manager.close()
     assert not asking.cloud.known
 
 
@@ -230,13 +227,13 @@ def test_room_is_held_until_workers_take_it() -> None:
     asking = Asking([host("a", 1, 0), host("b", 1, 0)])
     asking.want(1, 3)
     asking.cloud.give("1", "nb")
-    assert [each.num_free for each in asking.room.read_hosts()] == [0, 1]
+    assert [each.num_free for each in asking.manager.read_hosts()] == [0, 1]
     asking.want(1, 3)
     assert set(asking.cloud.known) == {"1", "2"}, "what came stays while it is not in use"
-    asking.room.give(["nb"])
+    asking.manager.give(["nb"])
     assert set(asking.cloud.known) == {"2"}
     assert asking.cloud.kept == ["nb"], "workers take longer to start than an idle node stays"
-    assert [each.num_free for each in asking.room.read_hosts()] == [0, 0]
+    assert [each.num_free for each in asking.manager.read_hosts()] == [0, 0]
 
 
 def test_a_node_is_kept_until_workers_are_on_it_or_it_is_gone() -> None:
@@ -244,7 +241,7 @@ def test_a_node_is_kept_until_workers_are_on_it_or_it_is_gone() -> None:
     asking.want(0, 2)
     asking.cloud.give("1", "nb")
     asking.cloud.give("2", "nc")
-    asking.room.give([])
+    asking.manager.give([])
     asking.want(2, 2)
     assert sorted(asking.cloud.kept) == ["nb", "nc"], "what was held may be counted as used yet"
     asking.hosts = [host("a", 1, 0), host("b", 1), host("c", 1)]
@@ -260,7 +257,7 @@ def test_a_node_that_nobody_comes_to_is_not_kept_for_ever() -> None:
     asking = Asking([host("b", 1)])
     asking.want(0, 1)
     asking.cloud.give("1", "nb")
-    asking.room.give(["nb"])
+    asking.manager.give(["nb"])
     asking.now += 1000
     asking.want(0, 0)
     assert not asking.cloud.kept

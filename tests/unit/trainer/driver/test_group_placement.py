@@ -175,20 +175,20 @@ def test_a_missing_group_wants_a_host_that_no_group_is_on() -> None:
     view = View(hosts, [group(0, "a")], target=3, excluded=frozenset("x"))
     need = need_of(SPREAD, view)
     assert (need.has, need.wants, need.least) == (2, 6, 4)
-    assert need.is_waiting
-    assert need.wishes == (CapacityRequest(2, on_one_host=True, avoided=frozenset("ax")),) * 2
+    assert need.has < need.least
+    assert need.requests == (CapacityRequest(2, on_one_host=True, avoided=frozenset("ax")),) * 2
 
 
 def test_a_group_on_a_drained_host_wants_another_one_before_it_leaves() -> None:
     view = View([host("a", 0, slots=2)], [group(0, "a")], target=1, drained=frozenset("a"))
     need = need_of(THREE, view)
     assert need.has == 0
-    assert need.wishes == (CapacityRequest(2, on_one_host=True, avoided=frozenset("a")),)
+    assert need.requests == (CapacityRequest(2, on_one_host=True, avoided=frozenset("a")),)
 
 
 def test_a_group_that_no_host_holds_wants_workers_wherever_they_are() -> None:
     view = View([host("a", 1), host("b", 0, slots=1)], [], target=1)
-    assert need_of(THREE, view).wishes == (CapacityRequest(2),)
+    assert need_of(THREE, view).requests == (CapacityRequest(2),)
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.booleans())
@@ -198,5 +198,5 @@ def test_what_is_there_and_what_is_wished_for_make_the_target(
     policy = replace(THREE, must_spread=must_spread)
     view = View([host(str(index), each) for index, each in enumerate(free)], [], target)
     need = need_of(policy, view)
-    assert need.has + sum(wish.num_workers for wish in need.wishes) == need.wants == 2 * target
+    assert need.has + sum(wish.num_workers for wish in need.requests) == need.wants == 2 * target
     assert need.has == 2 * len(decide(policy, view))

@@ -55,8 +55,7 @@ class World:
     expected: list[int] = field(default_factory=list)
     is_stopped: bool = False
     room: CapacityManager | None = None
-    actor_name: str | None = "coordinator"
-    address: str | None = None
+    actor_name: str = "coordinator"
 
     def read_hosts(self) -> list[Host]:
         return self.room.read_hosts() if self.room else self.read_hosts_of_all()
@@ -79,7 +78,6 @@ class World:
                 group=group,
                 incarnation=incarnation,
                 standing=standing,
-                is_complete=True,
                 leave_cause=self.leaving.get((group, incarnation)),
                 ranks=(RankStatus(rank=0, host=self.host_of(group, incarnation), pid=50 + group),),
             )
@@ -87,7 +85,6 @@ class World:
         )
         return CoordinatorStatus(
             phase="finished" if self.has_finished else "running",
-            generation=0,
             ledger=Ledger(),
             leader=0,
             groups=groups,
@@ -147,26 +144,26 @@ def life(context: DriverContext) -> GroupRunLoop:
     attempt = Attempt(context, job, EventWriter(context.files.stream_path("driver")))
     times = {"clock": lambda: world.now, "wait": world.wait}
     times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
-    setting = RunnerConfig(attempt, world, world.launch, **times)
-    return GroupRunLoop(setting, world, HostRecord(2, 600), run_index=0)
+    config = RunnerConfig(attempt, world.read_hosts, world.launch, world.kill_on, **times)
+    return GroupRunLoop(config, world, HostRecord(2, 600), run_index=0)
 
 
 def departed(group: int, reason: str) -> Departure:
     """A group that the coordinator lost."""
-    return Departure(group=group, incarnation=0, reason=reason, message="", is_lost=True, at=0.0)
+    return Departure(group=group, incarnation=0, reason=reason, message="", is_lost=True)
 
 
 def world_of(life: GroupRunLoop) -> World:
-    assert isinstance(life.setting.cluster, World)
-    return life.setting.cluster
+    assert isinstance(life.coordinator, World)
+    return life.coordinator
 
 
 def told_by(life: GroupRunLoop, kind: type[events.EventModel]) -> list[Any]:
-    return told(life.setting.attempt.context, kind)
+    return told(life.config.attempt.context, kind)
 
 
 def wish(life: GroupRunLoop, text: str) -> None:
-    life.setting.attempt.context.files.resize_request_path.write_text(text)
+    life.config.attempt.context.files.resize_request_path.write_text(text)
 
 
 def look(life: GroupRunLoop, seconds: float = 0.5) -> Ended | None:
@@ -423,7 +420,7 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) 
         if world.now > 1002:
             world.failure = RunFailure(reason=failures.NON_FINITE, message="nan")
 
-    failure = GroupRunner(replace(life.setting, wait=wait), lambda run_index: world).live(0)
+    failure = GroupRunner(replace(life.config, wait=wait), lambda run_index: world).run_once(0)
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
@@ -431,7 +428,7 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) 
 
 def test_a_pause_lets_the_leader_save_before_all_groups_end(life: GroupRunLoop) -> None:
     begun(life)
-    files = life.setting.attempt.context.files
+    files = life.config.attempt.context.files
     files.pause_request_path.touch()
     assert look(life) is None
     assert requests.is_wanted(files, life.run_index)
@@ -444,7 +441,7 @@ def test_a_pause_lets_the_leader_save_before_all_groups_end(life: GroupRunLoop) 
 
 def test_groups_that_never_trained_have_nothing_to_save(life: GroupRunLoop) -> None:
     assert look(life) is None
-    life.setting.attempt.context.files.pause_request_path.touch()
+    life.config.attempt.context.files.pause_request_path.touch()
     ended = look(life)
     assert ended and ended.failure and ended.failure.reason == failures.PAUSED
 
@@ -458,7 +455,7 @@ class Growing:
 
     def add(self, address: str) -> None:
         """A node comes, and the oldest ask that waits holds it."""
-        waiting = next(ask.id for ask in self.cloud.asks() if not ask.holds_room)
+        waiting = next(ask.id for ask in self.cloud.pending() if not ask.node_ids)
         world_of(self.life).hosts[address] = 1
         self.cloud.give(waiting, f"node-{address}")
 
@@ -474,15 +471,15 @@ def growing(life: GroupRunLoop) -> Growing:
     world.hosts = {}
 
     def read_free_hosts() -> list[Host]:
-        held = [node for ask in cloud.asks() for node in ask.node_ids]
+        held = [node for ask in cloud.pending() for node in ask.node_ids]
         hosts = world.read_hosts_of_all()
         return [replace(h, num_free=h.num_free - held.count(h.node_id)) for h in hosts]
 
-    attempt = life.setting.attempt
+    attempt = life.config.attempt
     room = CapacityManager(cloud, read_free_hosts, {"CPU": 1.0}, attempt.writer.write)
     world.room = room
-    setting = replace(life.setting, attempt=replace(attempt, room=room))
-    return Growing(GroupRunLoop(setting, world, life.record, run_index=0), cloud)
+    config = replace(life.config, attempt=replace(attempt, capacity=room))
+    return Growing(GroupRunLoop(config, world, life.record, run_index=0), cloud)
 
 
 def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(growing: Growing) -> None:
@@ -524,7 +521,7 @@ def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(growing: Growin
     world.end((2, 0), replace(LOST, reason=failures.HOST_LOST))
     look(life)
     assert growing.num_asks == 1
-    life.setting.attempt.context.files.pause_request_path.touch()
+    life.config.attempt.context.files.pause_request_path.touch()
     assert look(life) is None, "the leader has not saved yet"
     assert not growing.num_asks
 

@@ -175,9 +175,9 @@ def jobs(context: DriverContext) -> tuple[JobRunner, World]:
     world = World([host("a", 4)])
     writer = EventWriter(context.files.stream_path("driver"))
     attempt = Attempt(context, spec(parallelism=sizes), writer)
-    pace = Timing(poll_s=0.5, steady_s=10, min_life_s=60, settle_s=5)
+    timing = Timing(poll_s=0.5, steady_s=10, min_run_s=60, settle_s=5)
     times = {"clock": lambda: world.now, "wait": world.wait}
-    return JobRunner(attempt, lambda: world.hosts, world.launch, pace, **times), world
+    return JobRunner(attempt, lambda: world.hosts, world.launch, timing, **times), world
 
 
 def resizes(runs: JobRunner) -> list[events.EventModel]:
@@ -201,7 +201,7 @@ def test_a_life_takes_the_room_there_is_pinned_and_as_a_fixed_size(
 ) -> None:
     runs, world = jobs
     world.plot = [(5, world.end())]
-    assert runs.live(0) is None
+    assert runs.run_once(0) is None
     (run,) = world.runs
     assert run.num_workers == 4
     assert run.node_ids == ("node-a",) * 4
@@ -213,10 +213,10 @@ def test_room_that_stays_lets_the_job_grow_by_a_restart(jobs: tuple[JobRunner, W
     runs, world = jobs
     grown = world.change(host("a", 0), host("b", 2))
     world.plot = [(20, grown), (61, stop_as_asked(world, runs, 0))]
-    assert runs.live(0) == Restart()
+    assert runs.run_once(0) == Restart()
     world.change(host("a", 4), host("b", 2))()
     world.plot = [(70, world.end())]
-    assert runs.live(1) is None
+    assert runs.run_once(1) is None
     assert world.runs[1].num_workers == 6
     (resized,) = resizes(runs)
     assert (resized.world_size_before, resized.world_size) == (4, 6)
@@ -227,7 +227,7 @@ def test_room_that_comes_and_goes_disturbs_nobody(jobs: tuple[JobRunner, World])
     runs, world = jobs
     full, more = (world.change(host("a", 0), host("b", free)) for free in (0, 2))
     world.plot = [(1, full), (70, more), (75, full), (100, world.end())]
-    assert runs.live(0) is None
+    assert runs.run_once(0) is None
     assert not runs.attempt.context.files.stop_request_path.exists()
 
 
@@ -238,9 +238,9 @@ def test_a_wish_is_followed_at_once(jobs: tuple[JobRunner, World]) -> None:
         (2, lambda: files.resize_request_path.write_text('{"workers": 2}') and None),
         (4, stop_as_asked(world, runs, 0)),
     ]
-    assert runs.live(0) == Restart()
+    assert runs.run_once(0) == Restart()
     world.plot = [(20, world.end())]
-    assert runs.live(1) is None
+    assert runs.run_once(1) is None
     assert world.runs[1].num_workers == 2
     assert resizes(runs)[0].cause == "request"
 
@@ -251,11 +251,11 @@ def test_after_a_loss_the_job_goes_on_with_what_is_left(jobs: tuple[JobRunner, W
     world.hosts = [host("a", 4), host("b", 2)]
 
     world.plot = [(5, world.end(died)), (7, world.change(host("a", 4)))]
-    outcome = runs.live(0)
+    outcome = runs.run_once(0)
     assert isinstance(outcome, Failure)
     assert outcome.reason == failures.HOST_LOST, "its host is gone"
     world.plot = [(50, world.end())]
-    assert runs.live(1) is None
+    assert runs.run_once(1) is None
     assert [run.num_workers for run in world.runs] == [6, 4]
     assert resizes(runs)[0].cause == failures.HOST_LOST
 
@@ -267,8 +267,8 @@ def test_what_the_last_life_held_is_awaited_before_the_size_is_decided(
     killed = world.end(Failure(failures.WORKERS_LOST, "killed"))
     world.plot = [(5, world.change(host("a", 2))), (5, killed), (7, world.change(host("a", 4)))]
     world.plot += [(20, world.end())]
-    assert isinstance(runs.live(0), Failure)
-    assert runs.live(1) is None
+    assert isinstance(runs.run_once(0), Failure)
+    assert runs.run_once(1) is None
     assert [run.num_workers for run in world.runs] == [4, 4]
 
 
@@ -280,7 +280,7 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(
     outcomes: list[Outcome] = []
     for index in range(4):
         world.plot = [(world.now + 20, world.end(no_room))]
-        outcomes.append(runs.live(index))
+        outcomes.append(runs.run_once(index))
     assert outcomes == [Restart()] * 4
     assert [run.waits_for_room for run in world.runs] == [False, False, False, True]
     assert world.runs[-1].num_workers == 2
@@ -294,7 +294,7 @@ class Ears:
     hangs_at: float
     address: str = "127.0.0.1:1"
 
-    def look(self, run_index: int) -> Failure | None:
+    def check(self, run_index: int) -> Failure | None:
         hangs = run_index == 0 and self.world.now >= self.hangs_at
         return Failure(failures.HANG, "rank 1 stands still") if hangs else None
 
@@ -312,9 +312,9 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
         killed.append((where.address, set(pids)))
         world.end(Failure(failures.WORKERS_LOST, "all ranks were lost"))()
 
-    runs.watch = Ears(world, hangs_at=20)
+    runs.hang_monitor = Ears(world, hangs_at=20)
     runs.kill_on = kill
-    outcome = runs.live(0)
+    outcome = runs.run_once(0)
     assert isinstance(outcome, Failure)
     assert outcome.reason == failures.HANG
     assert killed == [("a", {11, 12})]
@@ -326,11 +326,11 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(jobs: tuple[JobRunne
     asked = runs.attempt.context.files.pause_request_path
     # Workers that complete training meanwhile have completed.
     world.plot = [(3, asked.touch), (6, world.end())]
-    assert runs.live(0) is None
+    assert runs.run_once(0) is None
     asked.unlink()
     world.plot = [(9, asked.touch), (12, stop_as_asked(world, runs, 1))]
     for run_index in (1, 2):
-        ended = runs.live(run_index)
+        ended = runs.run_once(run_index)
         assert isinstance(ended, Failure)
         assert ended.reason == failures.PAUSED
     assert len(world.runs) == 2, "a paused attempt starts no workers"
@@ -344,7 +344,7 @@ def test_hosts_that_the_service_avoids_take_no_worker(
     world.hosts = [host("a", 4), host("b", 2)]
     wary = replace(runs, attempt=replace(runs.attempt, context=avoiding))
     world.plot = [(5, world.end())]
-    wary.live(0)
+    wary.run_once(0)
     assert set(world.runs[0].node_ids) == {"node-b"}
 
 
@@ -352,13 +352,13 @@ def test_running_workers_want_what_they_would_grow_into() -> None:
     hosts = [host("a", 0), host("b", 1)]
     need = need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=None)
     assert (need.has, need.wants) == (2, 6)
-    assert need.wishes == (CapacityRequest(2), CapacityRequest(2)), (
+    assert need.requests == (CapacityRequest(2), CapacityRequest(2)), (
         "the free one can be half of a group"
     )
-    assert need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=2).wishes == ()
+    assert need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=2).requests == ()
     drained = need_of(TWO_TO_SIX, on("a", 2), hosts, None, {"a"})
-    assert drained.is_waiting
-    assert drained.wishes == (CapacityRequest(2, avoided=frozenset("a")),) * 3
+    assert drained.has < drained.least
+    assert drained.requests == (CapacityRequest(2, avoided=frozenset("a")),) * 3
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40), st.data())
@@ -369,9 +369,9 @@ def test_room_and_wishes_make_the_largest_legal_size_that_is_wanted(
     wanted = data.draw(st.none() | st.integers(1, 40))
     need = need_of(bounds, Plan(0), [host("a", room)], wanted)
     assert need.wants == bounds.best(1000, wanted)
-    assert need.has + sum(wish.num_workers for wish in need.wishes) == need.wants
+    assert need.has + sum(wish.num_workers for wish in need.requests) == need.wants
     assert need.has <= room
-    assert need.is_waiting == (bounds.best(room, wanted) is None)
+    assert (need.has < need.least) == (bounds.best(room, wanted) is None)
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def growing(jobs: tuple[JobRunner, World]) -> tuple[JobRunner, World, Cloud]:
     cloud = Cloud()
     world.hosts = []
     room = CapacityManager(cloud, lambda: world.hosts, {"CPU": 1.0}, runs.attempt.writer.write)
-    runs.attempt = replace(runs.attempt, room=room)
+    runs.attempt = replace(runs.attempt, capacity=room)
     runs.read_hosts = room.read_hosts
     return runs, world, cloud
 
@@ -397,7 +397,7 @@ def test_a_job_starts_when_the_autoscaler_has_made_room_for_the_fewest(
     runs, world, cloud = growing
     given = partial(cloud.give, "1", "node-a", "node-a")
     world.plot = [(500, world.change(taken("a"))), (500, given), (520, world.end())]
-    assert runs.live(0) is None
+    assert runs.run_once(0) is None
     (run,) = world.runs
     assert run.node_ids == ("node-a",) * 2
     assert set(cloud.known) == {"2", "3"}, "its own room was given to it, and more is wanted"
@@ -411,11 +411,11 @@ def test_room_that_came_is_held_until_the_workers_start_again_in_it(
     given = partial(cloud.give, "1", "node-b", "node-b")
     world.plot = [(1, world.change(taken("a"))), (20, world.change(taken("a"), taken("b")))]
     world.plot += [(20, given), (61, stop_as_asked(world, runs, 0))]
-    assert runs.live(0) == Restart()
+    assert runs.run_once(0) == Restart()
     assert "1" in cloud.known, "nobody else was to have it"
     world.hosts[0] = host("a", 2)
     world.plot = [(70, world.end())]
-    assert runs.live(1) is None
+    assert runs.run_once(1) is None
     assert world.runs[1].num_workers == 4
     assert "1" not in cloud.known
 
@@ -434,7 +434,7 @@ def test_a_job_that_pauses_wants_and_holds_no_room_while_it_saves(
     given = partial(cloud.give, "1", "node-b", "node-b")
     world.plot = [(1, world.change(taken("a"))), (1, given), (20, asked.touch)]
     world.plot += [(120, look_and_end)]
-    ended = runs.live(0)
+    ended = runs.run_once(0)
     assert isinstance(ended, Failure)
     assert ended.reason == failures.PAUSED
 
@@ -458,8 +458,8 @@ def test_a_pause_during_a_restart_lets_go_of_the_room_to_grow_into(
         stop_as_asked(world, runs, 0)()
 
     world.plot = [(20, drain), (24, look), (25, files.pause_request_path.touch), (60, look_and_end)]
-    assert runs.live(0) == Restart()
-    assert runs.live(1) == PAUSED_EARLY
+    assert runs.run_once(0) == Restart()
+    assert runs.run_once(1) == PAUSED_EARLY
 
 
 def test_excluded_hosts_are_taken_again_where_the_autoscaler_adds_no_others(
@@ -476,7 +476,7 @@ def test_excluded_hosts_are_taken_again_where_the_autoscaler_adds_no_others(
 
     take = world.change(taken("a"))
     world.plot = [(170, count), (182, count), (183, take), (300, world.end())]
-    assert wary.live(0) is None
+    assert wary.run_once(0) is None
     assert num_lives == [0, 1], "for a while others might have come"
     assert world.runs[0].node_ids == ("node-a",) * 2
     (note,) = told(context, events.Note)
@@ -493,5 +493,5 @@ def test_drained_hosts_are_not_taken_although_the_autoscaler_adds_no_others(
     world.hosts = [host("a", 2)]
     # A job that waits for room can be paused.
     world.plot = [(900, files.pause_request_path.touch)]
-    assert runs.live(0) == PAUSED_EARLY
+    assert runs.run_once(0) == PAUSED_EARLY
     assert not world.runs

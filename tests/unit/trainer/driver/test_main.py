@@ -15,13 +15,14 @@ from trainer.driver import main
 from trainer.driver.attempt import (
     PAUSED,
     Attempt,
+    AttemptFailed,
     DriverContext,
     Outcome,
     Restart,
     run_with_restarts,
 )
 from trainer.driver.cluster import Host, hosts_of, num_that_fit, shortage
-from trainer.driver.main import NoLayout, choose_layout
+from trainer.driver.main import choose_layout
 from trainer.failures import Failure
 from trainer.layout.choice import Choice
 from trainer.protocol.events import WorkersLost
@@ -207,7 +208,7 @@ def test_a_layout_that_lacks_hosts_waits_for_them() -> None:
 
 
 def test_hosts_that_never_come_are_no_room() -> None:
-    with pytest.raises(NoLayout) as caught:
+    with pytest.raises(AttemptFailed) as caught:
         choose(SURVIVOR, hosts(8))
     assert caught.value.failure.reason == failures.NO_ROOM
     assert "add 1 host" in caught.value.failure.message
@@ -217,7 +218,7 @@ def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:
     sizes = {"workers": {"min": 1, "max": 4}, "shard_group_size": "auto", "survive": {"hosts": 1}}
     job = needing(**sizes)
     resources = job.resources.model_copy(update={"memory_bytes_per_worker": 100})
-    with pytest.raises(NoLayout) as caught:
+    with pytest.raises(AttemptFailed) as caught:
         choose(job.model_copy(update={"resources": resources}), hosts(4, 4))
     assert caught.value.failure.reason == failures.BAD_SPEC
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from trainer.parallel.optimizer import (
     GradientAccumulator,
-    WeightDecay,
+    decay,
     factor,
     fused_optimizer_params,
 )
@@ -89,10 +89,9 @@ def test_updates_follow_algorithm_1_with_duplicate_ids(name: str, moment_scale: 
 
 def test_weight_decay_shrinks_every_row_of_every_table() -> None:
     weights = [torch.full((2, 3), 2.0), torch.full((4, 1), -1.0)]
-    decay = WeightDecay(weights, weight_decay=0.5)
-    decay(lr=0.1)
-    decay(lr=0.2)
-    WeightDecay(weights, weight_decay=0.0)(lr=1.0)
+    decay(weights, lr=0.1, weight_decay=0.5)
+    decay(weights, lr=0.2, weight_decay=0.5)
+    decay(weights, lr=1.0, weight_decay=0.0)
     for weight, start in zip(weights, (2.0, -1.0), strict=True):
         torch.testing.assert_close(weight, torch.full_like(weight, start * 0.95 * 0.9))
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from trainer import failures
-from trainer.driver.attempt import DriverContext, SecretsUnavailable, fetch_secrets, secret_names
+from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets, secret_names
 from trainer.protocol.versions import MATCHED_STACKS, Mismatch, check_versions
 from trainer.protocol.worker_config import SecretEnv
 
@@ -43,10 +43,10 @@ def test_a_service_that_comes_back_gives_the_secrets() -> None:
 
 
 def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:
-    with pytest.raises(SecretsUnavailable, match=r"refuses.*403") as caught:
+    with pytest.raises(AttemptFailed, match=r"refuses.*403") as caught:
         Service(403).fetch()
     assert caught.value.failure.reason == failures.STORAGE_ERROR
-    with pytest.raises(SecretsUnavailable, match="does not give"):
+    with pytest.raises(AttemptFailed, match="does not give"):
         Service(*[0] * 6).fetch()
 
 

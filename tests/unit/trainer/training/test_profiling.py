@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from tests.harness.clock import FakeClock
 from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
+from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.training import TraceSpec
 from trainer.training.metrics import LookupCounter
-from trainer.training.profiling import PHASES, HostClock, Phase, PhaseTimes, Speedometer, Tracer
+from trainer.training.profiling import HostClock, PhaseTimes, Speedometer, Tracer
 
 
 class FakeTime(FakeClock):

@@ -331,7 +331,7 @@ class World:
 
     @property
     def status(self) -> CoordinatorStatus:
-        return self.membership.status(self.now)
+        return self.membership.status()
 
     def told(self, kind: str) -> list[Any]:
         """Events of one kind."""
@@ -347,7 +347,7 @@ class World:
 
     def run_to_commit(self, commit: int) -> None:
         """Deliver messages until a sync counts."""
-        self.run_until(lambda: self.status.commit >= commit)
+        self.run_until(lambda: self.status.ledger.commit >= commit)
 
     def exchange(self, num_turns: int) -> None:
         """In each turn, every rank hears a line or gets one through."""

@@ -140,7 +140,7 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
     writer = EventWriter(first)
     for event in (started(10.0), checkpoint(30.0, step=20), progress(50.0, step=40)):
         writer.write(event)
-    goodput.look(50.0)
+    goodput.poll(50.0)
     assert isinstance(told[-1], Metrics)
     assert told[-1].values["risk/steps_undurable"] == 20.0
     goodput.end(50.0, is_lost=True)

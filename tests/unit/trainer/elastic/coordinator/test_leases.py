@@ -37,19 +37,6 @@ def test_an_epoch_waits_for_the_rows_still_out_when_epochs_are_strict():
     assert book.lease(1).epoch == 1
 
 
-def test_the_next_epoch_begins_for_idle_groups_when_epochs_are_not_strict():
-    book = LeaseBook(num_rows=8, epochs=3, rows_per_lease=4, strict_epochs=False)
-    straggler, second = book.lease(0), book.lease(1)
-    book.commit([second.id])
-    ahead = [book.lease(1), book.lease(1)]
-    assert spans_of(ahead) == [(1, 0, 4), (1, 4, 8)]
-    assert book.lease(1) is None, "only one epoch ahead"
-    book.commit([each.id for each in ahead])
-    assert (book.epoch, [rows.epoch for rows in book.open_epochs]) == (0, [0, 1])
-    book.commit([straggler.id])
-    assert (book.epoch, book.open_epochs) == (2, ())
-
-
 def test_rows_of_a_lost_group_are_leased_again():
     book = LeaseBook(num_rows=12, epochs=1, rows_per_lease=4)
     lost = [book.lease(0), book.lease(0)]
@@ -193,15 +180,13 @@ class Job(RuleBasedStateMachine):
         rows_per_lease=st.integers(1, 12),
         cuts=st.sets(st.integers(1, 39), max_size=6),
         max_rows=st.none() | st.integers(0, 120),
-        strict_epochs=st.booleans(),
     )
-    def begin(self, num_rows, epochs, rows_per_lease, cuts, max_rows, strict_epochs):
+    def begin(self, num_rows, epochs, rows_per_lease, cuts, max_rows):
         bounds = (0, *sorted(cut for cut in cuts if cut < num_rows), num_rows)
         sizes = {"num_rows": num_rows, "epochs": epochs, "rows_per_lease": rows_per_lease}
         windows = {"windows": lambda epoch: bounds if epoch % 2 else (0, num_rows)}
-        self.settings = sizes | windows | {"max_rows": max_rows, "strict_epochs": strict_epochs}
+        self.settings = sizes | windows | {"max_rows": max_rows}
         self.num_rows, self.rows_per_lease = num_rows, rows_per_lease
-        self.strict_epochs = strict_epochs
         self.total = min(epochs * num_rows, epochs * num_rows if max_rows is None else max_rows)
         self.book = LeaseBook(**self.settings)
         self.done: list[tuple[int, int]] = []
@@ -218,7 +203,7 @@ class Job(RuleBasedStateMachine):
             return
         assert 0 < lease.num_rows <= self.rows_per_lease
         assert lease.id not in self.ids
-        assert lease.epoch <= self.book.epoch + (not self.strict_epochs)
+        assert lease.epoch == self.book.epoch
         self.ids.add(lease.id)
         self.out[lease.id] = group, lease
 
@@ -278,10 +263,8 @@ class Job(RuleBasedStateMachine):
         assert len(self.done) == self.total
         epoch, rest = divmod(self.total, self.num_rows)
         whole = {(n, row) for n in range(epoch) for row in range(self.num_rows)}
-        if self.strict_epochs or self.total == self.settings["epochs"] * self.num_rows:
-            assert whole <= set(self.done)
-        last = epoch + bool(rest) + (not self.strict_epochs)
-        assert {n for n, _ in self.done} <= set(range(last))
+        assert whole <= set(self.done)
+        assert {n for n, _ in self.done} <= set(range(epoch + bool(rest)))
 
 
 TestJob = Job.TestCase

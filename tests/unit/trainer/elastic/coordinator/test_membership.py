@@ -277,7 +277,7 @@ def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():
     world.start_group(1)
     world.run_until(lambda: world.groups[1][0].copy and has_ready(world, 1, "arrive"))
     world.hung.add(1)
-    world.run_to_commit(world.status.commit + 2)
+    world.run_to_commit(world.status.ledger.commit + 2)
     world.copy_all()
     world.hung.clear()
     world.run_until(lambda: world.groups[1][0].copy is None)
@@ -524,7 +524,7 @@ def test_steps_are_at_risk_until_a_checkpoint_holds_them():
         chronicle.remember(Ledger(commit=commit, rows_trained=100 * commit))
     for checkpoint, num_steps in ((3, 10), (4, 0)):
         ledger = Ledger(commit=4, rows_trained=400, checkpoint_commit=checkpoint)
-        assert chronicle.metrics(ledger, 1, 0.0)["risk/steps_undurable"] == num_steps
+        assert chronicle.as_event(ledger, 1, 0.0).values["risk/steps_undurable"] == num_steps
 
 
 def leader(ledger: Ledger, step: int, epoch: int, validate_every: int | None) -> GroupSession:

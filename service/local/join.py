@@ -70,7 +70,7 @@ class JoinedMachine:
             self._check_is_free()
             facts = ask_head(request.head_url, request.token)
             node = _node_towards(facts, request)
-            _check_facts(facts)
+            check_facts(facts)
             _check_reaches(facts.gcs_address)
             check_node_ports_free(node.address, node.ports.fixed)
             self.home.keep_cluster_token(request.token)
@@ -276,7 +276,7 @@ def _detail(answer: httpx.Response) -> str:
         return "its logs/service.log says why"
 
 
-def _check_facts(facts: HeadFacts) -> None:
+def check_facts(facts: HeadFacts) -> None:
     """Raise `StackError` where this machine has other versions or another run storage."""
     if unlike := differences(facts.versions, versions_here()):
         rows = "\n".join(f"  {line}" for line in unlike)

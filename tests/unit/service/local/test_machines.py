@@ -94,10 +94,11 @@ def test_versions_are_told_before_the_storage(tmp_path):
     assert differences({"torch": "2.13.0", "ray": "2.60.0"}, {"torch": "2.13.0"}) == [
         "ray: 2.60.0 on the head, none here"
     ]
-    faults = check_facts(facts(tmp_path / "runs", storage_id="unknown", torch="1.2.3"))
-    assert [fault.split()[0] for fault in faults] == ["head", "the"]
-    assert "torch: 1.2.3 on the head" in faults[0]
-    assert check_facts(facts(tmp_path / "runs")) == []
+    with pytest.raises(StackError, match="torch: 1.2.3 on the head"):
+        check_facts(facts(tmp_path / "runs", storage_id="unknown", torch="1.2.3"))
+    with pytest.raises(StackError, match="is another folder than the head's"):
+        check_facts(facts(tmp_path / "runs", storage_id="unknown"))
+    check_facts(facts(tmp_path / "runs"))
 
 
 def test_a_head_refuses_another_run_storage_than_it_had(tmp_path):
@@ -175,7 +176,7 @@ def test_only_machines_with_the_token_and_administrators_learn_of_the_head(open_
     assert found.status_code == 200
     head = HeadFacts.model_validate_json(found.content)
     assert head.gcs_address == "10.0.0.1:6379"
-    assert check_facts(head) == []
+    check_facts(head)
     assert asked(house.keys["root"]) == 200
     assert asked(house.keys["admin"]) == 403
     assert asked("f" * 64) == 401

@@ -94,7 +94,7 @@ def test_versions_are_told_before_the_storage(tmp_path):
     assert differences({"torch": "2.13.0", "ray": "2.60.0"}, {"torch": "2.13.0"}) == [
         "ray: 2.60.0 on the head, none here"
     ]
-    with pytest.raises(StackError, match="torch: 1.2.3 on the head"):
+    with pytest.raises(StackError, match=r"torch: 1\.2\.3 on the head"):
         check_facts(facts(tmp_path / "runs", storage_id="unknown", torch="1.2.3"))
     with pytest.raises(StackError, match="is another folder than the head's"):
         check_facts(facts(tmp_path / "runs", storage_id="unknown"))

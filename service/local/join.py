@@ -70,7 +70,8 @@ class JoinedMachine:
             self._check_is_free()
             facts = ask_head(request.head_url, request.token)
             node = _node_towards(facts, request)
-            _check_facts(facts)
+            for fault in check_facts(facts):
+                raise StackError(fault)
             _check_reaches(facts.gcs_address)
             check_node_ports_free(node.address, node.ports.fixed)
             self.home.keep_cluster_token(request.token)
@@ -276,13 +277,15 @@ def _detail(answer: httpx.Response) -> str:
         return "its logs/service.log says why"
 
 
-def _check_facts(facts: HeadFacts) -> None:
-    """Raise `StackError` where this machine has other versions or another run storage."""
+def check_facts(facts: HeadFacts) -> list[str]:
+    """What keeps this machine from working with a head: versions, then the run storage."""
+    faults = []
     if unlike := differences(facts.versions, versions_here()):
         rows = "\n".join(f"  {line}" for line in unlike)
-        raise StackError(f"head and machine must have the same versions; they differ:\n{rows}")
+        faults.append(f"head and machine must have the same versions; they differ:\n{rows}")
     if fault := storage_fault(Path(facts.runs_dir), facts.storage_id):
-        raise StackError(fault)
+        faults.append(fault)
+    return faults
 
 
 def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:

@@ -42,7 +42,7 @@ from tests.harness.properties import examples
 MAX_FAILURES = 2
 GRACE_S = 120.0
 # Whether the cluster is away, and whether a submission is answered and whether it arrives if not.
-_LOOKS = st.tuples(st.sampled_from([False, False, True]), st.booleans(), st.booleans())
+_POLLS = st.tuples(st.sampled_from([False, False, True]), st.booleans(), st.booleans())
 OTHER = queued_job(name="other", priority=9)
 # What a driver may say; it says "paused" or "cancelled" only when it was asked.
 _SAID = st.sampled_from(
@@ -127,12 +127,12 @@ class Lifecycle(RuleBasedStateMachine):
 
     # ---- what the service does
 
-    @rule(looks=st.lists(_LOOKS, min_size=1, max_size=4))
-    def the_service_looks(self, looks: list[tuple[bool, bool, bool]]) -> None:
-        for is_away, is_answered, arrives in looks:
+    @rule(polls=st.lists(_POLLS, min_size=1, max_size=4))
+    def the_service_polls(self, polls: list[tuple[bool, bool, bool]]) -> None:
+        for is_away, is_answered, arrives in polls:
             self.is_answering = not is_away
             self._admit()
-            self._look(is_answered, arrives)
+            self._poll(is_answered, arrives)
 
     def _admit(self) -> None:
         is_due = (self.job.retry_at or 0.0) <= self.now
@@ -142,7 +142,7 @@ class Lifecycle(RuleBasedStateMachine):
             assert decision.attempt.id not in self.attempts, "an attempt's id is never used twice"
             self._store(decision.job, decision.attempt)
 
-    def _look(self, is_answered: bool, arrives: bool) -> None:
+    def _poll(self, is_answered: bool, arrives: bool) -> None:
         attempt = self._newest()
         state = self._observe(attempt)
         decision = decide(self.job, attempt, Observation(state), self.now)

@@ -211,13 +211,13 @@ def _rounds(
         chance=lambda: 0.5,
     )
 
-    async def _look() -> None:
+    async def _poll() -> None:
         for time in times:
             now[0] = time
             await sender.poll()
             await sender.finish()
 
-    asyncio.run(_look())
+    asyncio.run(_poll())
 
 
 def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(

@@ -239,20 +239,15 @@ def read_commit(folder: Folder) -> Commit | None:
         if content is None:
             return None
         document = json.loads(content)
-        _check(document)
+        if not isinstance(document, dict):
+            raise ValueError("it is no JSON object")
+        # Early versions wrote no checksum.
+        if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
+            raise ValueError("its checksum is wrong")
         return _COMMIT.validate_python(document)
     except (OSError, ValueError) as error:
         logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
         return None
-
-
-def _check(document: Any) -> None:
-    """Take the checksum out of `document`; raises ValueError when it is not that of the rest."""
-    if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
-    # Early versions wrote none.
-    if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
-        raise ValueError("its checksum is wrong")
 
 
 def _checksum(document: dict[str, Any]) -> str:

@@ -60,16 +60,11 @@ def array_of(values: Sequence[Any]) -> pa.Array:
         return pa.array(values)
     except (OverflowError, pa.ArrowInvalid):
         # Arrow never infers uint64; asked for it, it would cut decimals off.
-        if not all(type(item) is int for item in _items(values)):
+        lists = (value if isinstance(value, list) else [value] for value in values)
+        if not all(item is None or type(item) is int for items in lists for item in items):
             raise
     is_list = any(isinstance(value, list) for value in values)
     return pa.array(values, pa.list_(pa.uint64()) if is_list else pa.uint64())
-
-
-def _items(values: Sequence[Any]) -> list[Any]:
-    """All values that are not None, those in lists included."""
-    lists = (value if isinstance(value, list) else [value] for value in values)
-    return [item for items in lists for item in items if item is not None]
 
 
 def scoring_layout(spec: JobSpec, vocabularies: Path) -> RowLayout:

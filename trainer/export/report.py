@@ -25,7 +25,7 @@ from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
 from trainer.errors import DataError, SourceMissingError
 from trainer.export.artifact import NotExportable
-from trainer.export.predict import Predictions, Predictor, in_own_unit
+from trainer.export.predict import Predictor, in_own_unit
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -167,7 +167,7 @@ def _compare(
     report.num_rows = sum(len(table) for table in tables)
     label = np.concatenate(labels)
     for index, task in enumerate(spec.model.tasks):
-        found, wanted = _joined(ours, task.name), _joined(theirs, task.name)
+        found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
         name, metric = _METRICS[task.loss]
         report.tasks[task.name] = _task_error(found, wanted, label[:, index], name, metric)
 
@@ -199,10 +199,6 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
             "changes, randomness, branches on values)"
         )
     return error
-
-
-def _joined(parts: list[Predictions], task: str) -> NDArray[np.float32]:
-    return np.concatenate([part[task] for part in parts])
 
 
 def _task_error(

@@ -123,16 +123,12 @@ class MeshLayout:
         return self.sharding_group_of(rank).index(rank)
 
 
-def num_hosts_spanned(group: Sequence[int], sites: Sequence[WorkerSite]) -> int:
-    hosts = {site.rank: site.host for site in sites}
-    return len({hosts[rank] for rank in group})
-
-
 def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | None:
     """A sentence when the true topology does not give what the placement promises, else None."""
     if mesh.layout.num_replicas == 1:
         return None
-    spans = [num_hosts_spanned(group, sites) for group in mesh.replica_groups]
+    hosts = {site.rank: site.host for site in sites}
+    spans = [len({hosts[rank] for rank in group}) for group in mesh.replica_groups]
     if mesh.layout.placement == "intra_host" and max(spans) > 1:
         return (
             f"placement intra_host: a replica group spans {max(spans)} hosts, so syncs cross hosts"
@@ -152,17 +148,14 @@ def num_hosts_survived(group_hosts: Iterable[Iterable[Hashable]]) -> int:
     of them. Exact also where groups span and share hosts: one less than the fewest hosts that meet
     every group.
     """
-    return _fewest_hosts_that_meet(frozenset(frozenset(hosts) for hosts in group_hosts)) - 1
-
-
-def _fewest_hosts_that_meet(groups: frozenset[frozenset[Hashable]]) -> int:
+    groups = frozenset(frozenset(hosts) for hosts in group_hosts)
     alone = {host for group in groups if len(group) == 1 for host in group}
-    groups = frozenset(group for group in groups if group.isdisjoint(alone))
-    return len(alone) + _fewest_by_search(groups)
+    others = frozenset(group for group in groups if group.isdisjoint(alone))
+    return len(alone) + _fewest_by_search(others) - 1
 
 
 def _fewest_by_search(groups: frozenset[frozenset[Hashable]]) -> int:
-    """As `_fewest_hosts_that_meet`, for groups of several hosts each."""
+    """The fewest hosts that meet every one of `groups`, which have several hosts each."""
     if sum(map(len, groups)) == len(frozenset().union(*groups)):
         return len(groups)  # none shares a host
     # The group with the fewest useful hosts branches least; of runs of hosts there always is one

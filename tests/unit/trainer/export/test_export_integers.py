@@ -38,8 +38,8 @@ def colours(spec: JobSpec, table: pa.Table) -> list[int]:
     """The ids that a table of rows gives the feature."""
     layout = scoring_layout(spec, Path(spec.data.path))
     place = [feature.name for feature in spec.pooled_features].index("colour")
-    rows = rows_of_table(table, layout)
-    return rows.ids[rows.starts[place]].tolist()
+    ids = rows_of_table(table, layout).sparse
+    return ids.singles[:, sum(ids.is_single[:place])].tolist()
 
 
 def as_request(spec: JobSpec, values: list[Any], kind: str | None) -> pa.Table:

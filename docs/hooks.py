@@ -34,9 +34,11 @@ from service.auth.permissions import (  # noqa: E402
 from service.cli.main import build_app as build_cli  # noqa: E402
 from service.domain.models import EndReason  # noqa: E402
 from service.domain.retries import (  # noqa: E402
+    HOST_TO_BLAME,
+    MAX_BACKOFF_S,
+    MEMORY_SHORTAGES,
     RULES,
     Budget,
-    Change,
     advice_of,
 )
 from service.settings import Settings  # noqa: E402
@@ -451,9 +453,9 @@ _BUDGETS = {
     Budget.NONE: "the job ends",
 }
 _CHANGES = {
-    Change.LARGER_GROUPS: "a larger shard group size where it is `auto`",
-    Change.AVOID_HOST: "not on that host for `recovery.exclude_host_s`",
-    Change.WAIT_FOR_ROOM: "when the minimum of workers fits",
+    "a larger shard group size where it is `auto`": MEMORY_SHORTAGES,
+    "not on that host for `recovery.exclude_host_s`": HOST_TO_BLAME,
+    "when the minimum of workers fits": (EndReason.NO_ROOM,),
 }
 _ENDS = {
     EndReason.COMPLETED: "the job has succeeded",
@@ -463,14 +465,13 @@ _ENDS = {
 
 
 def _end_reasons() -> str:
-    parts = ["| reason | kind | what follows | what to change |", "|---|---|---|---|"]
+    parts = ["| reason | what follows | what to change |", "|---|---|---|"]
     for reason, rule in RULES.items():
         follows = [_ENDS.get(reason, _BUDGETS[rule.budget])]
-        if rule.is_retried and rule.max_backoff_s:
-            follows.append(f"after {rule.first_backoff_s:g} to {rule.max_backoff_s:g} s")
-        follows += [_CHANGES[each] for each in rule.changes]
-        advice = _cell(advice_of(reason))
-        parts.append(f"| `{reason.value}` | {rule.kind.value} | {', '.join(follows)} | {advice} |")
+        if rule.budget is not Budget.NONE and rule.first_backoff_s:
+            follows.append(f"after {rule.first_backoff_s:g} to {MAX_BACKOFF_S:g} s")
+        follows += [change for change, reasons in _CHANGES.items() if reason in reasons]
+        parts.append(f"| `{reason.value}` | {', '.join(follows)} | {_cell(advice_of(reason))} |")
     return "\n".join(parts) + "\n"
 
 

@@ -17,7 +17,7 @@ from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
-_MAX_BACKOFF_S = 300.0
+MAX_BACKOFF_S = 300.0
 # Share by which waits vary, so that jobs that ended together do not retry together.
 _JITTER = 0.2
 _ADVICE: dict[EndReason, str] = {
@@ -131,9 +131,9 @@ RULES: dict[EndReason, RetryRule] = {
 _BY_NAME = {reason.value: rule for reason, rule in RULES.items()}
 # After these each worker of the next attempt holds less: its sharding groups are larger, where the
 # spec leaves that `auto`.
-_MEMORY_SHORTAGES = (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
+MEMORY_SHORTAGES = (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
 # After these it has no worker on the host, for a while and if there is room elsewhere.
-_HOST_TO_BLAME = (EndReason.HANG, EndReason.HOST_LOST)
+HOST_TO_BLAME = (EndReason.HANG, EndReason.HOST_LOST)
 
 
 def spends_budget(reason: str) -> bool:
@@ -145,7 +145,7 @@ def spends_budget(reason: str) -> bool:
 def backoff_s(rule: RetryRule, num_in_a_row: int, attempt_id: str) -> float:
     """Seconds to wait after failure `num_in_a_row` (from 1); the attempt's id seeds the jitter."""
     doublings = min(max(num_in_a_row, 1) - 1, 30)
-    wait_s = min(_MAX_BACKOFF_S, rule.first_backoff_s * 2.0**doublings)
+    wait_s = min(MAX_BACKOFF_S, rule.first_backoff_s * 2.0**doublings)
     digest = hashlib.sha256(attempt_id.encode()).digest()
     share = int.from_bytes(digest[:4], "big") / 2**32
     return round(wait_s * (1.0 + _JITTER * (2.0 * share - 1.0)), 3)
@@ -175,7 +175,7 @@ def next_attempt(
     avoided = _avoided_hosts(job, ended, now)
     notes = [f"host {host} is avoided" for host, _ in avoided]
     spec = job.spec
-    oom = (group_sizes.get(each.id) for each in ended if each.end_reason in _MEMORY_SHORTAGES)
+    oom = (group_sizes.get(each.id) for each in ended if each.end_reason in MEMORY_SHORTAGES)
     short = [size for size in oom if size]
     if spec.parallelism.shard_group_size != "auto":
         return NextAttempt(spec, avoided, (), tuple(notes))
@@ -184,7 +184,7 @@ def next_attempt(
         spec = with_parallelism(spec, shard_group_size=larger) or spec
         notes.append(f"shard_group_size is {larger}, as memory ran out at {max(short)}")
     can_grow = _larger_group_size(job.spec, larger or max(short, default=1)) is not None
-    return NextAttempt(spec, avoided, _MEMORY_SHORTAGES if can_grow else (), tuple(notes))
+    return NextAttempt(spec, avoided, MEMORY_SHORTAGES if can_grow else (), tuple(notes))
 
 
 def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tuple[str, float], ...]:
@@ -192,7 +192,7 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
     until: dict[str, float] = {}
     for attempt in ended:
         host = attempt.evidence.get("host")
-        if host and attempt.end_reason in _HOST_TO_BLAME:
+        if host and attempt.end_reason in HOST_TO_BLAME:
             until[host] = (attempt.ended_at or now) + job.spec.recovery.exclude_host_s
     return tuple(sorted((host, time) for host, time in until.items() if time > now))
 

@@ -141,13 +141,15 @@ class WebhookStore:
             return [_delivery_of(row) for row in found]
 
     def redeliver(self, webhook_id: str, delivery_id: int) -> Delivery:
-        """Send a delivery again, from its first try on; raises `DeliveryNotFound`."""
+        """Send a delivery again, from its first try on; raises `DeliveryNotFound`.
+
+        At once, even where a sender that died still has its claim.
+        """
         own = webhook_deliveries.c
         mine = (own.id == delivery_id, own.webhook_id == webhook_id)
         with self._transactions.write() as connection:
-            connection.execute(
-                update(webhook_deliveries).where(*mine).values(**_DUE, ended_at=None)
-            )
+            again = update(webhook_deliveries).where(*mine)
+            connection.execute(again.values(**_DUE, claimed_until=0.0, ended_at=None))
             row = connection.execute(select(webhook_deliveries).where(*mine)).mappings().first()
         if row is None:
             raise DeliveryNotFound(webhook_id, delivery_id)

@@ -96,7 +96,7 @@ def test_versions_are_told_before_the_storage(tmp_path):
     ]
     with pytest.raises(StackError, match=r"torch: 1\.2\.3 on the head"):
         check_facts(facts(tmp_path / "runs", storage_id="unknown", torch="1.2.3"))
-    with pytest.raises(StackError, match="is another folder than the head's"):
+    with pytest.raises(StackError, match="run storage"):
         check_facts(facts(tmp_path / "runs", storage_id="unknown"))
     check_facts(facts(tmp_path / "runs"))
 

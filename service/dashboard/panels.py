@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def _select(options: list[Any] | dict[Any, str], label: str, **more: Any) -> ui.
     return ui.select(options, label=label, **more).props("dense outlined")
 
 
-class Panel:
+class Panel(ABC):
     """A panel of a job's page, which `on_change` shows anew after a request."""
 
     def __init__(
@@ -113,9 +114,9 @@ class Panel:
         self._on_change = on_change
         self._build()
 
+    @abstractmethod
     def _build(self) -> None:
         """Draw the panel, empty."""
-        raise NotImplementedError
 
     async def _change(self, what: str, change: Callable[[], object], done: str = "") -> None:
         """Authorize and audit a change, and make it in a thread; a notice says what came of it."""

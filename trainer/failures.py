@@ -9,12 +9,10 @@ while another attempt holds the run folder, the attempt ends and the control pla
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
-MemoryShortage = Literal["device_oom", "host_oom"]
 _DEVICE_SIGNS = ("torch.outofmemoryerror", "cuda out of memory", "hip out of memory")
 # Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
 _HOST_SIGNS = (
@@ -26,18 +24,6 @@ _HOST_SIGNS = (
     "std::bad_alloc",
     "oomkilled",
 )
-
-
-def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShortage | None:
-    """Which memory ran out, by an error's text and the names of its types; None if neither did."""
-    text = " ".join([*type_names, message]).lower()
-    if any(sign in text for sign in _DEVICE_SIGNS):
-        return "device_oom"
-    if any(sign in text for sign in _HOST_SIGNS):
-        return "host_oom"
-    return None
-
-
 COMPLETED = "completed"
 CANCELLED = "cancelled"
 PAUSED = "paused"
@@ -63,7 +49,7 @@ PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_O
 FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
 # A sharding group that ended by these is restarted at most as often as the budget allows.
-_SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
+SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
@@ -129,20 +115,18 @@ class Failure:
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
-def is_peer_loss(message: str) -> bool:
-    """Whether a collective failed because another rank went away, which is not the cause."""
-    lowered = message.lower()
-    return any(sign in lowered for sign in _PEER_LOST_SIGNS)
-
-
 def reason_of(error: BaseException) -> str:
     """The reason behind an unexpected error, by its type and text."""
+    message = str(error).lower()
     type_names = [f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__]
-    short_of = memory_shortage(str(error), type_names)
-    if short_of:
-        return short_of
-    is_echo = isinstance(error, RuntimeError | OSError) and is_peer_loss(str(error))
-    return WORKERS_LOST if is_echo else TRAINING_ERROR
+    text = " ".join([*type_names, message]).lower()
+    if any(sign in text for sign in _DEVICE_SIGNS):
+        return DEVICE_OOM
+    if any(sign in text for sign in _HOST_SIGNS):
+        return HOST_OOM
+    # A collective that failed as another rank went away, which is not the cause.
+    is_echo = any(sign in message for sign in _PEER_LOST_SIGNS)
+    return WORKERS_LOST if is_echo and isinstance(error, RuntimeError | OSError) else TRAINING_ERROR
 
 
 def evidence_of(error: BaseException) -> dict[str, str]:
@@ -218,11 +202,6 @@ def explain(failures: Collection[Failure]) -> Failure:
     return min(failures, key=_order, default=unexplained)
 
 
-def is_paid(failure: Failure) -> bool:
-    """Whether a restart after `failure` spends the user's budget."""
-    return failure.reason in PAID
-
-
 def with_lost_host(failure: Failure, live_hosts: Collection[str]) -> Failure:
     """The same failure, as the loss of the host that it names if that is not there any more."""
     host = failure.evidence.get("host")
@@ -236,7 +215,7 @@ def should_restart(failure: Failure, num_paid: int, max_failures: int) -> bool:
 
     What does not spend it is bounded by `restart_delay_s` alone.
     """
-    return failure.reason in FREE or (is_paid(failure) and num_paid <= max_failures)
+    return failure.reason in FREE or (failure.reason in PAID and num_paid <= max_failures)
 
 
 def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> bool:
@@ -245,14 +224,9 @@ def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> 
     Losing one stops nobody, so it costs nothing; but an error that may lie in the job itself is
     tried `max_failures` times at most (`num_suspicious` counts those, this one too).
     """
-    if is_suspicious(failure):
+    if failure.reason in SUSPICIOUS:
         return num_suspicious <= max_failures
     return failure.reason in RESTARTABLE | {NO_ROOM}
-
-
-def is_suspicious(failure: Failure) -> bool:
-    """Whether a group's end may lie in the job itself rather than where the group ran."""
-    return failure.reason in _SUSPICIOUS
 
 
 def restart_delay_s(num_in_a_row: int) -> float:

@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
-from tests.harness.elastic_ranks import JOURNAL, Control, RankLife, coordinate, live
+from tests.harness.elastic_ranks import Control, RankLife, coordinate, live
 from tests.harness.emulated import EmulatedHosts
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.wait import free_port, scaled
@@ -290,10 +290,6 @@ class ElasticHarness:
     def of(self, event: str) -> list[Record]:
         """Records of one kind, by time."""
         return [record for record in self.records() if record["event"] == event]
-
-    def journal(self) -> list[Record]:
-        """What the coordinators wrote down about commits, in that order."""
-        return [json.loads(line) for line in (self.folder / JOURNAL).read_text().splitlines()]
 
     @property
     def commit(self) -> int:

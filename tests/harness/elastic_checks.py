@@ -48,24 +48,6 @@ def check_rows(records: Iterable[Record], num_rows: int, epochs: int) -> Record:
     return newest
 
 
-def check_journal(commits: Iterable[Record], num_rows: int, epochs: int) -> None:
-    """The coordinators' own journal has every row exactly once; see `CommitRecord`.
-
-    Of several records of a commit the last one counts: the coordinator of the others was killed
-    before anybody heard.
-    """
-    newest = {commit["commit"]: commit for commit in commits}
-    leases = [
-        lease
-        for commit in newest.values()
-        for held in [*commit["leases"].values(), commit["skipped"]]
-        for lease in held
-    ]
-    counted = [row for lease in leases for row in sorted(_rows_of(lease))]
-    assert len(counted) == len(set(counted)), "the journal counts rows more than once"
-    assert len(counted) == num_rows * epochs, f"the journal counts {len(counted)} rows"
-
-
 def _ledgers(records: Iterable[Record]) -> dict[int, Record]:
     """The ledger of each commit; all ranks must have heard the same rows of it."""
     ledgers: dict[int, Record] = {}

@@ -13,7 +13,6 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.harness.wait import scaled
 from trainer.protocol.worker_config import WorkerConfig
 
 FAILED = 1
-JOURNAL = "journal.jsonl"
 COLLECTIVE_TIMEOUT_S = scaled(20)
 _CONTROL_POLL_S = 0.01
 
@@ -269,7 +267,7 @@ def coordinate(
     logging.basicConfig(
         level=logging.INFO, stream=log, format="%(asctime)s %(message)s", force=True
     )
-    coordinator = _start_coordinator(config, num_groups, address, folder)
+    coordinator = _start_coordinator(config, num_groups, address)
     while True:
         try:
             method, args = pipe.recv()
@@ -283,7 +281,7 @@ def coordinate(
             pipe.send((traceback.format_exc(), None))
 
 
-def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, folder: Path):
+def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
     from trainer.data.reader import open_source
     from trainer.elastic.coordinator.interface import MembershipPolicy
     from trainer.elastic.coordinator.leases import LeaseBook
@@ -294,8 +292,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, fold
     source = open_source(spec, Path(spec.data.path) / spec.data.split.train)
     batch_rows = spec.parallelism.group_size * spec.data.batch_size
     max_steps = spec.training.max_steps
-    book = partial(
-        LeaseBook,
+    book = LeaseBook(
         num_rows=source.num_rows,
         epochs=spec.training.epochs,
         rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
@@ -306,10 +303,9 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, fold
     return Coordinator(
         CoordinatorConfig(
             policy=MembershipPolicy.of(spec, num_groups),
-            open_book=book,
+            book=book,
             host=host,
             port=int(port),
             attempt_dir=attempt,
-            journal_path=folder / JOURNAL,
         )
     )

@@ -114,8 +114,6 @@ class CoordinatorClient:
         self._store_address = ""
         self._store: tuple[str, Store] | None = None
         self._threads: list[threading.Thread] = []
-        self.on_abort: Callable[[int], None] | None = None
-        """Called on another thread with the number of a round that failed without this rank."""
         self.on_refusal: Callable[[str], None] | None = None
         """Called on another thread when this life of the group is over, even if the rank hangs."""
 
@@ -278,8 +276,6 @@ class CoordinatorClient:
         if line.id == 0:
             if isinstance(line.body, RoundResult):
                 self._aborted_round = max(self._aborted_round, line.body.round)
-                if self.on_abort:
-                    self.on_abort(line.body.round)
             return
         again = None
         with self._changed:

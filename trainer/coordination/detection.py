@@ -1,8 +1,7 @@
 """Failure detection: hangs, stragglers, diverging losses, bad hosts; pure policies.
 
 Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
-none reads a clock or acts. State belongs to one attempt and, for ranks, to one incarnation of their
-group: the first observation of a later incarnation drops what is known of earlier ones.
+none reads a clock or acts. State belongs to one attempt.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from trainer.coordination.messages import Heartbeat
+from trainer.protocol.events import HostExcluded
 
 _UNTIMED_FACTOR = 10
 # A rank that is slow in so many windows in a row is persistently slow.
@@ -24,8 +24,6 @@ _SLOW_WINDOWS = 5
 _MAX_NE = 1.5
 _EXPLODE_FACTOR = 1.5
 _EXPLODED_REPORTS = 3
-# After so many skipped intervals in a row the data is not to blame, and the job fails.
-_MAX_SKIPS_IN_A_ROW = 3
 _FAILURE_WINDOW_S = 3600.0
 
 
@@ -44,63 +42,6 @@ class Hang:
     rank: RankId
     phase: str
     idle_s: float
-
-
-@dataclass
-class _Watched:
-    """The newest heartbeat of a rank, which has stood still since `since`."""
-
-    heartbeat: Heartbeat
-    since: float
-
-
-class HangDetector:
-    """Finds the ranks that stand still.
-
-    No progress for `hang_factor` median steps, and at least `min_hang_s`, is a hang.
-    """
-
-    def __init__(self, min_hang_s: float, hang_factor: float) -> None:
-        self._min_hang_s, self._hang_factor = min_hang_s, hang_factor
-        self.watched: dict[RankId, _Watched] = {}
-
-    def observe(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
-        """Apply a heartbeat; a later incarnation of a group drops earlier ones."""
-        mates = [each for each in self.watched if each.group == rank.group]
-        if any(each.incarnation > rank.incarnation for each in mates):
-            return
-        for each in mates:
-            if each.incarnation < rank.incarnation:
-                del self.watched[each]
-        known = self.watched.get(rank)
-        if known is not None and known.heartbeat.progress == heartbeat.progress:
-            known.heartbeat = heartbeat
-        else:
-            self.watched[rank] = _Watched(heartbeat, now)
-
-    def forget(self, group: int) -> None:
-        for rank in [each for each in self.watched if each.group == group]:
-            del self.watched[rank]
-
-    def check(self, now: float, waiting: Collection[RankId] = ()) -> list[Hang]:
-        """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
-
-        Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
-        that ends.
-        """
-        for rank in self.watched.keys() & set(waiting):
-            self.watched[rank].since = now
-        steps_s = (each.heartbeat.step_time_s for each in self.watched.values())
-        known_s = [step_s for step_s in steps_s if step_s > 0]
-        median_s = statistics.median(known_s) if known_s else 0.0
-        limit_s = max(self._min_hang_s, self._hang_factor * median_s)
-        first: dict[int, Hang] = {}
-        for rank, watched in self.watched.items():
-            hang = Hang(rank, watched.heartbeat.phase, now - watched.since)
-            other = first.get(rank.group)
-            if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
-                first[rank.group] = hang
-        return list(first.values())
 
 
 @dataclass(frozen=True)
@@ -162,59 +103,26 @@ class StragglerDetector:
         return [Straggler(rank, hosts[rank], slowdown[rank]) for rank in sorted(told)]
 
 
-@dataclass(frozen=True)
-class LossDecision:
-    """What to do, and why in a clause (empty where all is well)."""
-
-    action: Literal["go_on", "skip", "fail"]
-    cause: str = ""
-
-
 class LossWatch:
-    """Judges the losses of one attempt, interval by interval, and the NE of its reports."""
+    """Judges the normalised entropy (NE) of the reports of one attempt."""
 
-    def __init__(self, on_non_finite: Literal["fail", "skip"] = "fail") -> None:
-        self._on_non_finite = on_non_finite
-        self._skips = 0
+    def __init__(self) -> None:
         self._best_ne = math.inf
         self._exploded = 0
 
-    def judge_loss(self, loss: float) -> LossDecision:
-        """Decide on an interval by its mean loss, before it counts."""
-        if math.isfinite(loss):
-            self._skips = 0
-            return LossDecision("go_on")
-        cause = f"the training loss became {loss}"
-        if self._on_non_finite == "fail":
-            return LossDecision("fail", cause)
-        self._skips += 1
-        if self._skips > _MAX_SKIPS_IN_A_ROW:
-            return LossDecision("fail", f"{cause} in {self._skips} intervals in a row")
-        return LossDecision("skip", cause)
-
-    def judge_ne(self, ne: float) -> LossDecision:
-        """Decide by the NE of a report. One that is not finite is judged by the loss alone."""
+    def judge_ne(self, ne: float) -> str | None:
+        """Why the training diverges, if it does. An NE that is not finite says nothing."""
         if not math.isfinite(ne):
-            return LossDecision("go_on")
+            return None
         self._best_ne = min(self._best_ne, ne)
         limit = max(_MAX_NE, _EXPLODE_FACTOR * self._best_ne)
         self._exploded = self._exploded + 1 if ne > limit else 0
         if self._exploded < _EXPLODED_REPORTS:
-            return LossDecision("go_on")
-        return LossDecision(
-            "fail",
+            return None
+        return (
             f"normalised entropy was above {limit:.3g} in {self._exploded} reports in a row, after "
-            f"{self._best_ne:.3g} at best",
+            f"{self._best_ne:.3g} at best"
         )
-
-
-@dataclass(frozen=True)
-class Exclusion:
-    """A host that is left out until `until`, after `num_failures`."""
-
-    host: str
-    num_failures: int
-    until: float
 
 
 class HostRecord:
@@ -228,7 +136,7 @@ class HostRecord:
         self._failures: dict[str, deque[float]] = {}
         self._until: dict[str, float] = dict(avoided)
 
-    def fail(self, host: str, now: float) -> Exclusion | None:
+    def fail(self, host: str, now: float) -> HostExcluded | None:
         """Count a failure that the host is to blame for; the exclusion that it leads to, if any.
 
         Those that led to an exclusion do not count for the next one.
@@ -239,18 +147,33 @@ class HostRecord:
             failures.popleft()
         if len(failures) < self._exclude_after:
             return None
-        exclusion = Exclusion(host, len(failures), now + self._exclude_s)
+        self._until[host] = until = now + self._exclude_s
+        num_failures = len(failures)
         failures.clear()
-        self._until[host] = exclusion.until
-        return exclusion
+        return HostExcluded(time=now, host=host, num_failures=num_failures, until=until)
 
     def excluded(self, now: float) -> frozenset[str]:
         """Hosts that no worker may be placed on."""
         return frozenset(host for host, until in self._until.items() if now < until)
 
 
+@dataclass
+class _Watched:
+    """A rank, last heard of at `heard_at`; its newest heartbeat has brought nothing since `since`.
+
+    One that only connected has no heartbeat yet, and does not hang.
+    """
+
+    heard_at: float
+    heartbeat: Heartbeat | None = None
+    since: float = 0.0
+
+
 class HeartbeatMonitor:
-    """Heartbeats of all ranks. Times are seconds of the clock of `now`."""
+    """Heartbeats of all ranks: silence, hangs, stragglers. Times are seconds of the clock of `now`.
+
+    No progress for `hang_factor` median steps, and at least `min_hang_s`, is a hang.
+    """
 
     def __init__(
         self,
@@ -261,28 +184,27 @@ class HeartbeatMonitor:
         window_s: float,
     ) -> None:
         self._silence_s, self._window_s = silence_s, window_s
-        self._untimed_s = _UNTIMED_FACTOR * min_hang_s
-        self._heard_at: dict[RankId, float] = {}
-        self._hangs = HangDetector(min_hang_s, hang_factor)
+        self._min_hang_s, self._hang_factor = min_hang_s, hang_factor
+        self._ranks: dict[RankId, _Watched] = {}
         self._stragglers = StragglerDetector(straggler_factor)
         self._window_ends: float | None = None
         self._looked_at: float | None = None
 
     def hear(self, rank: RankId, now: float) -> None:
-        self._heard_at[rank] = now
+        self._ranks.setdefault(rank, _Watched(now)).heard_at = now
 
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
         self.hear(rank, now)
-        self._hangs.observe(rank, heartbeat, now)
+        watched = self._ranks[rank]
+        known, watched.heartbeat = watched.heartbeat, heartbeat
+        if known is None or known.progress != heartbeat.progress:
+            watched.since = now
 
     def forget(self, group: int) -> None:
-        self._hangs.forget(group)
-        for rank in [rank for rank in self._heard_at if rank.group == group]:
-            del self._heard_at[rank]
+        self._ranks = {rank: each for rank, each in self._ranks.items() if rank.group != group}
 
     def forget_rank(self, rank: RankId) -> None:
-        self._hangs.watched.pop(rank, None)
-        self._heard_at.pop(rank, None)
+        self._ranks.pop(rank, None)
 
     def wake(self, now: float) -> float:
         """Correct for a pause of this process itself, and return its seconds."""
@@ -290,21 +212,36 @@ class HeartbeatMonitor:
         self._looked_at = now
         if slept_s <= self._silence_s / 2:
             return 0.0
-        self._heard_at = {rank: at + slept_s for rank, at in self._heard_at.items()}
-        self._hangs.check(now, waiting=self._hangs.watched)  # starts their clocks anew
+        for watched in self._ranks.values():
+            watched.heard_at += slept_s
+            watched.since = now
         return slept_s
 
     def silent(self, now: float) -> list[RankId]:
         """Ranks without a message for too long."""
-        return [rank for rank, at in self._heard_at.items() if now - at > self._silence_s]
+        return [r for r, each in self._ranks.items() if now - each.heard_at > self._silence_s]
 
-    def hangs(self, now: float, waiting: Collection[RankId]) -> list[Hang]:
-        """Ranks that stand still though nobody makes them wait; at most one per group.
+    def hangs(self, now: float, waiting: Collection[RankId] = ()) -> list[Hang]:
+        """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
 
-        Outside of training, where a rank tells of no steps, it may stand still for longer.
+        Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
+        that ends. Outside of training, where a rank tells of no steps, it may stand still for
+        longer.
         """
-        found = self._hangs.check(now, waiting)
-        return [hang for hang in found if hang.phase == "train" or hang.idle_s > self._untimed_s]
+        for rank in self._ranks.keys() & set(waiting):
+            self._ranks[rank].since = now
+        beats = {r: each.heartbeat for r, each in self._ranks.items() if each.heartbeat}
+        known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
+        median_s = statistics.median(known_s) if known_s else 0.0
+        limit_s = max(self._min_hang_s, self._hang_factor * median_s)
+        untimed_s = _UNTIMED_FACTOR * self._min_hang_s
+        first: dict[int, Hang] = {}
+        for rank, beat in beats.items():
+            hang = Hang(rank, beat.phase, now - self._ranks[rank].since)
+            other = first.get(rank.group)
+            if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
+                first[rank.group] = hang
+        return [h for h in first.values() if h.phase == "train" or h.idle_s > untimed_s]
 
     def stragglers(self, hosts: Mapping[RankId, str], now: float) -> list[Straggler]:
         """Ranks among those in `hosts` that are persistently slow; checked once per window."""
@@ -313,5 +250,5 @@ class HeartbeatMonitor:
         if now < self._window_ends:
             return []
         self._window_ends = now + self._window_s
-        beats = {r: each.heartbeat for r, each in self._hangs.watched.items() if r in hosts}
+        beats = {r: w.heartbeat for r, w in self._ranks.items() if r in hosts and w.heartbeat}
         return self._stragglers.check(times_needed(beats), hosts)

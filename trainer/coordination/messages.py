@@ -88,6 +88,10 @@ class Ledger(Message):
     checkpoint_commit: Count = 0
     led: LeaderProgress = LeaderProgress()
 
+    @property
+    def rows_done(self) -> int:
+        return self.rows_trained + self.rows_skipped
+
 
 GroupState = Literal["initial", "listening", "current"]
 """`initial`: as the seed or a checkpoint made it; `listening`: copying from a peer, hears every
@@ -130,7 +134,6 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     store: str
-    generation: Count
     has_current: bool = Field(
         default=False, description="Whether some group holds commits that are worth copying."
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from trainer import failures
-from trainer.coordination.detection import Exclusion, HostRecord
+from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.protocol import events
@@ -174,16 +174,6 @@ class Attempt:
             recovery.exclude_host_after, recovery.exclude_host_s, self.context.avoided_hosts
         )
 
-    def report_exclusion(self, exclusion: Exclusion) -> None:
-        """Write that a host is left out from now on."""
-        excluded = events.HostExcluded(
-            time=time.time(),
-            host=exclusion.host,
-            num_failures=exclusion.num_failures,
-            until=exclusion.until,
-        )
-        self.writer.write(excluded)
-
 
 def warn(writer: EventWriter, message: str) -> None:
     """Add a warning to the job's timeline and to the driver's log."""
@@ -221,7 +211,7 @@ def run_with_restarts(
             continue
         if outcome is None:
             return None
-        num_paid += failures.is_paid(outcome)
+        num_paid += outcome.reason in failures.PAID
         num_in_a_row = 1 if clock() - began > _LONG_RUN_S else num_in_a_row + 1
         budget = attempt.context.max_worker_failures
         will_restart = failures.should_restart(outcome, num_paid, budget)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ _START_S = 60.0
 _NODE_ID_LABEL = "ray.io/node-id"
 
 
-def lease_book_of(spec: JobSpec) -> Callable[[], LeaseBook]:
-    """Opens the book of a fresh run, leased by the sync interval of one group.
+def lease_book_of(spec: JobSpec) -> LeaseBook:
+    """The book of a fresh run, leased by the sync interval of one group.
 
     Raises a `DataError`.
     """
@@ -34,8 +33,7 @@ def lease_book_of(spec: JobSpec) -> Callable[[], LeaseBook]:
     data, training, parallelism = spec.data, spec.training, spec.parallelism
     source = open_source(spec, Path(data.path) / data.split.train)
     rows_per_step = parallelism.world_size * data.batch_size
-    return partial(
-        LeaseBook,
+    return LeaseBook(
         num_rows=source.num_rows,
         epochs=training.epochs,
         rows_per_lease=parallelism.sync.every_steps * parallelism.group_size * data.batch_size,
@@ -70,7 +68,7 @@ class RayCoordinator:
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
-            open_book=lease_book_of(attempt.spec),
+            book=lease_book_of(attempt.spec),
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
         )
@@ -105,7 +103,7 @@ class RayCoordinator:
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         """This incarnation of a group is lost."""
-        self._actor.drop.remote(group, reason, incarnation)
+        self._actor.drop.remote(group, incarnation, reason)
 
     def stop(self) -> None:
         """End the actor for good."""

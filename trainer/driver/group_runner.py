@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainer import failures
-from trainer.coordination.detection import Exclusion, HostRecord
+from trainer.coordination.detection import HostRecord
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.group_placement import (
@@ -69,7 +69,9 @@ class FailureTracker:
     _num_suspicious: int = 0
     _times: deque[float] = field(default_factory=deque)
 
-    def add(self, failure: Failure, hosts: Collection[str], now: float) -> list[Exclusion]:
+    def add(
+        self, failure: Failure, hosts: Collection[str], now: float
+    ) -> list[events.HostExcluded]:
         """Count a lost group, which ran on `hosts`; the hosts excluded from now on."""
         self.last = failure
         self._times.append(now)
@@ -85,7 +87,7 @@ class FailureTracker:
 
     def is_fatal(self, failure: Failure) -> bool:
         """Count how a group's workers ended; whether that ends the job."""
-        self._num_suspicious += failures.is_suspicious(failure)
+        self._num_suspicious += failure.reason in failures.SUSPICIOUS
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
 
 
@@ -239,7 +241,7 @@ class GroupRunLoop:
         if status:
             self._apply_status(status)
             if status.failure:
-                return Ended(Failure(status.failure.reason, status.failure.message))
+                return Ended(status.failure)
         failure = self._collect_ended()
         if self._has_finished:
             return Ended()
@@ -322,7 +324,7 @@ class GroupRunLoop:
         self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
-            self.config.attempt.report_exclusion(exclusion)
+            self.config.attempt.writer.write(exclusion)
 
     def _kill(self, run: GroupRun) -> None:
         """SIGKILL the workers of a lost group, once."""

@@ -127,7 +127,7 @@ class HangMonitor:
         self._coordinator = Coordinator(
             CoordinatorConfig(
                 policy=replace(policy, heartbeat_timeout_s=silence_s),
-                open_book=lambda: LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
+                book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
                 host=host,
                 attempt_dir=attempt.context.files.root,
                 only_watches=True,
@@ -487,7 +487,7 @@ class JobRunner:
         self._cause = failure.reason
         host = failure.evidence.get("host")
         if host and (exclusion := self._record.fail(host, time.time())):
-            self.attempt.report_exclusion(exclusion)
+            self.attempt.writer.write(exclusion)
         return failure
 
     def _await_lost_host(self, failure: Failure) -> Failure:

@@ -61,10 +61,9 @@ class NonFiniteLossGuard:
         """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
         # Of several tasks, the worst: `train/TASK/ne`.
         found = [value for name, value in values.items() if _TRAIN_NE.fullmatch(name)]
-        decision = self._watch.judge_ne(max(found, default=math.nan))
-        if decision.action == "fail":
+        if cause := self._watch.judge_ne(max(found, default=math.nan)):
             raise NonFiniteLoss(
-                f"{decision.cause}: training diverges; lower optimizer.sparse.lr or "
+                f"{cause}: training diverges; lower optimizer.sparse.lr or "
                 "optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
             )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from tests.harness.processes import die_with_parent
 from tests.harness.wait import scaled
 from trainer.coordination.client import CoordinatorClient, Fenced, Identity
 from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
-from trainer.elastic.coordinator.interface import CommitRecord
 
 EPOCHS, ROWS, ROWS_PER_LEASE = 2, 400, 5
 FENCED = 3
@@ -84,16 +80,16 @@ def live(identity: Identity, address: str, timeout_s: float) -> None:
         os._exit(FENCED)
 
 
-def coordinate(port: int, timeout_s: float, num_groups: int, journal: Path, pipe: Connection):
+def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
     """A process that coordinates until it is killed."""
     die_with_parent()
-    coordinator = start(port, timeout_s, num_groups, journal)
+    coordinator = start(port, timeout_s, num_groups, folder)
     pipe.send(coordinator.address)
     pipe.recv()
 
 
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
-    """A coordinator on a thread; its events and its journal go to `folder`."""
+    """A coordinator on a thread; its events go to `folder`."""
     from trainer.elastic.coordinator.interface import MembershipPolicy
     from trainer.elastic.coordinator.leases import LeaseBook
     from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
@@ -104,23 +100,10 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         start_grace_s=scaled(60),
         recovery_grace_s=scaled(20),
     )
-    book = partial(LeaseBook, ROWS, EPOCHS, ROWS_PER_LEASE)
-    return Coordinator(
-        CoordinatorConfig(policy, book, folder, port=port, journal_path=folder / "journal.jsonl")
-    )
+    book = LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE)
+    return Coordinator(CoordinatorConfig(policy, book, folder, port=port))
 
 
-def rows_trained(folder: Path) -> Counter[tuple[int, int]]:
-    """How often each (epoch, row) is in a committed sync."""
-    lines = (folder / "journal.jsonl").read_text().splitlines()
-    records = {json.loads(line)["commit"]: CommitRecord.model_validate_json(line) for line in lines}
-    return Counter(
-        (lease.epoch, row)
-        for record in records.values()
-        for leases in record.leases.values()
-        for lease in leases
-        for row in range(lease.start, lease.stop)
-    )
-
-
-EVERY_ROW_ONCE = Counter({(epoch, row): 1 for epoch in range(EPOCHS) for row in range(ROWS)})
+def has_every_row_once(ledger: Ledger) -> bool:
+    """Whether all rows are in a committed sync, by their places and by their number."""
+    return (ledger.epoch, ledger.rows_trained) == (EPOCHS, EPOCHS * ROWS)

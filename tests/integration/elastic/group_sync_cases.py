@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from trainer.spec.training import RecoverySpec
 
 HOST = "127.0.0.1"
 EXCHANGE_TIMEOUT_S = scaled(20)
-open_book = partial(LeaseBook, num_rows=10**9, epochs=1, rows_per_lease=8)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ def open_coordinator(num_groups: int, folder: Path) -> Coordinator:
     It is patient: the tests are about who is gone, not about who is slow on a busy machine.
     """
     policy = MembershipPolicy(num_groups, heartbeat_timeout_s=scaled(20), vote_timeout_s=scaled(30))
-    return Coordinator(CoordinatorConfig(policy, open_book, folder))
+    book = LeaseBook(num_rows=10**9, epochs=1, rows_per_lease=8)
+    return Coordinator(CoordinatorConfig(policy, book, folder))
 
 
 def case_of(num_ranks: int, **changes: Any) -> SyncCase:

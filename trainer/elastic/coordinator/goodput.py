@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
@@ -29,25 +28,6 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NUM_INTERVALS = 50
 _NUM_SYNC_INTERVALS = 21
 _NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Group-seconds so far: `useful_s` trained rows that count, or may still come to count."""
-
-    useful_s: float
-    lost_s: Mapping[Cause, float]
-
-    @property
-    def share(self) -> float:
-        """Useful time over all; 1 before there is any."""
-        total_s = self.useful_s + sum(self.lost_s.values())
-        return self.useful_s / total_s if total_s else 1.0
-
-    def metrics(self) -> dict[str, float]:
-        """As metrics of the job, with all causes."""
-        lost = {f"goodput/lost_s/{cause}": self.lost_s.get(cause, 0.0) for cause in CAUSES}
-        return {"goodput/share": self.share} | lost
 
 
 @dataclass
@@ -66,7 +46,7 @@ class GoodputMeter:
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self._useful_s = 0.0
-        self._lost_s: dict[Cause, float] = defaultdict(float)
+        self._lost_s: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         self._commits: deque[float] = deque(maxlen=_NUM_INTERVALS + 1)
 
     @property
@@ -105,23 +85,21 @@ class GoodputMeter:
             if slot.is_training:
                 self._useful_s += self._settle(slot, now)
 
-    def lose(self, group: int, now: float, hung_s: float = 0.0) -> None:
-        """The group is gone, with what it trained since the newest commit; the job wants it back.
-
-        For the last `hung_s` it did nothing at all.
-        """
-        if hung_s:
-            self.spend(group, "hang", hung_s)
+    def lose(self, group: int, now: float) -> None:
+        """The group is gone with what it trained since the newest commit; the job wants it back."""
         self._close(group, now)
         self._slots[group] = _Slot("recovery", now)
 
     def leave(self, group: int, now: float) -> None:
-        """The job does not want the group any more. It left after a commit, so nothing is lost."""
+        """The job does not want the group any more; it left after a commit, so nothing is lost."""
         self._close(group, now)
         self._slots.pop(group, None)
 
-    def read(self, now: float) -> Goodput:
-        """Everything until now; what is not committed yet counts as if it were going to be."""
+    def read(self, now: float) -> tuple[float, dict[Cause, float]]:
+        """(group-seconds that trained rows that count, those lost by cause) until now.
+
+        What is not committed yet counts as if it were going to be.
+        """
         useful_s, lost_s = self._useful_s, self._lost_s.copy()
         for slot in self._slots.values():
             rest_s = _split(slot, now, lost_s)
@@ -129,11 +107,15 @@ class GoodputMeter:
                 useful_s += rest_s
             else:
                 lost_s[slot.cause] += rest_s
-        return Goodput(useful_s, dict(lost_s))
+        return useful_s, lost_s
 
     def metrics(self, now: float, step: int, durable_step: int) -> dict[str, float]:
         """As metrics of a job that has come to `step`, and whose newest checkpoint is older."""
-        return self.read(now).metrics() | {
+        useful_s, lost_s = self.read(now)
+        total_s = useful_s + sum(lost_s.values())
+        return {
+            "goodput/share": useful_s / total_s if total_s else 1.0,
+            **{f"goodput/lost_s/{cause}": each_s for cause, each_s in lost_s.items()},
             "risk/steps_undurable": float(max(step - durable_step, 0)),
             "elastic/groups": float(self.num_training),
         }
@@ -227,7 +209,7 @@ class RunMetrics:
 
     def step(self, ledger: Ledger) -> int:
         """The nominal step: one for as many rows as the whole job takes at once."""
-        return (ledger.rows_trained + ledger.rows_skipped) // self._rows_per_step
+        return ledger.rows_done // self._rows_per_step
 
     def remember(self, ledger: Ledger) -> None:
         """Note the step of a commit, in case a checkpoint of it becomes durable."""

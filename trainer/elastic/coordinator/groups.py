@@ -27,15 +27,14 @@ from trainer.elastic.coordinator.interface import (
     CoordinatorStatus,
     Departure,
     Effect,
-    EmitEvent,
     GroupStatus,
     MembershipPolicy,
     RankStatus,
     Reply,
-    RunFailure,
     RunPhase,
 )
 from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.failures import Failure
 from trainer.protocol import events
 
 _NUM_DEPARTURES = 100
@@ -140,10 +139,6 @@ class Group:
         self.standing, self.is_pristine = "listening", False
         self.has_begun, self.must_restart = False, True
 
-    def miss_round(self) -> None:
-        """A round committed without it."""
-        self.must_restart |= self.has_begun
-
     def status(self) -> GroupStatus:
         return GroupStatus(
             group=self.group,
@@ -210,7 +205,7 @@ class GroupRegistry:
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         self._policy, self._book = policy, book
         self._phase: RunPhase = "starting"
-        self._failure: RunFailure | None = None
+        self._failure: Failure | None = None
         self._ledger = Ledger()
         self._generation = 0
         self._groups: dict[int, Group] = {}
@@ -281,7 +276,7 @@ class GroupRegistry:
         state.request = None
 
     def _emit(self, event: events.Event) -> None:
-        self._effects.append(EmitEvent(event))
+        self._effects.append(event)
 
     def _emit_membership(self, now: float) -> None:
         """Emit who is there, where that changed."""
@@ -407,7 +402,7 @@ class GroupRegistry:
     def _fail(self, reason: str, message: str, now: float) -> None:
         """The run cannot go on: every rank is told so."""
         self._phase = "failed"
-        self._failure = RunFailure(reason=reason, message=message)
+        self._failure = Failure(reason, message)
         self._emit(events.Note(time=now, level="error", message=message))
         for group in self._present:
             self._dismiss(group, Rejection(reason="failed", message=message))

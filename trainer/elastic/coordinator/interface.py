@@ -1,7 +1,7 @@
 """What goes into the coordinator and comes out of it, as plain data.
 
-`MembershipPolicy` configures it; `Effect` is what it does after a message: answers, events, and
-records of commits; `CoordinatorStatus` is a snapshot of the run for the driver.
+`MembershipPolicy` configures it; `Effect` is what it does after a message: answers and events;
+`CoordinatorStatus` is a snapshot of the run for the driver.
 """
 
 from __future__ import annotations
@@ -9,18 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import (
-    Answer,
-    Count,
-    GroupState,
-    Lease,
-    Ledger,
-    Message,
-    RoundMember,
-)
+from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Message
+from trainer.failures import Failure
 from trainer.protocol.events import Event
 from trainer.spec.job import JobSpec
 
@@ -34,30 +25,8 @@ class Reply:
     body: Answer
 
 
-@dataclass(frozen=True)
-class EmitEvent:
-    """Send an event to the control plane."""
-
-    event: Event
-
-
-class CommitRecord(Message):
-    """One committed sync, as a line of the journal.
-
-    `leases` are those that it covers, by group, and `skipped` the leases left out since the last
-    one. A coordinator that ends between writing this and answering the groups has not committed:
-    of several records with the same `commit` the last one counts.
-    """
-
-    commit: Count
-    round: Count
-    generation: Count
-    members: tuple[RoundMember, ...]
-    leases: dict[int, tuple[Lease, ...]] = Field(default={})
-    skipped: tuple[Lease, ...] = ()
-
-
-Effect = Reply | EmitEvent | CommitRecord
+Effect = Reply | Event
+"""An event goes to the control plane."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +55,6 @@ class MembershipPolicy:
     replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"
     max_refusals: int = 5
-    leases_held: int = 2
-    metrics_every_s: float = 10.0
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
@@ -140,22 +107,18 @@ class Departure(Message):
     is_lost: bool
 
 
-class RunFailure(Message):
-    """Why the run cannot go on; `reason` is one of `trainer.failures`."""
-
-    reason: str
-    message: str
-
-
 class CoordinatorStatus(Message):
-    """A snapshot of the run. `departures` are the newest ones, oldest first."""
+    """A snapshot of the run. `departures` are the newest ones, oldest first.
+
+    With `failure` the run cannot go on.
+    """
 
     phase: RunPhase
     ledger: Ledger
     leader: Count | None
     groups: tuple[GroupStatus, ...]
     departures: tuple[Departure, ...] = ()
-    failure: RunFailure | None = None
+    failure: Failure | None = None
 
     @property
     def has_finished(self) -> bool:

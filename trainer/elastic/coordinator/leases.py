@@ -108,10 +108,6 @@ class OpenEpoch:
         return sum(last - first for first, last in self._taken.gaps(start, stop))
 
 
-WindowBounds = Callable[[int], Sequence[int]]
-"""Row bounds of the windows of an epoch's order: 0, ..., number of rows of the epoch."""
-
-
 class LeaseError(Exception):
     """A lease that nobody holds, or a ledger about other data than the book's."""
 
@@ -130,14 +126,12 @@ class LeaseBook:
         epochs: int,
         rows_per_lease: int,
         max_rows: int | None = None,
-        windows: Sequence[int] | WindowBounds = (),
-        ledger: Ledger | None = None,
+        windows: Sequence[int] | Callable[[int], Sequence[int]] = (),
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
         Skipped rows count towards `max_rows` as trained ones do. `windows` are row bounds for all
-        epochs, or give those of an epoch; none stand for one window. Raises `LeaseError` where
-        `ledger` is about other data.
+        epochs (0, ..., number of rows), or give those of an epoch; none stand for one window.
         """
         self._num_rows = num_rows
         self._epochs = epochs
@@ -147,10 +141,13 @@ class LeaseBook:
         whole_epoch = (0, num_rows)
         self._windows = windows if callable(windows) else lambda _: windows or whole_epoch
         self._next_id = 0
-        self.restore(ledger or Ledger())
+        self.restore(Ledger())
 
     def restore(self, ledger: Ledger) -> None:
-        """Start over from `ledger`, with nothing leased; raises `LeaseError`. See `adopt`."""
+        """Start over from `ledger`, with nothing leased; see `adopt`.
+
+        Raises `LeaseError` where it is about other data.
+        """
         self._leases: dict[int, tuple[int, Lease]] = {}
         self._epoch = ledger.epoch
         self._rows_trained, self._rows_skipped = ledger.rows_trained, ledger.rows_skipped
@@ -168,20 +165,6 @@ class LeaseBook:
         return opened
 
     @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def open_epochs(self) -> tuple[EpochRows, ...]:
-        """Rows done of the epochs that have any, from `epoch` on."""
-        begun = (EpochRows(epoch=n, done=self._open[n].done.spans) for n in sorted(self._open))
-        return tuple(rows for rows in begun if rows.done)
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.num_rows_left
-
-    @property
     def num_rows_left(self) -> int:
         """Rows that the run has still to train, those leased out included."""
         done = sum(len(each.done) for each in self._open.values())
@@ -189,9 +172,10 @@ class LeaseBook:
 
     def entered_in(self, ledger: Ledger) -> Ledger:
         """`ledger` with the rows as they are in this book, otherwise unchanged."""
+        begun = (EpochRows(epoch=n, done=self._open[n].done.spans) for n in sorted(self._open))
         rows = {
-            "epoch": self.epoch,
-            "open_epochs": self.open_epochs,
+            "epoch": self._epoch,
+            "open_epochs": tuple(rows for rows in begun if rows.done),
             "rows_trained": self._rows_trained,
             "rows_skipped": self._rows_skipped,
         }
@@ -245,33 +229,28 @@ class LeaseBook:
         is_in_run = self._epoch <= lease.epoch < self._epochs
         return is_in_run and self._opened(lease.epoch).is_free(lease.start, lease.stop)
 
-    def commit(self, ids: Iterable[int]) -> int:
-        """The rows of these leases were trained; returns how many. Raises `LeaseError`."""
-        num_rows = sum(self._finish(lease_id) for lease_id in ids)
-        self._rows_trained += num_rows
+    def commit(self, ids: Iterable[int]) -> None:
+        """The rows of these leases were trained. Raises `LeaseError`."""
+        for lease_id in ids:
+            self._rows_trained += self._finish(lease_id).num_rows
         self._close_epochs()
-        return num_rows
 
     def skip(self, lease_id: int) -> Lease:
         """Leave a lease's rows out for good, since they spoil the model. Raises `LeaseError`."""
-        lease = self._find(lease_id)
-        self._rows_skipped += self._finish(lease_id)
+        lease = self._finish(lease_id)
+        self._rows_skipped += lease.num_rows
         self._close_epochs()
         return lease
 
-    def _finish(self, lease_id: int) -> int:
-        lease = self._find(lease_id)
-        del self._leases[lease_id]
-        self._open[lease.epoch].done.add(lease.start, lease.stop)
-        return lease.num_rows
-
-    def _find(self, lease_id: int) -> Lease:
+    def _finish(self, lease_id: int) -> Lease:
         if lease_id not in self._leases:
             raise LeaseError(
                 f"nobody holds lease {lease_id}: it was done or taken back before; a group that "
                 "still trains it has missed a verdict and must ask for its leases"
             )
-        return self._leases[lease_id][1]
+        _, lease = self._leases.pop(lease_id)
+        self._open[lease.epoch].done.add(lease.start, lease.stop)
+        return lease
 
     def _close_epochs(self) -> None:
         while self._epoch in self._open and self._open[self._epoch].is_complete:

@@ -28,6 +28,8 @@ from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
 from trainer.elastic.coordinator.rounds import SyncRounds
 from trainer.protocol import events
 
+_METRICS_EVERY_S = 10.0
+
 
 @dataclass
 class Recovery:
@@ -113,9 +115,7 @@ class Membership(SyncRounds):
         others ask by it whether there is somebody to copy from.
         """
         waiting, self._unwelcomed = self._unwelcomed, []
-        welcome = Welcome(
-            store=self._store, generation=self._generation, has_current=bool(self._current)
-        )
+        welcome = Welcome(store=self._store, has_current=bool(self._current))
         for rank, request_id in waiting:
             state = self._rank(rank)
             if state is None:
@@ -196,9 +196,9 @@ class Membership(SyncRounds):
         self._find_stragglers(now)
         self._advance(now)
         if self._metrics_due is None:
-            self._metrics_due = now + self._policy.metrics_every_s
+            self._metrics_due = now + _METRICS_EVERY_S
         if now >= self._metrics_due and not self._is_over:
-            self._metrics_due = now + self._policy.metrics_every_s
+            self._metrics_due = now + _METRICS_EVERY_S
             self._emit_metrics(now)
         return self._take_effects()
 
@@ -224,12 +224,10 @@ class Membership(SyncRounds):
             leaving.leave_cause = cause
         return self._take_effects()
 
-    def drop(
-        self, group: int, reason: str, now: float, incarnation: int | None = None
-    ) -> list[Effect]:
-        """The driver knows that a group is lost; only this incarnation of it, if given."""
+    def drop(self, group: int, incarnation: int, reason: str, now: float) -> list[Effect]:
+        """The driver knows that this incarnation of a group is lost."""
         lost = self._groups.get(group)
-        if lost and incarnation in (None, lost.incarnation):
+        if lost and lost.incarnation == incarnation:
             self._lose(lost, reason, f"reported as lost: {reason}", now)
             self._advance(now)
         return self._take_effects()
@@ -335,7 +333,7 @@ class Membership(SyncRounds):
             for hello in group.hellos
             if hello.standing == "current"
         ]
-        self._ledger = max(ledgers, key=lambda each: (each.commit, _rows_done(each)))
+        self._ledger = max(ledgers, key=lambda each: (each.commit, each.rows_done))
         self._book.restore(self._ledger)
         self._run_metrics.record_incident("the coordinator was restarted", now)
         self._run_metrics.remember(self._ledger)
@@ -359,7 +357,3 @@ class Membership(SyncRounds):
 
 def _was_in_round(group: Group) -> bool:
     return any(hello.members for hello in group.hellos)
-
-
-def _rows_done(ledger: Ledger) -> int:
-    return ledger.rows_trained + ledger.rows_skipped

@@ -7,12 +7,11 @@ a commit when every rank of every group holds the averages.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.coordination.detection import LossWatch, RankId
+from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     GroupState,
     Lease,
@@ -31,11 +30,14 @@ from trainer.elastic.coordinator.groups import (
     disagreement,
     fenced,
 )
-from trainer.elastic.coordinator.interface import CommitRecord, MembershipPolicy
+from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.protocol import events
 
 _DEADLINES_KEPT = 16
+_LEASES_HELD = 2
+# After so many skipped intervals in a row the data is not to blame, and the job fails.
+_MAX_SKIPS_IN_A_ROW = 3
 
 
 @dataclass
@@ -108,7 +110,7 @@ class SyncRounds(GroupRegistry):
 
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         super().__init__(policy, book)
-        self._losses = LossWatch(policy.on_non_finite)
+        self._num_skips = 0  # in a row
         self._start_since: float | None = None
         self._round: OpenRound | None = None
         self._number = 0
@@ -118,7 +120,6 @@ class SyncRounds(GroupRegistry):
         self._refusals: Counter[int] = Counter()
         self._report = Report()
         self._skipped: list[Lease] = []
-        self._unrecorded_skips: list[Lease] = []
 
     def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
         """A group is lost, and the round that it was in with it."""
@@ -159,15 +160,18 @@ class SyncRounds(GroupRegistry):
 
     def _skip(self, group: Group, now: float) -> None:
         """A group's loss became NaN: leave out the rows that it trained, and discard its state."""
-        decision = self._losses.judge_loss(math.nan)
-        if decision.action == "fail":
-            why = f"group {group.group}: {decision.cause}; lower the learning rate, or look for"
-            self._fail("non_finite", f"{why} outliers in the rows that it trained", now)
+        self._num_skips += 1
+        if self._policy.on_non_finite == "fail" or self._num_skips > _MAX_SKIPS_IN_A_ROW:
+            again = f" in {self._num_skips} intervals in a row" if self._num_skips > 1 else ""
+            message = (
+                f"group {group.group}: the training loss became nan{again}; lower the learning "
+                "rate, or look for outliers in the rows that it trained"
+            )
+            self._fail("non_finite", message, now)
             return
         for lease_id in group.arrivals[0].leases:
             lease = self._book.skip(lease_id)
             self._skipped.append(lease)
-            self._unrecorded_skips.append(lease)
             self._emit(
                 events.RowsSkipped(
                     time=now,
@@ -323,11 +327,15 @@ class SyncRounds(GroupRegistry):
         self._round = None
         self._refusals.clear()
         voters = [self._groups[group] for group in sorted(ended.groups)]
-        self._effects.append(self._record_commit(ended))
+        for ids in ended.leases.values():
+            self._book.commit(ids)
+        if ended.weight:
+            self._num_skips = 0
+        self._ledger = self._book.entered_in(self._next_ledger(ended))
         standings = {group.group: self._standing_after(group, ended, now) for group in voters}
         for group in self._present:
             if group.group not in ended.groups:
-                group.miss_round()
+                group.must_restart |= group.has_begun
         has_finished = self._report.has_finished or self._phase == "finished"
         self._phase = "finished" if has_finished else "running"
         self._report = Report()
@@ -347,27 +355,6 @@ class SyncRounds(GroupRegistry):
             self._emit(recovered)
         if self._phase == "finished":
             self._emit_metrics(now)
-
-    def _record_commit(self, ended: OpenRound) -> CommitRecord:
-        """Enter a sync in the lease book and in the ledger."""
-        covered = {
-            group: tuple(lease for lease in self._book.held(group) if lease.id in ids)
-            for group, ids in ended.leases.items()
-        }
-        for ids in ended.leases.values():
-            self._book.commit(ids)
-        if ended.weight:
-            self._losses.judge_loss(0.0)
-        self._ledger = self._book.entered_in(self._next_ledger(ended))
-        skipped, self._unrecorded_skips = self._unrecorded_skips, []
-        return CommitRecord(
-            commit=ended.commit,
-            round=ended.number,
-            generation=ended.generation,
-            members=ended.members,
-            leases=covered,
-            skipped=tuple(skipped),
-        )
 
     def _next_ledger(self, ended: OpenRound) -> Ledger:
         known, report = self._ledger, self._report
@@ -400,7 +387,7 @@ class SyncRounds(GroupRegistry):
 
     def _hand_out(self) -> None:
         """Lease rows to the groups that are current: to each its first before any its second."""
-        for num_held in range(self._policy.leases_held):
+        for num_held in range(_LEASES_HELD):
             for group in self._current:
                 if len(self._book.held(group.group)) <= num_held:
                     self._book.lease(group.group)

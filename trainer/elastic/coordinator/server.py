@@ -27,7 +27,6 @@ from trainer.coordination.messages import Answered, Arrive, Heartbeat, Hello, Nu
 from trainer.elastic.coordinator.interface import (
     CoordinatorStatus,
     Effect,
-    EmitEvent,
     MembershipPolicy,
     Reply,
 )
@@ -54,18 +53,16 @@ class CoordinatorConfig:
     """A coordinator for one attempt of one job.
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
-    `open_book` gives the lease book of a fresh run. Its events go to the attempt's files, and every
-    commit to a line of `journal_path`, if given, before any rank receives it. With `only_watches`
-    there is one group that syncs with no other: only hangs and stragglers are reported, a rank that
-    ends does not end the others, and there is no store.
+    `book` is that of a fresh run. Its events go to the attempt's files. With `only_watches` there
+    is one group that syncs with no other: only hangs and stragglers are reported, a rank that ends
+    does not end the others, and there is no store.
     """
 
     policy: MembershipPolicy
-    open_book: Callable[[], LeaseBook]
+    book: LeaseBook
     attempt_dir: Path
     host: str = "127.0.0.1"
     port: int = 0
-    journal_path: Path | None = None
     only_watches: bool = False
 
 
@@ -93,7 +90,7 @@ class Coordinator:
         self._config = config
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
-        self._membership = Membership(config.policy, config.open_book(), store_address)
+        self._membership = Membership(config.policy, config.book, store_address)
         self._connections: dict[RankId, _Connection] = {}
         self._writer = open_stream(config.attempt_dir)
         # One thread, so that slow storage does not delay the event loop.
@@ -121,9 +118,9 @@ class Coordinator:
     def retire(self, group: int, cause: str) -> None:
         self._call(lambda: self._act(self._membership.retire(group, cause, self._now())))
 
-    def drop(self, group: int, reason: str, incarnation: int | None = None) -> None:
+    def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._call(
-            lambda: self._act(self._membership.drop(group, reason, self._now(), incarnation))
+            lambda: self._act(self._membership.drop(group, incarnation, reason, self._now()))
         )
 
     def stop(self) -> None:
@@ -226,12 +223,8 @@ class Coordinator:
         for effect in effects:
             if isinstance(effect, Reply):
                 self._send(effect)
-            elif isinstance(effect, EmitEvent):
-                if not self._config.only_watches or effect.event.kind in _MONITORED_KINDS:
-                    self._writing.submit(self._write, effect.event)
-            elif path := self._config.journal_path:
-                with path.open("a") as file:
-                    file.write(effect.model_dump_json() + "\n")
+            elif not self._config.only_watches or effect.kind in _MONITORED_KINDS:
+                self._writing.submit(self._write, effect)
 
     def _write(self, event: Event) -> None:
         logger.info("%s", event)

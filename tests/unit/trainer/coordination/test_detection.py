@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.coordination import client as ranks
 from trainer.coordination.detection import (
-    Exclusion,
-    HangDetector,
+    HeartbeatMonitor,
     HostRecord,
     LossWatch,
     RankId,
@@ -20,13 +19,13 @@ from trainer.coordination.detection import (
     times_needed,
 )
 from trainer.coordination.messages import Heartbeat
-from trainer.failures import memory_shortage
+from trainer.protocol.events import HostExcluded
 
 A0, A1, B0 = RankId(0, 0, 0), RankId(0, 0, 1), RankId(1, 0, 0)
 
 
-def hang_detector() -> HangDetector:
-    return HangDetector(min_hang_s=10.0, hang_factor=20.0)
+def monitor(min_hang_s: float = 10.0) -> HeartbeatMonitor:
+    return HeartbeatMonitor(1.0, min_hang_s, 20.0, straggler_factor=1.5, window_s=10.0)
 
 
 def beat(progress: int, phase: str, step_time_s: float = 0.0) -> Heartbeat:
@@ -38,53 +37,49 @@ def timed(step_time_s: float, local_s: float = 0.0) -> Heartbeat:
 
 
 def test_a_rank_hangs_when_its_heartbeats_bring_no_progress() -> None:
-    detector = hang_detector()
+    detector = monitor()
     for now in range(12):
-        detector.observe(A0, beat(3, "backward"), now)
-        detector.observe(B0, beat(now, "backward"), now)
-    (hang,) = detector.check(11)
-    assert (hang.rank, hang.phase, hang.idle_s) == (A0, "backward", 11)
+        detector.beat(A0, beat(3, "train"), now)
+        detector.beat(B0, beat(now, "train"), now)
+    (hang,) = detector.hangs(11)
+    assert (hang.rank, hang.phase, hang.idle_s) == (A0, "train", 11)
 
 
 def test_slow_steps_stretch_the_limit() -> None:
-    detector = hang_detector()
-    detector.observe(A0, beat(3, "backward", step_time_s=2.0), 0)
-    assert detector.check(39) == []
-    assert len(detector.check(41)) == 1
+    detector = monitor()
+    detector.beat(A0, beat(3, "train", step_time_s=2.0), 0)
+    assert detector.hangs(39) == []
+    assert len(detector.hangs(41)) == 1
 
 
 def test_who_waits_for_other_groups_does_not_hang() -> None:
-    detector = hang_detector()
-    detector.observe(A0, beat(3, "sync"), 0)
-    assert detector.check(100, waiting={A0}) == []
-    assert detector.check(109) == []
-    assert len(detector.check(111)) == 1
+    detector = monitor()
+    detector.beat(A0, beat(3, "train"), 0)
+    assert detector.hangs(100, waiting={A0}) == []
+    assert detector.hangs(109) == []
+    assert len(detector.hangs(111)) == 1
 
 
 def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
-    detector = hang_detector()
-    detector.observe(A1, beat(3, "lookup"), 0)
-    detector.observe(A0, beat(3, "backward"), 1)
-    assert [hang.rank for hang in detector.check(50)] == [A1]
+    detector = monitor()
+    detector.beat(A1, beat(3, "train"), 0)
+    detector.beat(A0, beat(3, "train"), 1)
+    assert [hang.rank for hang in detector.hangs(50)] == [A1]
 
 
-def test_an_earlier_life_of_a_group_never_triggers() -> None:
-    detector = hang_detector()
-    detector.observe(A0, beat(3, "backward"), 0)
-    reborn = RankId(0, 1, 0)
-    detector.observe(reborn, beat(0, "start"), 49)
-    detector.observe(A1, beat(3, "backward"), 0)
-    assert detector.check(50) == []
+def test_a_group_that_is_gone_never_hangs() -> None:
+    detector = monitor()
+    detector.beat(A0, beat(3, "train"), 0)
     detector.forget(0)
-    assert detector.check(500) == []
+    assert detector.hangs(500) == []
 
 
 @given(st.lists(st.floats(0, 100), max_size=8), st.floats(0.1, 100))
 def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: float) -> None:
-    detector = HangDetector(min_hang_s, hang_factor=20.0)
+    detector = monitor(min_hang_s)
     for rank, step_time_s in enumerate(times):
-        detector.observe(RankId(0, 0, rank), beat(1, "train", step_time_s), 0.0)
-    assert detector.check(min_hang_s) == []
+        detector.beat(RankId(0, 0, rank), beat(1, "train", step_time_s), 0.0)
+    assert detector.hangs(min_hang_s) == []
 
 
 HOSTS = {A0: "a", A1: "a", B0: "b"}
@@ -133,38 +128,21 @@ def test_without_local_times_whole_steps_are_compared() -> None:
     assert times_needed({A0: timed(1.0, 0.5), A1: timed(1.2)}) == {A0: 1.0, A1: 1.2}
 
 
-def test_a_loss_that_is_not_finite_fails_the_job_unless_told_otherwise() -> None:
-    assert LossWatch().judge_loss(0.7).action == "go_on"
-    for loss in (math.nan, math.inf):
-        decision = LossWatch().judge_loss(loss)
-        assert (decision.action, decision.cause) == ("fail", f"the training loss became {loss}")
-
-
-def test_skipping_stops_helping_when_every_interval_is_skipped() -> None:
-    watch = LossWatch("skip")
-    losses = [math.nan] * 3 + [0.5] + [math.nan] * 4
-    actions = [watch.judge_loss(loss).action for loss in losses]
-    assert actions == ["skip"] * 3 + ["go_on"] + ["skip"] * 3 + ["fail"]
-
-
 def test_an_entropy_that_explodes_fails_after_some_reports() -> None:
     watch = LossWatch()
-    actions = [watch.judge_ne(ne).action for ne in (0.9, 3.0, 3.0, 0.9, 3.0, 3.0)]
-    assert actions == ["go_on"] * 6
-    decision = watch.judge_ne(3.0)
-    assert decision.action == "fail"
-    assert "after 0.9 at best" in decision.cause
+    assert not any(watch.judge_ne(ne) for ne in (0.9, 3.0, 3.0, 0.9, 3.0, 3.0))
+    assert "after 0.9 at best" in (watch.judge_ne(3.0) or "")
 
 
 def test_an_entropy_that_begins_high_does_not_explode() -> None:
     watch = LossWatch()
-    assert {watch.judge_ne(ne).action for ne in (4.0, 4.5, 4.0, 4.2, math.nan)} == {"go_on"}
+    assert not any(watch.judge_ne(ne) for ne in (4.0, 4.5, 4.0, 4.2, math.nan))
 
 
 def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
     record = HostRecord(exclude_after=3, exclude_s=100.0)
     assert [record.fail("a", now) for now in (0, 10)] == [None, None]
-    assert record.fail("a", 20) == Exclusion("a", 3, 120)
+    assert record.fail("a", 20) == HostExcluded(time=20, host="a", num_failures=3, until=120)
     assert record.excluded(119) == {"a"}
     assert record.excluded(120) == set()
     assert record.fail("a", 121) is None
@@ -174,18 +152,6 @@ def test_failures_long_ago_are_forgiven() -> None:
     record = HostRecord(exclude_after=2, exclude_s=100.0)
     assert [record.fail("a", now) for now in (0, 3700, 7400)] == [None, None, None]
     assert record.excluded(7401) == set()
-
-
-def test_exhausted_memory_is_known_by_its_words() -> None:
-    for shortage, message, *types in (
-        ("device_oom", "CUDA out of memory. Tried to allocate 2.00 GiB"),
-        ("device_oom", "[enforce fail] allocation failed", "torch.OutOfMemoryError"),
-        ("host_oom", "Task was killed due to the node running low on memory."),
-        ("host_oom", "DefaultCPUAllocator: can't allocate memory: you tried"),
-        ("host_oom", "", "MemoryError"),
-        (None, "Connection closed by peer", "RuntimeError"),
-    ):
-        assert memory_shortage(message, types) == shortage
 
 
 Beat = tuple[str, int, float, float]

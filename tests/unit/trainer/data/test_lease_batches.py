@@ -158,7 +158,7 @@ def test_groups_decode_each_window_about_once_between_them(make_spec, train, row
         LeaseBatches(CountingSource(train, opened), spec, 0, 1, **sizes) for _ in range(num_groups)
     ]
     taken = Counter()
-    while not book.is_complete:
+    while book.num_rows_left:
         for group, loader in enumerate(loaders):
             if given := book.lease(group):
                 loader.submit(given)

@@ -25,7 +25,6 @@ from trainer.elastic.coordinator.interface import (
     Departure,
     GroupStatus,
     RankStatus,
-    RunFailure,
 )
 from trainer.failures import Failure
 from trainer.protocol import events, requests
@@ -42,7 +41,7 @@ class World:
     now: float = 1000.0
     standings: dict[tuple[int, int], str] = field(default_factory=dict)
     departures: list[Departure] = field(default_factory=list)
-    failure: RunFailure | None = None
+    failure: Failure | None = None
     has_finished: bool = False
     answers: bool = True
     runs: dict[tuple[int, int], tuple[TrainRun, Future[Failure | None]]] = field(
@@ -418,7 +417,7 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) 
         world.wait(seconds)
         world.become("current", *world.runs)
         if world.now > 1002:
-            world.failure = RunFailure(reason=failures.NON_FINITE, message="nan")
+            world.failure = Failure(failures.NON_FINITE, "nan")
 
     failure = GroupRunner(replace(life.config, wait=wait), lambda run_index: world).run_once(0)
     assert failure == Failure(failures.NON_FINITE, "nan")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.elastic_checks import check_copies, check_journal, check_rows
+from tests.harness.elastic_checks import check_copies, check_rows
 
 NUM_ROWS = 8
 
@@ -47,18 +47,3 @@ def test_copies_that_differ_after_a_commit_are_found_unless_one_only_listens() -
     with pytest.raises(AssertionError, match="copies of shard 0 differ"):
         check_copies([commit(1), commit(1, group=1, hash="another")])
     assert check_copies([commit(1), commit(1, group=1, hash="half", standing="listening")]) == 0
-
-
-def entry(number: int, *leases: tuple[int, int]) -> dict[str, Any]:
-    held = [{"epoch": 0, "start": start, "stop": stop} for start, stop in leases]
-    return {"commit": number, "leases": {"0": held}, "skipped": []}
-
-
-def test_a_journal_is_held_against_all_rows() -> None:
-    check_journal([entry(1, (0, 4)), entry(2, (4, 8))], NUM_ROWS, 1)
-    # A commit that nobody heard of does not count.
-    check_journal([entry(1, (0, 6)), entry(1, (0, 4)), entry(2, (4, 8))], NUM_ROWS, 1)
-    with pytest.raises(AssertionError, match="more than once"):
-        check_journal([entry(1, (0, 4)), entry(2, (2, 8))], NUM_ROWS, 1)
-    with pytest.raises(AssertionError, match="counts 4 rows"):
-        check_journal([entry(1, (0, 4))], NUM_ROWS, 1)

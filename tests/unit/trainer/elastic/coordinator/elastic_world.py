@@ -17,6 +17,7 @@ from trainer.coordination.messages import (
     Arrive,
     Heartbeat,
     Hello,
+    Lease,
     Ledger,
     Numbered,
     Rejection,
@@ -27,10 +28,8 @@ from trainer.coordination.messages import (
     Welcome,
 )
 from trainer.elastic.coordinator.interface import (
-    CommitRecord,
     CoordinatorStatus,
     Effect,
-    EmitEvent,
     MembershipPolicy,
     Reply,
 )
@@ -83,8 +82,7 @@ class SimRank:
         self.standing = "initial"
         self.ledger = checkpoint.ledger
         self.copy: Copy | None = None
-        self.interval: tuple[int, ...] = ()
-        self.num_rows = 0
+        self.interval: tuple[Lease, ...] = ()
         self.is_poisoned = False
         self.will_refuse = False
         self.is_through = False
@@ -123,6 +121,10 @@ class SimRank:
                 assert isinstance(body, RoundResult)
                 self.hear_verdict(body)
 
+    @property
+    def num_rows(self) -> int:
+        return sum(lease.num_rows for lease in self.interval)
+
     def arrive(self) -> None:
         is_done = self.copy is not None and self.copy.is_done
         has_finished = self.ledger.epoch == EPOCHS
@@ -130,7 +132,7 @@ class SimRank:
             Arrive(
                 standing=self.standing,
                 commit=self.ledger.commit,
-                leases=self.interval,
+                leases=tuple(lease.id for lease in self.interval),
                 num_rows=self.num_rows,
                 has_copied=is_done,
                 copied_bytes=COPIED_BYTES if is_done else 0,
@@ -165,8 +167,7 @@ class SimRank:
         if verdict.standing == "current" and self.standing != "current":
             self.become_current(verdict)
         if verdict.standing != "current":
-            self.standing, self.interval, self.num_rows = "listening", (), 0
-            self.is_poisoned = False
+            self.standing, self.interval, self.is_poisoned = "listening", (), False
         if verdict.standing == "initial":
             self.copy = None
         self.ledger = verdict.ledger
@@ -194,11 +195,8 @@ class SimRank:
         self.copy, self.standing = None, "current"
 
     def train(self, verdict: RoundResult) -> None:
-        first = verdict.leases[:1]
-        self.interval = tuple(lease.id for lease in first)
-        self.num_rows = sum(lease.num_rows for lease in first)
-        if first and self.world.is_poison(first[0]):
-            self.is_poisoned = True
+        self.interval = verdict.leases[:1]
+        self.is_poisoned |= any(self.world.is_poison(lease) for lease in self.interval)
 
     def remember(self, verdict: RoundResult) -> None:
         standing = "current" if verdict.standing == "current" else "listening"
@@ -226,7 +224,8 @@ class World:
         self.checkpoint = Checkpoint()
         self.incarnations = dict.fromkeys(range(num_groups), 0)
         self.groups: dict[int, list[SimRank]] = {}
-        self.journal: dict[tuple[int, int], CommitRecord] = {}
+        self.rounds: dict[int, Round] = {}
+        self.trained: dict[tuple[int, int], list[Lease]] = {}
         self.history: dict[tuple[int, int], dict[int, int]] = {}
         self.events: list[Event] = []
         self.poison: set[tuple[int, int]] = set()
@@ -281,27 +280,30 @@ class World:
 
     def act(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, EmitEvent):
-                self.events.append(effect.event)
-            elif isinstance(effect, CommitRecord):
-                self.enter(effect)
-            else:
+            if isinstance(effect, Reply):
                 self.send(effect)
+            else:
+                self.events.append(effect)
 
-    def enter(self, record: CommitRecord) -> None:
-        """Note a commit, and all that a copy which is current has applied by then."""
-        sync = record.commit, record.round
-        self.journal[sync] = record
-        knowing = [m.group for m in record.members if m.standing != "listening"]
+    def enter(self, result: RoundResult) -> None:
+        """Note a commit's leases, and all that a copy which is current has applied by then."""
+        sync = result.ledger.commit, result.ledger.round
+        if sync in self.trained:
+            return
+        members = self.rounds[result.round].members
+        knowing = [self.groups[m.group][0] for m in members if m.standing != "listening"]
         assert knowing or self.status.has_finished
+        self.trained[sync] = [lease for rank in knowing for lease in rank.interval]
         if knowing:
-            applied = self.groups[knowing[0]][0].applied
-            self.history[sync] = applied | {record.commit: record.round}
+            self.history[sync] = knowing[0].applied | {sync[0]: sync[1]}
 
     def send(self, reply: Reply) -> None:
         if isinstance(reply.body, Round):
+            self.rounds[reply.body.round] = reply.body
             for member in reply.body.members:
                 assert member.incarnation >= self.greeted[member.group], "a stale life in a round"
+        elif isinstance(reply.body, RoundResult) and reply.body.committed:
+            self.enter(reply.body)
         for rank in self.groups.get(reply.to.group, []):
             if rank.id == reply.to:
                 rank.inbox.append((reply.id, reply.body))
@@ -394,8 +396,7 @@ class World:
         trained = [
             (lease.epoch, row)
             for sync in self.end.applied.items()
-            for leases in self.journal[sync].leases.values()
-            for lease in leases
+            for lease in self.trained[sync]
             for row in range(lease.start, lease.stop)
         ]
         assert len(trained) == len(set(trained)) == ledger.rows_trained

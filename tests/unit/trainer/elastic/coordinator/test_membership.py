@@ -143,8 +143,8 @@ def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row
     world = running(commit=1)
     world.run_until(lambda: any(rank.num_rows for rank in world.ranks()))
     world.run_to_commit(2)
-    (members,) = (record.members for record in world.journal.values() if record.commit == 2)
-    assert [member.weight for member in members] == [4, 4, 4]
+    (opened,) = (each for each in world.rounds.values() if each.commit == 2)
+    assert [member.weight for member in opened.members] == [4, 4, 4]
     assert world.status.ledger.metrics == {"loss": 2.0}
 
 

@@ -167,6 +167,17 @@ class Attempt:
         c = self.context
         return WorkerConfig(self.spec, c.run_dir, c.attempt_id, run_index, group, secrets=c.secrets)
 
+    def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
+        """Write that another number of workers train."""
+        resized = events.Resized(
+            time=time.time(),
+            world_size_before=before,
+            world_size=now,
+            cause=cause,
+            restarted=restarted,
+        )
+        self.writer.write(resized)
+
     def host_record(self) -> HostRecord:
         """A record of hosts by the job's policy, with those that the service wants avoided."""
         recovery = self.spec.recovery

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from trainer.driver.coordinator_actor import RayCoordinator
 
 logger = logging.getLogger(__name__)
+_POLL_S = 0.5
 _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
 _WINDOW_S = 60.0
@@ -168,34 +169,10 @@ class RunnerConfig:
     read_hosts: Callable[[], list[Host]]
     launch: Callable[[TrainRun], futures.Future[Failure | None]]
     kill_on: Callable[[Host, Collection[int]], None] = kill_on
-    poll_s: float = 0.5
     end_grace_s: float = 60.0
     kill_grace_s: float = 5.0
     clock: Callable[[], float] = time.time
     wait: Callable[[float], None] = time.sleep
-
-
-@dataclass
-class GroupRunner:
-    """All runs of the groups of one attempt, with one record of hosts."""
-
-    config: RunnerConfig
-    start_coordinator: Callable[[int], RayCoordinator]
-
-    def __post_init__(self) -> None:
-        self._record = self.config.attempt.host_record()
-
-    def run_once(self, run_index: int) -> Failure | None:
-        """Run all groups once, with a coordinator of its own."""
-        coordinator = self.start_coordinator(run_index)
-        loop = GroupRunLoop(self.config, coordinator, self._record, run_index)
-        try:
-            while (ended := loop.tick()) is None:
-                self.config.wait(self.config.poll_s)
-            loop.close(ended)
-        finally:
-            coordinator.stop()
-        return ended.failure
 
 
 @dataclass(frozen=True)
@@ -439,14 +416,7 @@ class GroupRunLoop:
             return
         if size > before:
             self._resize_cause = "room" if request.workers is None else "request"
-        resized = events.Resized(
-            time=time.time(),
-            world_size_before=before,
-            world_size=size,
-            cause=self._resize_cause,
-            restarted=False,
-        )
-        self.config.attempt.writer.write(resized)
+        self.config.attempt.report_resize(before, size, self._resize_cause, restarted=False)
 
     def _check_shortage(self) -> Ended | None:
         now, size = self.config.clock(), self._policy.group_size
@@ -480,6 +450,24 @@ class GroupRunLoop:
 
     def _warn(self, message: str) -> None:
         warn(self.config.attempt.writer, message)
+
+
+def run_groups(
+    config: RunnerConfig,
+    record: HostRecord,
+    start_coordinator: Callable[[int], RayCoordinator],
+    run_index: int,
+) -> Failure | None:
+    """Run all groups once, with a coordinator of its own; `record` lasts for all runs."""
+    coordinator = start_coordinator(run_index)
+    loop = GroupRunLoop(config, coordinator, record, run_index)
+    try:
+        while (ended := loop.tick()) is None:
+            config.wait(_POLL_S)
+        loop.close(ended)
+    finally:
+        coordinator.stop()
+    return ended.failure
 
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:

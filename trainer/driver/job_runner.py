@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,15 +29,9 @@ from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import Failure
-from trainer.protocol import events, requests
-from trainer.protocol.events import (
-    CheckpointCommitted,
-    Event,
-    Metrics,
-    Progress,
-    WorkersStarted,
-    read_record,
-)
+from trainer.protocol import requests
+from trainer.protocol.events import CheckpointCommitted, Event, Metrics, Progress, WorkersStarted
+from trainer.protocol.outbox import read_batch
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -44,26 +39,14 @@ _ALL = 0  # the one group
 _REPORT_EVERY_S = 10.0
 _HANGS = frozenset({"hang", "silent"})
 _MAX_STARTS_WITHOUT_ROOM = 3
-
-
-@dataclass
-class StreamTail:
-    """The records of a growing stream, as they come."""
-
-    path: Path
-    _offset: int = 0
-
-    def read(self, now: float) -> list[Event]:
-        """Records completed since the last call; none while storage is away."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                found = file.read()
-        except OSError:
-            return []
-        complete = found[: found.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [read_record(line, now) for line in complete.splitlines()]
+_POLL_S = 0.5
+# A restart costs seconds of training, so growing waits until room has stayed for this long, and the
+# workers have run for so long.
+_STEADY_S, _MIN_RUN_S = 10.0, 60.0
+# After a loss room is awaited for so long.
+_SETTLE_S = 5.0
+# With an autoscaler, excluded hosts are used again when no others came for so long.
+_OTHERS_S = 180.0
 
 
 @dataclass
@@ -74,19 +57,23 @@ class JobGoodput:
     step: int = 0
     durable_step: int = 0
     _meter: GoodputMeter = field(default_factory=GoodputMeter)
-    _tail: StreamTail | None = None
+    _stream: Path = Path()
+    _offset: int = 0
     _reported_at: float = 0.0
 
     def begin(self, stream: Path, now: float) -> None:
         """Workers that write to `stream` are started."""
         self._meter.start(_ALL, now)
-        self._tail = StreamTail(stream)
+        self._stream, self._offset = stream, 0
         self._reported_at = now
 
     def poll(self, now: float) -> None:
         """Apply new events of the workers, and report every `_REPORT_EVERY_S` seconds."""
-        for record in self._tail.read(now) if self._tail else []:
-            self._apply(record)
+        with suppress(OSError):  # storage is away
+            while (found := read_batch(self._stream, self._offset))[0]:
+                records, self._offset = found
+                for record in records:
+                    self._apply(record)
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._report(now)
 
@@ -133,9 +120,9 @@ class HangMonitor:
                 only_watches=True,
             )
         )
-        self._pids: dict[str, set[int]] = {}
         self._run_index = -1
-
+        self.processes: dict[str, set[int]] = {}
+        """Process ids of the run that was checked last, by host."""
         self.address = self._coordinator.address
         """Where workers send their heartbeats (host:port)."""
 
@@ -143,19 +130,15 @@ class HangMonitor:
         """Why run `run_index` is lost although its processes may still be there, if it is."""
         status = self._coordinator.status()
         if run_index != self._run_index:
-            self._run_index, self._pids = run_index, {}
+            self._run_index, self.processes = run_index, {}
         for group in status.groups:
             if group.incarnation == run_index:
                 for rank in group.ranks:
-                    self._pids.setdefault(rank.host, set()).add(rank.pid)
+                    self.processes.setdefault(rank.host, set()).add(rank.pid)
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
                 return Failure(failures.HANG, each.message, evidence={"watch": each.message})
         return None
-
-    def processes(self) -> dict[str, Collection[int]]:
-        """Process ids of the run that was checked last, by host."""
-        return dict(self._pids)
 
 
 @dataclass(frozen=True)
@@ -256,22 +239,6 @@ def cause_to_stop(
     return "request" if request.workers is not None else "room"
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times in seconds.
-
-    A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
-    the workers have run for `min_run_s`. After a loss room is awaited for `settle_s`. Where the
-    cluster is autoscaled, excluded hosts are used again when no others came for `others_s`.
-    """
-
-    poll_s: float = 0.5
-    steady_s: float = 10.0
-    min_run_s: float = 60.0
-    settle_s: float = 5.0
-    others_s: float = 180.0
-
-
 @dataclass
 class JobRunner:
     """All runs of one attempt's workers. `read_hosts` and `launch` are the cluster."""
@@ -279,10 +246,9 @@ class JobRunner:
     attempt: Attempt
     read_hosts: Callable[[], list[Host]]
     launch: Callable[[TrainRun], Future[Failure | None]]
-    timing: Timing = field(default_factory=Timing)
+    hang_monitor: HangMonitor
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
-    hang_monitor: HangMonitor | None = None
     kill_on: Callable[[Host, Collection[int]], None] = kill_on
 
     def __post_init__(self) -> None:
@@ -320,7 +286,7 @@ class JobRunner:
         With an autoscaler waits until the fewest workers fit; None if the job is paused before.
         """
         began = self.clock()
-        until = began + (self.timing.settle_s if self._size is not None else 0.0)
+        until = began + (_SETTLE_S if self._size is not None else 0.0)
         is_reported = False
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
@@ -335,13 +301,13 @@ class JobRunner:
                 if not is_reported:
                     self._report_left_out(hosts, avoided)
                 is_reported = True
-                may_take_all = self.clock() - began >= self.timing.others_s
+                may_take_all = self.clock() - began >= _OTHERS_S
                 if may_take_all and self._fits(hosts, wanted, request.drain_hosts):
                     found = plan(self._bounds, hosts, wanted, request.drain_hosts)
                     break
             if self.attempt.context.is_pause_wanted:
                 return None
-            self.wait(self.timing.poll_s)
+            self.wait(_POLL_S)
         if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
             return Plan(self._bounds.least)
         return found
@@ -368,28 +334,18 @@ class JobRunner:
         warn(
             self.attempt.writer,
             f"the job waits for other hosts than {left_out}: drained, or failed too often; the "
-            f"latter are taken again if none has come in {self.timing.others_s:.0f} s",
+            f"latter are taken again if none has come in {_OTHERS_S:.0f} s",
         )
 
     def _report_size(self, num_workers: int) -> None:
         if self._size is not None and num_workers != self._size:
-            self.attempt.writer.write(
-                events.Resized(
-                    time=time.time(),
-                    world_size_before=self._size,
-                    world_size=num_workers,
-                    cause=self._cause,
-                    restarted=True,
-                )
-            )
+            self.attempt.report_resize(self._size, num_workers, self._cause, restarted=True)
         self._size = num_workers
 
     def _run(self, run_index: int, current: Plan) -> TrainRun:
-        config = self.attempt.config(run_index)
+        config = replace(self.attempt.config(run_index), watch_address=self.hang_monitor.address)
         if self._bounds.is_elastic:
             config = replace(config, spec=config.spec.with_workers(current.num_workers))
-        if self.hang_monitor:
-            config = replace(config, watch_address=self.hang_monitor.address)
         return TrainRun(
             config,
             current.num_workers,
@@ -410,7 +366,7 @@ class JobRunner:
         better_since: float | None = None
         is_asked = False
         while not future.done():
-            self.wait(self.timing.poll_s)
+            self.wait(_POLL_S)
             self._goodput.poll(time.time())
             given_up = given_up or self._give_up(run_index)
             is_pausing = self.attempt.context.is_pause_wanted
@@ -423,7 +379,7 @@ class JobRunner:
                 self._stop(run_index, failures.PAUSED)
                 is_asked = True
                 continue
-            self._seek_capacity(current, is_new=self.clock() - began < self.timing.min_run_s)
+            self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
             if cause is None:
                 better_since = None
@@ -453,10 +409,9 @@ class JobRunner:
 
     def _give_up(self, run_index: int) -> Failure | None:
         """Kill workers that hang; why they did."""
-        monitor = self.hang_monitor
-        failure = monitor.check(run_index) if monitor else None
-        if monitor and failure:
-            processes = monitor.processes()
+        failure = self.hang_monitor.check(run_index)
+        if failure:
+            processes = self.hang_monitor.processes
             for host in self.read_hosts():
                 if host.address in processes:
                     self.kill_on(host, processes[host.address])
@@ -464,8 +419,8 @@ class JobRunner:
 
     def _is_worth_it(self, began: float, better_since: float) -> bool:
         now = self.clock()
-        is_steady = now - better_since >= self.timing.steady_s
-        return is_steady and now - began >= self.timing.min_run_s
+        is_steady = now - better_since >= _STEADY_S
+        return is_steady and now - began >= _MIN_RUN_S
 
     def _stop(self, run_index: int, cause: str) -> None:
         logger.info("asking the workers to save and stop: %s", cause)
@@ -492,10 +447,10 @@ class JobRunner:
 
     def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""
-        until = self.clock() + self.timing.settle_s
+        until = self.clock() + _SETTLE_S
         while failure.is_death and failure.reason == failures.WORKERS_LOST:
             failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
             if self.clock() >= until:
                 break
-            self.wait(self.timing.poll_s)
+            self.wait(_POLL_S)
         return failure

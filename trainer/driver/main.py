@@ -73,7 +73,7 @@ _POLL_S = 1.0
 # Ray Train, in the domain `job`: check the workers once a second.
 TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
 # With a TorchTrainer for each group: no optional helpers, short timeouts for hosts that are gone;
-# Ray's drain notices are handled by `GroupRunner`.
+# Ray's drain notices are handled by `GroupRunLoop`.
 GROUP_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
@@ -275,11 +275,12 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
-        from trainer.driver.group_runner import GroupRunner, RunnerConfig
+        from trainer.driver.group_runner import RunnerConfig, run_groups
 
         _set_unless_given(GROUP_SETTINGS)
         config = RunnerConfig(attempt, read_hosts, launch)
-        return GroupRunner(config, partial(RayCoordinator, attempt)).run_once
+        start = partial(RayCoordinator, attempt)
+        return partial(run_groups, config, attempt.host_record(), start)
 
     import ray.util
 
@@ -289,7 +290,7 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     if attempt.capacity is None and (lack := shortage_for(attempt.spec)):
         warn(attempt.writer, lack)
     monitor = HangMonitor(attempt, ray.util.get_node_ip_address())
-    return JobRunner(attempt, read_hosts, launch, hang_monitor=monitor).run_once
+    return JobRunner(attempt, read_hosts, launch, monitor).run_once
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:

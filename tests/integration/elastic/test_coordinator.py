@@ -271,7 +271,7 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
             worker.start()
         failure = wait_until(lambda: watch.check(4), "the hang", 60)
         assert failure.reason == failures.HANG
-        assert watch.processes() == {"127.0.0.2": {worker.pid for worker in workers}}
+        assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
         assert watch.check(5) is None  # the next life has nothing to do with it
         for worker in workers:
             worker.join(scaled(10))

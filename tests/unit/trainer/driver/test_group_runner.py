@@ -18,7 +18,7 @@ from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt, DriverContext
 from trainer.driver.autoscale import CapacityManager
 from trainer.driver.cluster import Host
-from trainer.driver.group_runner import Ended, GroupRunLoop, GroupRunner, RunnerConfig
+from trainer.driver.group_runner import Ended, GroupRunLoop, RunnerConfig, run_groups
 from trainer.driver.ray_train import Evicted, TrainRun
 from trainer.elastic.coordinator.interface import (
     CoordinatorStatus,
@@ -419,7 +419,7 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) 
         if world.now > 1002:
             world.failure = Failure(failures.NON_FINITE, "nan")
 
-    failure = GroupRunner(replace(life.config, wait=wait), lambda run_index: world).run_once(0)
+    failure = run_groups(replace(life.config, wait=wait), life.record, lambda run_index: world, 0)
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ from trainer import failures
 from trainer.driver.attempt import PAUSED_EARLY, Attempt, DriverContext, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
-from trainer.driver.job_runner import Bounds, JobRunner, Plan, Timing, cause_to_stop, need_of, plan
+from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
 from trainer.driver.ray_train import TrainRun
 from trainer.failures import Failure
 from trainer.protocol import events
@@ -168,6 +170,20 @@ class World:
         return lambda: self.ends[-1].set_result(failure)
 
 
+@dataclass
+class Ears:
+    """A `HangMonitor` that hears of a hang at a time."""
+
+    world: World
+    hangs_at: float = math.inf
+    address: str = "127.0.0.1:1"
+    processes: ClassVar = {"a": {11, 12}, "gone": {13}}
+
+    def check(self, run_index: int) -> Failure | None:
+        hangs = run_index == 0 and self.world.now >= self.hangs_at
+        return Failure(failures.HANG, "rank 1 stands still") if hangs else None
+
+
 @pytest.fixture
 def jobs(context: DriverContext) -> tuple[JobRunner, World]:
     """A job of two to six workers in groups of two, on one host with room for four."""
@@ -175,9 +191,8 @@ def jobs(context: DriverContext) -> tuple[JobRunner, World]:
     world = World([host("a", 4)])
     writer = EventWriter(context.files.stream_path("driver"))
     attempt = Attempt(context, spec(parallelism=sizes), writer)
-    timing = Timing(poll_s=0.5, steady_s=10, min_run_s=60, settle_s=5)
     times = {"clock": lambda: world.now, "wait": world.wait}
-    return JobRunner(attempt, lambda: world.hosts, world.launch, timing, **times), world
+    return JobRunner(attempt, lambda: world.hosts, world.launch, Ears(world), **times), world
 
 
 def resizes(runs: JobRunner) -> list[events.EventModel]:
@@ -284,22 +299,6 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(
     assert outcomes == [Restart()] * 4
     assert [run.waits_for_room for run in world.runs] == [False, False, False, True]
     assert world.runs[-1].num_workers == 2
-
-
-@dataclass
-class Ears:
-    """A `HangMonitor` that hears of a hang at a time."""
-
-    world: World
-    hangs_at: float
-    address: str = "127.0.0.1:1"
-
-    def check(self, run_index: int) -> Failure | None:
-        hangs = run_index == 0 and self.world.now >= self.hangs_at
-        return Failure(failures.HANG, "rank 1 stands still") if hangs else None
-
-    def processes(self) -> dict[str, set[int]]:
-        return {"a": {11, 12}, "gone": {13}}
 
 
 def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_ended(

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.builders import workers_started
-from trainer.driver.job_runner import JobGoodput, StreamTail
+from trainer.driver.job_runner import JobGoodput
 from trainer.elastic.coordinator.goodput import CAUSES, GoodputMeter
 from trainer.protocol.events import (
     CheckpointCommitted,
     Event,
     Metrics,
-    Note,
     Progress,
     WorkersStarted,
 )
@@ -121,21 +120,6 @@ def started(time: float, resumed_step: int = 0) -> WorkersStarted:
 
 def checkpoint(time: float, step: int) -> CheckpointCommitted:
     return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=0.0)
-
-
-def test_a_tail_reads_each_complete_record_once(tmp_path: Path) -> None:
-    path = tmp_path / "stream.jsonl"
-    tail = StreamTail(path)
-    assert tail.read(0.0) == []
-    note = Note(time=1.0, message="one")
-    EventWriter(path).write(note)
-    with path.open("ab") as file:
-        file.write(b'{"time": 2.0, "kind"')
-    assert tail.read(0.0) == [note]
-    assert tail.read(0.0) == []
-    with path.open("ab") as file:
-        file.write(b': "note", "message": "two"}\n')
-    assert tail.read(0.0) == [Note(time=2.0, message="two")]
 
 
 def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Path) -> None:

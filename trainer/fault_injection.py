@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +58,6 @@ class Fault(BaseModel):
 FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(list[Fault])
 
 
-class FaultsError(Exception):
-    """SHARDLOOM_FAULTS cannot be read."""
-
-
 @dataclass
 class _Armed:
     fault: Fault
@@ -75,13 +71,9 @@ _armed: list[_Armed] = []
 def arm(incarnation: int, environment: Mapping[str, str] = os.environ) -> None:
     """Load the faults of life number `incarnation`, in place of those loaded before.
 
-    Raises `FaultsError` on text that is no list of faults.
+    Raises pydantic's `ValidationError` on text that is no list of faults.
     """
-    text = environment.get(VARIABLE)
-    try:
-        faults = FAULTS.validate_json(text) if text else []
-    except ValidationError as error:
-        raise FaultsError(f"{VARIABLE} is no JSON list of faults: {error}") from None
+    faults = FAULTS.validate_json(environment.get(VARIABLE) or "[]")
     _armed[:] = [_Armed(each, each.times) for each in faults if each.incarnation == incarnation]
 
 

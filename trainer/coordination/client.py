@@ -356,17 +356,14 @@ class HeartbeatReporter:
         self._began_at = self._clock()
 
     def end_step(self, step: int) -> None:
-        if self._client is None:
-            return
         self._times_s.append(self._clock() - self._began_at)
-        self._client.progress("train", step, median(self._times_s), self.local_s)
+        self.enter("train", step)
 
     def enter(self, phase: str, step: int) -> None:
         """Another phase than training begins, or makes progress."""
-        if self._client is None:
-            return
-        step_time_s = median(self._times_s) if self._times_s else 0.0
-        self._client.progress(phase, step, step_time_s, self.local_s)
+        if self._client:
+            step_time_s = median(self._times_s) if self._times_s else 0.0
+            self._client.progress(phase, step, step_time_s, self.local_s)
 
 
 @contextmanager

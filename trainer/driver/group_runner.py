@@ -128,8 +128,8 @@ class GroupRun:
         self.is_known = True
         self.was_current |= status.standing == "current"
         self.is_leaving |= status.leave_cause is not None
-        for rank in status.ranks:
-            self.pids.setdefault(rank.host, set()).add(rank.pid)
+        for host, pid in status.processes:
+            self.pids.setdefault(host, set()).add(pid)
 
 
 def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[Host]:

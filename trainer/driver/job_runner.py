@@ -133,8 +133,8 @@ class HangMonitor:
             self._run_index, self.processes = run_index, {}
         for group in status.groups:
             if group.incarnation == run_index:
-                for rank in group.ranks:
-                    self.processes.setdefault(rank.host, set()).add(rank.pid)
+                for host, pid in group.processes:
+                    self.processes.setdefault(host, set()).add(pid)
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
                 return Failure(failures.HANG, each.message, evidence={"watch": each.message})

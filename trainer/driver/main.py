@@ -217,7 +217,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
         use_gpu, capacity = open_capacity(context, spec, writer)
 
     def hosts_to_use() -> list[Host]:
-        present = hosts_for(spec, use_gpu)
+        present = read_hosts(demand_per_worker(spec, use_gpu))
         return present if max_workers is None else hosts_to_come(present, max_workers)
 
     choice = choose_layout(spec, hosts_to_use, report)
@@ -260,25 +260,17 @@ def open_capacity(
     return not use_gpu, manager(not use_gpu)
 
 
-def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
-    """The hosts of the cluster, with room for workers of `spec`."""
-    return read_hosts(demand_per_worker(spec, use_gpu))
-
-
 def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     """Runs the workers of one run index, as the failure domain requires."""
-    read_hosts = (
-        attempt.capacity.read_hosts
-        if attempt.capacity
-        else partial(hosts_for, attempt.spec, attempt.use_gpu)
-    )
+    demand = demand_per_worker(attempt.spec, attempt.use_gpu)
+    find_hosts = attempt.capacity.read_hosts if attempt.capacity else partial(read_hosts, demand)
     # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
         from trainer.driver.group_runner import RunnerConfig, run_groups
 
         _set_unless_given(GROUP_SETTINGS)
-        config = RunnerConfig(attempt, read_hosts, launch)
+        config = RunnerConfig(attempt, find_hosts, launch)
         start = partial(RayCoordinator, attempt)
         return partial(run_groups, config, attempt.host_record(), start)
 
@@ -290,7 +282,7 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     if attempt.capacity is None and (lack := shortage_for(attempt.spec)):
         warn(attempt.writer, lack)
     monitor = HangMonitor(attempt, ray.util.get_node_ip_address())
-    return JobRunner(attempt, read_hosts, launch, monitor).run_once
+    return JobRunner(attempt, find_hosts, launch, monitor).run_once
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:
@@ -335,12 +327,12 @@ def end_attempt(
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
         sinks.start()
-        with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
+        # Should another attempt take the run folder, this one ends.
+        evict = partial(os.kill, os.getpid(), signal.SIGTERM)
+        with hold_run(context.run_dir, context.attempt_id, on_lost=evict):
             return _ended(context, run_until_stopped(context, writer))
     except AttemptFailed as error:
         return _ended(context, error.failure)
-    except failures.WorkerFailure as error:  # the folder is another attempt's
-        return _ended(context, Failure(error.reason, error.message))
     except Stopped:
         return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
     except Evicted:
@@ -361,11 +353,6 @@ def with_secrets(context: DriverContext) -> DriverContext:
         secrets = fetch_secrets(http, url)
     secrets.set_in(os.environ)
     return replace(context, secrets=secrets)
-
-
-def _evict_this_process() -> None:
-    """End this attempt: another one has taken the run folder."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:

@@ -28,6 +28,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer import failures
+from trainer.driver.attempt import AttemptFailed
+from trainer.failures import Failure
 
 logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
@@ -120,7 +122,7 @@ class RunLock:
     def acquire(self) -> None:
         """Take the folder, from a dead owner if need be.
 
-        Waits `patience_s` for a live one to end, then raises `WorkerFailure` with `run_in_use`.
+        Waits `patience_s` for a live one to end, then raises `AttemptFailed` with `run_in_use`.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -162,7 +164,7 @@ class RunLock:
             if self._clock() >= deadline:
                 if is_dead is None and seen == first:
                     return seen
-                raise failures.WorkerFailure(failures.RUN_IN_USE, self._refusal(owner))
+                raise AttemptFailed(Failure(failures.RUN_IN_USE, self._refusal(owner)))
             self._sleep(_LOOK_S)
             seen = self._read()
         return None
@@ -214,7 +216,7 @@ class RunLock:
 def hold_run(run_dir: Path, name: str, on_lost: Callable[[], None]) -> Iterator[None]:
     """Hold `run_dir` for the attempt called `name` while the block runs.
 
-    Raises `WorkerFailure` with `run_in_use`. `on_lost` is called, in a thread, should another
+    Raises `AttemptFailed` with `run_in_use`. `on_lost` is called, in a thread, should another
     attempt have taken the folder after all.
     """
     lock = RunLock(run_dir, name, PATIENCE_S)

@@ -7,10 +7,9 @@ in a worker to Ray's functions, and imports them there.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -36,35 +35,23 @@ class ProcessGroupConfig(BackendConfig):
         return _ProcessGroup
 
     @property
-    def train_func_context(self) -> type[AbstractContextManager]:
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
         """What the loop of a worker runs in."""
-        return _OwnDevice
+        return _own_device
 
     @property
     def framework(self) -> TrainingFramework:
         """For Ray's records of the run."""
         return TrainingFramework.TORCH
 
-    def to_dict(self) -> dict[str, Any]:
-        """For Ray's records of the run."""
-        return {"backend": self.backend, "timeout_s": self.timeout_s}
 
+@contextmanager
+def _own_device() -> Iterator[None]:
+    """The GPU of a worker is torch's current one."""
+    from ray.train.torch.config import TorchConfigContextManager
 
-class _OwnDevice(AbstractContextManager):
-    """Makes the GPU of a worker torch's current one."""
-
-    def __enter__(self) -> None:
-        from ray.train.torch.config import TorchConfigContextManager
-
-        TorchConfigContextManager().__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
+    with TorchConfigContextManager():
+        yield
 
 
 class _ProcessGroup(Backend):

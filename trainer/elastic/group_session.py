@@ -364,39 +364,36 @@ class GroupSession(Session):
         return values
 
 
-def train_group(session: GroupSession) -> dict[str, float]:
-    """Train with the other groups to the end, or until asked to leave; the final metrics."""
-    try:
-        session.begin()
-        while not session.is_over:
-            session.train_lease()
-            session.sync_groups()
-            session.announce()
-            session.checkpoints.poll()
-            if session.is_report_due():
-                session.report()
-            if session.is_leader:
-                session.lead()
-    finally:
-        session.close()
-    return session.final_metrics
-
-
 def run_group(
     config: WorkerConfig, client: CoordinatorClient, host: str | None = None
 ) -> dict[str, float]:
     """Train as one rank inside its group's initialised default process group; the final metrics.
 
-    Raises `WorkerFailure` with a reason that the control plane knows.
+    Returns at the end of the run, or when the group was asked to leave. Raises `WorkerFailure` with
+    a reason that the control plane knows.
     """
     size = config.spec.parallelism.group_size
     with named_failures(config.spec.model.module):
         prepare_process(config)
         groups = groups_of(config, Layout(size, size, "inter_host"), host)
-        return train_group(GroupSession(config, groups, client))
+        session = GroupSession(config, groups, client)
+        try:
+            session.begin()
+            while not session.is_over:
+                session.train_lease()
+                session.sync_groups()
+                session.announce()
+                session.checkpoints.poll()
+                if session.is_report_due():
+                    session.report()
+                if session.is_leader:
+                    session.lead()
+        finally:
+            session.close()
+    return session.final_metrics
 
 
-def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dict[str, float]:
+def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> None:
     """`run_group` for a worker that Ray Train started."""
     identity = Identity(
         group=group.group,
@@ -410,7 +407,7 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
     )
     client.on_refusal = end_process
     try:
-        return run_group(config, client, host)
+        run_group(config, client, host)
     finally:
         client.close()
 

@@ -191,11 +191,8 @@ class PeerCopyError(Exception):
     """A donor's shard is not the joiner's: other tables, sizes, or rank."""
 
 
-class PieceLayout(Message):
-    """Shape and dtype of one piece."""
-
-    shape: tuple[Count, ...]
-    dtype: str
+PieceLayout = tuple[tuple[int, ...], str]
+"""Shape and dtype of one piece."""
 
 
 class DonorHeader(Message):
@@ -209,10 +206,7 @@ class DonorHeader(Message):
 
 def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
     """Layout of the pieces, which must be the same on both sides."""
-    return tuple(
-        PieceLayout(shape=tuple(piece.tensor.shape), dtype=str(piece.tensor.dtype))
-        for piece in pieces
-    )
+    return tuple((tuple(piece.tensor.shape), str(piece.tensor.dtype)) for piece in pieces)
 
 
 class DonorServer:

@@ -29,7 +29,6 @@ from trainer.elastic.coordinator.interface import (
     Effect,
     GroupStatus,
     MembershipPolicy,
-    RankStatus,
     Reply,
     RunPhase,
 )
@@ -145,10 +144,7 @@ class Group:
             incarnation=self.incarnation,
             standing=self.standing,
             leave_cause=self.leave_cause,
-            ranks=tuple(
-                RankStatus(rank=rank, host=state.hello.host, pid=state.hello.pid)
-                for rank, state in sorted(self.ranks.items())
-            ),
+            processes=tuple((hello.host, hello.pid) for hello in self.hellos),
         )
 
     def as_member(self) -> RoundMember:

@@ -79,22 +79,14 @@ RunPhase = Literal["starting", "recovering", "running", "finished", "failed"]
 groups of the one before."""
 
 
-class RankStatus(Message):
-    """The process of one rank."""
-
-    rank: Count
-    host: str
-    pid: Count
-
-
 class GroupStatus(Message):
-    """One connected group."""
+    """One connected group; `processes` are (host, process id) of its ranks."""
 
     group: Count
     incarnation: Count
     standing: GroupState
     leave_cause: str | None = None
-    ranks: tuple[RankStatus, ...] = ()
+    processes: tuple[tuple[str, Count], ...] = ()
 
 
 class Departure(Message):

@@ -24,7 +24,6 @@ from trainer.elastic.coordinator.interface import (
     CoordinatorStatus,
     Departure,
     GroupStatus,
-    RankStatus,
 )
 from trainer.failures import Failure
 from trainer.protocol import events, requests
@@ -78,7 +77,7 @@ class World:
                 incarnation=incarnation,
                 standing=standing,
                 leave_cause=self.leaving.get((group, incarnation)),
-                ranks=(RankStatus(rank=0, host=self.host_of(group, incarnation), pid=50 + group),),
+                processes=((self.host_of(group, incarnation), 50 + group),),
             )
             for (group, incarnation), standing in self.standings.items()
         )

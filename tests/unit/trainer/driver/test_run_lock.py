@@ -10,9 +10,9 @@ import pytest
 
 from tests.harness.clock import FakeClock
 from trainer.driver import main, run_lock
-from trainer.driver.attempt import DriverContext
+from trainer.driver.attempt import AttemptFailed, DriverContext
 from trainer.driver.run_lock import LOCK_FILE, Owner, RunLock, hold_run, is_gone
-from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure, WorkerFailure
+from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure
 from trainer.protocol.outbox import EventWriter
 
 
@@ -36,10 +36,10 @@ def pretend(run_dir: Path, **changes: object) -> None:
 
 def test_the_second_attempt_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     lock(tmp_path, "job-a0").acquire()
-    with pytest.raises(WorkerFailure, match=rf"job-a0 \(process {os.getpid()} on ") as refused:
+    with pytest.raises(AttemptFailed, match=rf"job-a0 \(process {os.getpid()} on ") as refused:
         lock(tmp_path, "job-a1").acquire()
-    assert refused.value.reason == RUN_IN_USE
-    assert str(tmp_path) in refused.value.message
+    assert refused.value.failure.reason == RUN_IN_USE
+    assert str(tmp_path) in str(refused.value)
 
 
 def test_a_released_folder_is_free(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_owner_elsewhere_lives_while_it_beats_whatever_its_clock_says(tmp_pat
     def beat() -> None:
         pretend(tmp_path, machine="elsewhere", since=-1e9, beat=next(beats))
 
-    with pytest.raises(WorkerFailure, match="job-a0"):
+    with pytest.raises(AttemptFailed, match="job-a0"):
         lock(tmp_path, "job-a1", clock=meanwhile(beat)).acquire()
 
 
@@ -95,7 +95,7 @@ def test_of_two_that_take_over_the_one_whose_name_stays_has_it(tmp_path: Path) -
     def third_comes() -> None:
         pretend(tmp_path, name="job-a2", machine="elsewhere", token=os.urandom(4).hex())
 
-    with pytest.raises(WorkerFailure, match="job-a2"):
+    with pytest.raises(AttemptFailed, match="job-a2"):
         lock(tmp_path, "job-a1", clock=meanwhile(third_comes)).acquire()
 
 

@@ -19,6 +19,7 @@ from trainer.protocol.events import HostExcluded
 _UNTIMED_FACTOR = 10
 # A rank that is slow in so many windows in a row is persistently slow.
 _SLOW_WINDOWS = 5
+_WINDOW_S = 10.0
 # A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
 # `_EXPLODE_FACTOR` times the best so far explodes, in so many reports in a row.
 _MAX_NE = 1.5
@@ -42,15 +43,6 @@ class Hang:
     rank: RankId
     phase: str
     idle_s: float
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that is persistently slow."""
-
-    rank: RankId
-    host: str
-    slowdown: float
 
 
 def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
@@ -82,10 +74,8 @@ class StragglerDetector:
         self._factor = factor
         self._slow_windows: dict[RankId, int] = {}
 
-    def check(
-        self, step_times_s: Mapping[RankId, float], hosts: Mapping[RankId, str]
-    ) -> list[Straggler]:
-        """Close a window. Each straggler is told once, and again only after it had recovered.
+    def check(self, step_times_s: Mapping[RankId, float]) -> dict[RankId, float]:
+        """Close a window; the slowdown of each straggler, told again only after it had recovered.
 
         `step_times_s` are those of the live ranks in this window, 0 for unknown; one that is
         missing loses its count. The median is the lower one, so that of two ranks, or of two
@@ -94,13 +84,13 @@ class StragglerDetector:
         known = {rank: each for rank, each in step_times_s.items() if each > 0}
         if len(known) < 2:
             self._slow_windows.clear()
-            return []
+            return {}
         median_s = statistics.median_low(known.values())
         slowdown = {rank: each / median_s for rank, each in known.items()}
         slow = {rank for rank, each in slowdown.items() if each > self._factor}
         self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
         told = [r for r, count in self._slow_windows.items() if count == _SLOW_WINDOWS]
-        return [Straggler(rank, hosts[rank], slowdown[rank]) for rank in sorted(told)]
+        return {rank: slowdown[rank] for rank in sorted(told)}
 
 
 class LossWatch:
@@ -181,9 +171,8 @@ class HeartbeatMonitor:
         min_hang_s: float,
         hang_factor: float,
         straggler_factor: float,
-        window_s: float,
     ) -> None:
-        self._silence_s, self._window_s = silence_s, window_s
+        self._silence_s = silence_s
         self._min_hang_s, self._hang_factor = min_hang_s, hang_factor
         self._ranks: dict[RankId, _Watched] = {}
         self._stragglers = StragglerDetector(straggler_factor)
@@ -243,12 +232,12 @@ class HeartbeatMonitor:
                 first[rank.group] = hang
         return [h for h in first.values() if h.phase == "train" or h.idle_s > untimed_s]
 
-    def stragglers(self, hosts: Mapping[RankId, str], now: float) -> list[Straggler]:
-        """Ranks among those in `hosts` that are persistently slow; checked once per window."""
+    def stragglers(self, ranks: Collection[RankId], now: float) -> dict[RankId, float]:
+        """Slowdown of those of `ranks` that are persistently slow; checked once per window."""
         if self._window_ends is None:
-            self._window_ends = now + self._window_s
+            self._window_ends = now + _WINDOW_S
         if now < self._window_ends:
-            return []
-        self._window_ends = now + self._window_s
-        beats = {r: w.heartbeat for r, w in self._ranks.items() if r in hosts and w.heartbeat}
-        return self._stragglers.check(times_needed(beats), hosts)
+            return {}
+        self._window_ends = now + _WINDOW_S
+        beats = {r: w.heartbeat for r, w in self._ranks.items() if r in ranks and w.heartbeat}
+        return self._stragglers.check(times_needed(beats))

@@ -120,14 +120,6 @@ def shortage(
     )
 
 
-def shortage_for(spec: JobSpec) -> str | None:
-    """What the cluster lacks for the fewest workers, which then wait in silence."""
-    import ray
-
-    demand, num_workers = demand_per_worker(spec, wants_gpu(spec)), spec.parallelism.min_workers
-    return shortage(demand, num_workers, ray.cluster_resources())
-
-
 def cluster_answers() -> bool:
     """Whether somebody listens at the cluster's address (GCS)."""
     import ray

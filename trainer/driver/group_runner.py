@@ -96,16 +96,14 @@ class FailureTracker:
 class GroupRun:
     """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
-    `pids` go by host, once the coordinator knows them; it `is_known` then. `was_current` stays true
-    when the group was current once. `leave_cause` is why it was asked to leave, `lost_at` when it
-    was given up.
+    `pids` go by host, once the coordinator knows the group. `was_current` stays true when the group
+    was current once. `leave_cause` is why it was asked to leave, `lost_at` when it was given up.
     """
 
     group: int
     incarnation: int
     hosts: tuple[str, ...]
     future: Future[Failure | None]
-    is_known: bool = False
     was_current: bool = False
     is_leaving: bool = False
     leave_cause: str | None = None
@@ -125,7 +123,6 @@ class GroupRun:
 
     def apply(self, status: GroupStatus) -> None:
         """Apply what the coordinator knows of this incarnation."""
-        self.is_known = True
         self.was_current |= status.standing == "current"
         self.is_leaving |= status.leave_cause is not None
         for host, pid in status.processes:
@@ -134,7 +131,7 @@ class GroupRun:
 
 def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[Host]:
     """The hosts without the room of groups that start, which the cluster may still call free."""
-    taken = Counter(host for run in runs if not run.is_known for host in run.hosts)
+    taken = Counter(host for run in runs if not run.pids for host in run.hosts)
     return [replace(host, num_free=max(0, host.num_free - taken[host.address])) for host in hosts]
 
 
@@ -373,7 +370,7 @@ class GroupRunLoop:
         for action in actions:
             if isinstance(action, Start):
                 self._start(action)
-            elif self.runs[action.group].is_known:
+            elif self.runs[action.group].pids:
                 self._retire(action, request)
             # A group that the coordinator does not know yet is retired later.
 

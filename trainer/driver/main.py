@@ -42,7 +42,7 @@ from trainer.driver.cluster import (
     Host,
     demand_per_worker,
     read_hosts,
-    shortage_for,
+    shortage,
     wants_gpu,
 )
 from trainer.driver.preload import share_environment
@@ -279,7 +279,9 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     from trainer.driver.job_runner import HangMonitor, JobRunner
 
     _set_unless_given(TRAIN_SETTINGS)
-    if attempt.capacity is None and (lack := shortage_for(attempt.spec)):
+    # The fewest workers would wait in silence.
+    lack = shortage(demand, attempt.spec.parallelism.min_workers, ray.cluster_resources())
+    if lack and attempt.capacity is None:
         warn(attempt.writer, lack)
     monitor = HangMonitor(attempt, ray.util.get_node_ip_address())
     return JobRunner(attempt, find_hosts, launch, monitor).run_once
@@ -290,19 +292,13 @@ def _set_unless_given(settings: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-class Stopped(Exception):
-    """The attempt was asked to stop: SIGINT, by Ctrl-C or by a cancel through Ray Jobs."""
-
-
 def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | None:
-    """`run_attempt` in a thread, so that a signal ends it at once; raises `Stopped`, `Evicted`.
+    """`run_attempt` in a thread, so that a signal ends it at once.
 
-    Ray Train would otherwise take SIGINT for itself and wait for the workers to abort.
+    Raises KeyboardInterrupt (Ctrl-C, or a cancel through Ray Jobs) or `Evicted` (SIGTERM). Ray
+    Train would otherwise take SIGINT for itself and wait for the workers to abort.
     """
     import ray
-
-    def _stop(signum: int, frame: object) -> None:
-        raise Stopped
 
     def _evict(signum: int, frame: object) -> None:
         raise Evicted("SIGTERM")
@@ -310,7 +306,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
     share_environment(os.environ)
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     # After ray.init, which takes SIGTERM for itself.
-    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _evict)
     return in_thread(partial(run_attempt, context, writer), "attempt").result()
 
@@ -333,7 +329,7 @@ def end_attempt(
             return _ended(context, run_until_stopped(context, writer))
     except AttemptFailed as error:
         return _ended(context, error.failure)
-    except Stopped:
+    except KeyboardInterrupt:
         return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
     except Evicted:
         raise

@@ -217,7 +217,6 @@ class GroupRegistry:
             policy.min_hang_s,
             policy.hang_factor,
             policy.straggler_factor,
-            policy.straggler_window_s,
         )
 
     @property

@@ -37,9 +37,8 @@ class MembershipPolicy:
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
     voted `vote_timeout_s` after the first vote of its round, or that makes no progress for longer
     than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A
-    coordinator that was restarted waits `recovery_grace_s` for the groups of the one before. A
-    group that refused `max_refusals` rounds since the last commit is lost, as the fault is likely
-    to be its own. `rows_per_step` are those that the whole job takes at once.
+    coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
+    `rows_per_step` are those that the whole job takes at once.
     """
 
     num_groups: int
@@ -51,10 +50,8 @@ class MembershipPolicy:
     hang_factor: float = 20.0
     min_hang_s: float = 60.0
     straggler_factor: float = 1.5
-    straggler_window_s: float = 10.0
     replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"
-    max_refusals: int = 5
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:

@@ -271,17 +271,17 @@ class Membership(SyncRounds):
     def _find_stragglers(self, now: float) -> None:
         current = self._current
         hosts = {g.rank_id(rank): g.hosts[rank] for g in current for rank in range(g.num_ranks)}
-        for found in self._monitor.stragglers(hosts, now):
+        for rank, slowdown in self._monitor.stragglers(hosts, now).items():
             replace = self._policy.replace_stragglers and len(current) > 1
             if replace:
-                self._groups[found.rank.group].leave_cause = "straggler"
+                self._groups[rank.group].leave_cause = "straggler"
             self._emit(
                 events.StragglerFound(
                     time=now,
-                    group=found.rank.group,
-                    rank=found.rank.rank,
-                    host=found.host,
-                    slowdown=found.slowdown,
+                    group=rank.group,
+                    rank=rank.rank,
+                    host=hosts[rank],
+                    slowdown=slowdown,
                     action="replace" if replace else "none",
                 )
             )

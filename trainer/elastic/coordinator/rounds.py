@@ -1,9 +1,4 @@
-"""Sync rounds: how they open, end and count.
-
-A round is one try at a sync: its members, what they bring, and their votes. It opens once every
-current group is ready. It ends with the first refusal, with the loss of one of its groups, or with
-a commit when every rank of every group holds the averages.
-"""
+"""Sync rounds: how they open, end and count."""
 
 from __future__ import annotations
 
@@ -36,6 +31,8 @@ from trainer.protocol import events
 
 _DEADLINES_KEPT = 16
 _LEASES_HELD = 2
+# A group that refused so many rounds since the last commit is lost: the fault is likely its own.
+_MAX_REFUSALS = 5
 # After so many skipped intervals in a row the data is not to blame, and the job fails.
 _MAX_SKIPS_IN_A_ROW = 3
 
@@ -282,8 +279,8 @@ class SyncRounds(GroupRegistry):
         if not vote.ok:
             self._refusals[group.group] += 1
             self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
-            if self._refusals[group.group] >= self._policy.max_refusals:
-                message = f"it refused {self._policy.max_refusals} rounds in a row: {vote.error}"
+            if self._refusals[group.group] >= _MAX_REFUSALS:
+                message = f"it refused {_MAX_REFUSALS} rounds in a row: {vote.error}"
                 self._lose(group, "exchange", message, now)
             return
         opened.yes.add(group.rank_id(rank))

@@ -279,7 +279,10 @@ class CoordinatorClient:
             return
         again = None
         with self._changed:
-            self._remember(line.body)
+            if isinstance(line.body, Welcome):
+                self._store_address = line.body.store
+            assert self._hello
+            self._hello = remembering(self._hello, line.body)
             if line.id == self._welcome_id and not self._is_welcome:
                 self._is_welcome = True
                 again = self._request if self._request and self._request.id != line.id else None
@@ -295,26 +298,6 @@ class CoordinatorClient:
             self._changed.notify_all()
         if self.on_refusal and refusal.reason == "fenced":
             self.on_refusal(refusal.message)
-
-    def _remember(self, body: Answer) -> None:
-        """Keep what a restarted coordinator will need."""
-        assert self._hello
-        if isinstance(body, Welcome):
-            self._store_address = body.store
-            return
-        news: dict[str, object] = {}
-        if isinstance(body, Round):
-            members = tuple((member.group, member.incarnation) for member in body.members)
-            news = {"members": members, "round": body.round, "generation": body.generation}
-            if body.donor:
-                news["standing"] = "listening"
-        elif isinstance(body, RoundResult):
-            # `initial` tells a listener to start over: it is not what a seed or checkpoint made.
-            standing = "current" if body.standing == "current" else "listening"
-            if self._hello.standing == "initial" and not body.committed:
-                standing = "initial"
-            news = {"ledger": body.ledger, "leases": body.leases, "standing": standing}
-        self._hello = self._hello.model_copy(update=news)
 
     def _hang_up(self) -> None:
         with self._sending:
@@ -335,6 +318,23 @@ class CoordinatorClient:
                 is_welcome = self._is_welcome
             if is_welcome:
                 self._send(Numbered(id=0, body=self._heartbeat))
+
+
+def remembering(hello: Hello, answer: Answer) -> Hello:
+    """What a rank says next time after this answer: what a restarted coordinator will need."""
+    news: dict[str, object] = {}
+    if isinstance(answer, Round):
+        members = tuple((member.group, member.incarnation) for member in answer.members)
+        news = {"members": members, "round": answer.round, "generation": answer.generation}
+        if answer.donor:
+            news["standing"] = "listening"
+    elif isinstance(answer, RoundResult):
+        # `initial` tells a listener to start over: it is not what a seed or checkpoint made.
+        standing = "current" if answer.standing == "current" else "listening"
+        if hello.standing == "initial" and not answer.committed:
+            standing = "initial"
+        news = {"ledger": answer.ledger, "leases": answer.leases, "standing": standing}
+    return hello.model_copy(update=news)
 
 
 class HeartbeatReporter:

@@ -101,7 +101,7 @@ class Simulation:
         """A round is tried and given up."""
         self.copy.vote()
 
-    def commit(self, is_last: bool = False) -> None:
+    def commit(self, is_last: bool = False, is_whole: bool = False) -> None:
         """A sync of all groups, applied in any order, row by row."""
         union = torch.stack([group.touched for group in self.groups.values()]).any(dim=0)
         rows = union.nonzero().view(-1)
@@ -113,18 +113,22 @@ class Simulation:
         appliers = [*self.groups, None]
         self.draw.shuffle(appliers)
         for number in appliers:
-            self._apply(number, rows, means)
-            may_go_on = number is not None and not (is_last or self.is_calm)
-            if may_go_on and self.draw.random() < 0.5:
+            if number is None:
+                with self.copy.applying(None if is_whole else rows):
+                    _write(self.joiner, rows, means)
+                continue
+            self._apply(self.groups[number], rows, means)
+            if not (is_last or self.is_calm) and self.draw.random() < 0.5:
                 self.go_on(number)
 
-    def _apply(self, number: int | None, rows: torch.Tensor, means: list[torch.Tensor]) -> None:
-        if number is None:
-            with self.copy.applying(rows):
-                _write(self.joiner, rows, means)
-            return
+    def commit_all(self) -> None:
+        """A sync of all rows, whatever was touched."""
+        for group in self.groups.values():
+            group.touched[:] = True
+        self.commit(is_last=True, is_whole=True)
+
+    def _apply(self, group: Copy, rows: torch.Tensor, means: list[torch.Tensor]) -> None:
         half = rows.numel() // 2
-        group = self.groups[number]
         _write(group, rows[:half], [mean[:half] for mean in means])
         self._may_read()
         _write(group, rows[half:], [mean[half:] for mean in means])
@@ -135,21 +139,6 @@ class Simulation:
         self.train(number)
         self.read()
         self.land()
-
-    def commit_all(self) -> None:
-        """A sync of all rows, whatever was touched."""
-        for group in self.groups.values():
-            group.touched[:] = True
-        union = torch.arange(NUM_ROWS)
-        means = [
-            torch.stack(copies).mean(dim=0)
-            for copies in zip(*(group.tensors for group in self.groups.values()), strict=True)
-        ]
-        self.copy.vote()
-        for number in self.groups:
-            self._apply(number, union, means)
-        with self.copy.applying(None):
-            _write(self.joiner, union, means)
 
     def lose(self) -> None:
         """The donor dies with what it trained since the last sync; the other group goes on."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainer.coordination.client import remembering
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Answer,
@@ -115,6 +116,7 @@ class SimRank:
                 self.arrive()
         elif request_id and self.request and request_id == self.request.id:
             self.request = None
+            self.hello = remembering(self.hello, body)
             if isinstance(body, Round):
                 self.hear_round(body)
             else:
@@ -150,11 +152,6 @@ class SimRank:
             assert own.weight == 0
             assert round_.donor or self.world.status.has_finished
             self.copy = self.copy or Copy(round_.commit - 1)
-        members = tuple((m.group, m.incarnation) for m in round_.members)
-        news = {"members": members, "round": round_.round, "generation": round_.generation}
-        if round_.donor:
-            news["standing"] = "listening"
-        self.hello = self.hello.model_copy(update=news)
         ok, self.will_refuse = not self.will_refuse, False
         self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok))
 
@@ -173,7 +170,6 @@ class SimRank:
         self.ledger = verdict.ledger
         if verdict.committed and verdict.standing == "current":
             self.train(verdict)
-        self.remember(verdict)
         self.is_through = verdict.has_finished or verdict.should_leave
         if verdict.has_finished and self.standing == "current":
             self.world.end = self.world.end or Checkpoint(verdict.ledger, dict(self.applied))
@@ -197,13 +193,6 @@ class SimRank:
     def train(self, verdict: RoundResult) -> None:
         self.interval = verdict.leases[:1]
         self.is_poisoned |= any(self.world.is_poison(lease) for lease in self.interval)
-
-    def remember(self, verdict: RoundResult) -> None:
-        standing = "current" if verdict.standing == "current" else "listening"
-        if self.hello.standing == "initial" and not verdict.committed:
-            standing = "initial"
-        news = {"ledger": verdict.ledger, "leases": verdict.leases, "standing": standing}
-        self.hello = self.hello.model_copy(update=news)
 
 
 class World:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from trainer.driver.attempt import DriverContext
+from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.autoscale import CapacityRequest, PendingCapacity
 from trainer.protocol import events
 from trainer.protocol.events import read_record
+from trainer.protocol.outbox import EventWriter
+from trainer.spec.job import JobSpec
 
 
 @dataclass
@@ -38,6 +41,13 @@ class Cloud:
 
     def give(self, id_: str, *node_ids: str) -> None:
         self.known[id_] = PendingCapacity(id_, self.known[id_].request, node_ids)
+
+
+def attempt_in(run_dir: Path, job: JobSpec) -> Attempt:
+    """An attempt with a budget of 1."""
+    context = DriverContext("job", "job-a0", run_dir, None, max_worker_failures=1)
+    context.files.root.mkdir(parents=True)
+    return Attempt(context, job, EventWriter(context.files.stream_path("driver")))
 
 
 def told(context: DriverContext, kind: type[events.EventModel]) -> list[events.EventModel]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.harness.builders import spec
-from tests.unit.trainer.driver.scripted import Cloud, told
+from tests.unit.trainer.driver.scripted import Cloud, attempt_in, told
 from trainer import failures
 from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import Ledger
-from trainer.driver.attempt import PAUSED, Attempt, DriverContext
+from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
 from trainer.driver.cluster import Host
 from trainer.driver.group_runner import Ended, GroupRunLoop, RunnerConfig, run_groups
@@ -27,15 +27,18 @@ from trainer.elastic.coordinator.interface import (
 )
 from trainer.failures import Failure
 from trainer.protocol import events, requests
-from trainer.protocol.outbox import EventWriter
 
 LOST = Failure(failures.WORKERS_LOST, "connection closed")
 
 
 @dataclass
 class World:
-    """A cluster, a coordinator, and the TorchTrainers that were started, all of them scripted."""
+    """A cluster, a coordinator, and the TorchTrainers that were started, all of them scripted.
 
+    With a `room` the cluster's autoscaler adds nodes when the test says so.
+    """
+
+    attempt: Attempt
     hosts: dict[str, int]
     now: float = 1000.0
     standings: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -54,6 +57,62 @@ class World:
     is_stopped: bool = False
     room: CapacityManager | None = None
     actor_name: str = "coordinator"
+    cloud: Cloud = field(default_factory=Cloud)
+
+    def __post_init__(self) -> None:
+        self.files = self.attempt.context.files
+        self.begin(self.attempt)
+
+    def begin(self, attempt: Attempt) -> None:
+        times = {"clock": lambda: self.now, "wait": self.wait}
+        times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
+        config = RunnerConfig(attempt, self.read_hosts, self.launch, self.kill_on, **times)
+        self.life = GroupRunLoop(config, self, HostRecord(2, 600), run_index=0)
+
+    def grow_by_itself(self) -> None:
+        """The cluster has an autoscaler, and no host yet."""
+        self.hosts = {}
+        write = self.attempt.writer.write
+        self.room = CapacityManager(self.cloud, self.read_unreserved, {"CPU": 1.0}, write)
+        self.begin(replace(self.attempt, capacity=self.room))
+
+    def add(self, address: str) -> None:
+        """A node comes, and the oldest ask that waits holds it."""
+        waiting = next(ask.id for ask in self.cloud.pending() if not ask.node_ids)
+        self.hosts[address] = 1
+        self.cloud.give(waiting, f"node-{address}")
+
+    @property
+    def num_asks(self) -> int:
+        return len(self.cloud.known)
+
+    def read_unreserved(self) -> list[Host]:
+        held = [node for ask in self.cloud.pending() for node in ask.node_ids]
+        return [
+            replace(host, num_free=host.num_free - held.count(host.node_id))
+            for host in self.read_hosts_of_all()
+        ]
+
+    def told(self, kind: type[events.EventModel]) -> list[Any]:
+        return told(self.attempt.context, kind)
+
+    def wish(self, text: str) -> None:
+        self.files.resize_request_path.write_text(text)
+
+    def look(self, seconds: float = 0.5) -> Ended | None:
+        """Let time pass, then look."""
+        self.now += seconds
+        return self.life.tick()
+
+    def train(self) -> None:
+        """Three groups begin, and train on a, b and c."""
+        assert self.look() is None
+        self.become("current", (0, 0), (1, 0), (2, 0))
+        assert self.look() is None
+
+    @property
+    def hosts_in_use(self) -> dict[int, str]:
+        return {number: run.hosts[0] for number, run in self.life.runs.items()}
 
     def read_hosts(self) -> list[Host]:
         return self.room.read_hosts() if self.room else self.read_hosts_of_all()
@@ -125,25 +184,12 @@ class World:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> DriverContext:
-    """An attempt with a budget of 1."""
-    context = DriverContext("job", "job-a0", tmp_path, None, max_worker_failures=1)
-    context.files.root.mkdir(parents=True)
-    return context
-
-
-@pytest.fixture
-def life(context: DriverContext) -> GroupRunLoop:
+def world(tmp_path: Path) -> World:
     """Up to three groups of one worker on three hosts, at least two, none on the same host."""
     sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
     recovery = {"start_grace_s": 30, "exclude_host_after": 2, "exclude_host_s": 600}
     job = spec(parallelism=sizes | {"survive": {"hosts": 1}}, recovery=recovery)
-    world = World({"a": 1, "b": 1, "c": 1})
-    attempt = Attempt(context, job, EventWriter(context.files.stream_path("driver")))
-    times = {"clock": lambda: world.now, "wait": world.wait}
-    times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
-    config = RunnerConfig(attempt, world.read_hosts, world.launch, world.kill_on, **times)
-    return GroupRunLoop(config, world, HostRecord(2, 600), run_index=0)
+    return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
 
 
 def departed(group: int, reason: str) -> Departure:
@@ -151,41 +197,9 @@ def departed(group: int, reason: str) -> Departure:
     return Departure(group=group, incarnation=0, reason=reason, message="", is_lost=True)
 
 
-def world_of(life: GroupRunLoop) -> World:
-    assert isinstance(life.coordinator, World)
-    return life.coordinator
-
-
-def told_by(life: GroupRunLoop, kind: type[events.EventModel]) -> list[Any]:
-    return told(life.config.attempt.context, kind)
-
-
-def wish(life: GroupRunLoop, text: str) -> None:
-    life.config.attempt.context.files.resize_request_path.write_text(text)
-
-
-def look(life: GroupRunLoop, seconds: float = 0.5) -> Ended | None:
-    """Let time pass, then look."""
-    world_of(life).now += seconds
-    return life.tick()
-
-
-def begun(life: GroupRunLoop) -> World:
-    """The life with three groups that train on a, b and c."""
-    world = world_of(life)
-    assert look(life) is None
-    world.become("current", (0, 0), (1, 0), (2, 0))
-    assert look(life) is None
-    return world
-
-
-def hosts_in_use(life: GroupRunLoop) -> dict[int, str]:
-    return {number: run.hosts[0] for number, run in life.runs.items()}
-
-
-def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(life: GroupRunLoop) -> None:
-    world = begun(life)
-    assert hosts_in_use(life) == {0: "a", 1: "b", 2: "c"}
+def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(world: World) -> None:
+    world.train()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
     assert world.expected == [0, 1, 2]
     run = world.runs[1, 0][0]
     assert run.node_ids == ("node-b",)
@@ -194,223 +208,221 @@ def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(life: Gr
     assert run.config.group.actor_name == "coordinator"
 
 
-def test_a_job_waits_for_the_fewest_groups_and_then_gives_up(life: GroupRunLoop) -> None:
-    world = world_of(life)
+def test_a_job_waits_for_the_fewest_groups_and_then_gives_up(world: World) -> None:
     world.hosts = {"a": 1}
-    assert look(life) is None
+    assert world.look() is None
     assert not world.runs
-    ended = look(life, seconds=31)
+    ended = world.look(31)
     assert ended and ended.failure
     assert ended.failure.reason == failures.NO_ROOM
     assert "the job needs 2" in ended.failure.message
 
 
-def test_a_lost_group_comes_back_in_another_life_on_a_free_host(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_a_lost_group_comes_back_in_another_life_on_a_free_host(world: World) -> None:
+    world.train()
     del world.hosts["b"]
     world.end((1, 0), LOST)
-    assert look(life) is None
+    assert world.look() is None
     assert world.dropped == [(1, 0)]
-    assert hosts_in_use(life) == {0: "a", 2: "c"}, "there is no room yet"
+    assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room yet"
     world.hosts["d"] = 1
-    assert look(life) is None
-    assert hosts_in_use(life) == {0: "a", 1: "d", 2: "c"}
+    assert world.look() is None
+    assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
     assert (1, 1) in world.runs
 
 
 def test_a_group_that_the_coordinator_lost_is_killed_and_replaced_at_once(
-    life: GroupRunLoop,
+    world: World,
 ) -> None:
-    world = begun(life)
+    world.train()
     world.hosts["d"] = 1
     del world.standings[1, 0]
     world.departures.append(departed(1, "hang"))
-    assert look(life) is None
-    assert hosts_in_use(life)[1] == "d"
+    assert world.look() is None
+    assert world.hosts_in_use[1] == "d"
     assert not world.killed, "it may end by itself"
-    assert look(life, seconds=3) is None
+    assert world.look(3) is None
     assert world.killed == [("b", frozenset({51}))]
-    assert look(life, seconds=3) is None
+    assert world.look(3) is None
     assert len(world.killed) == 1
     world.end((1, 0), Failure(failures.TRAINING_ERROR, "what a killed worker says"))
-    assert look(life) is None
+    assert world.look() is None
 
 
-def test_a_coordinator_that_does_not_answer_means_nothing(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_a_coordinator_that_does_not_answer_means_nothing(world: World) -> None:
+    world.train()
     world.answers = False
     for _ in range(100):
-        assert look(life) is None
-    assert hosts_in_use(life) == {0: "a", 1: "b", 2: "c"}
+        assert world.look() is None
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
     assert not world.dropped
 
 
-def test_the_training_is_over_when_the_coordinator_says_so(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_the_training_is_over_when_the_coordinator_says_so(world: World) -> None:
+    world.train()
     world.has_finished = True
     world.end((0, 0))
     world.end((1, 0), LOST)
-    assert look(life) == Ended()
-    assert not told_by(life, events.HostExcluded)
+    assert world.look() == Ended()
+    assert not world.told(events.HostExcluded)
 
 
-def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(world: World) -> None:
+    world.train()
     del world.hosts["b"]
     world.end((1, 0), LOST)
-    assert look(life) is None
+    assert world.look() is None
     world.hosts["d"] = 1
-    assert look(life) is None  # group 1 starts again, and holds nothing yet
+    assert world.look() is None  # group 1 starts again, and holds nothing yet
     host_lost = Failure(failures.HOST_LOST, "gone")
     world.end((0, 0), host_lost)
     world.end((2, 0), host_lost)
-    assert look(life) == Ended(host_lost)
+    assert world.look() == Ended(host_lost)
 
 
 def test_what_all_groups_died_of_is_awaited_so_that_the_right_budget_pays(
-    life: GroupRunLoop,
+    world: World,
 ) -> None:
-    world = begun(life)
+    world.train()
     for number in range(3):
         del world.standings[number, 0]
         world.departures.append(departed(number, "connection"))
-    assert look(life) is None
+    assert world.look() is None
     # They went with their hosts, whatever Ray says.
     for number in range(3):
         world.end((number, 0), replace(LOST, is_death=True, evidence={"host": "b"}))
     del world.hosts["b"]
-    ended = look(life)
+    ended = world.look()
     assert ended and ended.failure and ended.failure.reason == failures.HOST_LOST
 
 
-def test_an_error_of_the_job_itself_ends_it(life: GroupRunLoop) -> None:
+def test_an_error_of_the_job_itself_ends_it(world: World) -> None:
     failure = Failure(failures.DATA_ERROR, "row 7")
-    begun(life).end((1, 0), failure)
-    assert look(life) == Ended(failure)
+    world.train()
+    world.end((1, 0), failure)
+    assert world.look() == Ended(failure)
 
 
 def test_first_groups_that_all_fail_end_the_life_so_that_the_budget_counts(
-    life: GroupRunLoop,
+    world: World,
 ) -> None:
-    look(life)
+    world.look()
     for number in range(3):
-        world_of(life).end((number, 0), LOST)
-    assert look(life) == Ended(LOST)
+        world.end((number, 0), LOST)
+    assert world.look() == Ended(LOST)
 
 
-def test_an_error_in_one_group_is_tried_within_the_budget(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_an_error_in_one_group_is_tried_within_the_budget(world: World) -> None:
+    world.train()
     error = Failure(failures.TRAINING_ERROR, "KeyError")
     world.end((1, 0), error)
-    assert look(life) is None
+    assert world.look() is None
     assert (1, 1) in world.runs
     world.end((1, 1), error)
-    assert look(life) == Ended(error)
+    assert world.look() == Ended(error)
 
 
-def test_groups_that_keep_failing_start_later_and_later(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_groups_that_keep_failing_start_later_and_later(world: World) -> None:
+    world.train()
     starts = []
     for incarnation in range(4):
         world.end((1, incarnation), replace(LOST, reason=failures.DIVERGED))
         since = world.now
         while (1, incarnation + 1) not in world.runs:
-            assert look(life, seconds=0.25) is None
+            assert world.look(0.25) is None
         starts.append(world.now - since)
     assert starts == sorted(starts)
     assert starts[0] < 1 < starts[-1]
 
 
-def test_a_host_that_fails_often_is_excluded_and_said_so(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_a_host_that_fails_often_is_excluded_and_said_so(world: World) -> None:
+    world.train()
     for incarnation in range(2):
         world.end((1, incarnation), LOST)
-        look(life)
-        look(life, seconds=5)
-    (excluded,) = told_by(life, events.HostExcluded)
+        world.look()
+        world.look(5)
+    (excluded,) = world.told(events.HostExcluded)
     assert (excluded.host, excluded.num_failures) == ("b", 2)
-    assert 1 not in life.runs, "no other host has room"
+    assert 1 not in world.life.runs, "no other host has room"
     world.hosts["d"] = 1
-    look(life)
-    assert hosts_in_use(life)[1] == "d"
+    world.look()
+    assert world.hosts_in_use[1] == "d"
 
 
-def test_an_evicted_driver_says_nothing(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_an_evicted_driver_says_nothing(world: World) -> None:
+    world.train()
     world.runs[1, 0][1].set_exception(Evicted("the cluster is gone"))
     with pytest.raises(Evicted):
-        look(life)
+        world.look()
 
 
-def test_room_lets_the_job_grow_without_a_restart(life: GroupRunLoop) -> None:
-    world = world_of(life)
+def test_room_lets_the_job_grow_without_a_restart(world: World) -> None:
     del world.hosts["c"]
-    look(life)
+    world.look()
     world.become("current", (0, 0), (1, 0))
-    look(life)
-    assert not told_by(life, events.Resized)
+    world.look()
+    assert not world.told(events.Resized)
     world.hosts["c"] = 1
-    look(life)
+    world.look()
     world.become("listening", (2, 0))
-    look(life)
-    assert not told_by(life, events.Resized), "it does not train yet"
+    world.look()
+    assert not world.told(events.Resized), "it does not train yet"
     world.become("current", (2, 0))
-    look(life)
-    (resized,) = told_by(life, events.Resized)
+    world.look()
+    (resized,) = world.told(events.Resized)
     assert (resized.world_size_before, resized.world_size) == (2, 3)
     assert (resized.cause, resized.restarted) == ("room", False)
 
 
-def test_a_wish_for_fewer_workers_retires_the_newest_group(life: GroupRunLoop) -> None:
-    world = begun(life)
-    wish(life, '{"id": "r-1", "workers": 2}')
-    look(life)
-    look(life)
+def test_a_wish_for_fewer_workers_retires_the_newest_group(world: World) -> None:
+    world.train()
+    world.wish('{"id": "r-1", "workers": 2}')
+    world.look()
+    world.look()
     assert world.retired == [(2, "resize")]
     # A coordinator that was started again hears it once more.
     world.leaving.clear()
-    look(life)
+    world.look()
     assert world.retired == [(2, "resize")] * 2
     world.end((2, 0))
-    look(life)
-    look(life)
-    (resized,) = told_by(life, events.Resized)
+    world.look()
+    world.look()
+    (resized,) = world.told(events.Resized)
     assert (resized.world_size, resized.cause) == (2, "request")
-    wish(life, '{"id": "r-2", "workers": null}')
-    look(life)
-    assert 2 in life.runs
+    world.wish('{"id": "r-2", "workers": null}')
+    world.look()
+    assert 2 in world.life.runs
 
 
-def test_a_drained_host_is_left_when_its_replacement_trains(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> None:
+    world.train()
     world.hosts["d"] = 1
-    wish(life, '{"id": "r-1", "workers": null, "drain_hosts": ["b"]}')
-    look(life)
-    assert hosts_in_use(life) == {0: "a", 1: "b", 2: "c", 3: "d"}
+    world.wish('{"id": "r-1", "workers": null, "drain_hosts": ["b"]}')
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c", 3: "d"}
     assert not world.retired
     world.become("current", (3, 0))
-    look(life)
+    world.look()
     assert world.retired == [(1, "drain")]
     world.end((1, 0))
     for _ in range(3):
-        assert look(life) is None
-    assert hosts_in_use(life) == {0: "a", 2: "c", 3: "d"}
-    assert not told_by(life, events.Resized)
+        assert world.look() is None
+    assert world.hosts_in_use == {0: "a", 2: "c", 3: "d"}
+    assert not world.told(events.Resized)
 
 
-def test_too_few_groups_train_on_and_the_shortage_is_told_once(life: GroupRunLoop) -> None:
-    world = begun(life)
+def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> None:
+    world.train()
     for number, host in ((1, "b"), (2, "c")):
         del world.hosts[host]
         world.end((number, 0), replace(LOST, reason=failures.HOST_LOST))
     for _ in range(200):
-        assert look(life) is None
-    notes = [n for n in told_by(life, events.Note) if "the job needs 2" in n.message]
+        assert world.look() is None
+    notes = [n for n in world.told(events.Note) if "the job needs 2" in n.message]
     assert len(notes) == 1
 
 
-def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) -> None:
-    world = world_of(life)
+def test_a_life_stops_its_coordinator_and_kills_who_is_left(world: World) -> None:
 
     def wait(seconds: float) -> None:
         world.wait(seconds)
@@ -418,131 +430,95 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupRunLoop) 
         if world.now > 1002:
             world.failure = Failure(failures.NON_FINITE, "nan")
 
-    failure = run_groups(replace(life.config, wait=wait), life.record, lambda run_index: world, 0)
+    config = replace(world.life.config, wait=wait)
+    failure = run_groups(config, world.life.record, lambda run_index: world, 0)
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
 
 
-def test_a_pause_lets_the_leader_save_before_all_groups_end(life: GroupRunLoop) -> None:
-    begun(life)
-    files = life.config.attempt.context.files
-    files.pause_request_path.touch()
-    assert look(life) is None
-    assert requests.is_wanted(files, life.run_index)
+def test_a_pause_lets_the_leader_save_before_all_groups_end(world: World) -> None:
+    world.train()
+    world.files.pause_request_path.touch()
+    assert world.look() is None
+    assert requests.is_wanted(world.files, 0)
     # One that is taken back too late ends the attempt all the same.
-    files.pause_request_path.unlink()
-    assert look(life) is None, "the leader has not saved yet"
-    files.stopping_path(life.run_index).touch()
-    assert look(life) == Ended(PAUSED)
+    world.files.pause_request_path.unlink()
+    assert world.look() is None, "the leader has not saved yet"
+    world.files.stopping_path(0).touch()
+    assert world.look() == Ended(PAUSED)
 
 
-def test_groups_that_never_trained_have_nothing_to_save(life: GroupRunLoop) -> None:
-    assert look(life) is None
-    life.config.attempt.context.files.pause_request_path.touch()
-    ended = look(life)
+def test_groups_that_never_trained_have_nothing_to_save(world: World) -> None:
+    assert world.look() is None
+    world.files.pause_request_path.touch()
+    ended = world.look()
     assert ended and ended.failure and ended.failure.reason == failures.PAUSED
 
 
-@dataclass
-class Growing:
-    """A life on a cluster whose autoscaler adds nodes when the test says so."""
-
-    life: GroupRunLoop
-    cloud: Cloud
-
-    def add(self, address: str) -> None:
-        """A node comes, and the oldest ask that waits holds it."""
-        waiting = next(ask.id for ask in self.cloud.pending() if not ask.node_ids)
-        world_of(self.life).hosts[address] = 1
-        self.cloud.give(waiting, f"node-{address}")
-
-    @property
-    def num_asks(self) -> int:
-        return len(self.cloud.known)
-
-
-@pytest.fixture
-def growing(life: GroupRunLoop) -> Growing:
-    """The life of up to three groups, on a cluster that has no host yet."""
-    cloud, world = Cloud(), world_of(life)
-    world.hosts = {}
-
-    def read_free_hosts() -> list[Host]:
-        held = [node for ask in cloud.pending() for node in ask.node_ids]
-        hosts = world.read_hosts_of_all()
-        return [replace(h, num_free=h.num_free - held.count(h.node_id)) for h in hosts]
-
-    attempt = life.config.attempt
-    room = CapacityManager(cloud, read_free_hosts, {"CPU": 1.0}, attempt.writer.write)
-    world.room = room
-    config = replace(life.config, attempt=replace(attempt, capacity=room))
-    return Growing(GroupRunLoop(config, world, life.record, run_index=0), cloud)
-
-
-def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(growing: Growing) -> None:
-    life = growing.life
+def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(world: World) -> None:
+    world.grow_by_itself()
     for _ in range(200):
-        assert look(life) is None, "more than the grace"
-    assert growing.num_asks == 3
-    assert [note.message for note in told_by(life, events.Note)] == [
+        assert world.look() is None, "more than the grace"
+    assert world.num_asks == 3
+    assert [note.message for note in world.told(events.Note)] == [
         "there is no room for 2 groups of 1 workers each outside the hosts that are drained or "
         "excluded; the job waits for the autoscaler"
     ]
-    (asked,) = told_by(life, events.CapacityRequested)
+    (asked,) = world.told(events.CapacityRequested)
     assert (asked.num_workers, asked.num_wanted, asked.num_needed) == (0, 3, 2)
 
 
-def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(growing: Growing) -> None:
-    life, world = growing.life, world_of(growing.life)
-    look(life)
-    growing.add("a")
-    look(life)
+def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(world: World) -> None:
+    world.grow_by_itself()
+    world.look()
+    world.add("a")
+    world.look()
     assert not world.runs, "one node is not enough, and is held meanwhile"
-    assert growing.num_asks == 3
-    growing.add("b")
-    look(life)
-    assert hosts_in_use(life) == {0: "a", 1: "b"}
-    assert growing.num_asks == 1
+    assert world.num_asks == 3
+    world.add("b")
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b"}
+    assert world.num_asks == 1
     world.become("current", (0, 0), (1, 0))
-    look(life)
-    growing.add("c")
-    look(life)
-    assert hosts_in_use(life) == {0: "a", 1: "b", 2: "c"}
-    assert not growing.num_asks
+    world.look()
+    world.add("c")
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert not world.num_asks
     world.become("current", (2, 0))
-    look(life)
-    (resized,) = told_by(life, events.Resized)
+    world.look()
+    (resized,) = world.told(events.Resized)
     assert (resized.world_size_before, resized.world_size, resized.cause) == (2, 3, "room")
     # A job that pauses wants no room while it saves.
     del world.hosts["c"]
     world.end((2, 0), replace(LOST, reason=failures.HOST_LOST))
-    look(life)
-    assert growing.num_asks == 1
-    life.config.attempt.context.files.pause_request_path.touch()
-    assert look(life) is None, "the leader has not saved yet"
-    assert not growing.num_asks
+    world.look()
+    assert world.num_asks == 1
+    world.files.pause_request_path.touch()
+    assert world.look() is None, "the leader has not saved yet"
+    assert not world.num_asks
 
 
-def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(growing: Growing) -> None:
-    life, world = growing.life, world_of(growing.life)
-    look(life)
+def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: World) -> None:
+    world.grow_by_itself()
+    world.look()
     for address in "abc":
-        growing.add(address)
-    look(life)
+        world.add(address)
+    world.look()
     world.become("current", (0, 0), (1, 0), (2, 0))
-    look(life)
+    world.look()
     del world.hosts["b"]
     world.end((1, 0), replace(LOST, reason=failures.HOST_LOST))
     for _ in range(40):
-        look(life)
-    assert growing.num_asks == 1
-    assert growing.cloud.avoided[-1] == {"node-a", "node-c"}
-    wish(life, '{"id": "r-1", "workers": 2}')
-    look(life)
-    assert not growing.num_asks
-    wish(life, '{"id": "r-2", "workers": null}')
-    look(life)
-    growing.add("d")
-    look(life)
-    assert hosts_in_use(life) == {0: "a", 1: "d", 2: "c"}
+        world.look()
+    assert world.num_asks == 1
+    assert world.cloud.avoided[-1] == {"node-a", "node-c"}
+    world.wish('{"id": "r-1", "workers": 2}')
+    world.look()
+    assert not world.num_asks
+    world.wish('{"id": "r-2", "workers": null}')
+    world.look()
+    world.add("d")
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}

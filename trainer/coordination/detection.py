@@ -67,32 +67,6 @@ def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
     return needed
 
 
-class StragglerDetector:
-    """Finds ranks that are persistently slower than `factor` times the median."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._slow_windows: dict[RankId, int] = {}
-
-    def check(self, step_times_s: Mapping[RankId, float]) -> dict[RankId, float]:
-        """Close a window; the slowdown of each straggler, told again only after it had recovered.
-
-        `step_times_s` are those of the live ranks in this window, 0 for unknown; one that is
-        missing loses its count. The median is the lower one, so that of two ranks, or of two
-        hosts, the slow one shows.
-        """
-        known = {rank: each for rank, each in step_times_s.items() if each > 0}
-        if len(known) < 2:
-            self._slow_windows.clear()
-            return {}
-        median_s = statistics.median_low(known.values())
-        slowdown = {rank: each / median_s for rank, each in known.items()}
-        slow = {rank for rank, each in slowdown.items() if each > self._factor}
-        self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
-        told = [r for r, count in self._slow_windows.items() if count == _SLOW_WINDOWS]
-        return {rank: slowdown[rank] for rank in sorted(told)}
-
-
 class LossWatch:
     """Judges the normalised entropy (NE) of the reports of one attempt."""
 
@@ -175,7 +149,8 @@ class HeartbeatMonitor:
         self._silence_s = silence_s
         self._min_hang_s, self._hang_factor = min_hang_s, hang_factor
         self._ranks: dict[RankId, _Watched] = {}
-        self._stragglers = StragglerDetector(straggler_factor)
+        self._straggler_factor = straggler_factor
+        self._slow_windows: dict[RankId, int] = {}
         self._window_ends: float | None = None
         self._looked_at: float | None = None
 
@@ -233,11 +208,22 @@ class HeartbeatMonitor:
         return [h for h in first.values() if h.phase == "train" or h.idle_s > untimed_s]
 
     def stragglers(self, ranks: Collection[RankId], now: float) -> dict[RankId, float]:
-        """Slowdown of those of `ranks` that are persistently slow; checked once per window."""
+        """Slowdown of those of `ranks` that are persistently slow; checked once per window.
+
+        Slow is what takes more than `straggler_factor` times the median, the lower one, so that of
+        two ranks, or of two hosts, the slow one shows. Each is told once, and again only after it
+        had recovered.
+        """
         if self._window_ends is None:
             self._window_ends = now + _WINDOW_S
         if now < self._window_ends:
             return {}
         self._window_ends = now + _WINDOW_S
         beats = {r: w.heartbeat for r, w in self._ranks.items() if r in ranks and w.heartbeat}
-        return self._stragglers.check(times_needed(beats))
+        known = {rank: each for rank, each in times_needed(beats).items() if each > 0}
+        median_s = statistics.median_low(known.values()) if known else 0.0
+        slowdown = {rank: each / median_s for rank, each in known.items()}
+        slow = [rank for rank, each in slowdown.items() if each > self._straggler_factor]
+        self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
+        told = [r for r, count in self._slow_windows.items() if count == _SLOW_WINDOWS]
+        return {rank: slowdown[rank] for rank in sorted(told)}

@@ -384,8 +384,10 @@ class JobRunner:
             if cause is None:
                 better_since = None
                 continue
-            better_since = self.clock() if better_since is None else better_since
-            if cause != "room" or self._is_worth_it(began, better_since):
+            now = self.clock()
+            better_since = now if better_since is None else better_since
+            is_worth_it = now - better_since >= _STEADY_S and now - began >= _MIN_RUN_S
+            if cause != "room" or is_worth_it:
                 self._stop(run_index, cause)
                 is_asked = True
         return given_up
@@ -416,11 +418,6 @@ class JobRunner:
                 if host.address in processes:
                     self.kill_on(host, processes[host.address])
         return failure
-
-    def _is_worth_it(self, began: float, better_since: float) -> bool:
-        now = self.clock()
-        is_steady = now - better_since >= _STEADY_S
-        return is_steady and now - began >= _MIN_RUN_S
 
     def _stop(self, run_index: int, cause: str) -> None:
         logger.info("asking the workers to save and stop: %s", cause)

@@ -315,10 +315,21 @@ def end_attempt(
     context: DriverContext, writer: EventWriter, sinks: Sinks = NO_SINKS
 ) -> events.AttemptEnded:
     """Run the attempt; how it ended. Raises `Evicted`."""
-    mismatches = check_versions()
-    if mismatches:
+    ended = run_alone(context, writer, sinks)
+    if isinstance(ended, events.AttemptEnded):
+        return ended
+    return events.AttemptEnded(
+        time=time.time(), reason=ended.reason, message=ended.message, evidence=dict(ended.evidence)
+    )
+
+
+def run_alone(
+    context: DriverContext, writer: EventWriter, sinks: Sinks
+) -> Failure | events.AttemptEnded:
+    """Run the attempt in a folder that no other one uses; raises `Evicted`."""
+    if mismatches := check_versions():
         message = "; ".join(mismatch.message for mismatch in mismatches)
-        return _ended(context, Failure(failures.VERSION_MISMATCH, message))
+        return Failure(failures.VERSION_MISMATCH, message)
     try:
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
@@ -326,18 +337,20 @@ def end_attempt(
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):
-            return _ended(context, run_until_stopped(context, writer))
+            return run_until_stopped(context, writer) or _completed(context)
+    except StorageError as error:
+        # Nothing that was trained is lost: the next attempt finds it complete.
+        return Failure(failures.STORAGE_ERROR, str(error))
     except AttemptFailed as error:
-        return _ended(context, error.failure)
+        return error.failure
     except KeyboardInterrupt:
-        return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
+        return Failure(failures.CANCELLED, "stopped on request")
     except Evicted:
         raise
     except Exception as error:  # reported to the control plane, whatever it is
         logger.exception("the driver failed")
-        evidence = failures.evidence_of(error)
         message = f"{type(error).__name__}: {error}"
-        return _ended(context, Failure(failures.TRAINING_ERROR, message, evidence=evidence))
+        return Failure(failures.TRAINING_ERROR, message, evidence=failures.evidence_of(error))
 
 
 def with_secrets(context: DriverContext) -> DriverContext:
@@ -349,23 +362,6 @@ def with_secrets(context: DriverContext) -> DriverContext:
         secrets = fetch_secrets(http, url)
     secrets.set_in(os.environ)
     return replace(context, secrets=secrets)
-
-
-def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
-    try:
-        return _completed(context) if failure is None else _failed(failure)
-    except StorageError as error:
-        # Nothing that was trained is lost: the next attempt finds it complete.
-        return _failed(Failure(failures.STORAGE_ERROR, str(error)))
-
-
-def _failed(failure: Failure) -> events.AttemptEnded:
-    return events.AttemptEnded(
-        time=time.time(),
-        reason=failure.reason,
-        message=failure.message,
-        evidence=dict(failure.evidence),
-    )
 
 
 def _completed(context: DriverContext) -> events.AttemptEnded:

@@ -44,7 +44,7 @@ class OpenEpoch:
         if self._taken.gap(0, self._num_rows) is None:
             return None
         window = self._choose_window(group)
-        start, _ = self._gap_in(window)
+        start, _ = self._taken.gap(*self._bounds[window : window + 2]) or (0, 0)
         wanted = start + num_rows
         while self._bounds[window + 1] < wanted and self._is_open(window + 1):
             window += 1
@@ -95,17 +95,11 @@ class OpenEpoch:
         return exists and window not in self._window_of.values() and self._has_free_rows(window)
 
     def _has_free_rows(self, window: int) -> bool:
-        start, stop = self._gap_in(window)
-        return start < stop
-
-    def _gap_in(self, window: int) -> Span:
-        """The first free rows of a window, an empty span where it has none."""
-        start, stop = self._bounds[window : window + 2]
-        return self._taken.gap(start, stop) or (stop, stop)
+        return self._taken.gap(*self._bounds[window : window + 2]) is not None
 
     def _num_free(self, window: int) -> int:
-        start, stop = self._bounds[window : window + 2]
-        return sum(last - first for first, last in self._taken.gaps(start, stop))
+        gaps = self._taken.gaps(*self._bounds[window : window + 2])
+        return sum(last - first for first, last in gaps)
 
 
 class LeaseError(Exception):

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import Arrive, Heartbeat, Hello, Ledger, Rejection, Vote, Welcome
+from trainer.coordination.messages import Arrive, Heartbeat, Hello, Rejection, Vote, Welcome
 from trainer.elastic.coordinator.groups import Group, fenced, rank_ids
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
@@ -342,17 +342,15 @@ class Membership(SyncRounds):
             self._run_metrics.goodput.train(group.group, now)
             newest = max(group.hellos, key=lambda hello: hello.ledger.commit)
             self._book.adopt(newest.leases, group.group)
+        own = self._ledger
         for group in self._current:
-            if any(self._contradicts(hello.ledger) for hello in group.hellos):
+            held = [hello.ledger for hello in group.hellos]
+            if any(each.commit == own.commit and each.round != own.round for each in held):
                 self._lose(group, "stale", "it holds another sync of the same number", now)
         for group in self._present:
             if not group.is_current and (_was_in_round(group) or not group.is_pristine):
                 group.demote()
         self._emit_membership(now)
-
-    def _contradicts(self, held: Ledger) -> bool:
-        """Whether a ledger has the newest commit by another round than this coordinator's."""
-        return held.commit == self._ledger.commit and held.round != self._ledger.round
 
 
 def _was_in_round(group: Group) -> bool:

@@ -15,7 +15,6 @@ from trainer.coordination.detection import (
     HostRecord,
     LossWatch,
     RankId,
-    StragglerDetector,
     times_needed,
 )
 from trainer.coordination.messages import Heartbeat
@@ -82,25 +81,33 @@ def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: floa
     assert detector.hangs(min_hang_s) == []
 
 
+Windows = list[dict[RankId, float]]
+
+
+def stragglers(windows: Windows) -> Windows:
+    """What is found in each window, by the step times of ranks in it."""
+    detector = monitor()
+    detector.stragglers((), 0)
+    found = []
+    for number, times in enumerate(windows, start=1):
+        for rank, step_time_s in times.items():
+            detector.beat(rank, timed(step_time_s), 10 * number)
+        found.append(detector.stragglers(times, 10 * number))
+    return found
+
+
 def test_a_rank_that_stays_slow_is_told_once() -> None:
-    detector = StragglerDetector(factor=1.5)
-    found = [detector.check({A0: 1.0, A1: 1.1, B0: 2.0}) for _ in range(7)]
-    assert [len(each) for each in found] == [0, 0, 0, 0, 1, 0, 0]
-    assert found[4] == {B0: pytest.approx(2.0 / 1.1)}
+    found = stragglers([{A0: 1.0, A1: 1.1, B0: 2.0}] * 7)
+    assert found == [{}] * 4 + [{B0: pytest.approx(2.0 / 1.1)}] + [{}] * 2
 
 
 def test_a_rank_that_recovers_starts_over() -> None:
-    detector = StragglerDetector(factor=1.5)
     slow, fast = {A0: 1.0, B0: 2.0}, {A0: 1.0, B0: 1.0}
-    windows = [slow] * 4 + [fast] + [slow] * 5
-    found = [len(detector.check(each)) for each in windows]
-    assert found == [0] * 9 + [1]
+    assert stragglers([slow] * 4 + [fast] + [slow] * 5) == [{}] * 9 + [{B0: 2.0}]
 
 
 def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
-    detector = StragglerDetector(factor=1.5)
-    for _ in range(6):
-        assert not detector.check({A0: 0.0, B0: 9.0})
+    assert stragglers([{A0: 0.0, B0: 9.0}] * 6) == stragglers([{}] * 6) == [{}] * 6
 
 
 def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time() -> None:

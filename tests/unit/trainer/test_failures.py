@@ -37,6 +37,7 @@ HOST_GONE = Failure(failures.HOST_LOST, "rank 2 was lost", is_death=True)
 def test_a_cause_outweighs_the_ranks_that_only_lost_a_peer() -> None:
     assert explain([LOST, BAD_ROW, LOST]) == BAD_ROW
     assert explain([LOST, DIVERGED, LOST]) == DIVERGED
+    assert explain([LOST]).reason == explain([]).reason == failures.WORKERS_LOST
 
 
 def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
@@ -46,11 +47,6 @@ def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
     assert explain([odd, dead, BAD_ROW]) == BAD_ROW
     assert explain([LOST, odd]) == odd
     assert explain([dead, LOST, HOST_GONE]) == HOST_GONE
-
-
-def test_without_a_cause_the_workers_were_lost() -> None:
-    assert explain([LOST]).reason == failures.WORKERS_LOST
-    assert explain([]).reason == failures.WORKERS_LOST
 
 
 def test_what_another_life_may_mend_restarts_within_the_budget() -> None:
@@ -72,18 +68,18 @@ def test_what_another_life_may_mend_restarts_within_the_budget() -> None:
 
 def test_losses_that_nobody_is_to_blame_for_never_spend_the_budget() -> None:
     for reason in (failures.HOST_LOST, failures.PREEMPTED):
-        assert should_restart(Failure(reason, ""), num_paid=0, max_failures=0)
+        assert should_restart(Failure(reason, ""), num_paid=9, max_failures=0)
 
 
-def test_a_lost_group_is_replaced_however_often_that_happens() -> None:
-    assert should_replace(LOST, num_suspicious=0, max_failures=0)
-    assert should_replace(HOST_GONE, num_suspicious=9, max_failures=0)
-
-
-def test_an_error_that_may_be_the_jobs_own_is_tried_as_often_as_the_budget_says() -> None:
+def test_a_lost_group_is_replaced_and_an_error_of_its_own_tried_as_the_budget_says() -> None:
     error = Failure(failures.TRAINING_ERROR, "KeyError")
-    assert should_replace(error, num_suspicious=2, max_failures=2)
-    assert not should_replace(error, num_suspicious=3, max_failures=2)
+    for failure, num_suspicious, replaced in (
+        (LOST, 9, True),
+        (HOST_GONE, 9, True),
+        (error, 2, True),
+        (error, 3, False),
+    ):
+        assert should_replace(failure, num_suspicious, max_failures=2) is replaced
 
 
 def test_restarts_in_a_row_wait_longer_and_longer_up_to_a_minute() -> None:

@@ -41,18 +41,19 @@ _MAX_SKIPS_IN_A_ROW = 3
 class OpenRound:
     """A round that its members were told of.
 
-    `leases` are the trained ones by group; `starts` and `promoted` are the groups that become
-    current when it commits: those that begin the run, and those whose copy is then exact. `sums`
-    are over all ranks that count.
+    `weight` sums up the rows that its members trained since the last sync, by weight, and `leases`
+    are these; `means` are over the ranks that count. `starts` and `promoted` are the groups that
+    become current when it commits: those that begin the run, and those whose copy is then exact.
     """
 
     number: int
     generation: int
     commit: int
     members: tuple[RoundMember, ...]
+    weight: float
     voters: frozenset[RankId]
-    leases: Mapping[int, tuple[int, ...]]
-    sums: Mapping[str, float]
+    leases: Sequence[int]
+    means: Mapping[str, float]
     starts: frozenset[int]
     promoted: frozenset[int]
     yes: set[RankId] = field(default_factory=set)
@@ -61,29 +62,14 @@ class OpenRound:
     def groups(self) -> frozenset[int]:
         return frozenset(member.group for member in self.members)
 
-    @property
-    def weight(self) -> float:
-        """Sum over the members: the rows that they trained since the last sync, by weight."""
-        return sum(member.weight for member in self.members)
-
-    @property
-    def is_unanimous(self) -> bool:
-        """Whether every rank of every group holds the averages."""
-        return self.yes == self.voters
-
-    @property
-    def means(self) -> dict[str, float]:
-        """The sums, divided by the weight."""
-        if not self.weight:
-            return {}
-        return {name: total / self.weight for name, total in self.sums.items()}
-
 
 def form_round(
     number: int, generation: int, commit: int, groups: Sequence[Group], starts: Collection[int]
 ) -> OpenRound:
     """A round of `groups`, which are all ready, in the order of their numbers."""
     current = [group for group in groups if group.is_current]
+    members = tuple(group.as_member() for group in groups)
+    weight = sum(member.weight for member in members)
     sums: dict[str, float] = defaultdict(float)
     for group in current:
         for arrival in group.arrivals:
@@ -93,10 +79,11 @@ def form_round(
         number=number,
         generation=generation,
         commit=commit,
-        members=tuple(group.as_member() for group in groups),
+        members=members,
+        weight=weight,
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
-        leases={group.group: group.arrivals[0].leases for group in current},
-        sums=sums,
+        leases=[lease for group in current for lease in group.arrivals[0].leases],
+        means={name: total / weight for name, total in sums.items()} if weight else {},
         starts=frozenset(starts),
         promoted=frozenset(group.group for group in groups if group.has_exact_copy),
     )
@@ -284,7 +271,7 @@ class SyncRounds(GroupRegistry):
                 self._lose(group, "exchange", message, now)
             return
         opened.yes.add(group.rank_id(rank))
-        if opened.is_unanimous:
+        if opened.yes == opened.voters:
             self._commit(opened, now)
 
     def _set_deadline(self, number: int, now: float) -> None:
@@ -324,8 +311,7 @@ class SyncRounds(GroupRegistry):
         self._round = None
         self._refusals.clear()
         voters = [self._groups[group] for group in sorted(ended.groups)]
-        for ids in ended.leases.values():
-            self._book.commit(ids)
+        self._book.commit(ended.leases)
         if ended.weight:
             self._num_skips = 0
         self._ledger = self._book.entered_in(self._next_ledger(ended))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given
@@ -27,33 +28,33 @@ def monitor(min_hang_s: float = 10.0) -> HeartbeatMonitor:
     return HeartbeatMonitor(1.0, min_hang_s, hang_factor=20.0, straggler_factor=1.5)
 
 
-def beat(progress: int, phase: str, step_time_s: float = 0.0) -> Heartbeat:
-    return Heartbeat(progress=progress, phase=phase, step=0, step_time_s=step_time_s)
+def timed(step_time_s: float, local_s: float = 0.0, progress: int = 1) -> Heartbeat:
+    times = {"step_time_s": step_time_s, "local_s": local_s}
+    return Heartbeat(progress=progress, phase="train", step=1, **times)
 
 
-def timed(step_time_s: float, local_s: float = 0.0) -> Heartbeat:
-    return Heartbeat(progress=1, phase="train", step=1, step_time_s=step_time_s, local_s=local_s)
+STILL = timed(0.0)
 
 
 def test_a_rank_hangs_when_its_heartbeats_bring_no_progress() -> None:
     detector = monitor()
     for now in range(12):
-        detector.beat(A0, beat(3, "train"), now)
-        detector.beat(B0, beat(now, "train"), now)
+        detector.beat(A0, STILL, now)
+        detector.beat(B0, timed(0.0, progress=now), now)
     (hang,) = detector.hangs(11)
     assert (hang.rank, hang.phase, hang.idle_s) == (A0, "train", 11)
 
 
 def test_slow_steps_stretch_the_limit() -> None:
     detector = monitor()
-    detector.beat(A0, beat(3, "train", step_time_s=2.0), 0)
+    detector.beat(A0, timed(2.0), 0)
     assert detector.hangs(39) == []
     assert len(detector.hangs(41)) == 1
 
 
 def test_who_waits_for_other_groups_does_not_hang() -> None:
     detector = monitor()
-    detector.beat(A0, beat(3, "train"), 0)
+    detector.beat(A0, STILL, 0)
     assert detector.hangs(100, waiting={A0}) == []
     assert detector.hangs(109) == []
     assert len(detector.hangs(111)) == 1
@@ -61,14 +62,14 @@ def test_who_waits_for_other_groups_does_not_hang() -> None:
 
 def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
     detector = monitor()
-    detector.beat(A1, beat(3, "train"), 0)
-    detector.beat(A0, beat(3, "train"), 1)
+    detector.beat(A1, STILL, 0)
+    detector.beat(A0, STILL, 1)
     assert [hang.rank for hang in detector.hangs(50)] == [A1]
 
 
 def test_a_group_that_is_gone_never_hangs() -> None:
     detector = monitor()
-    detector.beat(A0, beat(3, "train"), 0)
+    detector.beat(A0, STILL, 0)
     detector.forget(0)
     assert detector.hangs(500) == []
 
@@ -77,7 +78,7 @@ def test_a_group_that_is_gone_never_hangs() -> None:
 def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: float) -> None:
     detector = monitor(min_hang_s)
     for rank, step_time_s in enumerate(times):
-        detector.beat(RankId(0, 0, rank), beat(1, "train", step_time_s), 0.0)
+        detector.beat(RankId(0, 0, rank), timed(step_time_s), 0.0)
     assert detector.hangs(min_hang_s) == []
 
 
@@ -110,35 +111,33 @@ def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
     assert stragglers([{A0: 0.0, B0: 9.0}] * 6) == stragglers([{}] * 6) == [{}] * 6
 
 
-def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time() -> None:
-    together = {A0: timed(1.0, local_s=0.2), A1: timed(1.0, local_s=0.9)}
-    assert times_needed(together) == pytest.approx({A0: 0.3, A1: 1.0})
-
-
-def test_who_waits_long_for_its_reader_holds_the_others_up() -> None:
-    # The reader's time is no part of the rank's own step; the others spend it waiting for the ids.
-    needed = times_needed({A0: timed(1.0, local_s=0.1), A1: timed(0.2, local_s=0.9)})
-    assert needed == pytest.approx({A0: 0.2, A1: 1.0})
-
-
-def test_other_groups_are_not_waited_for() -> None:
-    needed = times_needed({A0: timed(1.0, 0.5), A1: timed(1.0, 0.5), B0: timed(2.0, 0.7)})
-    assert needed == {A0: 1.0, A1: 1.0, B0: 2.0}
-
-
-def test_without_local_times_whole_steps_are_compared() -> None:
-    assert times_needed({A0: timed(1.0, 0.5), A1: timed(1.2)}) == {A0: 1.0, A1: 1.2}
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        ({A0: timed(1.0, 0.2), A1: timed(1.0, 0.9)}, {A0: 0.3, A1: 1.0}),
+        # The time of a reader is no part of the rank's own step; the others spend it waiting.
+        ({A0: timed(1.0, 0.1), A1: timed(0.2, 0.9)}, {A0: 0.2, A1: 1.0}),
+        # Other groups are not waited for.
+        (
+            {A0: timed(1.0, 0.5), A1: timed(1.0, 0.5), B0: timed(2.0, 0.7)},
+            {A0: 1.0, A1: 1.0, B0: 2.0},
+        ),
+        # Without local times whole steps are compared.
+        ({A0: timed(1.0, 0.5), A1: timed(1.2)}, {A0: 1.0, A1: 1.2}),
+    ],
+)
+def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time(
+    beats: dict[RankId, Heartbeat], expected: dict[RankId, float]
+) -> None:
+    assert times_needed(beats) == pytest.approx(expected)
 
 
 def test_an_entropy_that_explodes_fails_after_some_reports() -> None:
     watch = LossWatch()
     assert not any(watch.judge_ne(ne) for ne in (0.9, 3.0, 3.0, 0.9, 3.0, 3.0))
     assert "after 0.9 at best" in (watch.judge_ne(3.0) or "")
-
-
-def test_an_entropy_that_begins_high_does_not_explode() -> None:
-    watch = LossWatch()
-    assert not any(watch.judge_ne(ne) for ne in (4.0, 4.5, 4.0, 4.2, math.nan))
+    high = LossWatch()
+    assert not any(high.judge_ne(ne) for ne in (4.0, 4.5, 4.0, 4.2, math.nan)), "from the start"
 
 
 def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
@@ -147,44 +146,25 @@ def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
     assert record.fail("a", 20) == HostExcluded(time=20, host="a", num_failures=3, until=120)
     assert record.excluded(119) == {"a"}
     assert record.excluded(120) == set()
-    assert record.fail("a", 121) is None
-
-
-def test_failures_long_ago_are_forgiven() -> None:
-    record = HostRecord(exclude_after=2, exclude_s=100.0)
-    assert [record.fail("a", now) for now in (0, 3700, 7400)] == [None, None, None]
-    assert record.excluded(7401) == set()
-
-
-Beat = tuple[str, int, float, float]
-
-
-class Heart:
-    """Remembers what was said."""
-
-    def __init__(self) -> None:
-        self.beats: list[Beat] = []
-
-    def progress(
-        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
-    ) -> None:
-        self.beats.append((phase, step, step_time_s, local_s))
+    assert [record.fail("a", now) for now in (121, 122)] == [None, None]
+    # Failures long ago are forgiven.
+    assert record.fail("a", 3800) is None
 
 
 def test_a_step_takes_the_time_between_its_begin_and_its_end() -> None:
     times: Iterator[float] = iter([0.0, 1.0, 5.0, 6.0, 6.0, 20.0])
-    heart = Heart()
+    heart = Mock()
     pulse = ranks.HeartbeatReporter(heart, clock=lambda: next(times))
     for step in (1, 2, 3):
         pulse.begin_step()
         pulse.end_step(step)
         pulse.local_s = 0.25
+    pulse.enter("validation", 7)
     # What lies between two steps is not theirs, and the median shrugs one slow step off.
-    assert heart.beats == [("train", 1, 1.0, 0.0), ("train", 2, 1.0, 0.25), ("train", 3, 1.0, 0.25)]
-
-
-def test_another_phase_is_told_with_its_step() -> None:
-    heart = Heart()
-    ranks.HeartbeatReporter(heart).enter("validation", 7)
-    assert heart.beats == [("validation", 7, 0.0, 0.0)]
-    ranks.HeartbeatReporter().enter("validation", 1)  # Without a heart nothing happens.
+    assert heart.progress.call_args_list == [
+        call("train", 1, 1.0, 0.0),
+        call("train", 2, 1.0, 0.25),
+        call("train", 3, 1.0, 0.25),
+        call("validation", 7, 1.0, 0.25),
+    ]
+    ranks.HeartbeatReporter().enter("validation", 1)  # Without a client nothing happens.

@@ -177,16 +177,12 @@ def test_a_missing_group_wants_a_host_that_no_group_is_on() -> None:
     assert (need.has, need.wants, need.least) == (2, 6, 4)
     assert need.has < need.least
     assert need.requests == (CapacityRequest(2, on_one_host=True, avoided=frozenset("ax")),) * 2
-
-
-def test_a_group_on_a_drained_host_wants_another_one_before_it_leaves() -> None:
+    # One on a drained host wants another one before it leaves.
     view = View([host("a", 0, slots=2)], [group(0, "a")], target=1, drained=frozenset("a"))
     need = need_of(THREE, view)
     assert need.has == 0
     assert need.requests == (CapacityRequest(2, on_one_host=True, avoided=frozenset("a")),)
-
-
-def test_a_group_that_no_host_holds_wants_workers_wherever_they_are() -> None:
+    # One that no host holds wants workers wherever they are.
     view = View([host("a", 1), host("b", 0, slots=1)], [], target=1)
     assert need_of(THREE, view).requests == (CapacityRequest(2),)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -71,11 +70,6 @@ def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list
     return run_with_restarts(attempt, live, wait=waited.append, clock=lambda: 0.0), indices, waited
 
 
-def losses_told(attempt: Attempt) -> list[Any]:
-    """What the timeline says of lost workers."""
-    return told(attempt.context, WorkersLost)
-
-
 @pytest.mark.parametrize("reason", [failures.WORKERS_LOST, failures.DIVERGED, failures.HANG])
 def test_workers_that_may_do_better_start_again_and_each_end_is_told(
     attempt: Attempt, reason: str
@@ -84,7 +78,7 @@ def test_workers_that_may_do_better_start_again_and_each_end_is_told(
     ended, indices, _ = run(attempt, [lost, lost, None])
     assert ended is None
     assert indices == [0, 1, 2]
-    first, second = losses_told(attempt)
+    first, second = told(attempt.context, WorkersLost)
     for index, event in enumerate((first, second)):
         assert (event.run_index, event.reason, event.will_restart) == (index, reason, True)
     assert first.evidence == {"host": "10.0.0.3"}
@@ -94,7 +88,7 @@ def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt)
     lost = [Failure(failures.WORKERS_LOST, f"life {index}") for index in range(3)]
     ended, _, _ = run(attempt, list(lost))
     assert ended == lost[2]
-    assert [e.will_restart for e in losses_told(attempt)] == [True, True, False]
+    assert [e.will_restart for e in told(attempt.context, WorkersLost)] == [True, True, False]
 
 
 def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt) -> None:
@@ -102,7 +96,7 @@ def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt
     short = Failure(failures.DEVICE_OOM, "rank 3")
     ended, indices, _ = run(replace(attempt, context=context), [short])
     assert (ended, indices) == (short, [0])
-    assert [e.will_restart for e in losses_told(attempt)] == [False]
+    assert [e.will_restart for e in told(attempt.context, WorkersLost)] == [False]
 
 
 def test_a_pause_is_no_loss_and_is_followed_by_no_other_life(attempt: Attempt) -> None:

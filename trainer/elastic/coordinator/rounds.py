@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from trainer.coordination.detection import RankId
@@ -53,7 +53,7 @@ class OpenRound:
     weight: float
     voters: frozenset[RankId]
     leases: Sequence[int]
-    means: Mapping[str, float]
+    means: dict[str, float]
     starts: frozenset[int]
     promoted: frozenset[int]
     yes: set[RankId] = field(default_factory=set)

@@ -42,14 +42,6 @@ def test_the_second_attempt_is_refused_by_the_name_of_the_first(tmp_path: Path) 
     assert str(tmp_path) in str(refused.value)
 
 
-def test_a_released_folder_is_free(tmp_path: Path) -> None:
-    first = lock(tmp_path, "job-a0")
-    first.acquire()
-    first.release()
-    assert not (tmp_path / LOCK_FILE).exists()
-    lock(tmp_path, "job-a1").acquire()
-
-
 def test_a_dead_process_on_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
     lock(tmp_path, "job-a0").acquire()
     pretend(tmp_path, process_start="1")  # its id is another process's by now

@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import nn
 
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, QuarantineTally
 from trainer.parallel.model import TwoDParallel
+from trainer.parallel.touched_rows import looked_up
 from trainer.protocol import events
 from trainer.protocol.events import Phase
 from trainer.spec.job import JobSpec
@@ -293,14 +291,11 @@ class LookupCounter:
         for kernel in model.embedding_kernels():
             kernel.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not (self.sampling and kernel.training):
-            return
-        indices = kwargs["indices"] if "indices" in kwargs else args[0]
-        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-        num_ids, num_rows = self.counts
-        distinct = _num_distinct_rows(kernel, indices, offsets)
-        self.counts = (num_ids + indices.numel(), num_rows + distinct)
+    def _count(self, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if self.sampling and kernel.training:
+            rows = looked_up(kernel, inputs["indices"], inputs["offsets"])
+            num_ids, num_rows = self.counts
+            self.counts = (num_ids + rows.numel(), num_rows + rows.unique().numel())
 
     @torch.no_grad()
     def imbalance(self, device: torch.device) -> dict[str, float]:
@@ -334,20 +329,6 @@ def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str
     metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
     local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
     return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
-
-
-def _num_distinct_rows(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
-) -> int:
-    """Distinct (table, row) pairs in one lookup; features of one table are counted together."""
-    tables = kernel.feature_table_map
-    bags_per_feature = (offsets.numel() - 1) // len(tables)
-    bounds = offsets[::bags_per_feature].tolist() if bags_per_feature else [0] * (len(tables) + 1)
-    num_rows = 0
-    for table in sorted(set(tables)):
-        parts = [indices[bounds[f] : bounds[f + 1]] for f, t in enumerate(tables) if t == table]
-        num_rows += torch.cat(parts).unique().numel()
-    return num_rows
 
 
 class QuarantineReporter:

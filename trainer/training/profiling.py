@@ -132,16 +132,6 @@ class PhaseTimes:
             yield
         self.enter(before)
 
-    def around_each(self, phase: Phase, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, with `phase` while each is waited for."""
-        iterator = iter(items)
-        while True:
-            with self.during(phase):
-                found = next(iterator, None)
-            if found is None:
-                return
-            yield found
-
     def shown(self, name: str) -> AbstractContextManager[Any]:
         """A range in the profiler's trace, if there is one to annotate."""
         if not self.annotate:
@@ -264,10 +254,20 @@ class Speedometer:
         self._num_steps = self._num_syncs = self._sync_bytes = 0
         self._sync_s = self._sync_density = self._wait_s = 0.0
 
-    def step(self, wait_s: float) -> None:
-        """Count one step that waited `wait_s` for its batch."""
+    def awaited(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """`batches`; waiting for each is the phase `data_wait`."""
+        iterator = iter(batches)
+        while True:
+            started = self._clock()
+            with self.phases.during("data_wait"):
+                found = next(iterator, None)
+            if found is None:
+                return
+            self._wait_s += self._clock() - started
+            yield found
+
+    def step(self) -> None:
         self._num_steps += 1
-        self._wait_s += wait_s
         self.phases.step()
 
     def sync(self, report: SyncReport) -> None:

@@ -89,11 +89,6 @@ def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
-def seed_step(seed: int, rows_agreed: int, step: int, rank: int) -> None:
-    """Seed the generators of this process for one step."""
-    torch.manual_seed(step_seed(seed, rows_agreed, step, rank))
-
-
 class Session:
     """Everything that one rank trains with, built once; collective over all ranks."""
 
@@ -254,8 +249,8 @@ class Session:
             resumed_step=self.state.step,
         )
 
-    def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
-        """(batch on the device, position after it, seconds waited), equally many on each rank."""
+    def batches(self) -> Iterator[tuple[Batch, DataPosition]]:
+        """(batch on the device, position after it), equally many on each rank."""
         with TrainBatches(
             self.train_source,
             self.spec,
@@ -264,10 +259,8 @@ class Session:
             position=self.state.position,
             pin=self._copies_batches,
         ) as loader:
-            waited_s = 0.0
-            for batch, position in self.phases.around_each("data_wait", loader):
-                yield self.on_device(batch), position, loader.wait_s - waited_s
-                waited_s = loader.wait_s
+            for batch, position in self.speed.awaited(loader):
+                yield self.on_device(batch), position
 
     @property
     def _copies_batches(self) -> bool:
@@ -278,10 +271,10 @@ class Session:
         """The batch where it is trained, copied while the device computes."""
         return batch.to(self.groups.device, non_blocking=self._copies_batches)
 
-    def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
+    def train_step(self, batch: Batch, position: DataPosition) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
-        self.run_step(batch, step, wait_s, self._is_dense_step(step, position))
+        self.run_step(batch, step, self._is_dense_step(step, position))
         rows_before = self.state.position.rows_done(self.shape.num_rows)
         self.state.rows_trained += position.rows_done(self.shape.num_rows) - rows_before
         self.state.step = step
@@ -293,16 +286,15 @@ class Session:
         ends_epoch = step_start(position, self.shape).epoch > position.epoch
         return step % every == 0 or step == self.total_steps or ends_epoch
 
-    def run_step(
-        self, batch: Batch, step: int, wait_s: float, is_dense_step: bool = True
-    ) -> torch.Tensor:
+    def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
         self.heartbeat.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
         if self._uses_randomness:
-            seed_step(self.spec.training.seed, self.rows_agreed, step, self.rank)
+            seed = self.spec.training.seed
+            torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
         fault_injection.inject("lookup", *self.site, step)
         with self.phases.during("dense"):
@@ -318,7 +310,7 @@ class Session:
         self.train_meter.update(batch, loss, outputs)
         self.loss_guard.add(loss.detach())
         self.quarantine.add(batch.quarantined)
-        self.speed.step(wait_s)
+        self.speed.step()
         self.heartbeat.end_step(step)
         return loss.detach()
 

@@ -69,8 +69,8 @@ def train(session: Session) -> dict[str, float]:
 
 def _take_steps(session: Session) -> None:
     sync_spec = session.spec.parallelism.sync
-    for batch, position, wait_s in session.batches():
-        session.train_step(batch, position, wait_s)
+    for batch, position in session.batches():
+        session.train_step(batch, position)
         if is_sync_step(session.state.step, sync_spec):
             session.synchronise()
         session.tracer.end_step(session.state.step)

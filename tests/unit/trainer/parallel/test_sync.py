@@ -6,10 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.trainer.spec.test_spec import minimal
 from trainer.parallel.collectives import Block, batches, pairwise_mean
-from trainer.parallel.sync import OverflowWarning, apply_difference, is_sync_step, mode_for
+from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync, is_sync_step
+from trainer.spec import validate_spec
 from trainer.spec.parallelism import SyncSpec
-from trainer.spec.training import SparseOptimizerSpec
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -128,15 +129,18 @@ def test_syncs_come_every_so_many_steps_counted_from_one() -> None:
 
 
 def test_weight_decay_makes_every_sync_full_and_says_what_to_change() -> None:
+    def used(mode: str, **optimizer: object) -> tuple[str, list[str]]:
+        document = minimal() | {"optimizer": {"sparse": optimizer}}
+        document["parallelism"] = document["parallelism"] | {"sync": {"mode": mode}}
+        told: list[str] = []
+        return exact_sync(validate_spec(document), told.append).mode, told
+
     for name in ("sgd", "adagrad", "row_wise_adagrad"):
-        optimizer = SparseOptimizerSpec.model_validate({"name": name})
-        assert mode_for(SyncSpec(mode="touched_rows"), optimizer) == ("touched_rows", None)
-    decayed = SparseOptimizerSpec(weight_decay=0.01)
-    mode, warning = mode_for(SyncSpec(mode="touched_rows"), decayed)
+        assert used("touched_rows", name=name) == ("touched_rows", [])
+    mode, (warning,) = used("touched_rows", weight_decay=0.01)
     assert mode == "full"
-    assert warning is not None
     assert "optimizer.sparse.weight_decay (0.01)" in warning
-    assert mode_for(SyncSpec(mode="full"), decayed) == ("full", None)
+    assert used("full", weight_decay=0.01) == ("full", [])
 
 
 def test_overflows_are_told_at_the_first_tenth_and_hundredth_sync() -> None:

@@ -43,12 +43,18 @@ def speedometer(rows_per_step: int, clock: FakeTime) -> Speedometer:
 def test_speed_leaves_out_what_was_not_training() -> None:
     clock = FakeTime()
     speed = speedometer(64, clock)
-    for wait_s in (0.5, 1.5):
-        speed.step(wait_s)
-        clock.now += 2.0
+
+    def slow_items() -> Iterator[float]:
+        for wait_s in (0.5, 1.5):
+            clock.now += wait_s
+            yield wait_s
+
+    for wait_s in speed.awaited(slow_items()):
+        speed.step()
+        clock.now += 2.0 - wait_s
     with speed.paused():
         clock.now += 30.0
-    assert speed.phases.read()["other"] == 2.0
+    assert _nonzero(speed.phases.read()) == {"data_wait": 1.0, "other": 1.0}
     assert speed.read() == {"speed/steps_per_s": 0.5, "speed/rows_per_s": 32.0, "data/wait_s": 1.0}
 
 
@@ -57,7 +63,7 @@ def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
     speed = speedometer(1, clock)
     speed.sync(SyncReport(time_s=1.0, num_bytes=100, density=0.1))
     speed.sync(SyncReport(time_s=2.0, num_bytes=300, density=0.3))
-    speed.step(0.0)
+    speed.step()
     clock.now += 4.0
     values = speed.read()
     assert (values["sync/time_s"], values["sync/bytes"]) == (1.5, 200.0)
@@ -69,17 +75,17 @@ def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
 def test_each_window_starts_anew() -> None:
     clock = FakeTime()
     speed = speedometer(10, clock)
-    speed.step(9.0)
+    speed.step()
     clock.now += 50.0
     speed.restart()
-    speed.step(0.25)
+    speed.step()
     clock.now += 2.0
     assert speed.read()["speed/rows_per_s"] == 5.0
-    speed.step(0.0)
+    speed.step()
     clock.now += 1.0
     assert speed.read()["data/wait_s"] == 0.0
     # A window of no time has a finite speed.
-    speed.step(0.0)
+    speed.step()
     assert speed.read()["speed/steps_per_s"] == pytest.approx(1e9)
 
 
@@ -104,13 +110,10 @@ OFFSETS = torch.tensor([0, 2, 3, 4, 4, 5, 7])
 def test_rows_are_distinct_within_a_table_over_all_its_features() -> None:
     model = OneKernel()
     counter = LookupCounter(model)
-    model.kernel(IDS, OFFSETS)
-    assert counter.counts == (0, 0), "only while sampling"
-    counter.sampling = True
-    model.kernel(IDS, OFFSETS)
-    assert counter.counts == (7, 2 + 2)
-    model.kernel(indices=IDS, offsets=OFFSETS)
-    assert counter.counts == (14, 8)
+    for is_sampling, counts in ((False, (0, 0)), (True, (7, 2 + 2)), (True, (14, 8))):
+        counter.sampling = is_sampling
+        model.kernel(indices=IDS, offsets=OFFSETS)
+        assert counter.counts == counts
 
 
 def _nonzero(seconds: dict[Phase, float]) -> dict[Phase, float]:
@@ -151,20 +154,6 @@ def test_a_pause_is_left_out_whatever_happens_in_it() -> None:
             clock.now += 10.0
         clock.now += 2.0
     assert _nonzero(times.read()) == {"optimizer": 3.0}
-
-
-def test_waiting_for_each_item_is_a_phase_and_using_it_is_not() -> None:
-    clock = FakeTime()
-    times = PhaseTimes(clock)
-
-    def slow_items() -> Iterator[int]:
-        for item in range(3):
-            clock.now += 10.0
-            yield item
-
-    for item in times.around_each("data_wait", slow_items()):
-        clock.now += item
-    assert _nonzero(times.read()) == {"data_wait": 30.0, "other": 3.0}
 
 
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 1000)), max_size=60))

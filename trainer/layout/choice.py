@@ -23,10 +23,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.layout.layout import Layout, LayoutError, copies_by_host, num_hosts_survived
+from trainer.layout.layout import Layout, LayoutError, num_hosts_survived
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import FailureDomain
 
@@ -170,7 +171,7 @@ class Choice:
     @property
     def copies_by_host(self) -> tuple[dict[int, int], ...]:
         """For each shard: host -> how many of the M copies it holds."""
-        return copies_by_host(self.group_hosts)
+        return tuple(dict(Counter(hosts)) for hosts in zip(*self.group_hosts, strict=True))
 
     @property
     def most_groups_per_host(self) -> int:
@@ -343,9 +344,10 @@ def _size_reason(need: Need, choice: Choice) -> str:
     if not need.is_size_known:
         return "the fewest copies, as the size of the tables or a worker's memory is not known"
     assert need.table_bytes is not None and need.worker_table_bytes is not None
+    tables, room = size_text(need.table_bytes), size_text(need.worker_table_bytes)
     return (
-        f"the smallest group that holds the tables ({_size(need.table_bytes)} on workers with room "
-        f"for {_size(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
+        f"the smallest group that holds the tables ({tables} on workers with room for {room}) and "
+        "keeps the copies of a shard on one host"
     )
 
 
@@ -387,15 +389,15 @@ def _why_no_size(need: Need) -> str:
     whole, room = max(need.whole_table_bytes, default=0), need.worker_table_bytes
     if whole > room or not room:
         return (
-            f"a table that must stay whole takes {_size(whole)}, but a worker has room for "
-            f"{_size(room)}: allow row_wise for it, or give workers more memory"
+            f"a table that must stay whole takes {size_text(whole)}, but a worker has room for "
+            f"{size_text(room)}: allow row_wise for it, or give workers more memory"
         )
     least = math.ceil(need.table_bytes / room)
     fitting = next(size for size in itertools.count(least) if need.holds_tables(size))
     field = "workers" if given is None else "shard_group_size"
     return (
-        f"one copy of the tables takes {_size(need.table_bytes)} and a worker has room for "
-        f"{_size(room)}, so a sharding group needs {fitting} workers, but it has at most "
+        f"one copy of the tables takes {size_text(need.table_bytes)} and a worker has room for "
+        f"{size_text(room)}, so a sharding group needs {fitting} workers, but it has at most "
         f"{given or most}: raise parallelism.{field}, or give workers more memory"
     )
 
@@ -431,8 +433,8 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _size(num_bytes: int) -> str:
-    """A size in binary units, as the planner's own messages have it."""
+def size_text(num_bytes: int) -> str:
+    """A size in binary units."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

@@ -38,7 +38,7 @@ from trainer.data.position import (
 )
 from trainer.data.reader import open_source, order_digest
 from trainer.errors import TooFewRowsError
-from trainer.layout.layout import Layout
+from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
@@ -223,8 +223,8 @@ class Session:
     def announce(self) -> None:
         """Report how the workers are grouped and where they start."""
         mesh = self.groups.mesh
-        if self.groups.warning:
-            self.note("warning", self.groups.warning)
+        if warning := placement_warning(mesh, self.groups.sites):
+            self.note("warning", warning)
         hosts = [site.host for site in self.groups.sites]
         self.emit(self._workers_started(self.groups.layout, mesh.sharding_groups, hosts))
 
@@ -385,7 +385,7 @@ class Session:
         values |= self.quarantine.report()
         values |= sharding.read_metrics(self.model, self.groups.device)
         values |= self.optimizers.metrics()
-        phases = self.phases.read()
+        phases = self.phases.read(self.speed.num_steps)
         self.heartbeat.local_s = local_s(phases)
         values |= phase_metrics(phases, self.groups.device)
         return values | self.speed.read()

@@ -16,7 +16,6 @@ from tests.unit.trainer.spec.test_spec import minimal
 from trainer.parallel.mesh import ranks_per_host
 from trainer.parallel.planner import (
     Bandwidths,
-    MeasuredBandwidths,
     PlanError,
     median_bandwidths,
     obstacle,
@@ -159,7 +158,7 @@ def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() ->
 
 
 def test_a_collective_within_a_host_is_reckoned_at_its_own_speed() -> None:
-    bandwidths = MeasuredBandwidths(intra_host=8.0, inter_host=2.0)
+    bandwidths = Bandwidths(memory=1.0, intra_host=8.0, inter_host=2.0)
     for kind in (CollectiveType.ALL_TO_ALL, CollectiveType.ALL_REDUCE):
         assert bandwidths.get_bw(4, 4, kind) == 8.0
         assert bandwidths.get_bw(2, 4, kind) == 2.0

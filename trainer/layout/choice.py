@@ -36,15 +36,6 @@ GroupHosts = tuple[tuple[int, ...], ...]
 _NUM_SMALL = 64
 
 
-def fill_hosts(hosts: Sequence[int], layout: Layout) -> GroupHosts:
-    """The groups of a layout whose positions fill the hosts one after the other.
-
-    `hosts` are the workers that each has room for, at least `layout.world_size` in all.
-    """
-    positions = _places(hosts, layout.world_size)
-    return tuple(tuple(positions[p] for p in group) for group in layout.sharding_groups)
-
-
 def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[GroupHosts, ...]:
     """Ways to place independent groups, each a different one; none where no group fits.
 
@@ -278,8 +269,8 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[tuple[Layout, G
         return
     num_workers = min(most_groups, sum(need.hosts) // size) * size
     if num_workers:
-        layout = Layout(num_workers, size, placement)
-        yield layout, fill_hosts(need.hosts, layout)
+        layout, places = Layout(num_workers, size, placement), _places(need.hosts, num_workers)
+        yield layout, tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
 
 
 def _domain(need: Need, size: int, placement: str) -> FailureDomain:

@@ -25,8 +25,8 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce": nn.functional.binary_cross_entropy_with_logits,
 }
-# Keeps the mean over rows that all have weight 0 from being NaN.
-_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
+# Keeps means and shares of rows that all have weight 0 from being NaN.
+LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 
 
 def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecommender:
@@ -61,7 +61,7 @@ class Recommender(nn.Module):
             for k, task in enumerate(self._tasks)
         ]
         total = (torch.stack(losses).sum(0) * batch.weight).sum()
-        return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
+        return total / batch.weight.sum().clamp(min=LEAST_WEIGHT), outputs.detach()
 
 
 class Network(nn.Module):

@@ -173,7 +173,9 @@ def _user_error(error: BaseException, module: str) -> UserCodeError:
     lines = user_lines(error, *_code_of(module))
     places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
     at = f" ({places[-1].replace('File ', 'at ', 1)})" if places else ""
-    return UserCodeError(f"model.module '{module}': {failures.described(error)}{at}", lines)
+    found = UserCodeError(f"model.module '{module}': {failures.described(error)}{at}", lines)
+    found.__cause__ = error
+    return found
 
 
 def _files_of(error: BaseException) -> list[str]:
@@ -220,23 +222,19 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
             f"spec, each once (name, rows, dimension); missing: {missing or 'none'}, unknown: "
             f"{unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
-    if plain := sorted(spec.dynamic_tables.keys() - _dynamic_names(network)):
-        raise UserCodeError(
-            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
-            "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
-            "trainer.models.sparse.SparseArch(spec, device) holds them all"
-        )
-
-
-def _dynamic_names(network: nn.Module) -> set[str]:
-    """Tables of the network whose ids get rows as they turn up."""
-    return {
+    dynamic = {
         table
         for each in network.modules()
         if isinstance(each, BaseManagedCollisionEmbeddingCollection)
         for table, ids in each._managed_collision_collection._managed_collision_modules.items()
         if isinstance(ids, BucketedIds)
     }
+    if plain := sorted(spec.dynamic_tables.keys() - dynamic):
+        raise UserCodeError(
+            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
+            "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
+            "trainer.models.sparse.SparseArch(spec, device) holds them all"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -172,7 +172,7 @@ def _constraints_of(
 def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     """Why no plan fits and what would help, for the author of the spec."""
     num_copies = 1 + spec.num_sync_copies
-    sizes = {t.name: _size_bytes(t, spec) * num_copies for t in spec.embedding_tables}
+    sizes = {t.name: (spec.size_bytes(t) or 0) * num_copies for t in spec.embedding_tables}
     largest = max(sizes, key=sizes.__getitem__)
     size = spec.parallelism.shard_group_size
     memory = (
@@ -190,13 +190,6 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     # Its last line names the shard that found no place; estimated times would only distract.
     detail = re.sub(r"perf: Perf\(.*?\), ", "", str(error).strip().splitlines()[-1].strip())
     return f"no sharding plan fits: {memory}; {advice}. The planner says: {detail}"
-
-
-def _size_bytes(table: EmbeddingTableSpec, spec: JobSpec) -> int:
-    """Weights, optimizer state and ids of one whole copy."""
-    size = spec.size_bytes(table)
-    assert size is not None, "num_embeddings must be resolved first"
-    return size
 
 
 def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
@@ -252,7 +245,7 @@ def _table_plan(
         data_type=table.data_type,
         num_embeddings=table.num_embeddings,
         embedding_dim=table.embedding_dim,
-        size_bytes=_size_bytes(table, spec),
+        size_bytes=spec.size_bytes(table) or 0,
         shards=[
             events.TablePlan.Shard(
                 position=position,

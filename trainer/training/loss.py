@@ -24,6 +24,7 @@ from trainer.coordination.detection import LossWatch
 from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
+from trainer.models.networks import LEAST_WEIGHT
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
@@ -107,10 +108,6 @@ class NonFiniteLossGuard:
                 )
 
 
-# Keeps the shares of ranks whose rows all have weight 0 from being NaN.
-_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
-
-
 class LossWeighting:
     """Sums the weights of a step over the ranks of `group` beside the forward pass."""
 
@@ -130,9 +127,7 @@ class LossWeighting:
         self._total = self._own.clone()
         self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
 
-    def scaled(
-        self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """`loss`, the mean over this rank's rows of the step begun, as it counts in the average.
 
         `weigh` is told what the step counts in its window, if gradients accumulate.
@@ -141,9 +136,9 @@ class LossWeighting:
             return loss
         self._work.wait()
         self._work = None
-        if weigh is not None and self._is_accumulating:
+        if self._is_accumulating:
             weigh(self._total)
-        return loss * (self._own * self._num_ranks / self._total.clamp(min=_LEAST_WEIGHT))
+        return loss * (self._own * self._num_ranks / self._total.clamp(min=LEAST_WEIGHT))
 
     @property
     def total(self) -> torch.Tensor:

@@ -83,22 +83,23 @@ class TaskMeter:
     metric weighs rows by `Batch.weight`.
     """
 
-    def __init__(self, tasks: Sequence[TaskSpec], batch_size: int, window_rows: int) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[TaskSpec],
+        batch_size: int,
+        window_rows: int,
+        device: torch.device | None = None,
+    ) -> None:
         self._kept: list[tuple[torch.Tensor, ...]] = []
         # Sums of weighted losses and of weights that the metrics have taken in.
-        self._losses = torch.zeros(2, dtype=torch.float64)
-        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks])
+        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
+        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
         self._tasks = {
-            f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(task, batch_size, window_rows)
+            f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(
+                task, batch_size, window_rows, self._losses.device
+            )
             for task in tasks
         }
-
-    def to(self, device: torch.device) -> TaskMeter:
-        self._is_binary = self._is_binary.to(device)
-        for task in self._tasks.values():
-            task.to(device)
-        self._losses = self._losses.to(device)
-        return self
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -182,7 +183,9 @@ class TaskMeter:
 class _TaskMetrics:
     """The metrics of one task, from torchrec.metrics."""
 
-    def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
+    def __init__(
+        self, task: TaskSpec, batch_size: int, window_rows: int, device: torch.device
+    ) -> None:
         self._name = task.name
         self._threshold = task.auc_threshold
         self._metrics: dict[str, RecMetric] = {}
@@ -196,16 +199,12 @@ class _TaskMetrics:
                 window_size=window_rows,
                 compute_on_all_ranks=True,
                 **options,
-            )
+            ).to(device)
 
     @property
     def has_auc(self) -> bool:
         """Whether AUC is wanted, which keeps all rows."""
         return "auc" in self._metrics
-
-    def to(self, device: torch.device) -> None:
-        for metric in self._metrics.values():
-            metric.to(device)
 
     def take_in(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor

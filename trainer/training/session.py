@@ -173,11 +173,11 @@ class Session:
         tasks, batch_size = self.spec.model.tasks, self.spec.data.batch_size
         window = self.spec.training.report_every_steps * self.shape.rows_per_step
         device = self.groups.device
-        self.train_meter = TaskMeter(tasks, batch_size, window).to(device)
+        self.train_meter = TaskMeter(tasks, batch_size, window, device)
         if self.validation_source:
             # AUC's window must hold all rows, padding included.
             window = self.validation_source.num_rows + self.shape.rows_per_step
-            self.validation_meter = TaskMeter(tasks, batch_size, window).to(device)
+            self.validation_meter = TaskMeter(tasks, batch_size, window, device)
         self.quarantine = QuarantineReporter(self.spec, device, self._rank_writer.write)
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))

@@ -63,7 +63,7 @@ def test_pods_run_as_nobody_and_share_nothing_with_their_machine(variant: str) -
 
 
 @every_variant
-def test_containers_gain_no_privileges_and_write_only_to_volumes(variant: str) -> None:
+def test_containers_are_pinned_unprivileged_bounded_and_probed(variant: str) -> None:
     for pod, container in _containers(variant):
         where = f"{pod.owner}: {container['name']}"
         assert container["securityContext"] == {
@@ -71,18 +71,17 @@ def test_containers_gain_no_privileges_and_write_only_to_volumes(variant: str) -
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }, where
-        folders = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert "/tmp" in folders, where
-
-
-@every_variant
-def test_images_are_pinned_to_a_version(variant: str) -> None:
-    for pod, container in _containers(variant):
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}, where
         image = container["image"]
         pattern = _OURS if image.startswith("shardloom/") else _OTHERS
-        assert pattern.fullmatch(image), f"{pod.owner}: {image}"
-        assert "latest" not in image
+        assert pattern.fullmatch(image), f"{where}: {image}"
         assert container.get("imagePullPolicy") != "Always"
+        resources = container["resources"]
+        for name in ("cpu", "memory"):
+            asked, most = resources["requests"][name], resources["limits"][name]
+            assert 0 < quantity(asked) <= quantity(most), where
+        if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one no probes
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), where
 
 
 @every_variant
@@ -156,15 +155,6 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
 # ---- limits
 
 
-@every_variant
-def test_containers_state_what_they_need_and_may_use(variant: str) -> None:
-    for pod, container in _containers(variant):
-        resources = container["resources"]
-        for name in ("cpu", "memory"):
-            asked, most = resources["requests"][name], resources["limits"][name]
-            assert 0 < quantity(asked) <= quantity(most), f"{pod.owner}: {container['name']}"
-
-
 @every_gpu_variant
 def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
     workers = [each for each in _pods(variant) if each.component == "ray-worker"]
@@ -193,13 +183,6 @@ def test_data_caches_fit_their_volumes(variant: str) -> None:
 
 
 # ---- availability
-
-
-@every_variant
-def test_containers_that_last_have_all_probes(variant: str) -> None:
-    for pod, container in _containers(variant):
-        if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one none
-            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), pod.owner
 
 
 @every_variant

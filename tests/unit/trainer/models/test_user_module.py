@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor
 
 from tests.conftest import REPO
-from tests.unit.trainer.models.test_recommender import CPU, POOLED, make_batch, make_spec
+from tests.harness.small_model import plain_batch
+from tests.unit.trainer.models.test_recommender import CPU, POOLED, jagged, make_batch, make_spec
 from trainer import failures
-from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, WorkerFailure
 from trainer.models.networks import build_model
 from trainer.models.user_module import UserRecommender, load_class
@@ -314,16 +313,9 @@ def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> 
     overrides = [f"embedding_tables[{i}].num_embeddings=11" for i in range(6)]
     spec = load_spec((EXAMPLES / "movielens-module.yaml").read_text(), overrides)
     model = filled(build_model(spec, CPU))
-    names = [feature.name for feature in spec.pooled_features]
-    empty = torch.zeros(3 * len(names), dtype=torch.int32)
-    no_ids = torch.zeros(0, dtype=torch.int64)
-    batch = Batch(
-        dense=torch.rand(3, len(spec.dense_features)),
-        sparse=KeyedJaggedTensor(keys=names, values=no_ids, lengths=empty),
-        **dict.fromkeys(("label", "label_offset", "label_scale"), torch.ones(3, 1)),
-        weight=torch.tensor([1.0, 1.0, 0.0]),
-    )
-    loss, outputs = model(batch)
+    sparse = jagged({feature.name: [[], [], []] for feature in spec.pooled_features})
+    dense = torch.rand(3, len(spec.dense_features))
+    loss, outputs = model(plain_batch(dense, sparse, torch.ones(3, 1)))
     loss.backward()
     assert outputs.shape == (3, 1)
     assert model.network.movie_tower[0].weight.grad is not None

@@ -23,7 +23,6 @@ from trainer.parallel.planner import (
     place_plan,
     table_constraints,
     table_plans,
-    uses_node_groups,
 )
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -75,14 +74,6 @@ def test_a_table_without_any_possible_type_is_refused_by_name_with_each_reason()
         assert part in str(error.value)
 
 
-def test_constraints_carry_what_the_spec_knows_of_a_table() -> None:
-    spec = _spec(sharding_types=["column_wise"], min_partition=4, pooling_factor=7.5)
-    constraints = table_constraints(spec, ranks_per_host=4)["movies"]
-    assert constraints.min_partition == 4
-    assert constraints.pooling_factors == [7.5, 7.5]  # one for each feature of the table
-    assert constraints.is_weighted
-
-
 def _plan(sharding_type: str, shards: list[ShardMetadata] | None) -> ShardingPlan:
     parameter = ParameterSharding(
         sharding_type=sharding_type,
@@ -123,12 +114,6 @@ def test_a_placed_plan_is_a_copy_on_the_ranks_of_a_group() -> None:
     places = [str(shard.placement) for shard in placed.sharding_spec.shards]
     assert places == ["rank:5/cpu", "rank:2/cpu"]
     assert plan.plan["tables"]["movies"].ranks == [0, 1]
-
-
-def test_only_types_that_split_over_a_host_use_its_groups() -> None:
-    assert uses_node_groups(_plan("grid_shard", _halves()))
-    assert uses_node_groups(_plan("table_row_wise", _halves()))
-    assert not uses_node_groups(_plan("row_wise", _halves()))
 
 
 HOSTS = st.lists(st.sampled_from("abc"), max_size=9)

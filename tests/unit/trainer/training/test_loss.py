@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.harness.builders import spec
 from trainer.coordination.messages import EarlyStoppingState
@@ -17,7 +15,7 @@ from trainer.failures import NonFiniteLoss
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import EarlyStoppingSpec
 from trainer.training.loss import NonFiniteLossGuard
-from trainer.training.metrics import after_validation, is_better, is_over
+from trainer.training.metrics import after_validation, is_over
 from trainer.training.session import step_seed
 
 
@@ -50,25 +48,6 @@ def test_a_nan_at_the_start_is_not_the_value_to_beat() -> None:
     assert stops_at([math.nan, 0.9, 0.8, 0.7], spec) is None
     assert stops_at([math.nan, math.nan], spec) == 1
     assert not is_over(EarlyStoppingState(best=1.0, num_validations=99), None)
-
-
-@given(
-    values=st.lists(st.floats(0, 2) | st.just(math.nan), max_size=20),
-    patience=st.integers(1, 4),
-    min_delta=st.floats(0, 0.5),
-)
-def test_it_stops_where_patience_values_in_a_row_beat_nothing(
-    values: list[float], patience: int, min_delta: float
-) -> None:
-    best, waiting, expected = None, 0, None
-    for number, value in enumerate(values):
-        gains = is_better("rmse", value, best, min_delta)
-        best, waiting = (value, 0) if gains else (best, waiting + 1)
-        if waiting >= patience:
-            expected = number
-            break
-    spec = EarlyStoppingSpec(patience=patience, min_delta=min_delta)
-    assert stops_at(values, spec) == expected
 
 
 def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:

@@ -228,11 +228,11 @@ def choose(need: Need) -> Choice:
 def candidates(need: Need) -> tuple[Choice, ...]:
     """Every layout that the cluster can hold with at least the fewest workers, best first."""
     found = [
-        _priced(need, layout, hosts)
+        choice
         for size in _group_sizes(need)
         for placement in _placements(need, size)
-        for layout, hosts in _laid_out(need, size, placement)
-        if layout.world_size >= need.min_workers
+        for choice in _laid_out(need, size, placement)
+        if choice.layout.world_size >= need.min_workers
     ]
     return tuple(sorted(found, key=lambda choice: _preference(need, choice)))
 
@@ -260,29 +260,21 @@ def _group_sizes(need: Need) -> list[int]:
     ]
 
 
-def _laid_out(need: Need, size: int, placement: str) -> Iterator[tuple[Layout, GroupHosts]]:
+def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
     """The layouts of groups of `size` with as many workers as there are, or may be."""
     most_groups = need.max_workers // size
-    if _domain(need, size, placement) == "replica_group":
+    # What a lost host takes down is the same as `ParallelismSpec.failure_domain`.
+    if placement == "inter_host" and most_groups > 1 and need.are_groups_independent:
         for hosts in packings(need.hosts, size, most_groups):
-            yield Layout(size * len(hosts), size, placement), hosts
-        return
-    num_workers = min(most_groups, sum(need.hosts) // size) * size
-    if num_workers:
+            layout = Layout(size * len(hosts), size, placement)
+            yield _priced(need, layout, hosts, "replica_group")
+    elif num_workers := min(most_groups, sum(need.hosts) // size) * size:
         layout, places = Layout(num_workers, size, placement), _places(need.hosts, num_workers)
-        yield layout, tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
+        groups = tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
+        yield _priced(need, layout, groups, "job")
 
 
-def _domain(need: Need, size: int, placement: str) -> FailureDomain:
-    """What a lost host takes down; the same as `ParallelismSpec.failure_domain`."""
-    is_group = (
-        placement == "inter_host" and need.max_workers // size > 1 and need.are_groups_independent
-    )
-    return "replica_group" if is_group else "job"
-
-
-def _priced(need: Need, layout: Layout, hosts: GroupHosts) -> Choice:
-    domain = _domain(need, layout.shard_group_size, layout.placement)
+def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
     extra_copies, size_bytes = layout.num_replicas - 1, need.table_bytes
     bandwidth = need.bandwidth_bytes_per_s
     overhead = None if size_bytes is None else size_bytes * extra_copies // layout.world_size

@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,9 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     it: what was shipped together. A file among the installed packages is alone.
     """
     top = split_path(module)[0].partition(".")[0]
-    spec = getattr(sys.modules.get(top), "__spec__", None) or _find(top)
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    with suppress(ImportError, ValueError):
+        spec = spec or importlib.util.find_spec(top)
     if spec is None or not spec.origin:
         return None, None
     if spec.submodule_search_locations:
@@ -198,13 +200,6 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
         return package, package.parent
     file = Path(spec.origin)
     return (file if _TORCH.is_relative_to(file.parent) else file.parent), file.parent
-
-
-def _find(top: str) -> Any:
-    try:
-        return importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
 
 
 def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:

@@ -121,7 +121,10 @@ class DivergenceGuard:
         states = self._optimizer.state if self._compare_state else {}
         whole = [*self._model.data_parallel_tables().items(), *dense_part(self._model.module)]
         for name, tensor in whole:
-            yield name, (tensor, *_tensors_of(states.get(tensor, {})))
+            # Step counters have no dimension; torch keeps them on the CPU.
+            state = states.get(tensor, {}).values()
+            of_rows = (v for v in state if isinstance(v, torch.Tensor) and v.dim())
+            yield name, (tensor, *of_rows)
 
     def _compare(
         self, entries: list[_Entry], group: dist.ProcessGroup, position: int
@@ -156,11 +159,6 @@ class DivergenceGuard:
         # The ranks of a replica group found the same, and a table may have several column shards.
         found = {each for findings in everyone for each in findings}
         return sorted(found, key=lambda each: (each.table, each.shard, each.ranks))
-
-
-def _tensors_of(state: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    # Step counters have no dimension; torch keeps them on the CPU.
-    return tuple(v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
 def differing_copies(checksums: Sequence[int]) -> list[int]:

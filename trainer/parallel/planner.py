@@ -76,7 +76,6 @@ def make_plan(
 ) -> ShardingPlan:
     """Plan one sharding group on rank 0 and give it to all. Collective over the global group.
 
-    The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     Raises `PlanError` on every rank.
     """
     planner_spec = spec.parallelism.planner
@@ -128,7 +127,18 @@ def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> dict[str, Pa
                 f"table '{table.name}' cannot be sharded in any way that it allows: {reasons}. "
                 "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
-        constraints[table.name] = _constraints_of(table, possible, spec)
+        features = [feature for feature in spec.sparse_features if feature.table == table.name]
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=possible,
+            # Rows cached outside the table (UVM caching) would escape the sync.
+            compute_kernels=[
+                EmbeddingComputeKernel.FUSED.value,
+                EmbeddingComputeKernel.DENSE.value,
+            ],
+            min_partition=table.constraints.min_partition,
+            pooling_factors=[table.constraints.pooling_factor or 1.0] * len(features),
+            is_weighted=any(f.weights_column for f in features if not f.is_sequence),
+        )
     return constraints
 
 
@@ -152,21 +162,6 @@ def obstacle(
     if math.ceil(rows / parts) * (parts - 1) >= rows:
         return f"would leave some of {parts} workers without any of its {rows} rows"
     return None
-
-
-def _constraints_of(
-    table: EmbeddingTableSpec, sharding_types: Sequence[str], spec: JobSpec
-) -> ParameterConstraints:
-    features = [feature for feature in spec.sparse_features if feature.table == table.name]
-    pooling_factor = table.constraints.pooling_factor
-    return ParameterConstraints(
-        sharding_types=list(sharding_types),
-        # Rows cached outside the table (UVM caching) would escape the sync.
-        compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
-        min_partition=table.constraints.min_partition,
-        pooling_factors=[pooling_factor or 1.0] * len(features),
-        is_weighted=any(f.weights_column for f in features if not f.is_sequence),
-    )
 
 
 def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:

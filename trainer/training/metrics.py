@@ -58,12 +58,12 @@ with without("matplotlib"):
     from torchrec.metrics.rec_metric import RecMetric
 # metric of the spec -> (class, key of its value over everything since the last reset, options)
 _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
-    "rmse": (MSEMetric, "mse-{task}|{local}lifetime_rmse", {}),
-    "mae": (MAEMetric, "mae-{task}|{local}lifetime_mae", {}),
-    "ne": (NEMetric, "ne-{task}|{local}lifetime_ne", {}),
-    "auc": (AUCMetric, "auc-{task}|{local}window_auc", {}),
-    "calibration": (CalibrationMetric, "calibration-{task}|{local}lifetime_calibration", {}),
-    "logloss": (NEMetric, "ne-{task}|{local}lifetime_logloss", {"include_logloss": True}),
+    "rmse": (MSEMetric, "mse-{task}|local_lifetime_rmse", {}),
+    "mae": (MAEMetric, "mae-{task}|local_lifetime_mae", {}),
+    "ne": (NEMetric, "ne-{task}|local_lifetime_ne", {}),
+    "auc": (AUCMetric, "auc-{task}|window_auc", {}),
+    "calibration": (CalibrationMetric, "calibration-{task}|local_lifetime_calibration", {}),
+    "logloss": (NEMetric, "ne-{task}|local_lifetime_logloss", {"include_logloss": True}),
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
@@ -118,15 +118,14 @@ class TaskMeter:
         """
         self._update_metrics()
         _all_reduce(list(self._sums().values()))
-        if not self._losses[1]:
-            self._losses.zero_()
-            for task in self._tasks.values():
-                task.reset()
-            return {}
-        values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
-        for name, task in self._tasks.items():
-            values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
+        values = {}
+        if self._losses[1]:
+            values[f"{prefix}/loss"] = (self._losses[0] / self._losses[1]).item()
+            for name, task in self._tasks.items():
+                values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
         self._losses.zero_()
+        for task in self._tasks.values():
+            task.reset()
         return values
 
     @torch.no_grad()
@@ -230,15 +229,13 @@ class _TaskMetrics:
         )
 
     def compute(self) -> dict[str, float]:
-        """Values by metric, and start over; the sums are those of all ranks. Collective for AUC."""
+        """Values by metric; the sums are those of all ranks. Collective for AUC."""
         values = {}
         for name, metric in self._metrics.items():
             # AUC keeps whole lists, which it gathers by itself.
             found = metric.compute() if name == "auc" else metric.local_compute()
-            local = "" if name == "auc" else "local_"
-            key = _METRICS[name][1].format(task=self._name, local=local)
+            key = _METRICS[name][1].format(task=self._name)
             values[name] = found[key].item() * _UNITS.get(name, 1.0)
-            metric.reset()
         return values
 
     def reset(self) -> None:

@@ -49,7 +49,6 @@ from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.spec.job import JobSpec
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
     LookupCounter,
@@ -70,13 +69,6 @@ from trainer.training.profiling import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def uses_randomness(spec: JobSpec) -> bool:
-    """Whether the model of `spec` may draw in its forward pass; one of the user's own may."""
-    transformer = spec.model.transformer
-    has_dropout = transformer is not None and transformer.dropout > 0
-    return has_dropout or spec.model.module is not None
 
 
 def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
@@ -141,7 +133,9 @@ class Session:
                 compare_state=spec.parallelism.sync.optimizer_state == "every",
             )
         self.loss_weighting = LossWeighting(spec, groups.global_group)
-        self._uses_randomness = uses_randomness(spec)
+        transformer = spec.model.transformer
+        has_dropout = transformer is not None and transformer.dropout > 0
+        self._uses_randomness = has_dropout or spec.model.module is not None
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)

@@ -48,15 +48,10 @@ def _config(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str
 
 
 @cache
-def _compose(*files: str) -> dict[str, Any]:
-    done = _config(_ENV, *(files or ("compose.yaml",)))
-    assert not done.stderr, done.stderr
-    found: dict[str, Any] = yaml.safe_load(done.stdout)
-    return found
-
-
 def _services() -> dict[str, dict[str, Any]]:
-    services: dict[str, dict[str, Any]] = _compose()["services"]
+    done = _config(_ENV, "compose.yaml")
+    assert not done.stderr, done.stderr
+    services: dict[str, dict[str, Any]] = yaml.safe_load(done.stdout)["services"]
     return services
 
 

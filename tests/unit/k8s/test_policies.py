@@ -8,14 +8,12 @@ import tomllib
 import pytest
 
 from service.backends.kuberay.manifest import SHARED, quantity
-from tests.unit.k8s.pods import Pod, pods_of, selects
+from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
-    FOLDER,
     FULL,
     ROOT,
     Manifest,
     build,
-    build_folder,
     every_gpu_variant,
     every_variant,
     of_kind,
@@ -32,12 +30,8 @@ _OTHERS = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?[a-z0-9.-]*(@sha256:[0-9a-f]
 _SECRET_NAME = re.compile(r"TOKEN$|PASSWORD|SECRET|_KEY$|ACCESS_KEY|DATABASE_URL|CREDENTIAL")
 
 
-def _pods(variant: str) -> list[Pod]:
-    return pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
-
-
 def _containers(variant: str) -> list[tuple[Pod, Manifest]]:
-    return [(pod, each) for pod in _pods(variant) for each in pod.containers]
+    return [(pod, each) for pod in pods(variant) for each in pod.containers]
 
 
 # ---- safety
@@ -45,7 +39,7 @@ def _containers(variant: str) -> list[tuple[Pod, Manifest]]:
 
 @every_variant
 def test_pods_run_as_nobody_and_share_nothing_with_their_machine(variant: str) -> None:
-    for pod in _pods(variant):
+    for pod in pods(variant):
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True, pod.owner
         assert context["runAsUser"] >= 100 and context["runAsGroup"] >= 100, pod.owner
@@ -98,7 +92,7 @@ def test_secrets_come_by_reference_only(variant: str) -> None:
 @every_variant
 def test_only_what_makes_pods_has_a_token_for_kubernetes(variant: str) -> None:
     with_token = []
-    for pod in _pods(variant):
+    for pod in pods(variant):
         assert pod.spec["automountServiceAccountToken"] is False, pod.owner
         names = {
             volume["name"]
@@ -147,7 +141,7 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
     assert cluster["resourceNames"] == ["shardloom-ray"] and cluster["verbs"] == ["get"]
     binding = one(build(FULL), "RoleBinding", "shardloom-own-clusters")
     (account,) = binding["subjects"]
-    (service,) = [pod for pod in _pods(FULL) if pod.component == "service"]
+    (service,) = pods(FULL, "service")
     assert account["name"] == service.spec["serviceAccountName"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
@@ -157,7 +151,7 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
 
 @every_gpu_variant
 def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
-    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    workers = pods(variant, "ray-worker")
     assert workers
     for pod in workers:
         (container,) = pod.containers
@@ -188,7 +182,7 @@ def test_data_caches_fit_their_volumes(variant: str) -> None:
 @every_variant
 def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: str) -> None:
     budgets = of_kind(build(variant), "PodDisruptionBudget")
-    for pod in _pods(variant):
+    for pod in pods(variant):
         covering = [each for each in budgets if selects(each["spec"]["selector"], pod.labels)]
         if pod.kind == "Deployment" and pod.replicas > 1:
             (budget,) = covering
@@ -205,7 +199,7 @@ def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: st
 
 @every_gpu_variant
 def test_two_replicas_of_the_service_are_on_different_machines(variant: str) -> None:
-    (pod,) = [each for each in _pods(variant) if each.component == "service"]
+    (pod,) = pods(variant, "service")
     assert pod.replicas == 2
     spread = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
     assert spread["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
@@ -216,7 +210,7 @@ def test_two_replicas_of_the_service_are_on_different_machines(variant: str) -> 
 @every_gpu_variant
 def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
     # Shardloom tells hosts apart by pod; inter_host placement counts on their failing apart.
-    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    workers = pods(variant, "ray-worker")
     for pod in workers:
         rules = pod.spec["affinity"]["podAntiAffinity"]
         (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -229,8 +223,7 @@ def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
 
 @pytest.mark.slow
 def test_racks_hold_as_many_hosts_each() -> None:
-    workers = [each for each in _pods("multi-rack") if each.component == "ray-worker"]
-    for pod in workers:
+    for pod in pods("multi-rack", "ray-worker"):
         (rule,) = [
             each
             for each in pod.spec["topologySpreadConstraints"]

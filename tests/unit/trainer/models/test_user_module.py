@@ -26,6 +26,7 @@ from trainer.training.worker import named_failures
 
 EXAMPLES = REPO / "examples"
 TASK = TaskSpec(name="rating", loss="mse")
+Write = Callable[[str, str], None]
 
 SOURCE = """
 from torch import nn
@@ -46,7 +47,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Write a file of user code that can be imported for one test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
@@ -83,9 +84,7 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_class_of_the_users_trains_in_the_place_of_ours(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_class_of_the_users_trains_in_the_place_of_ours(write: Write) -> None:
     write("own_a/__init__.py", "")
     write("own_a/net.py", SOURCE)
     spec = spec_of("own_a.net:Net")
@@ -139,9 +138,7 @@ def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, 
     assert said in str(caught.value)
 
 
-def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
-    write: Callable[[str, str], None],
-) -> None:
+def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(write: Write) -> None:
     write(
         "own_b.py",
         SOURCE.replace("errors =", "deeper(batch)\n        errors =")
@@ -176,7 +173,7 @@ def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
     ],
 )
 def test_code_that_cannot_be_built_is_the_users_failure(
-    write: Callable[[str, str], None], source: str, said: str
+    write: Write, source: str, said: str
 ) -> None:
     write("own_c.py", source)
     with pytest.raises(UserCodeError) as caught:
@@ -224,9 +221,7 @@ def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None
     assert caught.value.reason == failures.WORKERS_LOST
 
 
-def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> None:
     write(
         "own_j.py",
         "import torch\n\nclass Twice(torch.autograd.Function):\n"
@@ -289,7 +284,7 @@ def with_dynamic_ids(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"embedding_tables": tables})
 
 
-def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
+def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
     write("own_f.py", BAGS)
     build_model(spec_of("own_f:Net"), CPU)
     with pytest.raises(UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4\), "):
@@ -298,9 +293,7 @@ def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], 
         build_model(spec_of("own_f:Without"), CPU)
 
 
-def test_a_dynamic_table_in_a_plain_collection_is_refused(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_dynamic_table_in_a_plain_collection_is_refused(write: Write) -> None:
     write("own_g.py", BAGS)
     with pytest.raises(UserCodeError, match=r"'tags', 'users' \(dynamic\) must lie in"):
         build_model(with_dynamic_ids(spec_of("own_g:Net")), CPU)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,8 +30,8 @@ TABLE_ROWS = (5, 12, 1)
 FEATURE_TABLES = (0, 1, 1, 2)  # features 1 and 2 share a table
 
 
-def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> SplitTableBatchedEmbeddingBagsCodegen:
-    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> FusedKernel:
+    kernel = FusedKernel(
         [(rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in TABLE_ROWS],
         feature_table_map=list(FEATURE_TABLES),
         pooling_mode=pooling,
@@ -42,7 +42,7 @@ def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> SplitTableBatchedEmbeddin
     return kernel
 
 
-def _shards(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> list[TableShard]:
+def _shards(kernel: FusedKernel) -> list[TableShard]:
     weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
     return [
         TableShard(f"table_{i}", kernel, i, weight, dict(state), 0, 0)
@@ -63,7 +63,7 @@ def bags(draw: st.DrawFn) -> Bags:
     ]
 
 
-def _lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, found: Bags) -> torch.Tensor:
+def _lookup(kernel: FusedKernel, found: Bags) -> torch.Tensor:
     flat = [bag for feature in found for bag in feature]
     lengths = torch.tensor([0, *(len(bag) for bag in flat)])
     indices = torch.tensor([index for bag in flat for index in bag], dtype=torch.int64)
@@ -81,13 +81,13 @@ def _expected(found: Bags) -> set[int]:
 
 
 @pytest.fixture(scope="module", params=[PoolingMode.SUM, PoolingMode.NONE], ids=["bags", "rows"])
-def kernel(request: pytest.FixtureRequest) -> SplitTableBatchedEmbeddingBagsCodegen:
+def kernel(request: pytest.FixtureRequest) -> FusedKernel:
     """A kernel of pooled and one of unpooled lookups."""
     return _kernel(request.param)
 
 
 @pytest.fixture(scope="module")
-def touched(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> Iterator[TouchedRows]:
+def touched(kernel: FusedKernel) -> Iterator[TouchedRows]:
     """The tracker of both kernels' rows."""
     tracker = TouchedRows(RowNumbers(_shards(kernel), CPU))
     yield tracker
@@ -96,7 +96,7 @@ def touched(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> Iterator[TouchedRo
 
 @given(found=bags())
 def test_exactly_the_rows_looked_up_are_marked(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, touched: TouchedRows, found: Bags
+    kernel: FusedKernel, touched: TouchedRows, found: Bags
 ) -> None:
     touched.clear()
     _lookup(kernel, found)
@@ -150,7 +150,7 @@ def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
 
 
 def _with_bases(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen,
+    kernel: FusedKernel,
 ) -> tuple[list[TableShard], RowBase]:
     shards = _shards(kernel)
     numbers = RowNumbers(shards, CPU)

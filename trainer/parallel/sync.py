@@ -406,16 +406,13 @@ class PendingSync:
         self._batches = list(replicas.batches(blocks))
         self._snapshots = [batch.pack() for batch in self._batches]
         self._means: list[torch.Tensor] = []
-        self._wait = background.submit(self._form_means)
+        # Returns once the means are there; raises what forming them raised.
+        self.wait = background.submit(self._form_means)
 
     @torch.no_grad()
     def _form_means(self) -> None:
         for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
             self._means.append(self.replicas.mean_of(batch, snapshot))
-
-    def wait(self) -> None:
-        """Wait until the means are there; raises what forming them raised."""
-        self._wait()
 
     def land(self) -> list[Block]:
         """Wait for the means and apply them; the blocks that it was about, in pieces."""

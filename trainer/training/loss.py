@@ -109,7 +109,10 @@ class NonFiniteLossGuard:
 
 
 class LossWeighting:
-    """Sums the weights of a step over the ranks of `group` beside the forward pass."""
+    """Sums the weights of a step over the ranks of `group` beside the forward pass.
+
+    `total` is the sum of the newest step, float32 [].
+    """
 
     def __init__(self, spec: JobSpec, group: dist.ProcessGroup) -> None:
         self._is_accumulating = spec.training.accumulate_steps > 1
@@ -124,8 +127,8 @@ class LossWeighting:
         if not self.is_on:
             return
         self._own = batch.weight.sum()
-        self._total = self._own.clone()
-        self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
+        self.total = self._own.clone()
+        self._work = dist.all_reduce(self.total, group=self._group, async_op=True)
 
     def scaled(self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """`loss`, the mean over this rank's rows of the step begun, as it counts in the average.
@@ -137,10 +140,5 @@ class LossWeighting:
         self._work.wait()
         self._work = None
         if self._is_accumulating:
-            weigh(self._total)
-        return loss * (self._own * self._num_ranks / self._total.clamp(min=LEAST_WEIGHT))
-
-    @property
-    def total(self) -> torch.Tensor:
-        """Sum of the weights of the newest step's rows over all ranks, float32 []."""
-        return self._total
+            weigh(self.total)
+        return loss * (self._own * self._num_ranks / self.total.clamp(min=LEAST_WEIGHT))

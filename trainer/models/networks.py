@@ -111,15 +111,16 @@ class MovieLensNetwork(nn.Module):
         model, transformer = spec.model, spec.model.transformer
         assert transformer is not None, "the spec of arch movielens was checked"
         limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
-        self._sequence, self._candidate = transformer.sequence, transformer.candidate
         dim = spec.embedding_tables[0].embedding_dim
         self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
-        self.history_encoder = HistoryEncoder(transformer, dim, limits[self._sequence], device)
+        self.history_encoder = HistoryEncoder(
+            transformer, dim, limits[transformer.sequence], device
+        )
         self.dense_arch = DenseArch(
             len(spec.dense_features), list(model.dense_arch.layer_sizes), device
         )
         names = self.sparse_arch.sparse_feature_names
-        self._candidate_place = names.index(self._candidate)
+        self._candidate_place = names.index(transformer.candidate)
         self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
         self.dropout = nn.Dropout(transformer.dropout)
         self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)

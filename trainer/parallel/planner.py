@@ -18,6 +18,7 @@ group*. It takes about 0.1 s on CPU.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import re
@@ -313,13 +314,10 @@ def partners(hosts: Sequence[str], *, same_host: bool) -> dict[int, int]:
 
     `hosts[p]` is the host of position p. Positions for which nobody is left have no entry.
     """
-    free = list(range(len(hosts)))
     found: dict[int, int] = {}
-    while free:
-        first = free.pop(0)
-        second = next((p for p in free if (hosts[p] == hosts[first]) == same_host), None)
-        if second is not None:
-            free.remove(second)
+    for first, second in itertools.combinations(range(len(hosts)), 2):
+        is_free = first not in found and second not in found
+        if is_free and (hosts[first] == hosts[second]) == same_host:
             found[first], found[second] = second, first
     return found
 

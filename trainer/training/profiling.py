@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -249,8 +250,9 @@ class Speedometer:
         self.phases.restart()
         self._started = self._clock()
         self._paused_s = 0.0
-        self.num_steps = self._num_syncs = self._sync_bytes = 0
-        self._sync_s = self._sync_density = self._wait_s = 0.0
+        self.num_steps = 0
+        self._wait_s = 0.0
+        self._syncs: list[SyncReport] = []
 
     def awaited(self, batches: Iterable[Item]) -> Iterator[Item]:
         """`batches`; waiting for each is the phase `data_wait`."""
@@ -268,10 +270,7 @@ class Speedometer:
         self.num_steps += 1
 
     def sync(self, report: SyncReport) -> None:
-        self._num_syncs += 1
-        self._sync_s += report.time_s
-        self._sync_bytes += report.num_bytes
-        self._sync_density += report.density
+        self._syncs.append(report)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -291,10 +290,10 @@ class Speedometer:
             "speed/rows_per_s": steps_per_s * self._rows_per_step,
             "data/wait_s": self._wait_s / max(self.num_steps, 1),
         }
-        if self._num_syncs:
-            values["sync/time_s"] = self._sync_s / self._num_syncs
-            values["sync/bytes"] = self._sync_bytes / self._num_syncs
-            values["sync/density"] = self._sync_density / self._num_syncs
+        if self._syncs:
+            values["sync/time_s"] = fmean(each.time_s for each in self._syncs)
+            values["sync/bytes"] = fmean(each.num_bytes for each in self._syncs)
+            values["sync/density"] = fmean(each.density for each in self._syncs)
         self.restart()
         return values
 

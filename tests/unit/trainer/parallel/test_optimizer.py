@@ -9,14 +9,10 @@ from typing import get_args
 
 import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_model import FusedKernel, fused_kernel
 from trainer.parallel.optimizer import GradientAccumulator, factor, fused_optimizer_params
 from trainer.spec.training import ScheduleSpec, SparseOptimizerSpec
 
@@ -27,10 +23,7 @@ OFFSETS = torch.tensor([0, 3, 3, 5, 8])
 
 
 def _kernel(spec: SparseOptimizerSpec, moment_scale: float) -> FusedKernel:
-    kernel = FusedKernel(
-        [(NUM_ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        **fused_optimizer_params(spec, moment_scale),
-    )
+    kernel = fused_kernel([NUM_ROWS], DIM, **fused_optimizer_params(spec, moment_scale))
     generator = torch.Generator().manual_seed(0)
     kernel.split_embedding_weights()[0].copy_(torch.randn(NUM_ROWS, DIM, generator=generator))
     return kernel

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.clock import FakeClock
+from tests.harness.small_model import fused_kernel
 from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
@@ -89,30 +86,18 @@ def test_each_window_starts_anew() -> None:
     assert speed.read()["speed/steps_per_s"] == pytest.approx(1e9)
 
 
-class OneKernel:
-    """A model of one kernel: table 0 read by features a and b, table 1 by feature c."""
-
-    def __init__(self) -> None:
-        place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(10, 4, *place), (10, 4, *place)], feature_table_map=[0, 0, 1]
-        )
-
-    def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-        return [self.kernel]
-
-
 # Two bags per feature. a: [1, 1], [2]; b: [2], []; c: [1], [1, 3]
 IDS = torch.tensor([1, 1, 2, 2, 1, 1, 3])
 OFFSETS = torch.tensor([0, 2, 3, 4, 4, 5, 7])
 
 
 def test_rows_are_distinct_within_a_table_over_all_its_features() -> None:
-    model = OneKernel()
-    counter = LookupCounter(model)
+    # Table 0 is read by features a and b, table 1 by feature c.
+    kernel = fused_kernel([10, 10], feature_table_map=[0, 0, 1])
+    counter = LookupCounter(SimpleNamespace(embedding_kernels=lambda: [kernel]))
     for is_sampling, counts in ((False, (0, 0)), (True, (7, 2 + 2)), (True, (14, 8))):
         counter.sampling = is_sampling
-        model.kernel(indices=IDS, offsets=OFFSETS)
+        kernel(indices=IDS, offsets=OFFSETS)
         assert counter.counts == counts
 
 

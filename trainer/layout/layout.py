@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-Placement = Literal["intra_host", "inter_host"]
 
 
 class LayoutError(ValueError):

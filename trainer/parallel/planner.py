@@ -25,6 +25,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -407,14 +408,9 @@ def _memory_bytes(groups: MeshGroups) -> int:
     """Memory of this worker's GPU, or its share of the host's."""
     if groups.device.type == "cuda":
         return torch.cuda.get_device_properties(groups.device).total_memory
-    num_on_host = Counter(site.host for site in groups.sites)
-    return _host_memory_bytes() // num_on_host[groups.sites[groups.rank].host]
-
-
-def _host_memory_bytes() -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
         limit = _CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return installed
-    return min(installed, int(limit)) if limit.isdigit() else installed
+        host_bytes = min(host_bytes, int(limit)) if limit.isdigit() else host_bytes
+    num_on_host = Counter(site.host for site in groups.sites)
+    return host_bytes // num_on_host[groups.sites[groups.rank].host]

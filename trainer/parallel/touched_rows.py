@@ -172,6 +172,7 @@ class SyncBase:
 
     def renew(self) -> None:
         """All rows are equal on all replicas now, whatever happened to them."""
+        self.begin_window()
 
 
 def wires(
@@ -230,9 +231,6 @@ class RowBase(SyncBase):
                 values[hit] = block.base[place[hit]]
 
     def begin_window(self) -> None:
-        self._saved.clear()
-
-    def renew(self) -> None:
         self._saved.clear()
 
 

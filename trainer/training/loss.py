@@ -99,13 +99,11 @@ class NonFiniteLossGuard:
 
     def _record_skipped(self, rows: list[EpochSpans]) -> None:
         SkippedRows.read(self._path).with_rows(rows).write(self._path)
-        for epoch, spans in rows:
-            for start, stop in spans:
-                self._emit(
-                    events.RowsSkipped(
-                        time=time.time(), epoch=epoch, start=start, stop=stop, reason=_REASON
-                    )
-                )
+        now = time.time()
+        for epoch, start, stop in ((epoch, *span) for epoch, spans in rows for span in spans):
+            self._emit(
+                events.RowsSkipped(time=now, epoch=epoch, start=start, stop=stop, reason=_REASON)
+            )
 
 
 class LossWeighting:

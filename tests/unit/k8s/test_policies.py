@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 
-import pytest
-
 from service.backends.kuberay.manifest import SHARED, quantity
 from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
@@ -197,18 +195,19 @@ def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: st
         assert not budgets
 
 
+def _spread(pod: Pod) -> dict[str, Manifest]:
+    """The constraints on where pods like it are, by topology; they count pods like it."""
+    found = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
+    assert all(selects(each["labelSelector"], pod.labels) for each in found.values())
+    return found
+
+
 @every_gpu_variant
-def test_two_replicas_of_the_service_are_on_different_machines(variant: str) -> None:
+def test_replicas_and_ray_hosts_are_on_different_machines(variant: str) -> None:
     (pod,) = pods(variant, "service")
     assert pod.replicas == 2
-    spread = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
-    assert spread["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
-    assert "topology.kubernetes.io/zone" in spread
-    assert all(selects(each["labelSelector"], pod.labels) for each in spread.values())
-
-
-@every_gpu_variant
-def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
+    assert _spread(pod)["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
+    assert "topology.kubernetes.io/zone" in _spread(pod)
     # Shardloom tells hosts apart by pod; inter_host placement counts on their failing apart.
     workers = pods(variant, "ray-worker")
     for pod in workers:
@@ -216,18 +215,7 @@ def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
         (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
         assert rule["topologyKey"] == "kubernetes.io/hostname"
         assert all(selects(rule["labelSelector"], other.labels) for other in workers)
-        zones = pod.spec["topologySpreadConstraints"][0]
-        assert zones["topologyKey"] == "topology.kubernetes.io/zone"
-        assert selects(zones["labelSelector"], pod.labels)
-
-
-@pytest.mark.slow
-def test_racks_hold_as_many_hosts_each() -> None:
-    for pod in pods("multi-rack", "ray-worker"):
-        (rule,) = [
-            each
-            for each in pod.spec["topologySpreadConstraints"]
-            if each["topologyKey"] == "shardloom.io/rack"
-        ]
-        assert (rule["whenUnsatisfiable"], rule["maxSkew"]) == ("DoNotSchedule", 1)
-        assert selects(rule["labelSelector"], pod.labels)
+        assert "topology.kubernetes.io/zone" in _spread(pod)
+        if variant == "multi-rack":
+            rack = _spread(pod)["shardloom.io/rack"]
+            assert (rack["whenUnsatisfiable"], rack["maxSkew"]) == ("DoNotSchedule", 1)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
+)
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
@@ -15,7 +21,7 @@ from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.optimizer import dense_optimizer
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync, is_sync_step
@@ -118,6 +124,23 @@ def spec_of(case: Case) -> JobSpec:
     }
     features = pooled_features(FEATURES)
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
+
+
+def fused_kernel(table_rows: Sequence[int], dim: int = 4, **options: Any) -> FusedKernel:
+    """FBGEMM's kernel of tables on the CPU, with random weights."""
+    place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    kernel = FusedKernel([(rows, dim, *place) for rows in table_rows], **options)
+    kernel.init_embedding_weights_uniform(-1, 1)
+    return kernel
+
+
+def shards_of(kernel: FusedKernel) -> list[TableShard]:
+    """The tables of a kernel, each a shard."""
+    weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
+    return [
+        TableShard(f"table_{i}", kernel, i, weight, dict(state), 0, 0)
+        for i, (weight, state) in enumerate(zip(weights, states, strict=True))
+    ]
 
 
 def plain_batch(

@@ -8,12 +8,11 @@ and evict others.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -39,26 +38,17 @@ from trainer.spec.job import JobSpec
 
 NUM_PREFETCHED = 4
 """Batches that are made ahead."""
-Made = TypeVar("Made")
 
 
 class _ReadAhead:
     """Makes what is iterated over by one thread; a context manager, or call `close`.
 
-    `wait_s` is the time in seconds that the consumer has waited so far. A fault found while reading
-    is raised to the consumer at the batch that it spoils.
+    A fault found while reading is raised to the consumer at the batch that it spoils.
     """
 
     def __init__(self) -> None:
-        self.wait_s = 0.0
         # One worker runs the tasks in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-
-    def _wait_for(self, made: Future[Made]) -> Made:
-        begun = time.perf_counter()
-        result = made.result()
-        self.wait_s += time.perf_counter() - begun
-        return result
 
     def close(self) -> None:
         """End the thread; what it has not begun is dropped. Harmless when called again."""
@@ -276,7 +266,7 @@ class TrainBatches(_ReadAhead):
     def __next__(self) -> tuple[Batch, DataPosition]:
         if not self._ahead:
             raise StopIteration
-        made = self._wait_for(self._ahead.popleft())
+        made = self._ahead.popleft().result()
         if made is None:
             self.close()
             raise StopIteration
@@ -370,7 +360,7 @@ class LeaseBatches(_ReadAhead):
         if not self._ahead:
             raise StopIteration
         step, made = self._ahead.popleft()
-        batch = self._wait_for(made)
+        batch = made.result()
         self._read_ahead()
         return batch, step.lease, step.is_last
 

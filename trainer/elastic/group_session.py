@@ -9,6 +9,7 @@ take at once, so that schedules, reports and checkpoints do not depend on the nu
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,13 +35,14 @@ from trainer.elastic.group_sync import GroupSync
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups
-from trainer.parallel.sync import mode_for
+from trainer.parallel.sync import exact_sync
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
 from trainer.training.loss import NON_FINITE_ADVICE
 from trainer.training.session import Session
 from trainer.training.worker import groups_of, named_failures, prepare_process
 
+logger = logging.getLogger(__name__)
 _LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
 
 
@@ -85,13 +87,9 @@ class GroupSession(Session):
             num_ranks=groups.layout.world_size,
             pin=self._copies_batches,
         )
-        sync = self.spec.parallelism.sync
-        mode, warning = mode_for(sync, self.spec.optimizer.sparse)
-        if warning and self.rank == 0:
-            self._warn_of_sync(warning)
         self.group_sync = GroupSync(
             self.model,
-            sync.model_copy(update={"mode": mode}),
+            exact_sync(self.spec, self._warn_of_sync if self.rank == 0 else logger.debug),
             lambda: self.optimizers.synced_whole(dense=True),
             client,
             groups.shard_index,
@@ -167,8 +165,8 @@ class GroupSession(Session):
         if not self._leases:
             return
         lease = self._leases.popleft()
-        for batch, wait_s, is_last in self._batches_of(lease):
-            self._train_batch(batch, wait_s, is_last)
+        for batch, is_last in self._batches_of(lease):
+            self._train_batch(batch, is_last)
         self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
         if self.spec.training.on_non_finite == "fail" and not self._is_finite():
             raise NonFiniteLoss(
@@ -179,22 +177,20 @@ class GroupSession(Session):
     def _is_finite(self) -> bool:
         return bool(self._interval.loss_sum.isfinite())
 
-    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, float, bool]]:
-        """Batches of `lease`, the next that was submitted; waits for them; which is the last."""
-        waited_s = self._loader.wait_s
-        for batch, found, is_last in self.phases.around_each("data_wait", self._loader):
+    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, bool]]:
+        """(batch, whether it is the last) of `lease`, the next that was submitted."""
+        for batch, found, is_last in self.speed.awaited(self._loader):
             assert found.id == lease.id, "leases are trained in the order of their submission"
-            yield self.on_device(batch), self._loader.wait_s - waited_s, is_last
-            waited_s = self._loader.wait_s
+            yield self.on_device(batch), is_last
             if is_last:
                 return
 
-    def _train_batch(self, batch: Batch, wait_s: float, is_last: bool) -> None:
+    def _train_batch(self, batch: Batch, is_last: bool) -> None:
         interval = self._interval
         # What is accumulated is used up before the groups' dense parts are averaged.
         is_dense_step = is_last or (interval.num_steps + 1) % self._accumulate_steps == 0
         step = min(self.state.step + interval.num_steps + 1, self.total_steps)
-        loss = self.run_step(batch, step, wait_s, is_dense_step)
+        loss = self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
         if self.loss_weighting.is_on:

@@ -264,10 +264,8 @@ class GroupSync:
             is_demoted = arrival.standing == "current" != result.standing
             if result.committed or result.should_leave or result.has_finished or is_demoted:
                 time_s = time.perf_counter() - started
-                if means.rows is None:
-                    return result, SyncReport(time_s, num_bytes)
-                density = self._density(means.rows)
-                return result, SyncReport(time_s, num_bytes, density, "touched_rows")
+                density = self._numbers.density(means.rows)
+                return result, SyncReport(time_s, num_bytes, density)
 
     def _try(self, round_: Round, is_copied: bool) -> tuple[Means, RoundResult]:
         """Average, vote, and apply what was averaged if all agree."""
@@ -348,10 +346,7 @@ class GroupSync:
         bits = self._touched.bits.clone()
         unite(bits, replicas)
         rows = bits.nonzero().view(-1)
-        return None if self._density(rows) > self._spec.full_above else rows
-
-    def _density(self, rows: torch.Tensor) -> float:
-        return rows.numel() / max(1, self._numbers.num_rows)
+        return None if self._numbers.density(rows) > self._spec.full_above else rows
 
     def _nothing(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._device)

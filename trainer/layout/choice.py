@@ -23,25 +23,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.layout.layout import Layout, LayoutError, copies_by_host, num_hosts_survived
+from trainer.layout.layout import Layout, LayoutError, num_hosts_survived
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import FailureDomain
 
 GroupHosts = tuple[tuple[int, ...], ...]
 # Every L up to here is tried.
 _NUM_SMALL = 64
-
-
-def fill_hosts(hosts: Sequence[int], layout: Layout) -> GroupHosts:
-    """The groups of a layout whose positions fill the hosts one after the other.
-
-    `hosts` are the workers that each has room for, at least `layout.world_size` in all.
-    """
-    positions = _places(hosts, layout.world_size)
-    return tuple(tuple(positions[p] for p in group) for group in layout.sharding_groups)
 
 
 def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[GroupHosts, ...]:
@@ -170,7 +162,7 @@ class Choice:
     @property
     def copies_by_host(self) -> tuple[dict[int, int], ...]:
         """For each shard: host -> how many of the M copies it holds."""
-        return copies_by_host(self.group_hosts)
+        return tuple(dict(Counter(hosts)) for hosts in zip(*self.group_hosts, strict=True))
 
     @property
     def most_groups_per_host(self) -> int:
@@ -236,11 +228,11 @@ def choose(need: Need) -> Choice:
 def candidates(need: Need) -> tuple[Choice, ...]:
     """Every layout that the cluster can hold with at least the fewest workers, best first."""
     found = [
-        _priced(need, layout, hosts)
+        choice
         for size in _group_sizes(need)
         for placement in _placements(need, size)
-        for layout, hosts in _laid_out(need, size, placement)
-        if layout.world_size >= need.min_workers
+        for choice in _laid_out(need, size, placement)
+        if choice.layout.world_size >= need.min_workers
     ]
     return tuple(sorted(found, key=lambda choice: _preference(need, choice)))
 
@@ -268,29 +260,21 @@ def _group_sizes(need: Need) -> list[int]:
     ]
 
 
-def _laid_out(need: Need, size: int, placement: str) -> Iterator[tuple[Layout, GroupHosts]]:
+def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
     """The layouts of groups of `size` with as many workers as there are, or may be."""
     most_groups = need.max_workers // size
-    if _domain(need, size, placement) == "replica_group":
+    # What a lost host takes down is the same as `ParallelismSpec.failure_domain`.
+    if placement == "inter_host" and most_groups > 1 and need.are_groups_independent:
         for hosts in packings(need.hosts, size, most_groups):
-            yield Layout(size * len(hosts), size, placement), hosts
-        return
-    num_workers = min(most_groups, sum(need.hosts) // size) * size
-    if num_workers:
-        layout = Layout(num_workers, size, placement)
-        yield layout, fill_hosts(need.hosts, layout)
+            layout = Layout(size * len(hosts), size, placement)
+            yield _priced(need, layout, hosts, "replica_group")
+    elif num_workers := min(most_groups, sum(need.hosts) // size) * size:
+        layout, places = Layout(num_workers, size, placement), _places(need.hosts, num_workers)
+        groups = tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
+        yield _priced(need, layout, groups, "job")
 
 
-def _domain(need: Need, size: int, placement: str) -> FailureDomain:
-    """What a lost host takes down; the same as `ParallelismSpec.failure_domain`."""
-    is_group = (
-        placement == "inter_host" and need.max_workers // size > 1 and need.are_groups_independent
-    )
-    return "replica_group" if is_group else "job"
-
-
-def _priced(need: Need, layout: Layout, hosts: GroupHosts) -> Choice:
-    domain = _domain(need, layout.shard_group_size, layout.placement)
+def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
     extra_copies, size_bytes = layout.num_replicas - 1, need.table_bytes
     bandwidth = need.bandwidth_bytes_per_s
     overhead = None if size_bytes is None else size_bytes * extra_copies // layout.world_size
@@ -343,9 +327,10 @@ def _size_reason(need: Need, choice: Choice) -> str:
     if not need.is_size_known:
         return "the fewest copies, as the size of the tables or a worker's memory is not known"
     assert need.table_bytes is not None and need.worker_table_bytes is not None
+    tables, room = size_text(need.table_bytes), size_text(need.worker_table_bytes)
     return (
-        f"the smallest group that holds the tables ({_size(need.table_bytes)} on workers with room "
-        f"for {_size(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
+        f"the smallest group that holds the tables ({tables} on workers with room for {room}) and "
+        "keeps the copies of a shard on one host"
     )
 
 
@@ -387,15 +372,15 @@ def _why_no_size(need: Need) -> str:
     whole, room = max(need.whole_table_bytes, default=0), need.worker_table_bytes
     if whole > room or not room:
         return (
-            f"a table that must stay whole takes {_size(whole)}, but a worker has room for "
-            f"{_size(room)}: allow row_wise for it, or give workers more memory"
+            f"a table that must stay whole takes {size_text(whole)}, but a worker has room for "
+            f"{size_text(room)}: allow row_wise for it, or give workers more memory"
         )
     least = math.ceil(need.table_bytes / room)
     fitting = next(size for size in itertools.count(least) if need.holds_tables(size))
     field = "workers" if given is None else "shard_group_size"
     return (
-        f"one copy of the tables takes {_size(need.table_bytes)} and a worker has room for "
-        f"{_size(room)}, so a sharding group needs {fitting} workers, but it has at most "
+        f"one copy of the tables takes {size_text(need.table_bytes)} and a worker has room for "
+        f"{size_text(room)}, so a sharding group needs {fitting} workers, but it has at most "
         f"{given or most}: raise parallelism.{field}, or give workers more memory"
     )
 
@@ -431,8 +416,8 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _size(num_bytes: int) -> str:
-    """A size in binary units, as the planner's own messages have it."""
+def size_text(num_bytes: int) -> str:
+    """A size in binary units."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

@@ -9,13 +9,8 @@ the cluster really gave out. (2D sparse parallelism paper, section 3.1.)
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
-
-Placement = Literal["intra_host", "inter_host"]
-Host = TypeVar("Host", bound=Hashable)
 
 
 class LayoutError(ValueError):
@@ -141,47 +136,15 @@ def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | No
     return None
 
 
-def num_hosts_survived(group_hosts: Iterable[Iterable[Hashable]]) -> int:
+def num_hosts_survived(group_hosts: Iterable[Sequence[int]]) -> int:
     """The greatest k such that any k hosts may be lost and a whole sharding group is left.
 
-    `group_hosts` names the hosts of each group (at least one); 0 where one host takes part in all
-    of them. Exact also where groups span and share hosts: one less than the fewest hosts that meet
-    every group.
+    `group_hosts` numbers the hosts of each group, at least one; 0 where one host takes part in all.
+    It is one less than the fewest hosts that meet every group. Those are found greedily, which is
+    exact where groups that span hosts are runs of those hosts that others than single ones span.
     """
-    groups = frozenset(frozenset(hosts) for hosts in group_hosts)
-    alone = {host for group in groups if len(group) == 1 for host in group}
-    others = frozenset(group for group in groups if group.isdisjoint(alone))
-    return len(alone) + _fewest_by_search(others) - 1
-
-
-def _fewest_by_search(groups: frozenset[frozenset[Hashable]]) -> int:
-    """The fewest hosts that meet every one of `groups`, which have several hosts each."""
-    if sum(map(len, groups)) == len(frozenset().union(*groups)):
-        return len(groups)  # none shares a host
-    # The group with the fewest useful hosts branches least; of runs of hosts there always is one
-    # with a single such host, so that only odd arrangements are searched.
-    choices = min((_useful_hosts(group, groups) for group in groups), key=len)
-    return 1 + min(
-        _fewest_by_search(frozenset(group for group in groups if host not in group))
-        for host in choices
-    )
-
-
-def _useful_hosts(
-    group: frozenset[Hashable], groups: frozenset[frozenset[Hashable]]
-) -> list[Hashable]:
-    """Hosts of `group` that meet something which no other host of it meets as well."""
-    met = {host: {other for other in groups if host in other} for host in group}
-    useful: list[Hashable] = []
-    for host in sorted(group, key=lambda host: -len(met[host])):
-        if not any(met[host] <= met[other] for other in useful):
-            useful.append(host)
-    return useful
-
-
-def copies_by_host(group_hosts: Sequence[Sequence[Host]]) -> tuple[dict[Host, int], ...]:
-    """For each shard, how many of its copies each host holds.
-
-    Entry [g][s] of `group_hosts` is the host of shard s of copy g.
-    """
-    return tuple(dict(Counter(hosts)) for hosts in zip(*group_hosts, strict=True))
+    meeting: set[int] = set()
+    for hosts in sorted(group_hosts, key=lambda hosts: (len(set(hosts)) > 1, max(hosts))):
+        if meeting.isdisjoint(hosts):
+            meeting.add(max(hosts))
+    return len(meeting) - 1

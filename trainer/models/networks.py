@@ -6,7 +6,6 @@ the user's own is built by `trainer.models.user_module`. Outputs are [B, K] for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, InteractionDCNArch,
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from trainer.data.batches import Batch
-from trainer.models.sparse import History, SparseArch
+from trainer.models.sparse import History, SparseArch, attend
 from trainer.models.user_module import UserRecommender, build_user_model
 from trainer.spec.job import JobSpec
 from trainer.spec.model import InteractionSpec, TaskSpec, TransformerSpec
@@ -25,8 +24,8 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce": nn.functional.binary_cross_entropy_with_logits,
 }
-# Keeps the mean over rows that all have weight 0 from being NaN.
-_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
+# Keeps means and shares of rows that all have weight 0 from being NaN.
+LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 
 
 def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecommender:
@@ -61,7 +60,7 @@ class Recommender(nn.Module):
             for k, task in enumerate(self._tasks)
         ]
         total = (torch.stack(losses).sum(0) * batch.weight).sum()
-        return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
+        return total / batch.weight.sum().clamp(min=LEAST_WEIGHT), outputs.detach()
 
 
 class Network(nn.Module):
@@ -112,15 +111,16 @@ class MovieLensNetwork(nn.Module):
         model, transformer = spec.model, spec.model.transformer
         assert transformer is not None, "the spec of arch movielens was checked"
         limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
-        self._sequence, self._candidate = transformer.sequence, transformer.candidate
         dim = spec.embedding_tables[0].embedding_dim
         self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
-        self.history_encoder = HistoryEncoder(transformer, dim, limits[self._sequence], device)
+        self.history_encoder = HistoryEncoder(
+            transformer, dim, limits[transformer.sequence], device
+        )
         self.dense_arch = DenseArch(
             len(spec.dense_features), list(model.dense_arch.layer_sizes), device
         )
         names = self.sparse_arch.sparse_feature_names
-        self._candidate_place = names.index(self._candidate)
+        self._candidate_place = names.index(transformer.candidate)
         self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
         self.dropout = nn.Dropout(transformer.dropout)
         self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)
@@ -197,20 +197,9 @@ class HistoryEncoder(nn.Module):
         )
         mask = nn.functional.pad(is_padding, (1, 0), value=False)
         encoded = self.encoder(tokens, src_key_padding_mask=mask)
-        return torch.stack([encoded[:, 0], _rated_sum(encoded, ratings, is_padding)], dim=1)
-
-
-def _rated_sum(
-    encoded: torch.Tensor, ratings: torch.Tensor, is_padding: torch.Tensor
-) -> torch.Tensor:
-    """sum_i a_i r_i h_i with a = softmax(h_0 . h_i / sqrt(D)) over the history, [B, D]."""
-    query, items = encoded[:, 0], encoded[:, 1:]
-    scores = (items @ query.unsqueeze(2)).squeeze(2) / math.sqrt(query.shape[1])
-    # The least finite number instead of -inf: softmax of an empty history must not be NaN.
-    scores = scores.masked_fill(is_padding, torch.finfo(scores.dtype).min)
-    # The ratings are 0 at padding, where the vectors may be anything finite.
-    shares = scores.softmax(dim=1) * ratings
-    return (shares.unsqueeze(1) @ items).squeeze(1)
+        in_context = encoded[:, 0]
+        weighed = attend(in_context, encoded[:, 1:], is_padding, ratings)
+        return torch.stack([in_context, weighed], dim=1)
 
 
 def cross_arch(spec: JobSpec, num_vectors: int, dim: int) -> tuple[nn.Module, int]:

@@ -59,11 +59,9 @@ class History:
 
 
 class AttentionPooling(nn.Module):
-    """Reduces a sequence of vectors to one by attention with a learned query q.
+    """Reduces a sequence of vectors to one by attention (`attend`) with a learned query.
 
-    out = sum_i softmax_i(q . e_i / sqrt(D)) w_i e_i over the vectors that are there, w_i being
-    their weights (1 where there are none); an empty sequence gives zeros. q starts at 0, that is,
-    with the mean of the sequence.
+    It starts at 0, that is, with the mean of the sequence.
     """
 
     def __init__(self, dim: int, device: torch.device) -> None:
@@ -77,15 +75,27 @@ class AttentionPooling(nn.Module):
 
         `weights` [B, N], padded alike.
         """
-        scores = vectors @ self.query / math.sqrt(len(self.query))
         places = torch.arange(vectors.shape[1], device=vectors.device)
-        is_there = places < lengths[:, None]
-        # The least finite number instead of -inf: softmax of an empty sequence must not be NaN.
-        scores = scores.masked_fill(~is_there, torch.finfo(scores.dtype).min)
-        shares = scores.softmax(dim=1) * is_there
-        if weights is not None:
-            shares = shares * weights
-        return (shares.unsqueeze(1) @ vectors).squeeze(1)
+        return attend(self.query, vectors, places >= lengths[:, None], weights)
+
+
+def attend(
+    query: torch.Tensor,
+    vectors: torch.Tensor,
+    is_padding: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """sum_i softmax_i(q . e_i / sqrt(D)) w_i e_i over what is no padding; 0 where there is nothing.
+
+    `query` [D] or [B, D] and `vectors` [B, N, D] -> [B, D]; `is_padding` and `weights` are [B, N].
+    """
+    scores = (vectors @ query.unsqueeze(-1)).squeeze(2) / math.sqrt(query.shape[-1])
+    # The least finite number instead of -inf: softmax of an empty sequence must not be NaN.
+    scores = scores.masked_fill(is_padding, torch.finfo(scores.dtype).min)
+    shares = scores.softmax(dim=1) * ~is_padding
+    if weights is not None:
+        shares = shares * weights
+    return (shares.unsqueeze(1) @ vectors).squeeze(1)
 
 
 class SparseArch(nn.Module):

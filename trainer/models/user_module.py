@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,9 @@ def _user_error(error: BaseException, module: str) -> UserCodeError:
     lines = user_lines(error, *_code_of(module))
     places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
     at = f" ({places[-1].replace('File ', 'at ', 1)})" if places else ""
-    return UserCodeError(f"model.module '{module}': {failures.described(error)}{at}", lines)
+    found = UserCodeError(f"model.module '{module}': {failures.described(error)}{at}", lines)
+    found.__cause__ = error
+    return found
 
 
 def _files_of(error: BaseException) -> list[str]:
@@ -188,7 +190,9 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     it: what was shipped together. A file among the installed packages is alone.
     """
     top = split_path(module)[0].partition(".")[0]
-    spec = getattr(sys.modules.get(top), "__spec__", None) or _find(top)
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    with suppress(ImportError, ValueError):
+        spec = spec or importlib.util.find_spec(top)
     if spec is None or not spec.origin:
         return None, None
     if spec.submodule_search_locations:
@@ -196,13 +200,6 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
         return package, package.parent
     file = Path(spec.origin)
     return (file if _TORCH.is_relative_to(file.parent) else file.parent), file.parent
-
-
-def _find(top: str) -> Any:
-    try:
-        return importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
 
 
 def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
@@ -220,23 +217,19 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
             f"spec, each once (name, rows, dimension); missing: {missing or 'none'}, unknown: "
             f"{unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
-    if plain := sorted(spec.dynamic_tables.keys() - _dynamic_names(network)):
-        raise UserCodeError(
-            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
-            "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
-            "trainer.models.sparse.SparseArch(spec, device) holds them all"
-        )
-
-
-def _dynamic_names(network: nn.Module) -> set[str]:
-    """Tables of the network whose ids get rows as they turn up."""
-    return {
+    dynamic = {
         table
         for each in network.modules()
         if isinstance(each, BaseManagedCollisionEmbeddingCollection)
         for table, ids in each._managed_collision_collection._managed_collision_modules.items()
         if isinstance(ids, BucketedIds)
     }
+    if plain := sorted(spec.dynamic_tables.keys() - dynamic):
+        raise UserCodeError(
+            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
+            "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
+            "trainer.models.sparse.SparseArch(spec, device) holds them all"
+        )
 
 
 def _kind(value: Any) -> str:

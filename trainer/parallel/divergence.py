@@ -21,7 +21,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,12 +69,8 @@ class DivergenceError(Exception):
         )
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What has one checksum: the tensors of one shard, or of one whole table or parameter."""
-
-    name: str
-    tensors: tuple[torch.Tensor, ...]
+# What has one checksum: the tensors of one shard, or of one whole table or parameter.
+_Entry = tuple[str, tuple[torch.Tensor, ...]]
 
 
 class DivergenceGuard:
@@ -91,22 +87,18 @@ class DivergenceGuard:
         optimizer: CombinedOptimizer,
         compare_state: bool,
     ) -> None:
+        self.action = spec.action
+        self._every_syncs = spec.every_syncs
         self._model = model
-        self._spec = spec
         self._optimizer = optimizer
         self._compare_state = compare_state
         self._groups = model.groups
         self._num_syncs = 0
 
-    @property
-    def action(self) -> Literal["fail", "rebroadcast"]:
-        """What follows when copies differ."""
-        return self._spec.action
-
     def is_due_after_sync(self) -> bool:
         """Count a sync; whether a check follows it. An overlapped sync must be flushed before."""
         self._num_syncs += 1
-        return self._num_syncs % self._spec.every_syncs == 0
+        return self._num_syncs % self._every_syncs == 0
 
     @torch.no_grad()
     def check(self) -> list[DivergentShard]:
@@ -123,13 +115,16 @@ class DivergenceGuard:
 
     def _shards(self) -> Iterator[_Entry]:
         for shard in self._model.table_shards():
-            yield _Entry(shard.table, shard.tensors if self._compare_state else (shard.weight,))
+            yield shard.table, shard.tensors if self._compare_state else (shard.weight,)
 
     def _whole(self) -> Iterator[_Entry]:
         states = self._optimizer.state if self._compare_state else {}
         whole = [*self._model.data_parallel_tables().items(), *dense_part(self._model.module)]
         for name, tensor in whole:
-            yield _Entry(name, (tensor, *_tensors_of(states.get(tensor, {}))))
+            # Step counters have no dimension; torch keeps them on the CPU.
+            state = states.get(tensor, {}).values()
+            of_rows = (v for v in state if isinstance(v, torch.Tensor) and v.dim())
+            yield name, (tensor, *of_rows)
 
     def _compare(
         self, entries: list[_Entry], group: dist.ProcessGroup, position: int
@@ -138,24 +133,19 @@ class DivergenceGuard:
         if not entries:
             return []
         ranks = dist.get_process_group_ranks(group)
-        mine = torch.stack([checksum(entry.tensors) for entry in entries])
+        mine = torch.stack([checksum(tensors) for _, tensors in entries])
         everyone = [torch.empty_like(mine) for _ in ranks]
         dist.all_gather(everyone, mine, group=group)
         found = []
-        for entry, sums in zip(entries, torch.stack(everyone).T.tolist(), strict=True):
+        for (name, tensors), sums in zip(entries, torch.stack(everyone).T.tolist(), strict=True):
             if copies := differing_copies(sums):
-                found.append(DivergentShard(entry.name, position, tuple(ranks[c] for c in copies)))
-                self._repair(entry, copies, group)
+                differing = tuple(ranks[copy] for copy in copies)
+                found.append(DivergentShard(name, position, differing))
+                if self.action == "rebroadcast":
+                    source = next(rank for rank in ranks if rank not in differing)
+                    for tensor in tensors:
+                        dist.broadcast(tensor.detach(), source, group=group)
         return found
-
-    def _repair(self, entry: _Entry, copies: Sequence[int], group: dist.ProcessGroup) -> None:
-        """With `rebroadcast`, overwrite `copies` of an entry by the first that is none of them."""
-        if self._spec.action != "rebroadcast":
-            return
-        ranks = dist.get_process_group_ranks(group)
-        source = next(rank for copy, rank in enumerate(ranks) if copy not in copies)
-        for tensor in entry.tensors:
-            dist.broadcast(tensor.detach(), source, group=group)
 
     def _gather_findings(self, mine: list[DivergentShard]) -> list[DivergentShard]:
         """What any rank found. Collective over the global group; costly only if anything is."""
@@ -169,11 +159,6 @@ class DivergenceGuard:
         # The ranks of a replica group found the same, and a table may have several column shards.
         found = {each for findings in everyone for each in findings}
         return sorted(found, key=lambda each: (each.table, each.shard, each.ranks))
-
-
-def _tensors_of(state: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    # Step counters have no dimension; torch keeps them on the CPU.
-    return tuple(v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
 def differing_copies(checksums: Sequence[int]) -> list[int]:

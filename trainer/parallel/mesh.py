@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite, placement_warning
+from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class MeshGroups:
     rank: int
     mesh: MeshLayout
     sites: tuple[WorkerSite, ...]
-    warning: str | None
     device: torch.device
     timeout: timedelta
     device_mesh: DeviceMesh
@@ -139,7 +138,6 @@ def build_groups(
         mesh=mesh,
         sites=sites,
         timeout=timeout,
-        warning=placement_warning(mesh, sites),
         device=device,
         device_mesh=device_mesh,
         sharding_group=sharding_group,

@@ -136,8 +136,7 @@ class TwoDParallel(DistributedModelParallel):
 
     Collective: every rank builds it with the same `plan` (made for one sharding group). Replicas
     start equal: the tables of each replica group are broadcast from its first rank, the dense
-    parameters by DDP. With `dense` "every_step" DDP spans all ranks, with "at_sync" one sharding
-    group, so that groups are independent between syncs.
+    parameters by DDP.
     """
 
     def __init__(

@@ -190,16 +190,6 @@ def _whole_table_optimizer(
     return kind(parameters, lr=spec.lr * root, eps=spec.eps * root)
 
 
-@torch.no_grad()
-def decay(tables: list[torch.Tensor], lr: float, weight_decay: float) -> None:
-    """Decoupled weight decay of whole tables: w *= 1 - lr * weight_decay, every row each step.
-
-    `lr` is the scheduled rate as the spec means it, without the root of the moment scale.
-    """
-    if tables and weight_decay:
-        torch._foreach_mul_(tables, 1.0 - lr * weight_decay)
-
-
 class Optimizers:
     """Everything that changes a model's parameters, driven together.
 
@@ -269,7 +259,8 @@ class Optimizers:
     def step(self, is_dense_step: bool = True) -> None:
         """Update what the backward pass did not: data-parallel tables, decay, the dense part.
 
-        The latter where `is_dense_step`; else its gradients add up.
+        The latter where `is_dense_step`; else its gradients add up. Decay is decoupled, of every
+        row: w *= 1 - lr * weight_decay, by the rate as the spec means it, without the root of c.
         """
         for optimizer in self._whole:
             optimizer.step()
@@ -277,7 +268,10 @@ class Optimizers:
         if is_dense_step:
             self._step_dense()
         sparse = self._spec.sparse
-        decay(self._tables, sparse.lr * self._factor, sparse.weight_decay)
+        if self._tables and sparse.weight_decay:
+            scale = 1.0 - sparse.lr * self._factor * sparse.weight_decay
+            with torch.no_grad():
+                torch._foreach_mul_(self._tables, scale)
 
     def _step_dense(self) -> None:
         if self._num_accumulated > 1:

@@ -18,14 +18,15 @@ group*. It takes about 0.1 s on CPU.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
+from torch.utils.benchmark import Timer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -48,6 +50,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardMetadata
 
+from trainer.layout.choice import size_text
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
@@ -75,7 +78,6 @@ def make_plan(
 ) -> ShardingPlan:
     """Plan one sharding group on rank 0 and give it to all. Collective over the global group.
 
-    The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     Raises `PlanError` on every rank.
     """
     planner_spec = spec.parallelism.planner
@@ -127,7 +129,18 @@ def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> dict[str, Pa
                 f"table '{table.name}' cannot be sharded in any way that it allows: {reasons}. "
                 "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
-        constraints[table.name] = _constraints_of(table, possible, spec)
+        features = [feature for feature in spec.sparse_features if feature.table == table.name]
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=possible,
+            # Rows cached outside the table (UVM caching) would escape the sync.
+            compute_kernels=[
+                EmbeddingComputeKernel.FUSED.value,
+                EmbeddingComputeKernel.DENSE.value,
+            ],
+            min_partition=table.constraints.min_partition,
+            pooling_factors=[table.constraints.pooling_factor or 1.0] * len(features),
+            is_weighted=any(f.weights_column for f in features if not f.is_sequence),
+        )
     return constraints
 
 
@@ -153,35 +166,16 @@ def obstacle(
     return None
 
 
-def _constraints_of(
-    table: EmbeddingTableSpec, sharding_types: Sequence[str], spec: JobSpec
-) -> ParameterConstraints:
-    features = [feature for feature in spec.sparse_features if feature.table == table.name]
-    pooling_factor = table.constraints.pooling_factor
-    return ParameterConstraints(
-        sharding_types=list(sharding_types),
-        # Rows cached outside the table (UVM caching) would escape the sync.
-        compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
-        min_partition=table.constraints.min_partition,
-        pooling_factors=[pooling_factor or 1.0] * len(features),
-        is_weighted=any(f.weights_column for f in features if not f.is_sequence),
-    )
-
-
 def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     """Why no plan fits and what would help, for the author of the spec."""
-
-    def gib(num_bytes: int) -> str:
-        return f"{num_bytes / 2**30:.3g} GiB"
-
     num_copies = 1 + spec.num_sync_copies
-    sizes = {t.name: _size_bytes(t, spec) * num_copies for t in spec.embedding_tables}
+    sizes = {t.name: (spec.size_bytes(t) or 0) * num_copies for t in spec.embedding_tables}
     largest = max(sizes, key=sizes.__getitem__)
     size = spec.parallelism.shard_group_size
     memory = (
-        f"the tables, their optimizer state and sync copies take {gib(sum(sizes.values()))} (the "
-        f"largest, '{largest}', {gib(sizes[largest])}), and ids and activations come on top; a "
-        f"sharding group of {size} workers has {gib(usable_bytes)} on each after "
+        f"the tables, their optimizer state and sync copies take {size_text(sum(sizes.values()))} "
+        f"(the largest, '{largest}', {size_text(sizes[largest])}), and ids and activations come on "
+        f"top; a sharding group of {size} workers has {size_text(usable_bytes)} on each after "
         f"{spec.parallelism.planner.storage_reservation:.0%} is kept back "
         "(parallelism.planner.storage_reservation)"
     )
@@ -195,13 +189,6 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     return f"no sharding plan fits: {memory}; {advice}. The planner says: {detail}"
 
 
-def _size_bytes(table: EmbeddingTableSpec, spec: JobSpec) -> int:
-    """Weights, optimizer state and ids of one whole copy."""
-    size = spec.size_bytes(table)
-    assert size is not None, "num_embeddings must be resolved first"
-    return size
-
-
 def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
     """Copy of `plan` whose shard s lives at `placements[s]`, as in "rank:3/cpu".
 
@@ -209,11 +196,10 @@ def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
     """
     placed = copy.deepcopy(plan)
     devices = [_remote_device(placement) for placement in placements]
-    for module_plan in placed.plan.values():
-        for parameter in module_plan.values():
-            parameter.ranks = [devices[shard].rank() for shard in parameter.ranks or ()]
-            for shard in _shards(parameter):
-                shard.placement = devices[_position(shard)]
+    for parameter in _parameters(placed).values():
+        parameter.ranks = [devices[shard].rank() for shard in parameter.ranks or ()]
+        for shard in _shards(parameter):
+            shard.placement = devices[_position(shard)]
     return placed
 
 
@@ -256,7 +242,7 @@ def _table_plan(
         data_type=table.data_type,
         num_embeddings=table.num_embeddings,
         embedding_dim=table.embedding_dim,
-        size_bytes=_size_bytes(table, spec),
+        size_bytes=spec.size_bytes(table) or 0,
         shards=[
             events.TablePlan.Shard(
                 position=position,
@@ -283,12 +269,32 @@ def _position(shard: ShardMetadata) -> int:
 
 
 @dataclass(frozen=True)
-class Bandwidths:
-    """Bytes per millisecond and worker, the planner's unit; None where no two ranks share one."""
+class Bandwidths(GeneralizedCommsBandwidth):
+    """Measured bytes per millisecond and worker, the unit of TorchRec's cost model.
+
+    A link is None where no two ranks share one; the other then stands for it. The stock model
+    multiplies the link between hosts by the workers of a host for an all-reduce (a network card for
+    each GPU). What is measured here is what one worker got while all others were busy too, so no
+    such factor belongs to it.
+    """
 
     memory: float
     intra_host: float | None = None
     inter_host: float | None = None
+
+    @property
+    def intra_host_bw(self) -> float:
+        return self.intra_host or self.inter_host or 0.0
+
+    @property
+    def inter_host_bw(self) -> float:
+        return self.inter_host or self.intra_host or 0.0
+
+    def get_bw(
+        self, local_world_size: int, world_size: int, collective_type: CollectiveType
+    ) -> float:
+        """The slowest link that a collective over `world_size` ranks must use."""
+        return self.intra_host_bw if world_size <= local_world_size else self.inter_host_bw
 
 
 def measure_bandwidths(groups: MeshGroups) -> Bandwidths:
@@ -309,35 +315,25 @@ def partners(hosts: Sequence[str], *, same_host: bool) -> dict[int, int]:
 
     `hosts[p]` is the host of position p. Positions for which nobody is left have no entry.
     """
-    free = list(range(len(hosts)))
     found: dict[int, int] = {}
-    while free:
-        first = free.pop(0)
-        second = next((p for p in free if (hosts[p] == hosts[first]) == same_host), None)
-        if second is not None:
-            free.remove(second)
+    for first, second in itertools.combinations(range(len(hosts)), 2):
+        is_free = first not in found and second not in found
+        if is_free and (hosts[first] == hosts[second]) == same_host:
             found[first], found[second] = second, first
     return found
 
 
 def median_bandwidths(measured: Sequence[Bandwidths]) -> Bandwidths:
     """Median of each kind over the workers that measured it."""
-
-    def median(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
-    return Bandwidths(
-        memory=statistics.median(each.memory for each in measured),
-        intra_host=median([each.intra_host for each in measured]),
-        inter_host=median([each.inter_host for each in measured]),
-    )
+    kinds = zip(*map(astuple, measured), strict=True)
+    known = [[value for value in values if value is not None] for values in kinds]
+    return Bandwidths(*(statistics.median(values) if values else None for values in known))
 
 
 def _memory_bandwidth(device: torch.device) -> float:
     source = torch.zeros(_MEMORY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    time_ms = _median_time_ms(lambda: target.copy_(source), device)
+    time_ms = _time_ms(lambda: target.copy_(source))
     return 2 * source.nbytes / time_ms  # each byte is read and written
 
 
@@ -361,51 +357,13 @@ def _link_bandwidth(groups: MeshGroups, pairs: dict[int, int]) -> float | None:
         for request in requests:
             request.wait()
 
-    return sent.nbytes / _median_time_ms(swap, groups.device)
+    return sent.nbytes / _time_ms(swap)
 
 
-def _median_time_ms(action: Callable[[], object], device: torch.device) -> float:
-    action()  # the first one pays for allocation and connections
-    times_ms = []
-    for _ in range(_NUM_REPEATS):
-        _wait_for(device)
-        started = time.perf_counter()
-        action()
-        _wait_for(device)
-        times_ms.append(1000 * (time.perf_counter() - started))
-    return statistics.median(times_ms)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class MeasuredBandwidths(GeneralizedCommsBandwidth):
-    """Measured links for TorchRec's cost model, in bytes per ms.
-
-    The stock model multiplies the link between hosts by the workers of a host for an all-reduce
-    (a network card for each GPU). What is measured here is what one worker got while all others
-    were busy too, so no such factor belongs to it.
-    """
-
-    def __init__(self, intra_host: float, inter_host: float) -> None:
-        self._intra_host = intra_host
-        self._inter_host = inter_host
-
-    @property
-    def intra_host_bw(self) -> float:
-        return self._intra_host
-
-    @property
-    def inter_host_bw(self) -> float:
-        return self._inter_host
-
-    def get_bw(
-        self, local_world_size: int, world_size: int, collective_type: CollectiveType
-    ) -> float:
-        """The slowest link that a collective over `world_size` ranks must use."""
-        return self._intra_host if world_size <= local_world_size else self._inter_host
+def _time_ms(action: Callable[[], object]) -> float:
+    """Median time of an action that was warmed up, which pays for allocation and connections."""
+    timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
+    return 1000 * statistics.median(timer.timeit(1).mean for _ in range(_NUM_REPEATS))
 
 
 def topology_of(
@@ -418,10 +376,7 @@ def topology_of(
     """
     is_cpu = groups.device.type == "cpu"
     memory_bw = bandwidths.memory if bandwidths else None
-    links = None
-    if bandwidths and (bandwidths.intra_host or bandwidths.inter_host):
-        intra, inter = bandwidths.intra_host, bandwidths.inter_host
-        links = MeasuredBandwidths(intra or inter or 0.0, inter or intra or 0.0)
+    links = bandwidths if bandwidths and bandwidths.intra_host_bw else None
     return TopologyFactory.create_topology(
         TrainerConfig(
             world_size=groups.layout.shard_group_size,
@@ -453,14 +408,9 @@ def _memory_bytes(groups: MeshGroups) -> int:
     """Memory of this worker's GPU, or its share of the host's."""
     if groups.device.type == "cuda":
         return torch.cuda.get_device_properties(groups.device).total_memory
-    num_on_host = Counter(site.host for site in groups.sites)
-    return _host_memory_bytes() // num_on_host[groups.sites[groups.rank].host]
-
-
-def _host_memory_bytes() -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
         limit = _CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return installed
-    return min(installed, int(limit)) if limit.isdigit() else installed
+        host_bytes = min(host_bytes, int(limit)) if limit.isdigit() else host_bytes
+    num_on_host = Counter(site.host for site in groups.sites)
+    return host_bytes // num_on_host[groups.sites[groups.rank].host]

@@ -12,7 +12,7 @@ pass; `read_metrics` makes one all-reduce over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from typing import Any, get_args
 
@@ -180,26 +180,27 @@ class _DynamicTables(BaseShardedManagedCollisionEmbeddingCollection):
     def _reset_rows(self, table: str, rows: torch.Tensor) -> None:
         kernel, index = self._table_to_tbe_and_index[table]
         weight = kernel.split_embedding_weights()[int(index)]
-        ids = self.ids_of(table)
         config = self._embedding_module._table_name_to_config[table]
         first = self._managed_collision_collection._table_to_offset[table]
         bound = config.num_embeddings**-0.5
-        shares = uniform(rows + first, weight.shape[1], int(ids._current_iter_tensor.item()))
+        shares = uniform(
+            rows + first, weight.shape[1], int(self.ids[table]._current_iter_tensor.item())
+        )
         weight[rows] = ((2 * shares - 1) * bound).to(weight.dtype)
         states = kernel.get_optimizer_state()
         for state in states[int(index)].values() if states else ():
             state[rows] = 0
 
-    def ids_of(self, table: str) -> BucketedIds:
-        """The ids of this rank's shard of a table."""
-        found = self._managed_collision_collection._managed_collision_modules[table]
-        assert isinstance(found, BucketedIds)
+    @property
+    def ids(self) -> Mapping[str, BucketedIds]:
+        """The ids of this rank's shard of each table."""
+        found: Any = self._managed_collision_collection._managed_collision_modules
         return found
 
     def settle(self) -> None:
         """Admit what was seen since the last admission."""
-        for table in self._managed_collision_collection._managed_collision_modules:
-            self.ids_of(table).admit()
+        for ids in self.ids.values():
+            ids.admit()
         self._evict(self._managed_collision_collection.evict())
 
 
@@ -256,8 +257,7 @@ def _collections(model: nn.Module) -> Iterator[_DynamicTables]:
 def ids_by_table(model: nn.Module) -> Iterator[tuple[str, BucketedIds]]:
     """(table, ids of this rank's shard) of every dynamic table."""
     for collection in _collections(model):
-        modules = collection._managed_collision_collection._managed_collision_modules
-        yield from ((table, collection.ids_of(table)) for table in modules)
+        yield from collection.ids.items()
 
 
 def settle(model: nn.Module) -> None:

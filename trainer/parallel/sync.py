@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,10 +48,8 @@ from trainer.parallel.touched_rows import (
 )
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
-from trainer.spec.training import SparseOptimizerSpec
 
 logger = logging.getLogger(__name__)
-Mode = Literal["full", "touched_rows"]
 Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 _WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,13 +60,12 @@ class SyncReport:
 
     `time_s` is the time that training stood still and `num_bytes` what the rank sent (an
     all-reduce of n bytes would send 2 (M - 1) / M n), that of `finish` since the sync before
-    included. `density` is the share of this rank's rows that were averaged, 1 in mode full.
+    included. `density` is the share of this rank's rows that were averaged.
     """
 
     time_s: float
     num_bytes: int
     density: float = 1.0
-    mode: Mode = "full"
 
 
 class Sync:
@@ -107,15 +103,17 @@ def is_sync_step(step: int, spec: SyncSpec) -> bool:
     return step % spec.every_steps == 0
 
 
-def mode_for(sync: SyncSpec, optimizer: SparseOptimizerSpec) -> tuple[Mode, str | None]:
-    """The mode that is exact for `optimizer`, and a warning when it is not the one asked for."""
-    if sync.mode == "touched_rows" and optimizer.changes_untouched_rows:
-        return "full", (
-            "parallelism.sync.mode touched_rows is off: optimizer.sparse.weight_decay "
-            f"({optimizer.weight_decay:g}) changes every row at each step, so every sync averages "
-            "all rows; set it to 0 to sync touched rows only"
-        )
-    return sync.mode, None
+def exact_sync(spec: JobSpec, warn: Callable[[str], None]) -> SyncSpec:
+    """The policy of `spec` in a mode that is exact; `warn` is told when that is another one."""
+    sync, optimizer = spec.parallelism.sync, spec.optimizer.sparse
+    if sync.mode == "full" or not optimizer.changes_untouched_rows:
+        return sync
+    warn(
+        "parallelism.sync.mode touched_rows is off: optimizer.sparse.weight_decay "
+        f"({optimizer.weight_decay:g}) changes every row at each step, so every sync averages "
+        "all rows; set it to 0 to sync touched rows only"
+    )
+    return sync.model_copy(update={"mode": "full"})
 
 
 def build_sync(
@@ -133,10 +131,7 @@ def build_sync(
     """
     if model.groups.layout.num_replicas == 1:
         return Sync()
-    mode, warning = mode_for(spec.parallelism.sync, spec.optimizer.sparse)
-    if warning and model.groups.rank == 0:
-        warn(warning)
-    sync = spec.parallelism.sync.model_copy(update={"mode": mode})
+    sync = exact_sync(spec, warn if model.groups.rank == 0 else logger.debug)
     return ReplicaSync(model, sync, extra or (lambda: ([], [])), warn)
 
 
@@ -277,20 +272,16 @@ class ReplicaSync(Sync):
         self._touched.clear()
         # A row that travels as a change needs its base, which is kept for single rows only.
         may_be_whole = self._spec.dtype == "fp32"
-        return None if may_be_whole and self._density(rows) > self._spec.full_above else rows
+        is_dense = self._numbers.density(rows) > self._spec.full_above
+        return None if may_be_whole and is_dense else rows
 
     def _take_stale(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
-        if rows is None or self._spec.optimizer_state != "never":
-            moment_rows = rows
-        else:
-            moment_rows = self._stale.nonzero().view(-1)
+        if rows is not None and self._spec.optimizer_state == "never":
+            rows = self._stale.nonzero().view(-1)
         if self._touched:
             self._stale.zero_()
-        return moment_rows
-
-    def _density(self, rows: torch.Tensor) -> float:
-        return rows.numel() / max(1, self._numbers.num_rows)
+        return rows
 
     def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
         if self._replicas.device.type == "cuda" and not self._spec.overlap:
@@ -299,9 +290,7 @@ class ReplicaSync(Sync):
         self._overflows.count(num_overflows)
         time_s = time.perf_counter() - started + self._finish_s
         self._finish_s = 0.0
-        if rows is None:
-            return SyncReport(time_s, num_bytes)
-        return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
+        return SyncReport(time_s, num_bytes, self._numbers.density(rows))
 
 
 def _weight(shard: TableShard) -> Iterable[torch.Tensor]:
@@ -417,16 +406,13 @@ class PendingSync:
         self._batches = list(replicas.batches(blocks))
         self._snapshots = [batch.pack() for batch in self._batches]
         self._means: list[torch.Tensor] = []
-        self._wait = background.submit(self._form_means)
+        # Returns once the means are there; raises what forming them raised.
+        self.wait = background.submit(self._form_means)
 
     @torch.no_grad()
     def _form_means(self) -> None:
         for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
             self._means.append(self.replicas.mean_of(batch, snapshot))
-
-    def wait(self) -> None:
-        """Wait until the means are there; raises what forming them raised."""
-        self._wait()
 
     def land(self) -> list[Block]:
         """Wait for the means and apply them; the blocks that it was about, in pieces."""

@@ -52,28 +52,22 @@ class RowNumbers:
                 yield shard, numbers[start:end] - first
             start = end
 
-    def feature_starts(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> torch.Tensor:
-        """int64 [features of `kernel`]: number of the first row of each feature's table."""
-        first = {
-            shard.kernel_index: number
-            for shard, number in zip(self.shards, self.first, strict=True)
-            if shard.kernel is kernel
-        }
-        starts = [first[table] for table in kernel.feature_table_map]
-        return torch.tensor(starts, dtype=torch.int64, device=self.device)
+    def density(self, rows: torch.Tensor | None) -> float:
+        """The share of all rows that `rows` are; None stands for all."""
+        return 1.0 if rows is None else rows.numel() / max(1, self.num_rows)
 
 
 def looked_up(
-    indices: torch.Tensor, offsets: torch.Tensor, feature_starts: torch.Tensor
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Row numbers, int64 [n] with duplicates, of a kernel's `indices` [n].
+    """Rows that `indices` [n] mean, int64 [n], counted over the tables of `kernel` in order.
 
     `offsets` [features * B + 1] bound the bags, feature by feature, B bags each.
     """
-    num_features = feature_starts.numel()
     if not indices.numel():
         return indices.long()
-    bounds = offsets[:: (offsets.numel() - 1) // num_features]
+    feature_starts = kernel.hash_size_cumsum[:-1]
+    bounds = offsets[:: (offsets.numel() - 1) // feature_starts.numel()]
     starts = feature_starts.repeat_interleave(bounds.diff(), output_size=indices.numel())
     return indices + starts
 
@@ -90,24 +84,23 @@ class TouchedRows:
     ) -> None:
         self.bits = torch.zeros(numbers.num_rows, dtype=torch.bool, device=numbers.device)
         self._on_first_touch = on_first_touch
-        kernels = {id(shard.kernel): shard.kernel for shard in numbers.shards}.values()
         self._hooks = [
             # Afterwards, since FBGEMM first repairs indices that are out of range.
-            kernel.register_forward_hook(
-                functools.partial(self._mark_lookups, numbers.feature_starts(kernel)),
-                with_kwargs=True,
+            shard.kernel.register_forward_hook(
+                functools.partial(self._mark_lookups, first), with_kwargs=True
             )
-            for kernel in kernels
+            for shard, first in zip(numbers.shards, numbers.first, strict=True)
+            if shard.kernel_index == 0  # the tables of a kernel follow each other
         ]
 
     def _mark_lookups(
-        self, feature_starts: torch.Tensor, kernel: Any, args: Any, inputs: dict[str, Any], out: Any
+        self, first: int, kernel: Any, args: Any, inputs: dict[str, Any], out: Any
     ) -> None:
         if not (kernel.training and torch.is_grad_enabled()):
             return
         assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
         with torch.no_grad():
-            numbers = looked_up(inputs["indices"], inputs["offsets"], feature_starts)
+            numbers = first + looked_up(kernel, inputs["indices"], inputs["offsets"])
             if self._on_first_touch is not None:
                 fresh = numbers[~self.bits[numbers]].unique()
                 if fresh.numel():
@@ -179,6 +172,7 @@ class SyncBase:
 
     def renew(self) -> None:
         """All rows are equal on all replicas now, whatever happened to them."""
+        self.begin_window()
 
 
 def wires(
@@ -237,9 +231,6 @@ class RowBase(SyncBase):
                 values[hit] = block.base[place[hit]]
 
     def begin_window(self) -> None:
-        self._saved.clear()
-
-    def renew(self) -> None:
         self._saved.clear()
 
 

@@ -24,6 +24,7 @@ from trainer.coordination.detection import LossWatch
 from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
+from trainer.models.networks import LEAST_WEIGHT
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
@@ -97,21 +98,18 @@ class NonFiniteLossGuard:
 
     def _record_skipped(self, rows: list[EpochSpans]) -> None:
         SkippedRows.read(self._path).with_rows(rows).write(self._path)
-        for epoch, spans in rows:
-            for start, stop in spans:
-                self._emit(
-                    events.RowsSkipped(
-                        time=time.time(), epoch=epoch, start=start, stop=stop, reason=_REASON
-                    )
-                )
-
-
-# Keeps the shares of ranks whose rows all have weight 0 from being NaN.
-_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
+        now = time.time()
+        for epoch, start, stop in ((epoch, *span) for epoch, spans in rows for span in spans):
+            self._emit(
+                events.RowsSkipped(time=now, epoch=epoch, start=start, stop=stop, reason=_REASON)
+            )
 
 
 class LossWeighting:
-    """Sums the weights of a step over the ranks of `group` beside the forward pass."""
+    """Sums the weights of a step over the ranks of `group` beside the forward pass.
+
+    `total` is the sum of the newest step, float32 [].
+    """
 
     def __init__(self, spec: JobSpec, group: dist.ProcessGroup) -> None:
         self._is_accumulating = spec.training.accumulate_steps > 1
@@ -126,12 +124,10 @@ class LossWeighting:
         if not self.is_on:
             return
         self._own = batch.weight.sum()
-        self._total = self._own.clone()
-        self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
+        self.total = self._own.clone()
+        self._work = dist.all_reduce(self.total, group=self._group, async_op=True)
 
-    def scaled(
-        self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """`loss`, the mean over this rank's rows of the step begun, as it counts in the average.
 
         `weigh` is told what the step counts in its window, if gradients accumulate.
@@ -140,11 +136,6 @@ class LossWeighting:
             return loss
         self._work.wait()
         self._work = None
-        if weigh is not None and self._is_accumulating:
-            weigh(self._total)
-        return loss * (self._own * self._num_ranks / self._total.clamp(min=_LEAST_WEIGHT))
-
-    @property
-    def total(self) -> torch.Tensor:
-        """Sum of the weights of the newest step's rows over all ranks, float32 []."""
-        return self._total
+        if self._is_accumulating:
+            weigh(self.total)
+        return loss * (self._own * self._num_ranks / self.total.clamp(min=LEAST_WEIGHT))

@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import nn
 
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, QuarantineTally
 from trainer.parallel.model import TwoDParallel
+from trainer.parallel.touched_rows import looked_up
 from trainer.protocol import events
 from trainer.protocol.events import Phase
 from trainer.spec.job import JobSpec
@@ -60,12 +58,12 @@ with without("matplotlib"):
     from torchrec.metrics.rec_metric import RecMetric
 # metric of the spec -> (class, key of its value over everything since the last reset, options)
 _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
-    "rmse": (MSEMetric, "mse-{task}|{local}lifetime_rmse", {}),
-    "mae": (MAEMetric, "mae-{task}|{local}lifetime_mae", {}),
-    "ne": (NEMetric, "ne-{task}|{local}lifetime_ne", {}),
-    "auc": (AUCMetric, "auc-{task}|{local}window_auc", {}),
-    "calibration": (CalibrationMetric, "calibration-{task}|{local}lifetime_calibration", {}),
-    "logloss": (NEMetric, "ne-{task}|{local}lifetime_logloss", {"include_logloss": True}),
+    "rmse": (MSEMetric, "mse-{task}|local_lifetime_rmse", {}),
+    "mae": (MAEMetric, "mae-{task}|local_lifetime_mae", {}),
+    "ne": (NEMetric, "ne-{task}|local_lifetime_ne", {}),
+    "auc": (AUCMetric, "auc-{task}|window_auc", {}),
+    "calibration": (CalibrationMetric, "calibration-{task}|local_lifetime_calibration", {}),
+    "logloss": (NEMetric, "ne-{task}|local_lifetime_logloss", {"include_logloss": True}),
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
@@ -85,22 +83,23 @@ class TaskMeter:
     metric weighs rows by `Batch.weight`.
     """
 
-    def __init__(self, tasks: Sequence[TaskSpec], batch_size: int, window_rows: int) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[TaskSpec],
+        batch_size: int,
+        window_rows: int,
+        device: torch.device | None = None,
+    ) -> None:
         self._kept: list[tuple[torch.Tensor, ...]] = []
         # Sums of weighted losses and of weights that the metrics have taken in.
-        self._losses = torch.zeros(2, dtype=torch.float64)
-        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks])
+        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
+        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
         self._tasks = {
-            f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(task, batch_size, window_rows)
+            f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(
+                task, batch_size, window_rows, self._losses.device
+            )
             for task in tasks
         }
-
-    def to(self, device: torch.device) -> TaskMeter:
-        self._is_binary = self._is_binary.to(device)
-        for task in self._tasks.values():
-            task.to(device)
-        self._losses = self._losses.to(device)
-        return self
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -119,15 +118,14 @@ class TaskMeter:
         """
         self._update_metrics()
         _all_reduce(list(self._sums().values()))
-        if not self._losses[1]:
-            self._losses.zero_()
-            for task in self._tasks.values():
-                task.reset()
-            return {}
-        values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
-        for name, task in self._tasks.items():
-            values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
+        values = {}
+        if self._losses[1]:
+            values[f"{prefix}/loss"] = (self._losses[0] / self._losses[1]).item()
+            for name, task in self._tasks.items():
+                values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
         self._losses.zero_()
+        for task in self._tasks.values():
+            task.reset()
         return values
 
     @torch.no_grad()
@@ -184,7 +182,9 @@ class TaskMeter:
 class _TaskMetrics:
     """The metrics of one task, from torchrec.metrics."""
 
-    def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
+    def __init__(
+        self, task: TaskSpec, batch_size: int, window_rows: int, device: torch.device
+    ) -> None:
         self._name = task.name
         self._threshold = task.auc_threshold
         self._metrics: dict[str, RecMetric] = {}
@@ -198,16 +198,12 @@ class _TaskMetrics:
                 window_size=window_rows,
                 compute_on_all_ranks=True,
                 **options,
-            )
+            ).to(device)
 
     @property
     def has_auc(self) -> bool:
         """Whether AUC is wanted, which keeps all rows."""
         return "auc" in self._metrics
-
-    def to(self, device: torch.device) -> None:
-        for metric in self._metrics.values():
-            metric.to(device)
 
     def take_in(
         self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
@@ -233,15 +229,13 @@ class _TaskMetrics:
         )
 
     def compute(self) -> dict[str, float]:
-        """Values by metric, and start over; the sums are those of all ranks. Collective for AUC."""
+        """Values by metric; the sums are those of all ranks. Collective for AUC."""
         values = {}
         for name, metric in self._metrics.items():
             # AUC keeps whole lists, which it gathers by itself.
             found = metric.compute() if name == "auc" else metric.local_compute()
-            local = "" if name == "auc" else "local_"
-            key = _METRICS[name][1].format(task=self._name, local=local)
+            key = _METRICS[name][1].format(task=self._name)
             values[name] = found[key].item() * _UNITS.get(name, 1.0)
-            metric.reset()
         return values
 
     def reset(self) -> None:
@@ -293,14 +287,11 @@ class LookupCounter:
         for kernel in model.embedding_kernels():
             kernel.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not (self.sampling and kernel.training):
-            return
-        indices = kwargs["indices"] if "indices" in kwargs else args[0]
-        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-        num_ids, num_rows = self.counts
-        distinct = _num_distinct_rows(kernel, indices, offsets)
-        self.counts = (num_ids + indices.numel(), num_rows + distinct)
+    def _count(self, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if self.sampling and kernel.training:
+            rows = looked_up(kernel, inputs["indices"], inputs["offsets"])
+            num_ids, num_rows = self.counts
+            self.counts = (num_ids + rows.numel(), num_rows + rows.unique().numel())
 
     @torch.no_grad()
     def imbalance(self, device: torch.device) -> dict[str, float]:
@@ -334,20 +325,6 @@ def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str
     metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
     local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
     return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
-
-
-def _num_distinct_rows(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
-) -> int:
-    """Distinct (table, row) pairs in one lookup; features of one table are counted together."""
-    tables = kernel.feature_table_map
-    bags_per_feature = (offsets.numel() - 1) // len(tables)
-    bounds = offsets[::bags_per_feature].tolist() if bags_per_feature else [0] * (len(tables) + 1)
-    num_rows = 0
-    for table in sorted(set(tables)):
-        parts = [indices[bounds[f] : bounds[f + 1]] for f, t in enumerate(tables) if t == table]
-        num_rows += torch.cat(parts).unique().numel()
-    return num_rows
 
 
 class QuarantineReporter:

@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -108,7 +109,6 @@ class PhaseTimes:
     def restart(self) -> None:
         """Start a new window in phase `other`, forgetting what was measured."""
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._num_steps = 0
         self._current: Phase = "other"
         self._ended: list[Phase] = []  # phases between consecutive marks
         self._marks: list[Any] = [self._clock.mark()]
@@ -132,16 +132,6 @@ class PhaseTimes:
             yield
         self.enter(before)
 
-    def around_each(self, phase: Phase, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, with `phase` while each is waited for."""
-        iterator = iter(items)
-        while True:
-            with self.during(phase):
-                found = next(iterator, None)
-            if found is None:
-                return
-            yield found
-
     def shown(self, name: str) -> AbstractContextManager[Any]:
         """A range in the profiler's trace, if there is one to annotate."""
         if not self.annotate:
@@ -149,27 +139,27 @@ class PhaseTimes:
         return torch.profiler.record_function(f"shardloom/{name}")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the block out: validation, checkpoints and traces are no part of a step."""
+    def paused(self) -> Iterator[bool]:
+        """Leave the block out: validation, checkpoints and traces are no part of a step.
+
+        Gives whether it is the outermost of nested blocks.
+        """
         if self._is_paused:
-            yield
+            yield False
             return
         self._mark_end()
         self._add_up(len(self._ended))
         self._is_paused = True
-        yield
+        yield True
         self._is_paused = False
         self._marks = [self._clock.mark()]
 
-    def step(self) -> None:
-        self._num_steps += 1
-
-    def read(self) -> dict[Phase, float]:
-        """Mean seconds per step by phase in this window; starts the next one."""
+    def read(self, num_steps: int) -> dict[Phase, float]:
+        """Mean seconds per step by phase in this window of `num_steps`; starts the next one."""
         self._mark_end()
         self._add_up(len(self._ended))
-        num_steps = max(self._num_steps, 1)
-        means = {phase: seconds / num_steps for phase, seconds in self._seconds.items()}
+        steps = max(num_steps, 1)
+        means = {phase: seconds / steps for phase, seconds in self._seconds.items()}
         self.restart()
         return means
 
@@ -241,7 +231,7 @@ class ForwardPhases:
 class Speedometer:
     """Rows and steps per second between reports. Sums what each step spent on sync and waiting.
 
-    It starts, stops and counts `phases` along with itself.
+    It starts and stops `phases` along with itself.
     """
 
     def __init__(
@@ -253,7 +243,6 @@ class Speedometer:
         self.phases = phases
         self._rows_per_step = rows_per_step
         self._clock = clock
-        self._is_paused = False
         self.restart()
 
     def restart(self) -> None:
@@ -261,45 +250,50 @@ class Speedometer:
         self.phases.restart()
         self._started = self._clock()
         self._paused_s = 0.0
-        self._num_steps = self._num_syncs = self._sync_bytes = 0
-        self._sync_s = self._sync_density = self._wait_s = 0.0
+        self.num_steps = 0
+        self._wait_s = 0.0
+        self._syncs: list[SyncReport] = []
 
-    def step(self, wait_s: float) -> None:
-        """Count one step that waited `wait_s` for its batch."""
-        self._num_steps += 1
-        self._wait_s += wait_s
-        self.phases.step()
+    def awaited(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """`batches`; waiting for each is the phase `data_wait`."""
+        iterator = iter(batches)
+        while True:
+            started = self._clock()
+            with self.phases.during("data_wait"):
+                found = next(iterator, None)
+            if found is None:
+                return
+            self._wait_s += self._clock() - started
+            yield found
+
+    def step(self) -> None:
+        self.num_steps += 1
 
     def sync(self, report: SyncReport) -> None:
-        self._num_syncs += 1
-        self._sync_s += report.time_s
-        self._sync_bytes += report.num_bytes
-        self._sync_density += report.density
+        self._syncs.append(report)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out time that is not training (validation, checkpoints, traces); may be nested."""
-        started, is_outermost = self._clock(), not self._is_paused
-        self._is_paused = True
-        with self.phases.paused():
+        started = self._clock()
+        with self.phases.paused() as is_outermost:
             yield
         if is_outermost:
-            self._is_paused = False
             self._paused_s += self._clock() - started
 
     def read(self) -> dict[str, float]:
         """Values of this window; starts the next one."""
         elapsed_s = max(self._clock() - self._started - self._paused_s, 1e-9)
-        steps_per_s = self._num_steps / elapsed_s
+        steps_per_s = self.num_steps / elapsed_s
         values = {
             "speed/steps_per_s": steps_per_s,
             "speed/rows_per_s": steps_per_s * self._rows_per_step,
-            "data/wait_s": self._wait_s / max(self._num_steps, 1),
+            "data/wait_s": self._wait_s / max(self.num_steps, 1),
         }
-        if self._num_syncs:
-            values["sync/time_s"] = self._sync_s / self._num_syncs
-            values["sync/bytes"] = self._sync_bytes / self._num_syncs
-            values["sync/density"] = self._sync_density / self._num_syncs
+        if self._syncs:
+            values["sync/time_s"] = fmean(each.time_s for each in self._syncs)
+            values["sync/bytes"] = fmean(each.num_bytes for each in self._syncs)
+            values["sync/density"] = fmean(each.density for each in self._syncs)
         self.restart()
         return values
 

@@ -38,7 +38,7 @@ from trainer.data.position import (
 )
 from trainer.data.reader import open_source, order_digest
 from trainer.errors import TooFewRowsError
-from trainer.layout.layout import Layout
+from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
@@ -49,7 +49,6 @@ from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.spec.job import JobSpec
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
     LookupCounter,
@@ -72,13 +71,6 @@ from trainer.training.profiling import (
 logger = logging.getLogger(__name__)
 
 
-def uses_randomness(spec: JobSpec) -> bool:
-    """Whether the model of `spec` may draw in its forward pass; one of the user's own may."""
-    transformer = spec.model.transformer
-    has_dropout = transformer is not None and transformer.dropout > 0
-    return has_dropout or spec.model.module is not None
-
-
 def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
     """Seed of one step of one rank, from 0 to 2^64 - 1: unlike for any two of them.
 
@@ -87,11 +79,6 @@ def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
     """
     sequence = np.random.SeedSequence((seed, rows_agreed, step, rank))
     return int(sequence.generate_state(1, np.uint64)[0])
-
-
-def seed_step(seed: int, rows_agreed: int, step: int, rank: int) -> None:
-    """Seed the generators of this process for one step."""
-    torch.manual_seed(step_seed(seed, rows_agreed, step, rank))
 
 
 class Session:
@@ -146,7 +133,9 @@ class Session:
                 compare_state=spec.parallelism.sync.optimizer_state == "every",
             )
         self.loss_weighting = LossWeighting(spec, groups.global_group)
-        self._uses_randomness = uses_randomness(spec)
+        transformer = spec.model.transformer
+        has_dropout = transformer is not None and transformer.dropout > 0
+        self._uses_randomness = has_dropout or spec.model.module is not None
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -178,11 +167,11 @@ class Session:
         tasks, batch_size = self.spec.model.tasks, self.spec.data.batch_size
         window = self.spec.training.report_every_steps * self.shape.rows_per_step
         device = self.groups.device
-        self.train_meter = TaskMeter(tasks, batch_size, window).to(device)
+        self.train_meter = TaskMeter(tasks, batch_size, window, device)
         if self.validation_source:
             # AUC's window must hold all rows, padding included.
             window = self.validation_source.num_rows + self.shape.rows_per_step
-            self.validation_meter = TaskMeter(tasks, batch_size, window).to(device)
+            self.validation_meter = TaskMeter(tasks, batch_size, window, device)
         self.quarantine = QuarantineReporter(self.spec, device, self._rank_writer.write)
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))
@@ -228,8 +217,8 @@ class Session:
     def announce(self) -> None:
         """Report how the workers are grouped and where they start."""
         mesh = self.groups.mesh
-        if self.groups.warning:
-            self.note("warning", self.groups.warning)
+        if warning := placement_warning(mesh, self.groups.sites):
+            self.note("warning", warning)
         hosts = [site.host for site in self.groups.sites]
         self.emit(self._workers_started(self.groups.layout, mesh.sharding_groups, hosts))
 
@@ -254,8 +243,8 @@ class Session:
             resumed_step=self.state.step,
         )
 
-    def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
-        """(batch on the device, position after it, seconds waited), equally many on each rank."""
+    def batches(self) -> Iterator[tuple[Batch, DataPosition]]:
+        """(batch on the device, position after it), equally many on each rank."""
         with TrainBatches(
             self.train_source,
             self.spec,
@@ -264,10 +253,8 @@ class Session:
             position=self.state.position,
             pin=self._copies_batches,
         ) as loader:
-            waited_s = 0.0
-            for batch, position in self.phases.around_each("data_wait", loader):
-                yield self.on_device(batch), position, loader.wait_s - waited_s
-                waited_s = loader.wait_s
+            for batch, position in self.speed.awaited(loader):
+                yield self.on_device(batch), position
 
     @property
     def _copies_batches(self) -> bool:
@@ -278,10 +265,10 @@ class Session:
         """The batch where it is trained, copied while the device computes."""
         return batch.to(self.groups.device, non_blocking=self._copies_batches)
 
-    def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
+    def train_step(self, batch: Batch, position: DataPosition) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
-        self.run_step(batch, step, wait_s, self._is_dense_step(step, position))
+        self.run_step(batch, step, self._is_dense_step(step, position))
         rows_before = self.state.position.rows_done(self.shape.num_rows)
         self.state.rows_trained += position.rows_done(self.shape.num_rows) - rows_before
         self.state.step = step
@@ -293,16 +280,15 @@ class Session:
         ends_epoch = step_start(position, self.shape).epoch > position.epoch
         return step % every == 0 or step == self.total_steps or ends_epoch
 
-    def run_step(
-        self, batch: Batch, step: int, wait_s: float, is_dense_step: bool = True
-    ) -> torch.Tensor:
+    def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
         self.heartbeat.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
         if self._uses_randomness:
-            seed_step(self.spec.training.seed, self.rows_agreed, step, self.rank)
+            seed = self.spec.training.seed
+            torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
         fault_injection.inject("lookup", *self.site, step)
         with self.phases.during("dense"):
@@ -318,7 +304,7 @@ class Session:
         self.train_meter.update(batch, loss, outputs)
         self.loss_guard.add(loss.detach())
         self.quarantine.add(batch.quarantined)
-        self.speed.step(wait_s)
+        self.speed.step()
         self.heartbeat.end_step(step)
         return loss.detach()
 
@@ -393,7 +379,7 @@ class Session:
         values |= self.quarantine.report()
         values |= sharding.read_metrics(self.model, self.groups.device)
         values |= self.optimizers.metrics()
-        phases = self.phases.read()
+        phases = self.phases.read(self.speed.num_steps)
         self.heartbeat.local_s = local_s(phases)
         values |= phase_metrics(phases, self.groups.device)
         return values | self.speed.read()

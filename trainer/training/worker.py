@@ -69,8 +69,8 @@ def train(session: Session) -> dict[str, float]:
 
 def _take_steps(session: Session) -> None:
     sync_spec = session.spec.parallelism.sync
-    for batch, position, wait_s in session.batches():
-        session.train_step(batch, position, wait_s)
+    for batch, position in session.batches():
+        session.train_step(batch, position)
         if is_sync_step(session.state.step, sync_spec):
             session.synchronise()
         session.tracer.end_step(session.state.step)
@@ -112,7 +112,12 @@ def prepare_process(config: WorkerConfig) -> None:
 def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGroups:
     """The process groups of `layout` over the default one. Collective."""
     timeout_s = config.spec.resources.collective_timeout_s
-    return build_groups(layout, worker_device(), timeout_s, host)
+    # As the driver chose with the backend: seeing a GPU is not enough, as on a host with fewer GPUs
+    # than workers all would take the same one.
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return build_groups(layout, device, timeout_s, host)
 
 
 def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
@@ -141,49 +146,26 @@ def named_failures(module: str | None = None) -> Iterator[None]:
     What comes out of the code of the user's own `module` is the user's.
     """
     try:
-        with _users_named(module):
-            yield
-    except tuple(_REASONS) as error:
-        logger.error("%s", error)
-        reason = next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
-        raise _worker_failure(reason, error) from None
-    except OSError as error:
-        logger.exception("storage fails")
-        raise _worker_failure(failures.STORAGE_ERROR, error) from error
-    except (RuntimeError, MemoryError) as error:
-        logger.exception("the worker fails")
-        raise _worker_failure(failures.reason_of(error), error) from error
-
-
-@contextmanager
-def _users_named(module: str | None) -> Iterator[None]:
-    try:
         yield
-    except tuple(_REASONS):
-        raise
     except Exception as error:
-        found = users_error(error, module) if module else None
-        if found is None:
+        found: Exception = error
+        if module and not isinstance(error, tuple(_REASONS)):
+            found = users_error(error, module) or error
+        reason = next((each for kind, each in _REASONS.items() if isinstance(found, kind)), None)
+        if reason is not None:
+            logger.error("%s", found)
+        elif isinstance(error, OSError | RuntimeError | MemoryError):
+            logger.exception("the worker fails")
+            is_storage = isinstance(error, OSError)
+            reason = failures.STORAGE_ERROR if is_storage else failures.reason_of(error)
+        else:
             raise
-        raise found from error
-
-
-def _worker_failure(reason: str, error: Exception) -> failures.WorkerFailure:
-    # What an error came from does not survive the way to the driver by itself.
-    return failures.WorkerFailure(reason, str(error), failures.evidence_of(error))
+        # What an error came from does not survive the way to the driver by itself.
+        evidence = failures.evidence_of(found)
+        raise failures.WorkerFailure(reason, str(found), evidence) from error
 
 
 def layout_of(spec: JobSpec) -> Layout:
     """The 2D layout that a spec asks for."""
     parallelism = spec.parallelism
     return Layout(parallelism.world_size, parallelism.group_size, parallelism.placement)
-
-
-def worker_device() -> torch.device:
-    """Device of this worker, which the driver chose with the backend.
-
-    Seeing a GPU is not enough: on a host with fewer GPUs than workers all would take the same one.
-    """
-    if torch.distributed.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

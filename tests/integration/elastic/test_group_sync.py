@@ -124,7 +124,6 @@ def test_a_round_that_fails_changes_nothing_and_is_tried_again(
 
 def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:
     touched, above = weighted[0]["touched_rows"][2], weighted[0]["above"][2]
-    assert (touched.mode, above.mode) == ("touched_rows", "full")
     assert 0 < touched.density < above.density == 1
     assert 0 < touched.num_bytes < above.num_bytes
 

@@ -13,13 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 
 from tests.harness.ranks import run_ranks
+from tests.harness.small_model import fused_kernel, shards_of
 from tests.harness.wait import scaled, wait_for
 from tests.integration.elastic.group_sync_cases import (
     HOST,
@@ -33,7 +29,6 @@ from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import GroupState, Round, RoundMember
 from trainer.elastic.peer_copy import DonorServer, Joiner, PeerCopyError, pieces_of
-from trainer.parallel.model import TableShard
 from trainer.parallel.touched_rows import RowNumbers
 
 CPU = torch.device("cpu")
@@ -43,14 +38,10 @@ DEADLINE_S = scaled(20)
 def _numbers(num_rows: int = 50, seed: int = 0) -> RowNumbers:
     """One table with random weights and moments."""
     torch.manual_seed(seed)
-    kernel = SplitTableBatchedEmbeddingBagsCodegen(
-        [(num_rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    )
-    kernel.init_embedding_weights_uniform(-1, 1)
-    (weight,), (state,) = kernel.split_embedding_weights(), kernel.get_optimizer_state()
-    state["sum"].copy_(torch.rand(num_rows))
-    return RowNumbers([TableShard("table", kernel, 0, weight, dict(state), 0, 0)], CPU)
+    kernel = fused_kernel([num_rows], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    (shard,) = shards_of(kernel)
+    shard.states["sum"].copy_(torch.rand(num_rows))
+    return RowNumbers([shard], CPU)
 
 
 def _identity(group: int, rank: int = 0) -> Identity:

@@ -202,19 +202,19 @@ def overflow_falls_back(case: SyncCase) -> list[str]:
     return training.warnings
 
 
-def weight_decay_is_full(case: SyncCase) -> tuple[str, list[str]]:
-    """(mode used, warnings) where every step changes every row; the copies end equal."""
+def weight_decay_is_full(case: SyncCase) -> tuple[float, list[str]]:
+    """(density, warnings) where every step changes every row; the copies end equal."""
     training = Training(case)
     sync = training.build_sync()
     training.train(3)
     report = sync()
     training.assert_copies_equal([*training.weights(), *training.moments()])
     sync.close()
-    return report.mode, training.warnings
+    return report.density, training.warnings
 
 
-def price_of_syncs(case: SyncCase) -> list[tuple[float, int, str]]:
-    """(density, bytes, mode) of a sync after a step, of one after none, and of a dense one."""
+def price_of_syncs(case: SyncCase) -> list[tuple[float, int]]:
+    """(density, bytes) of a sync after a step, of one after none, and of a dense one."""
     training = Training(case)
     sync = training.build_sync()
     training.train()
@@ -223,7 +223,7 @@ def price_of_syncs(case: SyncCase) -> list[tuple[float, int, str]]:
     training.train(40)
     third = sync()
     sync.close()
-    return [(each.density, each.num_bytes, each.mode) for each in (first, second, third)]
+    return [(each.density, each.num_bytes) for each in (first, second, third)]
 
 
 def evaluation_touches_nothing(case: SyncCase) -> float:

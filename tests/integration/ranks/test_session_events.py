@@ -202,8 +202,8 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
 def overflow_in_shard_one(config: WorkerConfig) -> None:
     """One step, then a change beyond fp16 in one copy of shard 1, then a sync."""
     session = open_session(config)
-    for batch, position, wait_s in session.batches():
-        session.train_step(batch, position, wait_s)
+    for batch, position in session.batches():
+        session.train_step(batch, position)
         break
     if session.groups.rank == max(session.groups.mesh.sharding_groups[0]):
         for shard in session.model.table_shards():

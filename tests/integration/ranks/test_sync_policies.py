@@ -92,21 +92,20 @@ def test_a_change_too_large_for_fp16_travels_in_fp32_on_all_copies(case: SyncCas
 
 def test_weight_decay_switches_touched_rows_off_with_a_warning() -> None:
     decayed = replace(CASE, weight_decay=0.1, sync=MODES[0])
-    (mode, (warning,)), other = run_ranks(cases.weight_decay_is_full, 2, decayed)
-    assert mode == "full"
+    (density, (warning,)), other = run_ranks(cases.weight_decay_is_full, 2, decayed)
+    assert density == 1.0
     assert "weight_decay" in warning
-    assert other == ("full", [])
+    assert other == (1.0, [])
 
 
 def test_a_sync_costs_what_was_touched_and_falls_back_to_full_when_that_is_most() -> None:
     tables = (Table(3000), Table(500))
     for prices in run_ranks(cases.price_of_syncs, 2, replace(CASE, tables=tables, batch_size=60)):
-        (some, some_bytes, mode), (none, none_bytes, _), (all_, all_bytes, fallback) = prices
+        (some, some_bytes), (none, none_bytes), (all_, all_bytes) = prices
         assert 0 < some < 0.2
-        assert mode == "touched_rows"
         assert none == 0
         assert none_bytes < 100
-        assert (all_, fallback) == (1.0, "full")
+        assert all_ == 1.0
         assert none_bytes < some_bytes < 0.25 * all_bytes
 
 

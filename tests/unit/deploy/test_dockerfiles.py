@@ -65,13 +65,10 @@ def test_the_context_holds_nothing_that_images_do_not_need() -> None:
     ]
 
 
-def test_nothing_runs_as_root_and_the_user_is_a_number() -> None:
+def test_nothing_runs_as_root_and_no_instruction_holds_a_secret_or_an_address() -> None:
     for path in DOCKERFILES:
         users = [said for name, said in _last_stage(path) if name == "USER"]
-        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]), path.name
-
-
-def test_no_instruction_holds_a_secret_or_an_address() -> None:
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]), f"{path.name}: a number"
     for name, said in (each for path in DOCKERFILES for each in instructions_of(path)):
         if name in ("ARG", "ENV"):
             assert not re.search(r"(TOKEN|PASSWORD|SECRET|_KEY)\b", said), said

@@ -103,6 +103,7 @@ def test_locks_that_lie_in_one_image_agree() -> None:
             shared = ours.keys() & theirs.keys()
             assert shared
             assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert {path.stem for path in FOLDER.glob("*")} == {lock.name for lock in LOCKS}
     for variant in ("cpu", "cuda"):
         # A layer of its own, which holds nothing but what the trainer has.
         layer, whole = (pins_of(FOLDER / f"{name}-{variant}.txt") for name in ("torch", "trainer"))
@@ -114,10 +115,6 @@ def test_a_line_without_hashes_is_refused(tmp_path: Path) -> None:
         (tmp_path / "lock.txt").write_text(line + "\n")
         with pytest.raises(ValueError, match="a lock wants"):
             pins_of(tmp_path / "lock.txt")
-
-
-def test_there_is_no_lock_that_nobody_writes() -> None:
-    assert {path.stem for path in FOLDER.glob("*")} == {lock.name for lock in LOCKS}
 
 
 def test_the_cpu_stack_has_nothing_of_cuda() -> None:

@@ -64,23 +64,19 @@ def test_a_unit_calls_commands_and_options_that_there_are(unit: Path) -> None:
         assert CliRunner().invoke(build_app(), [name, "--help"]).exit_code == 0
 
 
-@every_unit
-def test_a_unit_waits_longer_for_its_end_than_its_command_takes(unit: Path) -> None:
-    text = unit.read_text()
-    (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
-    graces = re.findall(r"--grace-s (\d+)", text)
-    # Beside the grace of the jobs: two times five seconds for processes to end.
-    assert int(limit_s) >= 20 + sum(map(int, graces))
-
-
 # systemd.exec(5): each implies DeviceAllow=, which closes all other devices, GPUs and InfiniBand
 # among them.
 CLOSE_DEVICES = {"ProtectClock", "PrivateDevices", "DeviceAllow", "DevicePolicy", "RootImage"}
 
 
 @every_unit
-def test_a_unit_leaves_the_devices_of_gpus_open(unit: Path) -> None:
-    assert not CLOSE_DEVICES & set(re.findall(r"^(\w+)=", unit.read_text(), re.MULTILINE))
+def test_a_unit_gives_its_command_the_gpus_and_enough_time_to_end(unit: Path) -> None:
+    text = unit.read_text()
+    assert not CLOSE_DEVICES & set(re.findall(r"^(\w+)=", text, re.MULTILINE))
+    (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    graces = re.findall(r"--grace-s (\d+)", text)
+    # Beside the grace of the jobs: two times five seconds for processes to end.
+    assert int(limit_s) >= 20 + sum(map(int, graces))
 
 
 def test_the_environment_file_names_what_somebody_reads() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.unit.k8s.rendering import Manifest
+from tests.unit.k8s.rendering import FOLDER, Manifest, build, build_folder
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class Pod:
     def lasts(self) -> bool:
         """Whether it runs until it is stopped."""
         return self.kind != "Job"
+
+
+def pods(variant: str, component: str = "") -> list[Pod]:
+    """The pods of a variant and of the Job of the first key; with `component`, those of it."""
+    found = pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
+    return [pod for pod in found if component in ("", pod.component)]
 
 
 def pods_of(manifests: tuple[Manifest, ...]) -> list[Pod]:

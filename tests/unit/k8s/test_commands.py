@@ -11,8 +11,8 @@ import pytest
 
 from service.auth.security import has_no_key
 from service.db.engine import newest_revision, open_engine, stored_revision
-from tests.unit.k8s.pods import pods_of
-from tests.unit.k8s.rendering import FOLDER, ROOT, build, build_folder
+from tests.unit.k8s.pods import pods
+from tests.unit.k8s.rendering import FOLDER, ROOT
 
 _STUB = """#!/bin/bash
 # Stands for kubectl: keeps what it is told, and answers that no Secret is there yet.
@@ -41,7 +41,7 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: Path) -> None:
-    (pod,) = [each for each in pods_of(build("base")) if each.component == "migrate"]
+    (pod,) = pods("base", "migrate")
     (container,) = pod.containers
     url = f"sqlite:///{tmp_path / 'shardloom.db'}"
     program, *arguments = container["command"]
@@ -61,7 +61,7 @@ def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: P
 def test_the_first_key_job_makes_an_administrator_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (pod,) = pods_of(build_folder(FOLDER / "bootstrap"))
+    (pod,) = pods("base", "first-key")
     (container,) = pod.containers
     program, *arguments = container["command"]
     variables = {

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tests.unit.k8s.pods import pods_of, selects
-from tests.unit.k8s.rendering import (
-    FOLDER,
-    Manifest,
-    build,
-    build_folder,
-    every_variant,
-    of_kind,
-)
+from tests.unit.k8s.pods import pods, selects
+from tests.unit.k8s.rendering import Manifest, build, every_variant, of_kind
 
 Direction = Literal["ingress", "egress"]
 # What stands at the other end: the labels of a pod of ours, or the name of another namespace.
@@ -21,8 +14,7 @@ Peer = Mapping[str, str] | str
 
 
 def _labels(variant: str) -> dict[str, Mapping[str, str]]:
-    pods = pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
-    return {pod.component: pod.labels for pod in pods}
+    return {pod.component: pod.labels for pod in pods(variant)}
 
 
 def _policies(variant: str) -> list[Manifest]:

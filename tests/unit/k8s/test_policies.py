@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 
-import pytest
-
 from service.backends.kuberay.manifest import SHARED, quantity
-from tests.unit.k8s.pods import Pod, pods_of, selects
+from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
-    FOLDER,
     FULL,
     ROOT,
     Manifest,
     build,
-    build_folder,
     every_gpu_variant,
     every_variant,
     of_kind,
@@ -32,12 +28,8 @@ _OTHERS = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?[a-z0-9.-]*(@sha256:[0-9a-f]
 _SECRET_NAME = re.compile(r"TOKEN$|PASSWORD|SECRET|_KEY$|ACCESS_KEY|DATABASE_URL|CREDENTIAL")
 
 
-def _pods(variant: str) -> list[Pod]:
-    return pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
-
-
 def _containers(variant: str) -> list[tuple[Pod, Manifest]]:
-    return [(pod, each) for pod in _pods(variant) for each in pod.containers]
+    return [(pod, each) for pod in pods(variant) for each in pod.containers]
 
 
 # ---- safety
@@ -45,7 +37,7 @@ def _containers(variant: str) -> list[tuple[Pod, Manifest]]:
 
 @every_variant
 def test_pods_run_as_nobody_and_share_nothing_with_their_machine(variant: str) -> None:
-    for pod in _pods(variant):
+    for pod in pods(variant):
         context = pod.spec["securityContext"]
         assert context["runAsNonRoot"] is True, pod.owner
         assert context["runAsUser"] >= 100 and context["runAsGroup"] >= 100, pod.owner
@@ -63,7 +55,7 @@ def test_pods_run_as_nobody_and_share_nothing_with_their_machine(variant: str) -
 
 
 @every_variant
-def test_containers_gain_no_privileges_and_write_only_to_volumes(variant: str) -> None:
+def test_containers_are_pinned_unprivileged_bounded_and_probed(variant: str) -> None:
     for pod, container in _containers(variant):
         where = f"{pod.owner}: {container['name']}"
         assert container["securityContext"] == {
@@ -71,18 +63,17 @@ def test_containers_gain_no_privileges_and_write_only_to_volumes(variant: str) -
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }, where
-        folders = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert "/tmp" in folders, where
-
-
-@every_variant
-def test_images_are_pinned_to_a_version(variant: str) -> None:
-    for pod, container in _containers(variant):
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}, where
         image = container["image"]
         pattern = _OURS if image.startswith("shardloom/") else _OTHERS
-        assert pattern.fullmatch(image), f"{pod.owner}: {image}"
-        assert "latest" not in image
+        assert pattern.fullmatch(image), f"{where}: {image}"
         assert container.get("imagePullPolicy") != "Always"
+        resources = container["resources"]
+        for name in ("cpu", "memory"):
+            asked, most = resources["requests"][name], resources["limits"][name]
+            assert 0 < quantity(asked) <= quantity(most), where
+        if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one no probes
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), where
 
 
 @every_variant
@@ -99,7 +90,7 @@ def test_secrets_come_by_reference_only(variant: str) -> None:
 @every_variant
 def test_only_what_makes_pods_has_a_token_for_kubernetes(variant: str) -> None:
     with_token = []
-    for pod in _pods(variant):
+    for pod in pods(variant):
         assert pod.spec["automountServiceAccountToken"] is False, pod.owner
         names = {
             volume["name"]
@@ -148,7 +139,7 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
     assert cluster["resourceNames"] == ["shardloom-ray"] and cluster["verbs"] == ["get"]
     binding = one(build(FULL), "RoleBinding", "shardloom-own-clusters")
     (account,) = binding["subjects"]
-    (service,) = [pod for pod in _pods(FULL) if pod.component == "service"]
+    (service,) = pods(FULL, "service")
     assert account["name"] == service.spec["serviceAccountName"]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
@@ -156,18 +147,9 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
 # ---- limits
 
 
-@every_variant
-def test_containers_state_what_they_need_and_may_use(variant: str) -> None:
-    for pod, container in _containers(variant):
-        resources = container["resources"]
-        for name in ("cpu", "memory"):
-            asked, most = resources["requests"][name], resources["limits"][name]
-            assert 0 < quantity(asked) <= quantity(most), f"{pod.owner}: {container['name']}"
-
-
 @every_gpu_variant
 def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
-    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    workers = pods(variant, "ray-worker")
     assert workers
     for pod in workers:
         (container,) = pod.containers
@@ -196,16 +178,9 @@ def test_data_caches_fit_their_volumes(variant: str) -> None:
 
 
 @every_variant
-def test_containers_that_last_have_all_probes(variant: str) -> None:
-    for pod, container in _containers(variant):
-        if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one none
-            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), pod.owner
-
-
-@every_variant
 def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: str) -> None:
     budgets = of_kind(build(variant), "PodDisruptionBudget")
-    for pod in _pods(variant):
+    for pod in pods(variant):
         covering = [each for each in budgets if selects(each["spec"]["selector"], pod.labels)]
         if pod.kind == "Deployment" and pod.replicas > 1:
             (budget,) = covering
@@ -220,38 +195,27 @@ def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: st
         assert not budgets
 
 
+def _spread(pod: Pod) -> dict[str, Manifest]:
+    """The constraints on where pods like it are, by topology; they count pods like it."""
+    found = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
+    assert all(selects(each["labelSelector"], pod.labels) for each in found.values())
+    return found
+
+
 @every_gpu_variant
-def test_two_replicas_of_the_service_are_on_different_machines(variant: str) -> None:
-    (pod,) = [each for each in _pods(variant) if each.component == "service"]
+def test_replicas_and_ray_hosts_are_on_different_machines(variant: str) -> None:
+    (pod,) = pods(variant, "service")
     assert pod.replicas == 2
-    spread = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
-    assert spread["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
-    assert "topology.kubernetes.io/zone" in spread
-    assert all(selects(each["labelSelector"], pod.labels) for each in spread.values())
-
-
-@every_gpu_variant
-def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
+    assert _spread(pod)["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
+    assert "topology.kubernetes.io/zone" in _spread(pod)
     # Shardloom tells hosts apart by pod; inter_host placement counts on their failing apart.
-    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    workers = pods(variant, "ray-worker")
     for pod in workers:
         rules = pod.spec["affinity"]["podAntiAffinity"]
         (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
         assert rule["topologyKey"] == "kubernetes.io/hostname"
         assert all(selects(rule["labelSelector"], other.labels) for other in workers)
-        zones = pod.spec["topologySpreadConstraints"][0]
-        assert zones["topologyKey"] == "topology.kubernetes.io/zone"
-        assert selects(zones["labelSelector"], pod.labels)
-
-
-@pytest.mark.slow
-def test_racks_hold_as_many_hosts_each() -> None:
-    workers = [each for each in _pods("multi-rack") if each.component == "ray-worker"]
-    for pod in workers:
-        (rule,) = [
-            each
-            for each in pod.spec["topologySpreadConstraints"]
-            if each["topologyKey"] == "shardloom.io/rack"
-        ]
-        assert (rule["whenUnsatisfiable"], rule["maxSkew"]) == ("DoNotSchedule", 1)
-        assert selects(rule["labelSelector"], pod.labels)
+        assert "topology.kubernetes.io/zone" in _spread(pod)
+        if variant == "multi-rack":
+            rack = _spread(pod)["shardloom.io/rack"]
+            assert (rack["whenUnsatisfiable"], rack["maxSkew"]) == ("DoNotSchedule", 1)

@@ -14,7 +14,7 @@ from service.app import check_address
 from service.backends.kuberay.manifest import quantity
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
-from tests.unit.k8s.pods import Pod, pods_of, selects
+from tests.unit.k8s.pods import pods, pods_of, selects
 from tests.unit.k8s.rendering import (
     FOLDER,
     FULL,
@@ -39,15 +39,6 @@ SECRETS = {
 }
 
 
-def _pod(variant: str, component: str) -> Pod:
-    (found,) = [each for each in pods_of(build(variant)) if each.component == component]
-    return found
-
-
-def _workers(variant: str) -> list[Pod]:
-    return [each for each in pods_of(build(variant)) if each.component == "ray-worker"]
-
-
 def _references(node: Any, key: str) -> list[Any]:
     """Every value of a key, wherever it stands."""
     if isinstance(node, list | tuple):
@@ -63,7 +54,8 @@ def _references(node: Any, key: str) -> list[Any]:
 
 def _settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """The settings as a replica would read them, with made-up secrets."""
-    (container,) = _pod(variant, "service").containers
+    (pod,) = pods(variant, "service")
+    (container,) = pod.containers
     variables = settings_of(variant)
     for each in container["env"]:
         variables[each["name"]] = each.get("value", "x" * 40)
@@ -80,37 +72,41 @@ _OTHERS = {"forwarded_allow_ips", "nicegui_storage_path"}
 
 
 @every_variant
-def test_the_service_takes_its_settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_fit_the_service_and_ray(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = _settings(variant, monkeypatch)
     check_address(settings, has_credentials=True)
     assert settings.auth == "required"
     assert settings.replica_id == "x" * 40
-    (container,) = _pod(variant, "service").containers
+    (pod,) = pods(variant, "service")
+    (container,) = pod.containers
     assert [port["containerPort"] for port in container["ports"]] == [settings.port]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     roots = [str(root) for root in settings.storage_roots or []]
     assert {str(settings.home), str(settings.runs_dir), *roots} <= mounts
     # Open requests are given up before Kubernetes does so.
-    grace_s = _pod(variant, "service").spec["terminationGracePeriodSeconds"]
     pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pause_s + settings.shutdown_timeout_s < grace_s
-
-
-@every_variant
-def test_service_and_ray_find_each_other(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _settings(variant, monkeypatch)
+    assert pause_s + settings.shutdown_timeout_s < pod.spec["terminationGracePeriodSeconds"]
     service = one(build(variant), "Service", "shardloom")
     (port,) = service["spec"]["ports"]
     assert settings.service_url == f"http://shardloom.shardloom.svc:{port['port']}"
-    assert selects({"matchLabels": service["spec"]["selector"]}, _pod(variant, "service").labels)
+    assert selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
     assert ray_cluster(variant)["metadata"]["name"] == _CLUSTER
     # The name that KubeRay gives to the Service of a head.
     assert settings.ray_address == f"http://{_CLUSTER}-head-svc.shardloom.svc:8265"
+    most = 0.0
+    for worker in pods(variant, "ray-worker"):
+        limits = worker.containers[0]["resources"]["limits"]
+        most += worker.replicas * quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
+    assert settings.cluster_max_workers == most
 
 
 @every_variant
 def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
-    for pod in (_pod(variant, "service"), _pod(variant, "ray-head"), *_workers(variant)):
+    for pod in pods(variant):
+        if pod.component not in ("service", "ray-head", "ray-worker"):
+            continue
         claims = {
             mount["mountPath"]: volume["persistentVolumeClaim"]["claimName"]
             for mount in pod.containers[0]["volumeMounts"]
@@ -123,21 +119,12 @@ def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
         }
         user = pod.spec["securityContext"]
         assert (user["runAsUser"], user["fsGroup"]) == (1000, 1000), "files are of one user"
-    (container,) = _pod(variant, "service").containers
+    (container,) = pods(variant, "service")[0].containers
     (token,) = [each for each in container["env"] if each["name"] == "SHARDLOOM_RAY_AUTH_TOKEN"]
     auth = ray_cluster(variant)["spec"]["authOptions"]
     # KubeRay wants the key of that name.
     wanted = {"name": auth["secretName"], "key": "auth_token"}
     assert (auth["mode"], token["valueFrom"]["secretKeyRef"]) == ("token", wanted)
-
-
-@every_variant
-def test_the_queue_counts_on_as_many_workers_as_the_groups_can_hold(variant: str) -> None:
-    most = 0.0
-    for pod in _workers(variant):
-        limits = pod.containers[0]["resources"]["limits"]
-        most += pod.replicas * quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
-    assert int(settings_of(variant)["SHARDLOOM_CLUSTER_MAX_WORKERS"]) == most
 
 
 # ---- references
@@ -184,11 +171,11 @@ def test_monitors_find_what_they_watch() -> None:
     assert selects(monitor["spec"]["selector"], service["metadata"]["labels"])
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
     (monitor,) = of_kind(manifests, "PodMonitor")
-    for pod in (_pod(FULL, "ray-head"), *_workers(FULL)):
+    for pod in (*pods(FULL, "ray-head"), *pods(FULL, "ray-worker")):
         assert selects(monitor["spec"]["selector"], pod.labels)
         ports = [port["name"] for port in pod.containers[0]["ports"]]
         assert monitor["spec"]["podMetricsEndpoints"][0]["port"] in ports
-    assert not selects(monitor["spec"]["selector"], _pod(FULL, "service").labels)
+    assert not selects(monitor["spec"]["selector"], pods(FULL, "service")[0].labels)
 
 
 # ---- Ray
@@ -215,34 +202,29 @@ def _options_of(command: str) -> set[str]:
     return {option for each in getattr(scripts, command).params for option in each.opts}
 
 
-def _drain_reasons() -> set[str]:
-    from ray.core.generated import autoscaler_pb2
-
-    return {name for name, _ in autoscaler_pb2.DrainNodeReason.items()}
-
-
 @every_variant
-def test_ray_is_the_version_that_we_are_built_for(variant: str) -> None:
+def test_ray_is_of_our_version_knows_its_parameters_and_scales_by_itself(variant: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    spec, options = ray_cluster(variant)["spec"], _options_of("start")
     wanted = project["optional-dependencies"]["trainer-gpu"]
-    version = ray_cluster(variant)["spec"]["rayVersion"]
-    assert f"ray[default,train]=={version}" in wanted
-
-
-@every_variant
-def test_ray_knows_the_parameters_that_it_is_started_with(variant: str) -> None:
-    options = _options_of("start")
-    spec = ray_cluster(variant)["spec"]
+    assert f"ray[default,train]=={spec['rayVersion']}" in wanted
+    assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         for name, value in group["rayStartParams"].items():
             assert f"--{name}" in options and isinstance(value, str)
-    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in spec["workerGroupSpecs"]:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        # Autoscaler v2 makes a new pod, and has KubeRay set this to Never.
+        assert "restartPolicy" not in group["template"]["spec"]
 
 
 @every_variant
 def test_workers_drain_before_they_are_killed(variant: str) -> None:
+    from ray.core.generated import autoscaler_pb2
+
     options = _options_of("drain_node")
-    for pod in _workers(variant):
+    for pod in pods(variant, "ray-worker"):
         (script,) = pod.containers[0]["lifecycle"]["preStop"]["exec"]["command"][2:]
         assert set(re.findall(r"--[a-z-]+", script)) <= options
         found = re.fullmatch(
@@ -251,22 +233,12 @@ def test_workers_drain_before_they_are_killed(variant: str) -> None:
             script,
         )
         assert found is not None, script
-        assert found[1] in _drain_reasons()
+        autoscaler_pb2.DrainNodeReason.Value(found[1])  # raises for a reason that Ray lacks
         grace_s = pod.spec["terminationGracePeriodSeconds"]
         assert int(found[2]) == int(found[3]) < grace_s
         # Where the hook fails at once, Ray's own drain on SIGTERM has its turn.
         variables = {each["name"]: each["value"] for each in pod.containers[0]["env"]}
         assert 0 < float(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < grace_s
-
-
-@every_variant
-def test_the_cluster_grows_and_shrinks_by_itself(variant: str) -> None:
-    spec = ray_cluster(variant)["spec"]
-    assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
-    for group in spec["workerGroupSpecs"]:
-        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-        # Autoscaler v2 makes a new pod, and has KubeRay set this to Never.
-        assert "restartPolicy" not in group["template"]["spec"]
 
 
 def test_clusters_of_jobs_own_are_made_after_the_shared_one(
@@ -279,7 +251,7 @@ def test_clusters_of_jobs_own_are_made_after_the_shared_one(
     # Heads of either kind: the service reaches them, and they it, by the labels of their pods.
     labels = template["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     assert labels["app.kubernetes.io/component"] == "ray-head"
-    (container,) = _pod(FULL, "service").containers
+    (container,) = pods(FULL, "service")[0].containers
     mounts = [each["mountPath"] for each in container["volumeMounts"]]
     # Where the official client looks for it.
     assert "/var/run/secrets/kubernetes.io/serviceaccount" in mounts

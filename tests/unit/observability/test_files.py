@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 from typing import Any
 
 import yaml
@@ -36,34 +35,9 @@ def test_dashboards_are_read_back_by_grafanas_own_types_as_they_are() -> None:
         assert read == document, name
         # kubectl keeps what it applied in an annotation, and annotations have 256 KiB.
         assert len(json.dumps(json.dumps(document, indent=1))) < 200 * 1024, name
-
-
-def test_panels_have_places_titles_and_the_chosen_data_source() -> None:
-    for document in dashboard_documents().values():
-        taken: set[tuple[int, int]] = set()
-        for panel in document["panels"]:
-            place = panel["gridPos"]
-            columns = range(place.get("x", 0), place.get("x", 0) + place["w"])
-            rows = range(place.get("y", 0), place.get("y", 0) + place["h"])
-            cells = set(product(columns, rows))
-            assert not cells & taken and max(columns) < 24, panel["title"]
-            taken |= cells
-            if panel["type"] == "row":
-                continue
-            assert panel["title"] and panel["targets"], panel
-            assert panel["datasource"]["uid"] == "${datasource}"
-            ref_ids = [target["refId"] for target in panel["targets"]]
-            assert len(set(ref_ids)) == len(ref_ids)
-        variables = [each["name"] for each in document["templating"]["list"]]
-        assert variables[0] == "datasource"
-
-
-def test_dashboards_have_ids_of_their_own_and_links_lead_to_one() -> None:
-    documents = dashboard_documents()
-    uids = [document["uid"] for document in documents.values()]
-    assert len(set(uids)) == len(uids)
-    text = json.dumps(documents)
-    assert "/d/shardloom-job?" in text and "shardloom-job" in uids
+    uids = {document["uid"] for document in documents.values()}
+    assert len(uids) == len(documents)
+    assert set(re.findall(r"/d/([\w-]+)", json.dumps(documents))) <= uids, "links lead to ours"
 
 
 def test_the_collector_uses_all_that_it_names_and_names_all_that_it_uses() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.spec.test_spec import minimal
-from trainer.layout.choice import Choice, Need, candidates, choose, need_of
+from trainer.layout.choice import Choice, Need, choose, need_of
 from trainer.layout.layout import LayoutError, num_hosts_survived
 from trainer.spec import validate_spec
 from trainer.spec.parse import apply_overrides
@@ -63,21 +63,16 @@ def survived_by_trying(groups: tuple[tuple[int, ...], ...], num_hosts: int) -> i
     return max(k for k in range(num_hosts + 1) if is_survived(k))
 
 
-@given(
-    st.lists(
-        st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=6
-    ).map(tuple)
+runs_of_hosts = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(
+    lambda ends: tuple(range(min(ends), max(ends) + 1))
 )
-def test_survivability_is_exact_for_groups_on_any_hosts(
+
+
+@given(st.lists(runs_of_hosts, min_size=1, max_size=6).map(tuple))
+def test_survivability_is_exact_for_groups_on_runs_of_hosts(
     groups: tuple[tuple[int, ...], ...],
 ) -> None:
     assert num_hosts_survived(groups) == survived_by_trying(groups, 6)
-
-
-def test_survivability_of_many_groups_is_quick() -> None:
-    spanning = [range(8 * group, 8 * group + 9) for group in range(100)]
-    assert num_hosts_survived(spanning) == 49
-    assert num_hosts_survived([{group} for group in range(100)]) == 99
 
 
 @given(needs())
@@ -117,15 +112,6 @@ def test_a_refusal_means_that_no_placement_of_whole_groups_would_do(need: Need) 
             distinct = min(most, sum(room >= size for room in need.hosts))
             is_safe = need.survive_hosts == 0 or (can_be_groups and distinct > need.survive_hosts)
             assert not (fits and inside and inside * size >= need.min_workers and is_safe)
-
-
-@given(needs())
-def test_a_lost_host_never_leaves_less_of_a_shard_than_was_said(need: Need) -> None:
-    for choice in candidates(need):
-        held = choice.copies_by_host
-        assert all(sum(copies.values()) == choice.layout.num_replicas for copies in held)
-        if choice.failure_domain == "replica_group":
-            assert min(len(copies) for copies in held) > choice.num_hosts_survived
 
 
 def test_the_price_is_that_of_the_paper() -> None:
@@ -264,19 +250,11 @@ def test_a_spec_says_what_it_needs() -> None:
     found = need_of(movielens(), [2, 2], worker_bytes=100_000, bandwidth_bytes_per_s=1e9)
     known = {"table_bytes": 36_000, "worker_table_bytes": 85_000, "bandwidth_bytes_per_s": 1e9}
     assert found == Need(hosts=(2, 2), min_workers=4, max_workers=4, **known)
-
-
-def test_the_limit_in_the_spec_and_what_a_sync_keeps_lessen_the_room() -> None:
-    spec = movielens(
-        "resources.memory_bytes_per_worker=40000", "parallelism.sync={mode: full, dtype: bf16}"
-    )
-    found = need_of(spec, [4], worker_bytes=100_000)
-    assert found.worker_table_bytes == 17_000
-    assert not found.are_groups_independent
-
-
-def test_tables_of_unknown_size_are_unknown_as_a_whole() -> None:
-    spec = movielens("embedding_tables[0].num_embeddings=auto")
-    assert need_of(spec, [4], worker_bytes=100_000).table_bytes is None
+    unknown = movielens("embedding_tables[0].num_embeddings=auto")
+    assert need_of(unknown, [4], worker_bytes=100_000).table_bytes is None
     whole = movielens("embedding_tables[0].constraints.sharding_types=[table_wise]")
     assert need_of(whole, [4]).whole_table_bytes == (36_000,)
+    limit, sync = "resources.memory_bytes_per_worker=40000", "{mode: full, dtype: bf16}"
+    found = need_of(movielens(limit, f"parallelism.sync={sync}"), [4], worker_bytes=100_000)
+    assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
+    assert not found.are_groups_independent

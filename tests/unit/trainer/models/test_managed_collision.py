@@ -134,14 +134,6 @@ def test_buckets_give_the_same_rows_wherever_they_are_held() -> None:
         assert look_up(part, mine) == [expected[each] for each in mine]
 
 
-def test_a_state_that_was_loaded_knows_the_same_ids() -> None:
-    ids, other = made(eviction="distance_lfu"), made(eviction="distance_lfu")
-    raw = list(range(20))
-    look_up(ids, raw)
-    other.load_state_dict(ids.state_dict())
-    assert look_up(other.eval(), raw) == look_up(ids.eval(), raw)
-
-
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu"])
 def test_ids_that_come_again_are_held_once_until_they_are_admitted(
     eviction: str, monkeypatch: pytest.MonkeyPatch

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import KeyedJaggedTensor
 
 from tests.harness.small_model import plain_batch
+from tests.unit.trainer.models.test_recommender import CPU, Lists, jagged, make_model
 from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
-from trainer.export.program import write_program
-from trainer.models.networks import HistoryEncoder, Recommender, build_model
+from trainer.models.networks import HistoryEncoder
 from trainer.models.sparse import History
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
-from trainer.spec.job import JobSpec
 from trainer.spec.model import TransformerSpec
 
 DIM, MAX_LENGTH, NUM_ROWS = 8, 4, 12
-CPU = torch.device("cpu")
-Lists = list[list[int]]
 
 
 def document(**model: Any) -> dict[str, Any]:
@@ -58,17 +53,6 @@ def document(**model: Any) -> dict[str, Any]:
 SPEC = validate_spec(document())
 
 
-def make_model(spec: JobSpec = SPEC) -> Recommender:
-    """The model on the CPU with every parameter random."""
-    torch.manual_seed(7)
-    model = build_model(spec, CPU)
-    model.network.sparse_arch.to_empty(device=CPU)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape))
-    return model
-
-
 def make_batch(histories: Lists, ratings: list[list[float]], genres: Lists) -> Batch:
     """A batch whose row r is user r and movie r + 1."""
     count = len(histories)
@@ -84,26 +68,16 @@ def make_batch(histories: Lists, ratings: list[list[float]], genres: Lists) -> B
     )
 
 
-def jagged(lists: dict[str, Lists], weights: list[float] | None = None) -> KeyedJaggedTensor:
-    rows = [row for feature in lists.values() for row in feature]
-    return KeyedJaggedTensor(
-        keys=list(lists),
-        values=torch.tensor([i for row in rows for i in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
-        weights=None if weights is None else torch.tensor(weights),
-    )
-
-
 def predict(histories: Lists, ratings: list[list[float]], genres: Lists | None = None) -> Any:
     """Predictions of one fixed model, [B]."""
-    model = make_model().eval()
+    model = make_model(SPEC).eval()
     with torch.no_grad():
         _, outputs = model(make_batch(histories, ratings, genres or [[3]] * len(histories)))
     return outputs[:, 0]
 
 
 def test_empty_histories_and_empty_bags_train_with_finite_numbers() -> None:
-    model = make_model()
+    model = make_model(SPEC)
     loss, outputs = model(make_batch([[], [], []], [[], [], []], [[], [], []]))
     loss.backward()
     assert outputs.isfinite().all()
@@ -116,7 +90,7 @@ def test_a_row_is_predicted_alike_whatever_shares_its_batch() -> None:
     histories = [[2, 5, 9], [], [4], [1, 1, 8, 3]]
     ratings = [[1.0, -0.5, 0.0], [], [2.0], [-1.0, 0.5, 0.25, 1.0]]
     together = predict(histories, ratings)
-    model = make_model().eval()
+    model = make_model(SPEC).eval()
     for row in range(len(histories)):
         others = [histories[row] if place == row else [7, 7] for place in range(4)]
         their_ratings = [ratings[row] if place == row else [9.0, -9.0] for place in range(4)]
@@ -135,7 +109,7 @@ def test_what_was_rated_how_and_when_all_matter() -> None:
 
 
 def test_the_candidate_and_the_history_learn_in_one_table() -> None:
-    model = make_model()
+    model = make_model(SPEC)
     loss, _ = model(make_batch([[9]], [[1.0]], [[]]))
     loss.backward()
     tables = model.network.sparse_arch.embedding_collection.embeddings
@@ -192,14 +166,11 @@ def test_several_tasks_add_up_by_their_weights() -> None:
 
 def test_a_model_that_cannot_be_built_is_refused_by_field() -> None:
     ends = {"sequence": "history", "candidate": "movie"}
-    other = {"name": "other", "loss": "mse"}
     for model, path, code in (
-        ({"transformer": None}, "transformer", "missing_section"),
         ({"arch": "dcn_v2"}, "transformer", "unexpected_section"),
         ({"transformer": ends | {"sequence": "genres"}}, "transformer.sequence", "unknown_feature"),
         ({"transformer": ends | {"candidate": "year"}}, "transformer.candidate", "unknown_feature"),
         ({"transformer": ends | {"num_heads": 3}}, "transformer.num_heads", "num_heads"),
-        ({"tasks": [{"loss": "mse"}, other]}, "over_arch.layer_sizes", "over_arch_width"),
         ({"tasks": [{"loss": "mse"}, {"loss": "bce"}]}, "tasks", "duplicate_name"),
         (
             {"tasks": [{"loss": "bce", "auc_threshold": 0.5}]},
@@ -210,21 +181,3 @@ def test_a_model_that_cannot_be_built_is_refused_by_field() -> None:
         with pytest.raises(SpecError) as caught:
             validate_spec(document(**model))
         assert [(p.path, p.code) for p in caught.value.problems] == [(f"model.{path}", code)]
-
-
-@pytest.mark.slow
-def test_the_exported_program_predicts_as_the_model_does(tmp_path: Path) -> None:
-    model = make_model().eval()
-    write_program(model, SPEC, tmp_path / "model.pt2")
-    program = torch.export.load(tmp_path / "model.pt2").module()
-    histories = [[2, 5, 9], [], [4], [1, 1, 8, 3]], [[], []]
-    ratings = [[1.0, -0.5, 0.0], [], [2.0], [-1.0, 0.5, 0.25, 1.0]], [[], []]
-    for lists, given_ratings in zip(histories, ratings, strict=True):
-        batch = make_batch(lists, given_ratings, [[3, 4]] * len(lists))
-        sparse, sequences = batch.sparse, batch.sequences
-        assert sequences is not None
-        arrays = (sparse.values(), sparse.lengths(), sequences.values(), sequences.lengths())
-        with torch.no_grad():
-            _, expected = model(batch)
-            found = program(batch.dense, *arrays, sequences.weights())
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

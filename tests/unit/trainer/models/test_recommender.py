@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.small_model import plain_batch
 from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
@@ -24,6 +25,7 @@ from trainer.spec.job import JobSpec
 DIM = 4
 NUM_ROWS = 11
 CPU = torch.device("cpu")
+Lists = list[list[int]]
 # Three rows a feature; empty lists and repeated ids among them.
 IDS = {
     "user": [[3], [0], [3]],
@@ -45,7 +47,7 @@ SEQUENCES = [
 
 
 def make_spec(
-    features: list[dict[str, Any]], arch: str = "dlrm", data_type: str = "fp32", loss: str = "mse"
+    features: list[dict[str, Any]], arch: str = "dlrm", data_type: str = "fp32"
 ) -> JobSpec:
     names = dict.fromkeys(feature["table"] for feature in features)
     table = {"embedding_dim": DIM, "num_embeddings": NUM_ROWS, "data_type": data_type}
@@ -58,7 +60,7 @@ def make_spec(
             "arch": arch,
             "dense_arch": {"layer_sizes": [DIM]},
             "over_arch": {"layer_sizes": [6, 1]},
-            "tasks": [{"loss": loss}],
+            "tasks": [{"loss": "mse"}],
         },
         "parallelism": {"shard_group_size": 1},
     }
@@ -79,35 +81,30 @@ def make_model(spec: JobSpec) -> Recommender:
     return model
 
 
-def jagged(names: list[str], weights: list[float] | None = None) -> KeyedJaggedTensor:
-    lists = [ids for name in names for ids in IDS[name]]
+def jagged(lists: Mapping[str, Lists], weights: list[float] | None = None) -> KeyedJaggedTensor:
+    """Ids of each row by feature."""
+    rows = [row for feature in lists.values() for row in feature]
     return KeyedJaggedTensor(
-        keys=names,
-        values=torch.tensor([i for ids in lists for i in ids], dtype=torch.int64),
-        lengths=torch.tensor([len(ids) for ids in lists], dtype=torch.int32),
+        keys=list(lists),
+        values=torch.tensor([i for row in rows for i in row], dtype=torch.int64),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
         weights=None if weights is None else torch.tensor(weights),
     )
 
 
 def make_batch(spec: JobSpec) -> Batch:
-    weights = flat_weights(spec.pooled_features, spec) if spec.is_weighted else None
-    sequences = [f.name for f in spec.sequence_features]
-    of_sequences = None
-    if spec.has_weighted_sequences:
-        of_sequences = flat_weights(spec.sequence_features, spec)
-    return Batch(
+    def of(features: Sequence[FeatureSpec], is_weighted: bool) -> KeyedJaggedTensor:
+        weights = [w for f in features for row in row_weights(f.name, spec) for w in row]
+        return jagged({f.name: IDS[f.name] for f in features}, weights if is_weighted else None)
+
+    sequences = spec.sequence_features
+    return plain_batch(
         dense=torch.tensor([[0.5], [-1.0], [2.0]]),
-        sparse=jagged([f.name for f in spec.pooled_features], weights),
+        sparse=of(spec.pooled_features, spec.is_weighted),
         label=torch.tensor([[1.0], [0.0], [1.0]]),
-        label_offset=torch.zeros(3, 1),
-        label_scale=torch.ones(3, 1),
         weight=torch.tensor([1.0, 1.0, 0.0]),
-        sequences=jagged(sequences, of_sequences) if sequences else None,
+        sequences=of(sequences, spec.has_weighted_sequences) if sequences else None,
     )
-
-
-def flat_weights(features: Sequence[FeatureSpec], spec: JobSpec) -> list[float]:
-    return [w for f in features for row in row_weights(f.name, spec) for w in row]
 
 
 def row_weights(name: str, spec: JobSpec) -> list[list[float]]:
@@ -194,13 +191,6 @@ def test_half_precision_tables_reach_the_dense_part_as_float32() -> None:
     assert arch(batch.sparse, batch.sequences).dtype == torch.float32
     _, outputs = model(batch)
     torch.testing.assert_close(outputs, expected_outputs(model, spec), atol=5e-2, rtol=5e-3)
-
-
-def test_the_bce_loss_counts_real_rows_only() -> None:
-    spec = make_spec(POOLED, loss="bce")
-    loss, logits = make_model(spec)(make_batch(spec))
-    counted = nn.functional.softplus(-logits[0, 0]) + nn.functional.softplus(logits[1, 0])
-    assert loss.item() == pytest.approx(counted.item() / 2, rel=1e-5)
 
 
 def test_gradients_reach_tables_queries_and_layers() -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import KeyedJaggedTensor
 
 from tests.conftest import REPO
-from tests.unit.trainer.models.test_recommender import CPU, POOLED, make_batch, make_spec
+from tests.harness.small_model import plain_batch
+from tests.unit.trainer.models.test_recommender import CPU, POOLED, jagged, make_batch, make_spec
 from trainer import failures
-from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, WorkerFailure
 from trainer.models.networks import build_model
 from trainer.models.user_module import UserRecommender, load_class
@@ -27,6 +26,7 @@ from trainer.training.worker import named_failures
 
 EXAMPLES = REPO / "examples"
 TASK = TaskSpec(name="rating", loss="mse")
+Write = Callable[[str, str], None]
 
 SOURCE = """
 from torch import nn
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Write a file of user code that can be imported for one test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
@@ -84,9 +84,7 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_class_of_the_users_trains_in_the_place_of_ours(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_class_of_the_users_trains_in_the_place_of_ours(write: Write) -> None:
     write("own_a/__init__.py", "")
     write("own_a/net.py", SOURCE)
     spec = spec_of("own_a.net:Net")
@@ -140,9 +138,7 @@ def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, 
     assert said in str(caught.value)
 
 
-def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
-    write: Callable[[str, str], None],
-) -> None:
+def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(write: Write) -> None:
     write(
         "own_b.py",
         SOURCE.replace("errors =", "deeper(batch)\n        errors =")
@@ -177,7 +173,7 @@ def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
     ],
 )
 def test_code_that_cannot_be_built_is_the_users_failure(
-    write: Callable[[str, str], None], source: str, said: str
+    write: Write, source: str, said: str
 ) -> None:
     write("own_c.py", source)
     with pytest.raises(UserCodeError) as caught:
@@ -225,9 +221,7 @@ def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None
     assert caught.value.reason == failures.WORKERS_LOST
 
 
-def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> None:
     write(
         "own_j.py",
         "import torch\n\nclass Twice(torch.autograd.Function):\n"
@@ -290,7 +284,7 @@ def with_dynamic_ids(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"embedding_tables": tables})
 
 
-def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
+def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
     write("own_f.py", BAGS)
     build_model(spec_of("own_f:Net"), CPU)
     with pytest.raises(UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4\), "):
@@ -299,9 +293,7 @@ def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], 
         build_model(spec_of("own_f:Without"), CPU)
 
 
-def test_a_dynamic_table_in_a_plain_collection_is_refused(
-    write: Callable[[str, str], None],
-) -> None:
+def test_a_dynamic_table_in_a_plain_collection_is_refused(write: Write) -> None:
     write("own_g.py", BAGS)
     with pytest.raises(UserCodeError, match=r"'tags', 'users' \(dynamic\) must lie in"):
         build_model(with_dynamic_ids(spec_of("own_g:Net")), CPU)
@@ -314,16 +306,9 @@ def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> 
     overrides = [f"embedding_tables[{i}].num_embeddings=11" for i in range(6)]
     spec = load_spec((EXAMPLES / "movielens-module.yaml").read_text(), overrides)
     model = filled(build_model(spec, CPU))
-    names = [feature.name for feature in spec.pooled_features]
-    empty = torch.zeros(3 * len(names), dtype=torch.int32)
-    no_ids = torch.zeros(0, dtype=torch.int64)
-    batch = Batch(
-        dense=torch.rand(3, len(spec.dense_features)),
-        sparse=KeyedJaggedTensor(keys=names, values=no_ids, lengths=empty),
-        **dict.fromkeys(("label", "label_offset", "label_scale"), torch.ones(3, 1)),
-        weight=torch.tensor([1.0, 1.0, 0.0]),
-    )
-    loss, outputs = model(batch)
+    sparse = jagged({feature.name: [[], [], []] for feature in spec.pooled_features})
+    dense = torch.rand(3, len(spec.dense_features))
+    loss, outputs = model(plain_batch(dense, sparse, torch.ones(3, 1)))
     loss.backward()
     assert outputs.shape == (3, 1)
     assert model.network.movie_tower[0].weight.grad is not None

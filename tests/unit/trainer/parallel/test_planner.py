@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
-from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.unit.trainer.spec.test_spec import minimal
 from trainer.parallel.mesh import ranks_per_host
 from trainer.parallel.planner import (
     Bandwidths,
-    MeasuredBandwidths,
     PlanError,
     median_bandwidths,
     obstacle,
@@ -24,7 +22,6 @@ from trainer.parallel.planner import (
     place_plan,
     table_constraints,
     table_plans,
-    uses_node_groups,
 )
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -62,26 +59,14 @@ def test_types_that_split_over_a_host_need_equal_hosts_and_enough_rows(sharding_
     assert "5 rows" in (obstacle(sharding_type, table, spec, ranks_per_host=4) or "")
 
 
-def test_impossible_types_are_left_out_while_others_are_allowed() -> None:
+def test_impossible_types_are_left_out_and_a_table_without_any_other_is_refused() -> None:
     spec = _spec(4, 3, sharding_types=["row_wise", "table_wise", "table_row_wise"])
-    constraints = table_constraints(spec, ranks_per_host=None)["movies"]
-    assert constraints.sharding_types == ["table_wise"]
-
-
-def test_a_table_without_any_possible_type_is_refused_by_name_with_each_reason() -> None:
+    assert table_constraints(spec, ranks_per_host=None)["movies"].sharding_types == ["table_wise"]
     spec = _spec(4, 3, sharding_types=["row_wise", "grid_shard"])
     with pytest.raises(PlanError) as error:
         table_constraints(spec, ranks_per_host=None)
     for part in ("'movies'", "row_wise would leave", "grid_shard needs", "Add table_wise"):
         assert part in str(error.value)
-
-
-def test_constraints_carry_what_the_spec_knows_of_a_table() -> None:
-    spec = _spec(sharding_types=["column_wise"], min_partition=4, pooling_factor=7.5)
-    constraints = table_constraints(spec, ranks_per_host=4)["movies"]
-    assert constraints.min_partition == 4
-    assert constraints.pooling_factors == [7.5, 7.5]  # one for each feature of the table
-    assert constraints.is_weighted
 
 
 def _plan(sharding_type: str, shards: list[ShardMetadata] | None) -> ShardingPlan:
@@ -126,12 +111,6 @@ def test_a_placed_plan_is_a_copy_on_the_ranks_of_a_group() -> None:
     assert plan.plan["tables"]["movies"].ranks == [0, 1]
 
 
-def test_only_types_that_split_over_a_host_use_its_groups() -> None:
-    assert uses_node_groups(_plan("grid_shard", _halves()))
-    assert uses_node_groups(_plan("table_row_wise", _halves()))
-    assert not uses_node_groups(_plan("row_wise", _halves()))
-
-
 HOSTS = st.lists(st.sampled_from("abc"), max_size=9)
 
 
@@ -156,10 +135,3 @@ def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() ->
     assert ranks_per_host(["abcd"]) == 1
     assert ranks_per_host(["aab"]) is None
     assert ranks_per_host(["aaaa", "bbcc"]) is None
-
-
-def test_a_collective_within_a_host_is_reckoned_at_its_own_speed() -> None:
-    bandwidths = MeasuredBandwidths(intra_host=8.0, inter_host=2.0)
-    for kind in (CollectiveType.ALL_TO_ALL, CollectiveType.ALL_REDUCE):
-        assert bandwidths.get_bw(4, 4, kind) == 8.0
-        assert bandwidths.get_bw(2, 4, kind) == 2.0

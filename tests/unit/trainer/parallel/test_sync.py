@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.trainer.spec.test_spec import minimal
 from trainer.parallel.collectives import Block, batches, pairwise_mean
-from trainer.parallel.sync import OverflowWarning, apply_difference, is_sync_step, mode_for
-from trainer.spec.parallelism import SyncSpec
-from trainer.spec.training import SparseOptimizerSpec
+from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync
+from trainer.spec import validate_spec
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -20,14 +20,6 @@ def test_the_mean_of_equal_values_is_that_value_for_powers_of_two(
 ) -> None:
     value = torch.tensor(values)
     assert torch.equal(pairwise_mean(value.expand(num_copies, -1)), value)
-
-
-@given(st.integers(1, 9), st.integers(0, 2**31))
-def test_means_are_right_to_a_few_roundings(num_copies: int, seed: int) -> None:
-    parts = torch.randn(num_copies, 50, generator=torch.Generator().manual_seed(seed))
-    exact = parts.double().mean(dim=0)
-    bound = parts.abs().double().sum(dim=0) / num_copies * 2.0**-24 * 5
-    assert bool(((pairwise_mean(parts).double() - exact).abs() <= bound).all())
 
 
 def test_a_mean_depends_on_its_own_values_alone() -> None:
@@ -122,21 +114,19 @@ def test_the_base_of_a_split_block_is_split_with_it() -> None:
         assert torch.equal(part.base.view(-1), rows / 2)
 
 
-def test_syncs_come_every_so_many_steps_counted_from_one() -> None:
-    spec = SyncSpec(every_steps=3)
-    assert [step for step in range(1, 10) if is_sync_step(step, spec)] == [3, 6, 9]
-
-
 def test_weight_decay_makes_every_sync_full_and_says_what_to_change() -> None:
+    def used(mode: str, **optimizer: object) -> tuple[str, list[str]]:
+        document = minimal() | {"optimizer": {"sparse": optimizer}}
+        document["parallelism"] = document["parallelism"] | {"sync": {"mode": mode}}
+        told: list[str] = []
+        return exact_sync(validate_spec(document), told.append).mode, told
+
     for name in ("sgd", "adagrad", "row_wise_adagrad"):
-        optimizer = SparseOptimizerSpec.model_validate({"name": name})
-        assert mode_for(SyncSpec(mode="touched_rows"), optimizer) == ("touched_rows", None)
-    decayed = SparseOptimizerSpec(weight_decay=0.01)
-    mode, warning = mode_for(SyncSpec(mode="touched_rows"), decayed)
+        assert used("touched_rows", name=name) == ("touched_rows", [])
+    mode, (warning,) = used("touched_rows", weight_decay=0.01)
     assert mode == "full"
-    assert warning is not None
     assert "optimizer.sparse.weight_decay (0.01)" in warning
-    assert mode_for(SyncSpec(mode="full"), decayed) == ("full", None)
+    assert used("full", weight_decay=0.01) == ("full", [])
 
 
 def test_overflows_are_told_at_the_first_tenth_and_hundredth_sync() -> None:

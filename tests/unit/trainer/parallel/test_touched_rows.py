@@ -7,14 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_model import FusedKernel, fused_kernel, shards_of
 from trainer.parallel.model import TableShard
 from trainer.parallel.touched_rows import (
     RowBase,
@@ -30,24 +27,14 @@ TABLE_ROWS = (5, 12, 1)
 FEATURE_TABLES = (0, 1, 1, 2)  # features 1 and 2 share a table
 
 
-def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> SplitTableBatchedEmbeddingBagsCodegen:
-    kernel = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in TABLE_ROWS],
+def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> FusedKernel:
+    return fused_kernel(
+        TABLE_ROWS,
         feature_table_map=list(FEATURE_TABLES),
         pooling_mode=pooling,
         optimizer=EmbOptimType.EXACT_ADAGRAD,
         learning_rate=0.1,
     )
-    kernel.init_embedding_weights_uniform(-1, 1)
-    return kernel
-
-
-def _shards(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> list[TableShard]:
-    weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
-    return [
-        TableShard(f"table_{i}", kernel, i, weight, dict(state), 0, 0)
-        for i, (weight, state) in enumerate(zip(weights, states, strict=True))
-    ]
 
 
 Bags = list[list[list[int]]]  # ids of each bag of each feature
@@ -63,7 +50,7 @@ def bags(draw: st.DrawFn) -> Bags:
     ]
 
 
-def _lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, found: Bags) -> torch.Tensor:
+def _lookup(kernel: FusedKernel, found: Bags) -> torch.Tensor:
     flat = [bag for feature in found for bag in feature]
     lengths = torch.tensor([0, *(len(bag) for bag in flat)])
     indices = torch.tensor([index for bag in flat for index in bag], dtype=torch.int64)
@@ -81,22 +68,22 @@ def _expected(found: Bags) -> set[int]:
 
 
 @pytest.fixture(scope="module", params=[PoolingMode.SUM, PoolingMode.NONE], ids=["bags", "rows"])
-def kernel(request: pytest.FixtureRequest) -> SplitTableBatchedEmbeddingBagsCodegen:
+def kernel(request: pytest.FixtureRequest) -> FusedKernel:
     """A kernel of pooled and one of unpooled lookups."""
     return _kernel(request.param)
 
 
 @pytest.fixture(scope="module")
-def touched(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> Iterator[TouchedRows]:
+def touched(kernel: FusedKernel) -> Iterator[TouchedRows]:
     """The tracker of both kernels' rows."""
-    tracker = TouchedRows(RowNumbers(_shards(kernel), CPU))
+    tracker = TouchedRows(RowNumbers(shards_of(kernel), CPU))
     yield tracker
     tracker.close()
 
 
 @given(found=bags())
 def test_exactly_the_rows_looked_up_are_marked(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, touched: TouchedRows, found: Bags
+    kernel: FusedKernel, touched: TouchedRows, found: Bags
 ) -> None:
     touched.clear()
     _lookup(kernel, found)
@@ -105,7 +92,7 @@ def test_exactly_the_rows_looked_up_are_marked(
 
 def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
     kernel = _kernel()
-    touched = TouchedRows(RowNumbers(_shards(kernel), CPU))
+    touched = TouchedRows(RowNumbers(shards_of(kernel), CPU))
     with torch.no_grad():  # Lookups without training mark nothing.
         _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
     kernel.eval()
@@ -123,7 +110,7 @@ def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
 
 def test_marked_rows_are_all_that_a_backward_pass_changes() -> None:
     kernel = _kernel()
-    shards = _shards(kernel)
+    shards = shards_of(kernel)
     touched = TouchedRows(RowNumbers(shards, CPU))
     before = torch.cat([shard.weight.clone() for shard in shards])
     _lookup(kernel, [[[1, 1]], [[2]], [[3]], [[]]]).sum().backward()
@@ -133,7 +120,7 @@ def test_marked_rows_are_all_that_a_backward_pass_changes() -> None:
 
 
 def test_rows_are_numbered_shard_by_shard() -> None:
-    numbers = RowNumbers(_shards(_kernel()), CPU)
+    numbers = RowNumbers(shards_of(_kernel()), CPU)
     rows = torch.tensor([0, 4, 17])
     found = {shard.table: local.tolist() for shard, local in numbers.by_shard(rows)}
     assert found == {"table_0": [0, 4], "table_2": [0]}
@@ -150,9 +137,9 @@ def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
 
 
 def _with_bases(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen,
+    kernel: FusedKernel,
 ) -> tuple[list[TableShard], RowBase]:
-    shards = _shards(kernel)
+    shards = shards_of(kernel)
     numbers = RowNumbers(shards, CPU)
     bases = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
     TouchedRows(numbers, bases.save)

@@ -25,12 +25,13 @@ from service.backends.kuberay.manifest import (
     size_of,
 )
 from service.errors import SubmissionRefused
+from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
 from tests.harness.kuberay import ATTEMPT, OPTIONS, group, need, submission, template
 from tests.unit.k8s.rendering import GPU_VARIANTS, ray_cluster
-from tests.unit.k8s.schemas import CRDS, check_kubernetes, check_ray_job
 
 needs_crds = pytest.mark.skipif(
-    not CRDS.exists(), reason="the CRD schemas of KubeRay (../shared/kuberay-crds) are not here"
+    not CRD_FOLDER.exists(),
+    reason="the CRD schemas of KubeRay (../shared/kuberay-crds) are not here",
 )
 
 
@@ -62,9 +63,9 @@ def test_overlays_give_rayjobs_that_are_valid(variant: str) -> None:
     sent = submission(min_workers=4, max_workers=8, device=device, queue="ads", deadline_s=60)
     sent = replace(sent, code_uris=("file:///runs/job/code/a.zip",))
     made = rayjob_of(sent, ray_cluster(variant), OPTIONS)
-    check_ray_job(made)
+    crd_validator("rayjobs.ray.io", "v1").validate(made)
     made["metadata"]["uid"] = "1-2-3"
-    check_kubernetes(secret_of(sent, made, OPTIONS), "1.32")
+    built_in_validator("v1", "Secret", "1.32").validate(secret_of(sent, made, OPTIONS))
 
 
 def test_kuberay_retries_nothing_and_takes_the_cluster_down() -> None:

@@ -41,7 +41,6 @@ FAULTS = (OSError, DataError)
 DAMAGED_PREFIX = "damaged-"
 _DAMAGED_MARKER = "COMMIT.damaged.json"
 _PROBE = ".probe"
-_READ_BYTES = 8 * 1024 * 1024
 _CHECKSUM = "sha256"
 
 
@@ -105,23 +104,9 @@ def record_of(folder: Folder, name: str) -> FileRecord | None:
     if isinstance(folder, Path):
         path = folder / name
         return file_record(path) if path.exists() else None
-    digest, size_bytes = hashlib.sha256(), 0
     try:
-        with (folder / name).open_input() as stream:
-            while content := stream.read(_READ_BYTES):
-                digest.update(content)
-                size_bytes += len(content)
+        return FileRecord(*(folder / name).size_and_sha256())
     except SourceMissingError:
-        return None
-    return FileRecord(size_bytes, digest.hexdigest())
-
-
-def size_of(folder: Folder, name: str) -> int | None:
-    """Size of a file in bytes; None where there is none."""
-    file = folder / name
-    try:
-        return file.stat().st_size if isinstance(file, Path) else file.size_bytes()
-    except (FileNotFoundError, SourceMissingError):
         return None
 
 

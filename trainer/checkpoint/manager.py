@@ -270,8 +270,7 @@ class CheckpointManager:
         return found
 
     def _clean_up(self) -> None:
-        save_load.remove_uncommitted(self._folder, self._is_garbage)
-        for folder in save_load.list_with_bad_marker(self._folder):
+        for folder in save_load.remove_uncommitted(self._folder, self._is_garbage):
             self._set_aside(folder)
 
     def _is_superseded(self, name: str) -> bool:

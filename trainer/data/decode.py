@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
-from trainer.data.transforms import DenseRule, IdEncoder, dense_rule_of, encoder_of
+from trainer.data.transforms import IdEncoder, dense_values, encoder_of
 from trainer.errors import BadValueError, ColumnError, DataError, TableTooSmallError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
-
-AS_IT_IS = DenseRule()
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class InputColumn:
 
     `num_ids` says how many ids there may be (0: the column holds numbers, not ids), and `encoder`
     makes them where the column holds raw values. Of a sequence only the last `max_length` ids
-    count; `weights` is the column of the ids' weights, if any. `rule` is for dense features.
+    count; `weights` is the column of the ids' weights, if any. `dense` says how numbers change.
     """
 
     field: str
@@ -39,7 +37,12 @@ class InputColumn:
     max_length: int | None = None
     weights: InputColumn | None = None
     encoder: IdEncoder | None = None
-    rule: DenseRule = AS_IT_IS
+    dense: FeatureSpec | None = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a number takes the place of null and NaN."""
+        return self.dense is not None and self.dense.missing is not None
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
     inputs = {
         feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
         if feature.table
-        else InputColumn(
-            f"features[{index}].column", feature.source_column, rule=dense_rule_of(feature)
-        )
+        else InputColumn(f"features[{index}].column", feature.source_column, dense=feature)
         for index, feature in enumerate(spec.features)
     }
     return RowLayout(
@@ -322,9 +323,9 @@ class _Columns:
         return np.where(is_bad, values.dtype.type(safe), values)
 
     def numbers(self, column: InputColumn) -> FloatArray:
-        """A dense column as float32 by its rule, without null, NaN or infinity."""
-        array = self._array(column, may_be_null=column.rule.missing is not None)
-        values = column.rule.apply(array)
+        """A column of numbers as float32, without null, NaN or infinity."""
+        array = self._array(column, may_be_null=column.is_replaced)
+        values = dense_values(array, column.dense)
         return self.refuse(~np.isfinite(values), values, column, "a finite number")
 
     def ids(self, column: InputColumn) -> tuple[IntArray, IntArray | None]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
+from trainer.errors import TooFewRowsError
 from trainer.protocol.run_dir import write_whole
 
 Span = tuple[int, int]
@@ -120,10 +121,13 @@ class BatchShape:
         """Rows that one step takes on all ranks together, but for the last of an epoch."""
         return self.world_size * self.batch_size
 
-    @property
-    def fills_a_step(self) -> bool:
-        """Whether there are rows enough for one whole step."""
-        return self.num_rows >= self.rows_per_step
+    def check(self, folder: Path) -> None:
+        """Raise `TooFewRowsError` where the rows, those of `folder`, fill no step."""
+        if self.num_rows < self.rows_per_step:
+            raise TooFewRowsError(
+                f"{folder} has {self.num_rows} rows, fewer than one step takes ({self.world_size} "
+                f"workers x data.batch_size {self.batch_size}); lower either"
+            )
 
     @property
     def steps_per_epoch(self) -> int:

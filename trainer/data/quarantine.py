@@ -51,17 +51,18 @@ class FaultLog:
 class FaultMarks:
     """The bad ones of some rows; a row keeps the first fault that is found in it."""
 
-    def __init__(self, num_rows: int, log: FaultLog, files_of: FilesOf) -> None:
-        """`files_of` sorts row numbers by file."""
-        self.faults: FaultArray = np.zeros(num_rows, dtype=np.int32)
+    def __init__(self, rows: IntArray, log: FaultLog, files_of: FilesOf) -> None:
+        """`rows` are numbers over all files, which `files_of` sorts by file."""
+        self.faults: FaultArray = np.zeros(len(rows), dtype=np.int32)
+        self._rows = rows
         self._log = log
         self._files_of = files_of
 
-    def add(self, rows: IntArray, reason: str) -> None:
-        """Mark `rows`, which may repeat."""
-        fresh = np.unique(rows[self.faults[rows] == 0])
-        for path, found in self._files_of(fresh):
-            self.faults[found] = self._log.code(str(path), reason)
+    def add(self, places: IntArray, reason: str) -> None:
+        """Mark places in the rows, which may repeat."""
+        fresh = np.unique(places[self.faults[places] == 0])
+        for path, found in self._files_of(self._rows[fresh]):
+            self.faults[fresh[found]] = self._log.code(str(path), reason)
 
 
 class BadRowLimit:

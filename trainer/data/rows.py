@@ -100,16 +100,14 @@ class SparseIds:
         lists = tuple(lists.slice(first, stop) for lists in self.lists)
         return SparseIds(self.is_single, self.singles[first:stop], lists)
 
-    def first(self, count: int) -> SparseIds:
-        singles = sum(self.is_single[:count])
-        lists = self.lists[: count - singles]
-        return SparseIds(self.is_single[:count], self.singles[:, :singles], lists)
-
-    def after(self, count: int) -> SparseIds:
-        """The features after the first `count`."""
-        singles = sum(self.is_single[:count])
-        lists = self.lists[count - singles :]
-        return SparseIds(self.is_single[count:], self.singles[:, singles:], lists)
+    def split(self, count: int) -> tuple[SparseIds, SparseIds]:
+        """The first `count` features, and those after them."""
+        kinds, singles = self.is_single, sum(self.is_single[:count])
+        lists = count - singles
+        return (
+            SparseIds(kinds[:count], self.singles[:, :singles], self.lists[:lists]),
+            SparseIds(kinds[count:], self.singles[:, singles:], self.lists[lists:]),
+        )
 
     def packed(self) -> IntArray:
         """All ids, feature by feature."""

@@ -166,6 +166,13 @@ class FeatureSpec(SpecModel):
         return self.hashing or self.vocabulary or self.bucketize
 
     @property
+    def num_ids(self) -> int | None:
+        """How many ids the encoding makes; None where the spec alone does not tell."""
+        if self.hashing and self.hashing.num_buckets != "auto":
+            return self.hashing.num_buckets
+        return self.bucketize.num_ids if self.bucketize else None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether the feature is looked up in an embedding table."""
         return self.type != "dense"

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.data import reader
 from trainer.data.manifest import load_manifest
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
@@ -78,6 +79,12 @@ def make_spec(prepared) -> Callable[..., JobSpec]:
         return size_tables(validate_spec(base | document), load_manifest(prepared).vocab_sizes)
 
     return make
+
+
+@pytest.fixture(params=[0, 2**30], ids=["windows", "whole"])
+def read_both_ways(request, monkeypatch) -> None:
+    """Splits are decoded window by window, then whole."""
+    monkeypatch.setattr(reader, "CACHE_BYTES", request.param)
 
 
 @pytest.fixture

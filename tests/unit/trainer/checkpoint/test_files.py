@@ -22,7 +22,6 @@ from trainer.checkpoint.manager import TrainState, state_of
 from trainer.checkpoint.save_load import (
     CommittedCheckpoint,
     list_committed,
-    list_with_bad_marker,
     remove_uncommitted,
     superseded,
 )
@@ -73,7 +72,7 @@ def test_a_marker_with_a_flipped_bit_is_as_good_as_none(place: float, bit: int) 
         content[int(place * len(content))] ^= 1 << bit
         (path / COMMIT_MARKER).write_bytes(content)
         assert read_commit(path) is None
-        assert list_with_bad_marker(Path(folder)) == [path]
+        assert remove_uncommitted(Path(folder)) == [path]
 
 
 def test_a_marker_of_an_early_version_is_read(tmp_path: Path) -> None:

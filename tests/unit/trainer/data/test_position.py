@@ -25,6 +25,7 @@ from trainer.data.position import (
     without,
 )
 from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.errors import TooFewRowsError
 
 SHAPES = st.builds(
     BatchShape,
@@ -166,7 +167,8 @@ def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():
 def test_a_step_may_have_fewer_rows_than_ranks():
     shape = BatchShape(num_rows=2, world_size=3, batch_size=8)
     assert shares(step_rows(DataPosition(), shape), shape) == [[], [0], [1]]
-    assert not shape.fills_a_step
+    with pytest.raises(TooFewRowsError, match=r"3 workers x data\.batch_size 8"):
+        shape.check(Path("train"))
 
 
 CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)), max_size=12)

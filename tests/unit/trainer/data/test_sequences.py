@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from trainer.data import reader
 from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
 from trainer.data.reader import RowReader, open_source
 from trainer.errors import BadValueError, ColumnError
@@ -123,12 +124,12 @@ def test_every_part_of_a_batch_is_pinned_and_kept_for_a_stream() -> None:
     assert pinned.sequences is None
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 2**30])
-def test_sequences_and_weights_span_windows(prepared, spec_of, cache_bytes) -> None:
+@pytest.mark.usefixtures("read_both_ways")
+def test_sequences_and_weights_span_windows(prepared, spec_of, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 128)
     spec = spec_of(WEIGHTED, SEQUENCE)
-    source = open_source(spec, prepared / "train")
-    reader = RowReader(source, spec, shuffle=False, cache_bytes=cache_bytes, window_rows=128)
-    batch = make_batch(reader.read(0, [(100, 400)]), spec)
+    rows = RowReader(open_source(spec, prepared / "train"), spec, shuffle=False)
+    batch = make_batch(rows.read(0, [(100, 400)]), spec)
     rows = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
     wanted = [ids[-LIMIT:] for ids in rows["history_liked"].to_list()]
     assert lists_of(batch.sequences["liked"]) == wanted
@@ -190,7 +191,7 @@ def test_an_ill_typed_column_is_named_by_its_spec_field(
         open_source(spec_of(feature, tables=tables), prepared / "train")
 
 
-def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> None:
+def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path, monkeypatch) -> None:
     """Not one id in a whole batch, pooled or in sequence, weighted or not."""
     table = pq.read_table(prepared / "train" / "part-00000.parquet")
     for name in ("genres", "history_liked", "history_movies", "history_ratings"):
@@ -200,7 +201,8 @@ def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> N
     pq.write_table(table, tmp_path / "part.parquet", row_group_size=100)
     spec = spec_of(GENRES, WEIGHTED, SEQUENCE, batch_size=64)
     source = open_source(spec, tmp_path)
-    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as made:
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)
+    with TrainBatches(source, spec, 0, 1) as made:
         batches = [batch for batch, _ in made]
     assert sum(batch.weight.sum() for batch in batches) == len(table)
     for batch in batches:

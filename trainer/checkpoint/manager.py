@@ -325,7 +325,7 @@ def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
     if written is None or written == row_order:
         return state
     start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
-    if start.num_rows or start.later:
+    if start.row or start.done or start.later:
         raise CheckpointMismatch(
             f"the training data has changed since the checkpoint at step {commit.step} (files, row "
             f"groups or order; {written.num_rows:,} rows then, {row_order.num_rows:,} now), and "

@@ -258,9 +258,6 @@ class _ReadAhead(ABC, Generic[Given]):
         self._ahead.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __enter__(self) -> Self:
         return self
 
@@ -268,7 +265,7 @@ class _ReadAhead(ABC, Generic[Given]):
         self.close()
 
 
-class TrainBatches(_ReadAhead[DataPosition]):
+class TrainBatches(_ReadAhead[DataPosition], Iterator[tuple[Batch, DataPosition]]):
     """Batches of one rank for `spec.training.epochs` epochs; gives (batch, position after it)."""
 
     def __init__(
@@ -299,7 +296,7 @@ class TrainBatches(_ReadAhead[DataPosition]):
         return _Step(start.epoch, step_rows(start, self.shape), self._position)
 
 
-class LeaseBatches(_ReadAhead[Lease]):
+class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
     """Batches of the leases submitted so far, in that order.
 
     Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases

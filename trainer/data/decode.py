@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -210,7 +210,7 @@ def decode(
     found, lists, start = _undecoded(layout, len(table)), [], 0
     of_lists = [column for column in layout.sparse if column.is_list]
     # Part by part as they were read: joining a column's parts first would copy each value twice.
-    for part in table.to_batches():
+    for part in table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]:
         columns = _Columns(part, start, locate, marks)
         _fill(found.slice(start, start + len(part)), columns, layout)
         lists.append([_id_lists(columns, column) for column in of_lists])
@@ -218,18 +218,8 @@ def decode(
     faults = None if marks is None else marks.faults
     if faults is not None:
         found.row_weight[faults > 0] = 0
-    joined = tuple(
-        _joined([part[place] for part in lists], column) for place, column in enumerate(of_lists)
-    )
+    joined = tuple(concat_lists(parts) for parts in zip(*lists, strict=True))
     return replace(found, sparse=replace(found.sparse, lists=joined), faults=faults)
-
-
-def _joined(parts: Sequence[IdLists], column: InputColumn) -> IdLists:
-    """The lists of all parts; those of a table without rows have weights too, if any have."""
-    found = concat_lists(parts)
-    if column.weights is None or found.weights is not None:
-        return found
-    return replace(found, weights=np.empty(0, np.float32))
 
 
 def _undecoded(layout: RowLayout, num_rows: int) -> Rows:

@@ -173,16 +173,14 @@ class RowReader:
     `data.max_bad_share` of an epoch's; more are `TooManyBadRowsError`. Else they raise.
     """
 
-    def __init__(
-        self, source: ParquetSource, spec: JobSpec, *, shuffle: bool | None = None
-    ) -> None:
-        """`shuffle` is by default as the spec says."""
+    def __init__(self, source: ParquetSource, spec: JobSpec, *, shuffle: bool = True) -> None:
+        """Rows are shuffled where the spec says so, too."""
         self.fault_log = FaultLog() if spec.data.on_bad_rows == "quarantine" else None
         self._limit = BadRowLimit(source.num_rows, spec.data.max_bad_share)
         self._layout = layout_of(spec)
         check_schema(self._layout, source.schema, source.folder)
         self._source = source
-        self._order_of = _order_of(source, spec, spec.data.shuffle if shuffle is None else shuffle)
+        self._order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._everything: Rows | None = None
         self._epoch = -1

@@ -158,14 +158,13 @@ def concat_ids(parts: Sequence[SparseIds]) -> SparseIds:
 
 
 def concat_lists(parts: Sequence[IdLists]) -> IdLists:
-    """Lists of several parts, one after the other; of no parts, those of no rows."""
+    """Lists of several parts, one after the other; all or none have weights."""
     if len(parts) == 1:
         return parts[0]
-    nothing = np.empty(0, np.int64)
     weights = [part.weights for part in parts if part.weights is not None]
     return IdLists(
-        ids=np.concatenate([nothing, *(part.ids for part in parts)]),
-        offsets=offsets_of(np.concatenate([nothing, *(part.lengths for part in parts)])),
+        ids=np.concatenate([part.ids for part in parts]),
+        offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
         weights=np.concatenate(weights) if weights else None,
     )
 

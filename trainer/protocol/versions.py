@@ -37,10 +37,9 @@ class Mismatch:
     @property
     def message(self) -> str:
         """What is wrong and how to mend it."""
-        state = f"{self.package} {self.found} is installed" if self.found else "is missing"
-        subject = state if self.found else f"{self.package} {state}"
+        state = f"{self.found} is installed" if self.found else "is missing"
         return (
-            f"{subject}, {self.wanted} is needed: run `make setup`, or "
+            f"{self.package} {state}, {self.wanted} is needed: run `make setup`, or "
             "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
         )
 

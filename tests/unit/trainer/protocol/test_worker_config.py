@@ -55,9 +55,7 @@ def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
     for text in (repr(secrets), str(secrets), f"{[secrets]}"):
         assert "hunter2" not in text
         assert "PASSWORD" in text
-    environment: dict[str, str] = {}
-    pickle.loads(pickle.dumps(secrets)).set_in(environment)
-    assert environment == {"PASSWORD": "hunter2"}
+    assert pickle.loads(pickle.dumps(secrets)).values == {"PASSWORD": "hunter2"}
 
 
 def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:

@@ -68,19 +68,24 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     assert batch.weight.tolist() == [1.0] * 8
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (3, 16), (4, 64), (2, 500)])
-def test_an_epoch_over_all_ranks_takes_each_row_once(
-    prepared, make_spec, train, world_size, batch_size
+def test_every_row_counts_once_over_all_ranks_in_equally_many_full_batches(
+    prepared, make_spec, split, world_size, batch_size
 ):
     spec, taken, counts = make_spec(batch_size=batch_size), Counter(), set()
+    source = open_source(spec, prepared / split)
     for rank in range(world_size):
-        with TrainBatches(train, spec, rank, world_size) as batches:
-            own = [batch for batch, _ in batches]
+        if split == "validation":
+            own = list(validation_batches(source, spec, rank, world_size))
+        else:
+            with TrainBatches(source, spec, rank, world_size) as batches:
+                own = [batch for batch, _ in batches]
         assert {batch.num_rows for batch in own} == {batch_size}
         counts.add(len(own))
         taken.update(key for batch in own for key in keys_of(batch))
     assert len(counts) == 1
-    assert taken == keys_in_file(prepared, "train")
+    assert taken == keys_in_file(prepared, split)
 
 
 def test_epochs_differ_and_a_seed_repeats(make_spec, train):
@@ -93,23 +98,6 @@ def test_epochs_differ_and_a_seed_repeats(make_spec, train):
     assert len(once) == 2 * -(-train.num_rows // 600)
     assert once == again
     assert once[0] != once[half]
-
-
-def test_resuming_at_another_world_size_goes_on_where_the_first_run_stopped(make_spec, train):
-    def rows_of_step(position, world_size, batch_size):
-        rows = []
-        for rank in range(world_size):
-            spec = make_spec(batch_size=batch_size)
-            with TrainBatches(train, spec, rank, world_size, position) as batches:
-                batch, after = next(batches)
-            rows += keys_of(batch)
-        return rows, after
-
-    whole, _ = rows_of_step(DataPosition(), 1, 200)
-    first, position = rows_of_step(DataPosition(), 4, 25)
-    second, position = rows_of_step(position, 2, 50)
-    assert first + second == whole
-    assert position == DataPosition(0, 200)
 
 
 def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train, monkeypatch):
@@ -128,22 +116,6 @@ def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, tr
         )
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (4, 64)])
-def test_validation_counts_every_row_once_over_all_ranks(
-    prepared, make_spec, world_size, batch_size
-):
-    spec = make_spec(batch_size=batch_size)
-    source = open_source(spec, prepared / "validation")
-    counted, sizes = Counter(), []
-    for rank in range(world_size):
-        batches = list(validation_batches(source, spec, rank, world_size))
-        assert {batch.num_rows for batch in batches} == {batch_size}
-        sizes.append(len(batches))
-        counted.update(key for batch in batches for key in keys_of(batch))
-    assert len(set(sizes)) == 1
-    assert counted == keys_in_file(prepared, "validation")
-
-
 def test_closing_early_ends_the_thread(make_spec, train):
     batches = TrainBatches(train, make_spec(epochs=1000), rank=0, world_size=1)
     next(batches)
@@ -153,16 +125,6 @@ def test_closing_early_ends_the_thread(make_spec, train):
     assert list(batches) == []
 
 
-def test_a_batch_moves_to_a_device_whole_and_waiting_for_it_is_measured(make_spec, train):
-    with TrainBatches(train, make_spec(), rank=0, world_size=1) as batches:
-        assert batches.wait_s == 0
-        batch, _ = next(batches)
-        assert batches.wait_s > 0
-    moved = batch.to(torch.device("meta"))
-    devices = {moved.dense.device, moved.sparse.device(), moved.label.device, moved.weight.device}
-    assert {device.type for device in devices} == {"meta"}
-
-
 BINARY = {
     "dense_arch": {"layer_sizes": [4]},
     "over_arch": {"layer_sizes": [1]},
@@ -170,52 +132,25 @@ BINARY = {
 }
 
 
-def rated_as(prepared, tmp_path, labels):
-    """Copy the training part with the ratings of its second file replaced, those of others 1."""
-    folder = shutil.copytree(prepared / "train", tmp_path / "train")
-    for path in sorted(folder.iterdir()):
-        given = labels if path.name == "part-00001.parquet" else []
-        frame = pl.read_parquet(path)
-        stars = pl.Series("rating", given + [1.0] * (len(frame) - len(given)), pl.Float32)
-        frame.with_columns(stars).write_parquet(path)
-    return folder
-
-
-@pytest.fixture
-def binary_spec(prepared, make_spec):
-    """A function that makes a spec with a binary task; `label` adds to its label."""
-
-    def make(**label: str) -> JobSpec:
+def test_labels_are_0_or_1_after_offset_and_scale_with_bce(prepared, make_spec, tmp_path):
+    def epoch(labels: list[float], **label: str) -> set[float]:
+        folder = shutil.copytree(prepared / "train", tmp_path / "train", dirs_exist_ok=True)
+        for path in sorted(folder.iterdir()):
+            given = labels if path.name == "part-00001.parquet" else []
+            frame = pl.read_parquet(path)
+            stars = pl.Series("rating", given + [1.0] * (len(frame) - len(given)), pl.Float32)
+            frame.with_columns(stars).write_parquet(path)
         data = {"path": str(prepared), "batch_size": 16, "label": {"column": "rating"} | label}
-        return make_spec(data=data, model=BINARY)
+        spec = make_spec(data=data, model=BINARY)
+        with TrainBatches(open_source(spec, folder), spec, 0, 1) as batches:
+            return {label for batch, _ in batches for label in batch.label[:, 0].tolist()}
 
-    return make
-
-
-def test_labels_of_0_and_1_train_with_bce(prepared, binary_spec, tmp_path):
-    spec = binary_spec()
-    source = open_source(spec, rated_as(prepared, tmp_path, [0.0, 1.0, 0.0]))
-    with TrainBatches(source, spec, 0, 1) as batches:
-        labels = torch.cat([batch.label[:, 0] for batch, _ in batches])
-    assert set(labels.tolist()) == {0.0, 1.0}
-
-
-def test_another_label_is_refused_with_bce(prepared, binary_spec, tmp_path):
-    spec = binary_spec()
-    folder = rated_as(prepared, tmp_path, [0.0, 1.0, 0.5])
-    with (
-        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
-        pytest.raises(BadValueError, match=r"row 2, column 'rating': 0\.5 is not 0 or 1") as bad,
-    ):
-        list(batches)
-    assert bad.value.path == str(folder / "part-00001.parquet")
-    # The label counts after its offset and scale.
-    spec = binary_spec(offset_column="user_mean")
-    with (
-        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
-        pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"),
-    ):
-        list(batches)
+    assert epoch([0.0, 1.0, 0.0]) == {0.0, 1.0}
+    with pytest.raises(BadValueError, match=r"row 2, column 'rating': 0\.5 is not 0 or 1") as bad:
+        epoch([0.0, 1.0, 0.5])
+    assert bad.value.path == str(tmp_path / "train" / "part-00001.parquet")
+    with pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"):
+        epoch([0.0, 1.0, 0.0], offset_column="user_mean")
 
 
 def feature(name: str, kind: str, column: str) -> dict[str, str]:

@@ -143,11 +143,6 @@ def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
     assert sorted(done) == [(epoch, row) for epoch in range(2) for row in range(num_rows)]
 
 
-def test_a_checkpoint_from_before_tails_were_trained_goes_on_with_the_tail():
-    shape = BatchShape(num_rows=100, world_size=2, batch_size=16)
-    assert listed(step_rows(step_start(DataPosition(0, 96), shape), shape)) == [96, 97, 98, 99]
-
-
 def test_an_epoch_begins_where_groups_left_it():
     shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
     end = DataPosition(0, 10, later=((1, ((0, 2), (3, 5))),))

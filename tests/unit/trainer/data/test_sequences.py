@@ -95,7 +95,8 @@ def test_a_batch_without_one_kind_of_ids_moves_too(spec_of, first_batch) -> None
     assert moved.sequences.keys() == ["liked"]
     moved = first_batch(spec_of(WEIGHTED))[0].to(torch.device("meta"))
     assert moved.sequences is None
-    assert moved.sparse.weights().device.type == "meta"
+    parts = (moved.dense, moved.label, moved.weight, moved.sparse.values(), moved.sparse.weights())
+    assert {part.device.type for part in parts} == {"meta"}
 
 
 class Part:

@@ -154,23 +154,12 @@ def test_lines_are_kept_while_storage_refuses_them(outbox: Path) -> None:
     assert service.taken == {"driver": [0, 1, 2]}
 
 
-def test_a_service_that_contradicts_itself_is_not_asked_for_ever(outbox: Path) -> None:
-    requests = []
-
-    def refuse(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        return httpx.Response(409, json={"next_seq": 7})
-
-    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
-    poster_of(outbox, refuse).post_new()
-    assert len(requests) == 1
-
-
 ODD_ANSWERS = {
     "a proxy's page": httpx.Response(200, text="<html>sign in</html>"),
     "a redirect": httpx.Response(302, headers={"Location": "https://sign.in"}),
     "an acknowledgement without a number": httpx.Response(200, json={"stream": "driver"}),
     "an acknowledgement of nothing": httpx.Response(200, json={"next_seq": 0}),
+    "a conflict that contradicts itself": httpx.Response(409, json={"next_seq": 7}),
     "another conflict": httpx.Response(409, json={"code": "conflict"}),
     "a conflict that is a list": httpx.Response(409, json=[]),
     "a number below zero": httpx.Response(409, json={"next_seq": -1}),

@@ -27,7 +27,6 @@ from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,
     RunDir,
-    file_record,
     fsync_folder,
     write_whole,
 )
@@ -86,27 +85,11 @@ def is_folder(folder: Folder) -> bool:
     return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
 
 
-def has_marker(folder: Folder) -> bool:
-    """Whether a marker lies there, whole or not."""
-    return (folder / COMMIT_MARKER).exists()
-
-
 def read_file(folder: Folder, name: str) -> bytes | None:
     """A small file; None where there is none."""
     try:
         return (folder / name).read_bytes()
     except (FileNotFoundError, SourceMissingError):
-        return None
-
-
-def record_of(folder: Folder, name: str) -> FileRecord | None:
-    """Size and SHA-256 of a file as it lies there; None where there is none."""
-    if isinstance(folder, Path):
-        path = folder / name
-        return file_record(path) if path.exists() else None
-    try:
-        return FileRecord(*(folder / name).size_and_sha256())
-    except SourceMissingError:
         return None
 
 

@@ -64,14 +64,20 @@ class TrainState:
     @property
     def ledger(self) -> Ledger:
         """What groups go on from."""
-        return ledger_of(self.position, self.rows_trained, self.best).model_copy(
+        return ledger_of(self.position).model_copy(
             update={
+                "rows_trained": self.rows_trained,
+                "best": self.best,
                 "commit": self.commit,
                 "rows_skipped": self.rows_skipped,
                 "plateau": self.plateau,
                 "led": LeaderProgress(step=self.step, epoch=self.position.epoch),
             }
         )
+
+
+# What of a state a marker holds under the same name.
+_STORED = ("step", "rows_trained", "best", "commit", "rows_skipped", "plateau")
 
 
 @dataclass(frozen=True)
@@ -198,21 +204,16 @@ class CheckpointManager:
     def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
         layout = self._groups.layout
         return Commit(
-            step=state.step,
+            **{name: getattr(state, name) for name in _STORED},
             epoch=state.position.epoch,
             row=state.position.row,
-            rows_trained=state.rows_trained,
             world_size=layout.world_size,
             shard_group_size=layout.shard_group_size,
             placement=layout.placement,
             time=time.time(),
             is_best=is_best,
-            best=state.best,
-            plateau=state.plateau,
             moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
-            commit=state.commit,
-            rows_skipped=state.rows_skipped,
             open_epochs=state.ledger.open_epochs,
             row_order=self._row_order,
         )
@@ -303,15 +304,7 @@ def state_of(commit: Commit) -> TrainState:
     position = DataPosition(epoch=commit.epoch, row=commit.row)
     if commit.open_epochs:
         position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
-    return TrainState(
-        step=commit.step,
-        position=position,
-        rows_trained=commit.rows_trained,
-        best=commit.best,
-        commit=commit.commit,
-        rows_skipped=commit.rows_skipped,
-        plateau=commit.plateau,
-    )
+    return TrainState(position=position, **{name: getattr(commit, name) for name in _STORED})
 
 
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:

@@ -37,16 +37,14 @@ from trainer.checkpoint.files import (
     Folder,
     explain,
     find_folders,
-    has_marker,
     make_writable,
     read_commit,
-    record_of,
     remove_folder,
     write_marker,
 )
 from trainer.checkpoint.remote_io import RemoteWriter, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
-from trainer.protocol.run_dir import FileRecord, file_record
+from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
 from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
@@ -128,7 +126,7 @@ def remove_uncommitted(
     """
     damaged = []
     for folder in find_folders(checkpoints_dir):
-        if not has_marker(folder):
+        if not (folder / COMMIT_MARKER).exists():
             if is_garbage(folder.name):
                 remove_folder(folder)
         elif read_commit(folder) is None:
@@ -262,9 +260,12 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
 
 def matches(folder: Folder, name: str, record: FileRecord) -> bool:
     """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
+    file = folder / name
     try:
-        return record_of(folder, name) == record
-    except OSError:
+        if isinstance(file, Path):
+            return file_record(file) == record
+        return FileRecord(*file.size_and_sha256()) == record
+    except (OSError, SourceMissingError):
         return False
 
 

@@ -116,28 +116,18 @@ class Batch:
 
 def make_batch(rows: Rows, spec: JobSpec) -> Batch:
     """Rows as tensors, all of which count."""
-    return _wrap(rows, BatchKeys.of(spec))
+    return _wrap(rows, BatchKeys(spec))
 
 
-@dataclass(frozen=True)
 class BatchKeys:
     """Names of a spec's sparse features, looked up once and not for each batch."""
 
-    pooled: list[str]
-    sequences: list[str]
-    is_weighted: bool
-    has_weighted_sequences: bool
-    dynamic: frozenset[str]
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> BatchKeys:
-        return cls(
-            pooled=[feature.name for feature in spec.pooled_features],
-            sequences=[feature.name for feature in spec.sequence_features],
-            is_weighted=spec.is_weighted,
-            has_weighted_sequences=spec.has_weighted_sequences,
-            dynamic=spec.dynamic_features,
-        )
+    def __init__(self, spec: JobSpec) -> None:
+        self.pooled = [feature.name for feature in spec.pooled_features]
+        self.sequences = [feature.name for feature in spec.sequence_features]
+        self.is_weighted = spec.is_weighted
+        self.has_weighted_sequences = spec.has_weighted_sequences
+        self.dynamic = spec.dynamic_features
 
 
 def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
@@ -177,7 +167,7 @@ class BatchMaker:
         """`pin` puts batches into page-locked memory."""
         self._pin = pin
         self._reader = reader
-        self._keys = BatchKeys.of(spec)
+        self._keys = BatchKeys(spec)
         self._batch_size = spec.data.batch_size
         self._rank = rank
         self._num_ranks = num_ranks

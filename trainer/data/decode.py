@@ -57,10 +57,6 @@ class LabelColumns:
     scale: InputColumn | None
     is_binary: bool
 
-    @property
-    def columns(self) -> tuple[InputColumn, ...]:
-        return tuple(c for c in (self.value, self.offset, self.scale) if c is not None)
-
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -78,14 +74,12 @@ class RowLayout:
         return self.pooled + self.sequences
 
     @property
-    def weights(self) -> tuple[InputColumn, ...]:
-        return tuple(column.weights for column in self.sparse if column.weights)
-
-    @property
     def columns(self) -> tuple[InputColumn, ...]:
-        labels = [column for label in self.labels for column in label.columns]
-        row_weight = [self.row_weight] if self.row_weight else []
-        return (*self.dense, *self.sparse, *self.weights, *labels, *row_weight)
+        """All of them, one for each use."""
+        weights = [column.weights for column in self.sparse]
+        labels = [c for label in self.labels for c in (label.value, label.offset, label.scale)]
+        found = (*self.dense, *self.sparse, *weights, *labels, self.row_weight)
+        return tuple(column for column in found if column is not None)
 
 
 def layout_of(spec: JobSpec) -> RowLayout:
@@ -300,16 +294,21 @@ class _Columns:
     def refuse(
         self,
         is_bad: _BoolArray,
-        values: FloatArray,
+        values: NDArray,
         column: InputColumn,
         wanted: str,
+        *,
         safe: int = 0,
-    ) -> FloatArray:
-        """Values [n] with `safe` in place of those marked as bad, if that does not raise."""
+        offsets: IntArray | None = None,
+    ) -> NDArray:
+        """Values with `safe` in place of those marked as bad, if that does not raise.
+
+        One for each row, or as many as lie between its `offsets` [n + 1].
+        """
         if not is_bad.any():
             return values
-        row = int(is_bad.argmax())
-        self._refuse(np.flatnonzero(is_bad), column, values[row].item(), wanted)
+        places = np.flatnonzero(is_bad)
+        self._refuse(_owners(offsets, places), column, values[places[0]].item(), wanted)
         return np.where(is_bad, values.dtype.type(safe), values)
 
     def numbers(self, column: InputColumn) -> FloatArray:
@@ -333,8 +332,7 @@ class _Columns:
             return ids, offsets
         is_bad = unsigned >= np.uint64(column.num_ids)
         wanted = f"an id of the table ({column.field}): 0 to {column.num_ids - 1}"
-        self._refuse_items(is_bad, ids, offsets, column, wanted)
-        return np.where(is_bad, 0, ids), offsets
+        return self.refuse(is_bad, ids, column, wanted, offsets=offsets), offsets
 
     def weights(self, column: InputColumn, id_offsets: IntArray) -> FloatArray:
         """A finite weight for each id of `column`, whose lists lie at `id_offsets`."""
@@ -346,12 +344,8 @@ class _Columns:
         if (np.diff(offsets) != np.diff(id_offsets)).any():
             weights = self._weights_that_fit(column, weights, offsets, id_offsets)
             offsets = id_offsets
-        is_bad = ~np.isfinite(weights)
-        if not is_bad.any():
-            return weights
         wanted = f"a finite weight ({source.field})"
-        self._refuse_items(is_bad, weights, offsets, source, wanted)
-        return np.where(is_bad, np.float32(0), weights)
+        return self.refuse(~np.isfinite(weights), weights, source, wanted, offsets=offsets)
 
     def _weights_that_fit(
         self, column: InputColumn, weights: FloatArray, offsets: IntArray, id_offsets: IntArray
@@ -390,17 +384,6 @@ class _Columns:
             self._refuse(owners, column, None, wanted)
             items = items.fill_null(0)
         return items, offsets
-
-    def _refuse_items(
-        self,
-        is_bad: _BoolArray,
-        items: NDArray,
-        offsets: IntArray | None,
-        column: InputColumn,
-        wanted: str,
-    ) -> None:
-        places = np.flatnonzero(is_bad)
-        self._refuse(_owners(offsets, places), column, items[places[0]].item(), wanted)
 
     def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
         """A whole column; null only where it may be."""

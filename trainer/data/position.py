@@ -190,14 +190,12 @@ def remaining_steps(position: DataPosition, shape: BatchShape, epochs: int) -> i
     return sum(map(shape.steps_for, left)) + untouched * shape.steps_per_epoch
 
 
-def ledger_of(position: DataPosition, rows_trained: int = 0, best: float | None = None) -> Ledger:
+def ledger_of(position: DataPosition) -> Ledger:
     """The ledger of a run that stands at `position`, for groups to go on from."""
     open_epochs = tuple(
         EpochRows(epoch=n, done=rows.spans) for n, rows in position.begun.items() if rows.spans
     )
-    return Ledger(
-        epoch=position.epoch, open_epochs=open_epochs, rows_trained=rows_trained, best=best
-    )
+    return Ledger(epoch=position.epoch, open_epochs=open_epochs)
 
 
 def position_of(ledger: Ledger) -> DataPosition:

@@ -148,15 +148,6 @@ class SparseIds:
                 yield from islice(lists, size)
 
 
-def concat_ids(parts: Sequence[SparseIds]) -> SparseIds:
-    by_feature = zip(*(part.lists for part in parts), strict=True)
-    return SparseIds(
-        is_single=parts[0].is_single,
-        singles=np.concatenate([part.singles for part in parts]),
-        lists=tuple(concat_lists(lists) for lists in by_feature),
-    )
-
-
 def concat_lists(parts: Sequence[IdLists]) -> IdLists:
     """Lists of several parts, one after the other; all or none have weights."""
     if len(parts) == 1:
@@ -220,4 +211,10 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
     arrays = {
         name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays
     }
-    return replace(parts[0], sparse=concat_ids([part.sparse for part in parts]), **arrays)
+    ids = [part.sparse for part in parts]
+    sparse = SparseIds(
+        is_single=ids[0].is_single,
+        singles=np.concatenate([each.singles for each in ids]),
+        lists=tuple(map(concat_lists, zip(*(each.lists for each in ids), strict=True))),
+    )
+    return replace(parts[0], sparse=sparse, **arrays)

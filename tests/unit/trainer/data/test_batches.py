@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -25,6 +26,7 @@ Key = tuple[int, float, tuple[int, ...]]
 
 
 def keys_of(batch) -> list[Key]:
+    """The rows that count."""
     jagged = batch.sparse.to_dict()
     users = jagged["user_id"].values().tolist()
     histories = [tuple(part.tolist()) for part in jagged["history_liked"].to_dense()]
@@ -38,11 +40,6 @@ def keys_in_file(prepared, split) -> Counter[Key]:
     frame = pl.read_parquet(prepared / split / "*.parquet")
     rows = frame.select("user_id", "rating", "history_liked").rows()
     return Counter((user, stars, tuple(history)) for user, stars, history in rows)
-
-
-@pytest.fixture
-def train(prepared, make_spec):
-    return open_source(make_spec(), prepared / "train")
 
 
 def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
@@ -153,56 +150,48 @@ def test_labels_are_0_or_1_after_offset_and_scale_with_bce(prepared, make_spec, 
         epoch([0.0, 1.0, 0.0], offset_column="user_mean")
 
 
-def feature(name: str, kind: str, column: str) -> dict[str, str]:
-    table = {} if kind == "dense" else {"table": "user_id_table"}
-    return {"name": name, "type": kind, "column": column, **table}
-
-
 @pytest.mark.parametrize(
     ("kind", "column", "message"),
     [
-        ("id", "absent", "no column 'absent'"),
-        ("id", "year", "column 'year' .* is float, not an integer"),
-        ("id", "genres", "not an integer"),
-        ("id_list", "movie_id", "not a list of integers"),
-        ("tokens", "history_ratings", "not a list of integers"),
-        ("dense", "tokens", "not a number"),
+        ("id", "absent", "column: .*no column 'absent'"),
+        ("id", "year", "column: .*column 'year' .* is float, not an integer"),
+        ("id", "genres", "column: .*not an integer"),
+        ("id_list", "movie_id", "column: .*not a list of integers"),
+        ("tokens", "history_ratings", "column: .*not a list of integers"),
+        ("sequence", "movie_id", "column: .*int64, not a list of integers"),
+        ("dense", "tokens", "column: .*not a number"),
+        ("id_list", "genres weighted by absent", "weights_column: .*no column 'absent'"),
+        ("id_list", "genres weighted by genres", "weights_column: .*not a list of floats"),
     ],
 )
 def test_a_missing_or_ill_typed_column_is_named_by_its_spec_field(
     prepared, make_spec, kind, column, message
 ):
-    others = [feature("user_id", "id", "user_id"), feature("year", "dense", "year")]
-    features = [others[0], feature("other", kind, column), others[1]]
-    tables = [{"name": "user_id_table", "embedding_dim": 4, "num_embeddings": 10**6}]
+    column, _, weights = column.partition(" weighted by ")
+    other = {"name": "other", "type": kind, "column": column, "weights_column": weights or None}
+    features = [
+        {"name": "user_id", "type": "id", "table": "user_id_table"},
+        other | ({} if kind == "dense" else {"table": "other"}),
+        {"name": "year", "type": "dense"},
+    ]
+    names = [feature["table"] for feature in features if "table" in feature]
+    tables = [{"name": n, "embedding_dim": 4, "num_embeddings": 10**6} for n in names]
     spec = make_spec(features=features, embedding_tables=tables)
-    with pytest.raises(ColumnError, match=rf"features\[1\]\.column: .*{message}"):
+    with pytest.raises(ColumnError, match=rf"features\[1\]\.{message}"):
         open_source(spec, prepared / "train")
     spec = make_spec(data={"path": str(prepared), "label": {"column": "stars"}})
     with pytest.raises(ColumnError, match=r"data\.label\.column: .*no column 'stars'"):
         open_source(spec, prepared / "train")
 
 
-@pytest.fixture
-def weighted_spec(prepared, make_spec):
-    """A function that makes a spec whose rows are weighted by a column."""
+def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec):
+    def with_task(**task) -> JobSpec:
+        spec = make_spec(batch_size=8, shuffle=False)
+        tasks = (spec.model.task, TaskSpec.model_validate(task))
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
 
-    def make(column: str, batch_size: int = 16) -> JobSpec:
-        data = {"path": str(prepared), "batch_size": batch_size, "shuffle": False}
-        return make_spec(data=data | {"label": {"column": "rating"}, "weight_column": column})
-
-    return make
-
-
-def with_tasks(spec: JobSpec, *tasks: TaskSpec) -> JobSpec:
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
-
-
-def test_each_task_has_its_own_column_of_labels(prepared, make_spec):
-    spec = make_spec(batch_size=8, shuffle=False)
     year = {"column": "year", "offset_column": "user_mean"}
-    raw = TaskSpec.model_validate({"name": "year", "loss": "mse", "label": year})
-    spec = with_tasks(spec, spec.model.task, raw)
+    spec = with_task(name="year", loss="mse", label=year)
     with TrainBatches(open_source(spec, prepared / "train"), spec, 0, 1) as batches:
         batch, _ = next(batches)
     rows = pl.read_parquet(prepared / "train" / "part-00000.parquet")[:8]
@@ -213,20 +202,22 @@ def test_each_task_has_its_own_column_of_labels(prepared, make_spec):
     assert batch.label[:, 1].tolist() == pytest.approx(years, abs=1e-5)
     assert batch.label_scale[:, 1].tolist() == [1.0] * 8
 
-
-def test_a_bad_label_is_named_by_the_field_of_its_task(prepared, make_spec):
-    click = TaskSpec.model_validate({"name": "c", "loss": "bce", "label": {"column": "rating"}})
-    spec = with_tasks(make_spec(), make_spec().model.task, click)
-    layout = layout_of(spec)
+    layout = layout_of(with_task(name="c", loss="bce", label={"column": "rating"}))
     fields = [label.value.field for label in layout.labels]
     assert fields == ["data.label.column", "model.tasks[1].label.column"]
-    source = open_source(spec, prepared / "train")
+    source = open_source(make_spec(), prepared / "train")
     with pytest.raises(BadValueError, match=r"column 'rating': .* is not 0 or 1"):
         decode(source.read([0]), layout, source.locate)
 
 
-def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, weighted_spec):
-    spec = weighted_spec("user_scale", batch_size=64)
+def weighted(prepared) -> dict[str, Any]:
+    """Data whose rows are weighted by a column."""
+    data = {"path": str(prepared), "batch_size": 64, "label": {"column": "rating"}}
+    return data | {"shuffle": False, "weight_column": "user_scale"}
+
+
+def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, make_spec):
+    spec = make_spec(data=weighted(prepared))
     source = open_source(spec, prepared / "validation")
     weights = torch.cat([batch.weight for batch in validation_batches(source, spec, 0, 1)])
     rows = pl.read_parquet(prepared / "validation" / "*.parquet")
@@ -236,8 +227,8 @@ def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, weighte
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), None])
-def test_a_weight_that_is_no_weight_is_refused(spoil, weighted_spec, value):
-    spec = weighted_spec("user_scale")
+def test_a_weight_that_is_no_weight_is_refused(spoil, prepared, make_spec, value):
+    spec = make_spec(data=weighted(prepared))
     source = open_source(spec, spoil("user_scale", 77, value))
     with (
         TrainBatches(source, spec, 0, 1) as batches,

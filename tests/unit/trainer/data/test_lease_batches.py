@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.unit.trainer.data.test_batches import Key, keys_of
 from trainer.coordination.messages import Lease
 from trainer.data import reader
 from trainer.data.batches import LeaseBatches, TrainBatches
@@ -18,20 +19,8 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.errors import BadValueError
 
 
-def keys_of(batch) -> list[tuple[int, float, float]]:
-    """(user, label, year) of the rows that count."""
-    users = batch.sparse["user_id"].values().tolist()
-    rows = zip(users, batch.label[:, 0].tolist(), batch.dense[:, 0].tolist(), strict=True)
-    return [row for row, weight in zip(rows, batch.weight.tolist(), strict=True) if weight]
-
-
 def lease(number: int, start: int, stop: int, epoch: int = 0) -> Lease:
     return Lease(id=number, epoch=epoch, start=start, stop=stop)
-
-
-@pytest.fixture
-def train(prepared, make_spec):
-    return open_source(make_spec(), prepared / "train")
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def windowed(monkeypatch) -> None:
 def rows_of(train, make_spec):
     """A function that gives the keys of rows [start, stop) of an epoch's order."""
 
-    def read(start: int, stop: int, epoch: int = 0) -> list[tuple[int, float, float]]:
+    def read(start: int, stop: int, epoch: int = 0) -> list[Key]:
         spec = make_spec(batch_size=stop - start, epochs=epoch + 1)
         with TrainBatches(train, spec, 0, 1, DataPosition(epoch, start)) as batches:
             return keys_of(next(batches)[0])

@@ -225,18 +225,17 @@ class _MomentTensors:
         return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
 
     def by_key(self) -> dict[str, DTensor]:
-        return {key: self._tensor(self._num_rows[key], c) for key, c in self._chunks.items()}
-
-    def _tensor(self, num_rows: int, chunks: Mapping[tuple[int, int], torch.Tensor]) -> DTensor:
-        offsets = [(row_offset,) for row_offset, _ in chunks]
-        return DTensor.from_local(
-            LocalShardsWrapper(list(chunks.values()), offsets),
-            self._mesh,
-            (Replicate(), Shard(0)),
-            run_check=False,
-            shape=torch.Size([num_rows]),
-            stride=(1,),
-        )
+        return {
+            key: DTensor.from_local(
+                LocalShardsWrapper(list(chunks.values()), [(start,) for start, _ in chunks]),
+                self._mesh,
+                (Replicate(), Shard(0)),
+                run_check=False,
+                shape=torch.Size([self._num_rows[key]]),
+                stride=(1,),
+            )
+            for key, chunks in self._chunks.items()
+        }
 
 
 def _read(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -86,7 +86,7 @@ class Batch:
     label_scale: torch.Tensor
     weight: torch.Tensor
     sequences: KeyedJaggedTensor | None = None
-    quarantined: tuple[QuarantinedRows, ...] = ()
+    quarantined: QuarantinedRows = field(default_factory=Counter)
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +109,7 @@ class Batch:
             part.record_stream(stream)
 
     def _parts(self) -> dict[str, Any]:
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
         del parts["quarantined"]
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -152,17 +152,15 @@ class DataCache:
     def _open_root(self) -> None:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            is_ours = self.root.stat().st_uid == os.getuid()
+            if self.root.stat().st_uid == os.getuid():
+                return
+            why = "belongs to another user"
         except OSError as error:
-            raise StorageError(
-                f"the cache of remote data {self.root} cannot be used ({error}); "
-                f"set {CACHE_VARIABLE} to another folder"
-            ) from None
-        if not is_ours:
-            raise StorageError(
-                f"the cache of remote data {self.root} belongs to another user; "
-                f"set {CACHE_VARIABLE} to a folder of your own"
-            )
+            why = f"cannot be used ({error})"
+        raise StorageError(
+            f"the cache of remote data {self.root} {why}; set {CACHE_VARIABLE} to a folder of your "
+            "own"
+        )
 
     def _beside(self, folder: Path, what: str) -> Path:
         return self.root / f"{folder.name}.{what}"
@@ -353,9 +351,7 @@ def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
 def _manifest_in(folder: Path, *, is_whole: bool) -> Manifest | None:
     """The manifest, its files compared with it where they are here."""
     path = folder / MANIFEST_NAME
-    if not folder.is_dir():
-        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
-    if not path.exists():
+    if folder.is_dir() and not path.exists():
         return None
     return load_manifest(folder) if is_whole else parse_manifest(path.read_bytes(), str(path))
 

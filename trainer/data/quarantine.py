@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,8 @@ FaultArray = NDArray[np.int32]
 FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
 _MAX_LISTED = 10
 OTHERS = "other files or reasons"
-
-
-@dataclass(frozen=True)
-class QuarantinedRows:
-    """How many rows of a file are left out for a reason."""
-
-    file: str
-    reason: str
-    num_rows: int
+QuarantinedRows = Counter[tuple[str, str]]
+"""How many rows are left out, by file and reason."""
 
 
 class FaultLog:
@@ -37,14 +29,11 @@ class FaultLog:
     def code(self, file: str, reason: str) -> int:
         return self._codes.setdefault((file, reason), len(self._codes) + 1)
 
-    def count(self, faults: FaultArray) -> tuple[QuarantinedRows, ...]:
+    def count(self, faults: FaultArray) -> QuarantinedRows:
         """What the marked ones of `faults` [n] are."""
-        codes, counts = np.unique(faults[faults > 0], return_counts=True)
-        num_rows = dict(zip(codes.tolist(), counts.tolist(), strict=True))
-        return tuple(
-            QuarantinedRows(file, reason, num_rows[code])
-            for (file, reason), code in self._codes.items()
-            if code in num_rows
+        counts = np.bincount(faults, minlength=len(self._codes) + 1)
+        return Counter(
+            {key: int(counts[code]) for key, code in self._codes.items() if counts[code]}
         )
 
 
@@ -91,35 +80,17 @@ class BadRowLimit:
         self._bad_rows[window] = num_bad
         total = sum(self._bad_rows.values())
         if total > self._max_share * self._num_rows:
-            worst = max(log.count(faults), key=lambda rows: rows.num_rows)
+            [((file, reason), _)] = log.count(faults).most_common(1)
             raise TooManyBadRowsError(
                 f"{total:,} of {self._num_rows:,} rows cannot be used, more than the share "
                 f"{self._max_share:g} that data.max_bad_share lets be left out; mostly "
-                f"{worst.file}: {worst.reason}. Mend the data, or raise data.max_bad_share"
+                f"{file}: {reason}. Mend the data, or raise data.max_bad_share"
             )
 
 
-class QuarantineTally:
-    """Counts quarantined rows between two reports."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows counted since the last `take`."""
-        return self._counts.total()
-
-    def add(self, found: Iterable[QuarantinedRows]) -> None:
-        for rows in found:
-            self._counts[rows.file, rows.reason] += rows.num_rows
-
-    def take(self) -> list[QuarantinedRows]:
-        """What was counted, the most first and many small ones together; starts anew."""
-        listed = self._counts.most_common(_MAX_LISTED)
-        rest = self._counts.total() - sum(count for _, count in listed)
-        found = [QuarantinedRows(file, reason, count) for (file, reason), count in listed]
-        if rest:
-            found.append(QuarantinedRows(OTHERS, OTHERS, rest))
-        self._counts.clear()
-        return found
+def most_quarantined(counts: QuarantinedRows) -> QuarantinedRows:
+    """The commonest of `counts`, the most first, and all others together."""
+    listed = Counter(dict(counts.most_common(_MAX_LISTED)))
+    if rest := counts.total() - listed.total():
+        listed[OTHERS, OTHERS] = rest
+    return listed

@@ -22,7 +22,7 @@ from tests.unit.trainer.spec.test_spec import minimal
 from trainer.coordination.messages import Lease
 from trainer.data.batches import LeaseBatches, TrainBatches, validation_batches
 from trainer.data.position import DataPosition
-from trainer.data.quarantine import OTHERS, QuarantinedRows, QuarantineTally
+from trainer.data.quarantine import OTHERS, most_quarantined
 from trainer.data.reader import open_source
 from trainer.errors import BadValueError, CorruptFileError, StorageError, TooManyBadRowsError
 from trainer.spec import validate_spec
@@ -46,8 +46,8 @@ def tally(batches) -> Counter[tuple[str, str]]:
     """Rows left out by (file name, reason)."""
     found: Counter[tuple[str, str]] = Counter()
     for batch in batches:
-        for rows in batch.quarantined:
-            found[Path(rows.file).name, rows.reason] += rows.num_rows
+        for (file, reason), num_rows in batch.quarantined.items():
+            found[Path(file).name, reason] += num_rows
     return found
 
 
@@ -272,19 +272,16 @@ def test_good_rows_train_once_and_bad_ones_are_counted_once_at_any_world_size(
                     batch, position = made
                     numbers = batch.sparse["number"].values() - 1
                     trained.update(numbers[batch.weight > 0].tolist())
-                    left_out += sum(rows.num_rows for rows in batch.quarantined)
+                    left_out += batch.quarantined.total()
     assert trained == Counter(set(range(360)) - bad)
     assert left_out == len(bad)
 
 
-def test_a_tally_lists_the_most_and_sums_up_the_rest() -> None:
-    counted = QuarantineTally()
-    counted.add([QuarantinedRows(f"file-{n}", "r", n) for n in range(1, 15)])
-    counted.add([QuarantinedRows("file-3", "r", 20)])
-    assert counted.num_rows == sum(range(1, 15)) + 20
-    first, *middle, last = counted.take()
-    assert first == QuarantinedRows("file-3", "r", 23)
+def test_the_most_are_listed_and_the_rest_is_summed_up() -> None:
+    counted = Counter({(f"file-{n}", "r"): n for n in range(1, 15)})
+    counted["file-3", "r"] += 20
+    first, *middle, last = most_quarantined(counted).items()
+    assert first == (("file-3", "r"), 23)
     assert len(middle) == 9
-    assert last == QuarantinedRows(OTHERS, OTHERS, 1 + 2 + 4 + 5)
-    assert counted.num_rows == 0
-    assert counted.take() == []
+    assert last == ((OTHERS, OTHERS), 1 + 2 + 4 + 5)
+    assert not most_quarantined(Counter())

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
-from trainer.errors import TooManyBadRowsError
 
 FaultArray = NDArray[np.int32]
 FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
@@ -52,40 +51,6 @@ class FaultMarks:
         fresh = np.unique(places[self.faults[places] == 0])
         for path, found in self._files_of(self._rows[fresh]):
             self.faults[fresh[found]] = self._log.code(str(path), reason)
-
-
-class BadRowLimit:
-    """Ends an epoch of which more rows are bad than may be left out.
-
-    Each reader counts what it decodes itself, so that ranks need not ask each other.
-    """
-
-    def __init__(self, num_rows: int, max_share: float) -> None:
-        """`num_rows` are those of the split."""
-        self._num_rows = num_rows
-        self._max_share = max_share
-        self._bad_rows: dict[int, int] = {}
-
-    def restart(self) -> None:
-        """Forget what was counted: another epoch begins."""
-        self._bad_rows.clear()
-
-    def count(self, window: int, faults: FaultArray | None, log: FaultLog) -> None:
-        """Count a window's bad rows, once however often it is read.
-
-        Raises `TooManyBadRowsError`, which names the commonest fault of this window.
-        """
-        if faults is None or not (num_bad := int(np.count_nonzero(faults))):
-            return
-        self._bad_rows[window] = num_bad
-        total = sum(self._bad_rows.values())
-        if total > self._max_share * self._num_rows:
-            [((file, reason), _)] = log.count(faults).most_common(1)
-            raise TooManyBadRowsError(
-                f"{total:,} of {self._num_rows:,} rows cannot be used, more than the share "
-                f"{self._max_share:g} that data.max_bad_share lets be left out; mostly "
-                f"{file}: {reason}. Mend the data, or raise data.max_bad_share"
-            )
 
 
 def most_quarantined(counts: QuarantinedRows) -> QuarantinedRows:

@@ -21,10 +21,10 @@ import pyarrow as pa
 from trainer.data.decode import check_schema, decode, layout_of
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
-from trainer.data.quarantine import BadRowLimit, FaultLog, FaultMarks
+from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
-from trainer.errors import CorruptFileError
+from trainer.errors import CorruptFileError, TooManyBadRowsError
 from trainer.spec.job import JobSpec
 
 # Keeps the random streams of group order and of each window's rows apart.
@@ -176,7 +176,8 @@ class RowReader:
     def __init__(self, source: ParquetSource, spec: JobSpec, *, shuffle: bool = True) -> None:
         """Rows are shuffled where the spec says so, too."""
         self.fault_log = FaultLog() if spec.data.on_bad_rows == "quarantine" else None
-        self._limit = BadRowLimit(source.num_rows, spec.data.max_bad_share)
+        self._max_bad_share = spec.data.max_bad_share
+        self._bad_rows: dict[int, int] = {}
         self._layout = layout_of(spec)
         check_schema(self._layout, source.schema, source.folder)
         self._source = source
@@ -193,7 +194,7 @@ class RowReader:
         if epoch != self._epoch:
             self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
-            self._limit.restart()
+            self._bad_rows.clear()
         parts = [
             self._open_window(number).slice(piece.start, piece.stop)
             for span in spans
@@ -212,10 +213,25 @@ class RowReader:
                 self._window = self._everything.take(rows[window.row_order])
             else:
                 self._window = self._decode(window.row_groups).take(window.row_order)
-            if self.fault_log is not None:
-                self._limit.count(number, self._window.faults, self.fault_log)
+            if self.fault_log is not None and self._window.faults is not None:
+                self._count_bad_rows(number, self.fault_log.count(self._window.faults))
             self._window_number = number
         return self._window
+
+    def _count_bad_rows(self, window: int, found: QuarantinedRows) -> None:
+        """Count a window's bad rows, once however often it is read; raises `TooManyBadRowsError`.
+
+        Each reader counts what it decodes itself, so that ranks need not ask each other.
+        """
+        self._bad_rows[window] = found.total()
+        total, num_rows = sum(self._bad_rows.values()), self._source.num_rows
+        if found and total > self._max_bad_share * num_rows:
+            [((file, reason), _)] = found.most_common(1)
+            raise TooManyBadRowsError(
+                f"{total:,} of {num_rows:,} rows cannot be used, more than the share "
+                f"{self._max_bad_share:g} that data.max_bad_share lets be left out; mostly "
+                f"{file}: {reason}. Mend the data, or raise data.max_bad_share"
+            )
 
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
         rows = self._source.row_numbers(row_groups)

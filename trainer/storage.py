@@ -12,6 +12,7 @@ Everything raises `SourceMissingError` or a `StorageError` that names the locati
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import math
@@ -261,13 +262,27 @@ class Location:
 
         Raises OSError where `target` cannot be written.
         """
-        with target.open("wb") as file, self.open_input() as source:
+        with target.open("wb") as file:
+            for chunk in self._chunks():
+                file.write(chunk)
+
+    def size_and_sha256(self) -> tuple[int, str]:
+        """Size of the file in bytes, and its SHA-256 in hexadecimal digits."""
+        size_bytes, digest = 0, hashlib.sha256()
+        for chunk in self._chunks():
+            digest.update(chunk)
+            size_bytes += len(chunk)
+        return size_bytes, digest.hexdigest()
+
+    def _chunks(self) -> Iterator[bytes]:
+        """The file in large pieces: of a remote one each is a request."""
+        with self.open_input() as source:
             while True:
                 with self.errors_as("read"):
                     chunk = source.read(_COPY_CHUNK_BYTES)
                 if not chunk:
                     return
-                file.write(chunk)
+                yield chunk
 
     def upload(self, source: Path) -> None:
         """Copy a local file here; a failed copy is deleted.
@@ -364,9 +379,6 @@ class _RemoteInput(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}

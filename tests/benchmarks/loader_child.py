@@ -23,14 +23,15 @@ Epoch = Callable[[], Iterator[Item]]
 
 def ours(folder: Path) -> Epoch:
     """`TrainBatches`, reading window by window as with data larger than memory."""
+    from trainer.data import reader
     from trainer.data.batches import TrainBatches
-    from trainer.data.reader import open_source
 
+    reader.CACHE_BYTES = 0
     spec = spec_over(folder)
 
     def epoch() -> Iterator[Item]:
-        source = open_source(spec, folder)
-        with TrainBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+        source = reader.open_source(spec, folder)
+        with TrainBatches(source, spec, 0, 1) as batches:
             for batch, _ in batches:
                 num_rows = int(batch.weight.sum())
                 assert num_rows == batch.num_rows, "the rows fill whole batches"

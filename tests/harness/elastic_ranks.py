@@ -102,7 +102,7 @@ def live(life: RankLife) -> None:
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr, force=True)
     logging.getLogger("trainer").setLevel(logging.INFO)
     # As workers on Ray do.
-    life.config.secrets.set_in(os.environ)
+    os.environ.update(life.config.secrets.values)
     record = Recorder(life)
     record("started", pid=os.getpid())
     listener = ControlListener(life)

@@ -27,7 +27,6 @@ from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,
     RunDir,
-    file_record,
     fsync_folder,
     write_whole,
 )
@@ -41,7 +40,6 @@ FAULTS = (OSError, DataError)
 DAMAGED_PREFIX = "damaged-"
 _DAMAGED_MARKER = "COMMIT.damaged.json"
 _PROBE = ".probe"
-_READ_BYTES = 8 * 1024 * 1024
 _CHECKSUM = "sha256"
 
 
@@ -87,40 +85,10 @@ def is_folder(folder: Folder) -> bool:
     return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
 
 
-def has_marker(folder: Folder) -> bool:
-    """Whether a marker lies there, whole or not."""
-    return (folder / COMMIT_MARKER).exists()
-
-
 def read_file(folder: Folder, name: str) -> bytes | None:
     """A small file; None where there is none."""
     try:
         return (folder / name).read_bytes()
-    except (FileNotFoundError, SourceMissingError):
-        return None
-
-
-def record_of(folder: Folder, name: str) -> FileRecord | None:
-    """Size and SHA-256 of a file as it lies there; None where there is none."""
-    if isinstance(folder, Path):
-        path = folder / name
-        return file_record(path) if path.exists() else None
-    digest, size_bytes = hashlib.sha256(), 0
-    try:
-        with (folder / name).open_input() as stream:
-            while content := stream.read(_READ_BYTES):
-                digest.update(content)
-                size_bytes += len(content)
-    except SourceMissingError:
-        return None
-    return FileRecord(size_bytes, digest.hexdigest())
-
-
-def size_of(folder: Folder, name: str) -> int | None:
-    """Size of a file in bytes; None where there is none."""
-    file = folder / name
-    try:
-        return file.stat().st_size if isinstance(file, Path) else file.size_bytes()
     except (FileNotFoundError, SourceMissingError):
         return None
 

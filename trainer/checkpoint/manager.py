@@ -64,14 +64,20 @@ class TrainState:
     @property
     def ledger(self) -> Ledger:
         """What groups go on from."""
-        return ledger_of(self.position, self.rows_trained, self.best).model_copy(
+        return ledger_of(self.position).model_copy(
             update={
+                "rows_trained": self.rows_trained,
+                "best": self.best,
                 "commit": self.commit,
                 "rows_skipped": self.rows_skipped,
                 "plateau": self.plateau,
                 "led": LeaderProgress(step=self.step, epoch=self.position.epoch),
             }
         )
+
+
+# What of a state a marker holds under the same name.
+_STORED = ("step", "rows_trained", "best", "commit", "rows_skipped", "plateau")
 
 
 @dataclass(frozen=True)
@@ -198,21 +204,16 @@ class CheckpointManager:
     def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
         layout = self._groups.layout
         return Commit(
-            step=state.step,
+            **{name: getattr(state, name) for name in _STORED},
             epoch=state.position.epoch,
             row=state.position.row,
-            rows_trained=state.rows_trained,
             world_size=layout.world_size,
             shard_group_size=layout.shard_group_size,
             placement=layout.placement,
             time=time.time(),
             is_best=is_best,
-            best=state.best,
-            plateau=state.plateau,
             moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
-            commit=state.commit,
-            rows_skipped=state.rows_skipped,
             open_epochs=state.ledger.open_epochs,
             row_order=self._row_order,
         )
@@ -270,8 +271,7 @@ class CheckpointManager:
         return found
 
     def _clean_up(self) -> None:
-        save_load.remove_uncommitted(self._folder, self._is_garbage)
-        for folder in save_load.list_with_bad_marker(self._folder):
+        for folder in save_load.remove_uncommitted(self._folder, self._is_garbage):
             self._set_aside(folder)
 
     def _is_superseded(self, name: str) -> bool:
@@ -304,15 +304,7 @@ def state_of(commit: Commit) -> TrainState:
     position = DataPosition(epoch=commit.epoch, row=commit.row)
     if commit.open_epochs:
         position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
-    return TrainState(
-        step=commit.step,
-        position=position,
-        rows_trained=commit.rows_trained,
-        best=commit.best,
-        commit=commit.commit,
-        rows_skipped=commit.rows_skipped,
-        plateau=commit.plateau,
-    )
+    return TrainState(position=position, **{name: getattr(commit, name) for name in _STORED})
 
 
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
@@ -326,7 +318,7 @@ def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
     if written is None or written == row_order:
         return state
     start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
-    if start.num_rows or start.later:
+    if start.row or start.done or start.later:
         raise CheckpointMismatch(
             f"the training data has changed since the checkpoint at step {commit.step} (files, row "
             f"groups or order; {written.num_rows:,} rows then, {row_order.num_rows:,} now), and "

@@ -24,7 +24,7 @@ from trainer.checkpoint.save_load import (
     newest_intact,
     of_first,
 )
-from trainer.checkpoint.state_dict import METERS, Part, load_packed, load_state
+from trainer.checkpoint.state_dict import METERS, load_packed, load_state
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
 from trainer.spec.job import JobSpec
@@ -95,11 +95,10 @@ def warm_start(
     if wanted is None:
         return None
     found = find_source(folder_at(wanted.path), group)
-    part = Part(frozenset(wanted.tables) if wanted.tables else None, wanted.dense)
-    if part.dense:
+    if wanted.dense:
         optimizers.init_state()
     try:
-        load_state(found.path, model, optimizers.combined, part, group)
+        load_state(found.path, model, optimizers.combined, wanted, group)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
             f"{_FIELD}: {error}. To take less, name tables in {_FIELD}.tables, or leave out the "

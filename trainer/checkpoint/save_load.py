@@ -37,17 +37,14 @@ from trainer.checkpoint.files import (
     Folder,
     explain,
     find_folders,
-    has_marker,
     make_writable,
     read_commit,
-    record_of,
     remove_folder,
-    size_of,
     write_marker,
 )
 from trainer.checkpoint.remote_io import RemoteWriter, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
-from trainer.protocol.run_dir import FileRecord, file_record
+from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
 from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
@@ -101,15 +98,6 @@ def list_committed(
     return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
 
 
-def list_with_bad_marker(checkpoints_dir: Folder) -> list[Folder]:
-    """Folders that have a marker which cannot be read."""
-    return [
-        folder
-        for folder in find_folders(checkpoints_dir)
-        if has_marker(folder) and read_commit(folder) is None
-    ]
-
-
 def superseded(
     committed: Sequence[CommittedCheckpoint], policy: CheckpointSpec
 ) -> list[CommittedCheckpoint]:
@@ -131,11 +119,19 @@ def superseded(
 
 def remove_uncommitted(
     checkpoints_dir: Folder, is_garbage: Callable[[str], bool] = lambda name: True
-) -> None:
-    """Delete folders of saves that were cut off, of those whose name `is_garbage`."""
+) -> list[Folder]:
+    """Delete folders of saves that were cut off, of those whose name `is_garbage`.
+
+    Gives those that have a marker which cannot be read.
+    """
+    damaged = []
     for folder in find_folders(checkpoints_dir):
-        if is_garbage(folder.name) and not has_marker(folder):
-            remove_folder(folder)
+        if not (folder / COMMIT_MARKER).exists():
+            if is_garbage(folder.name):
+                remove_folder(folder)
+        elif read_commit(folder) is None:
+            damaged.append(folder)
+    return damaged
 
 
 def save(
@@ -264,9 +260,12 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
 
 def matches(folder: Folder, name: str, record: FileRecord) -> bool:
     """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
+    file = folder / name
     try:
-        return size_of(folder, name) == record.size_bytes and record_of(folder, name) == record
-    except OSError:
+        if isinstance(file, Path):
+            return file_record(file) == record
+        return FileRecord(*file.size_and_sha256()) == record
+    except (OSError, SourceMissingError):
         return False
 
 

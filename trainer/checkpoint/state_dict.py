@@ -41,6 +41,7 @@ from trainer.checkpoint.remote_io import reader_for
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import misfits, reload, settle
+from trainer.spec.training import WarmStartSpec
 
 METERS = "meters"
 """Key of what the metrics took in since the last report (`pack`)."""
@@ -71,12 +72,6 @@ def moment_key(key: str, columns: Columns, whole: Columns) -> str:
     return key if columns == whole else f"{key}.columns_{columns.start}_{columns.stop}"
 
 
-def column_suffix(key: str) -> str:
-    """The end of `key` that `moment_key` added; empty for moments of whole rows."""
-    found = _SUFFIX.search(key)
-    return found[0] if found else ""
-
-
 def stored_columns(key: str, whole: Columns, stored_keys: Iterable[str]) -> list[Columns]:
     """The column ranges whose moments a checkpoint holds, in order; `key` is that of whole rows."""
     ranges = []
@@ -95,27 +90,6 @@ def moments_of(wanted: Columns, stored: Mapping[Columns, torch.Tensor]) -> torch
     """
     terms = [values.double() * wanted.num_shared(columns) for columns, values in stored.items()]
     return torch.stack(terms).sum(0) / wanted.width
-
-
-@dataclass(frozen=True)
-class Part:
-    """What to load: the tables of these names (None: every one of the job), and the dense part.
-
-    Each with its optimizer state.
-    """
-
-    tables: frozenset[str] | None = None
-    dense: bool = True
-
-    def has(self, key: str) -> bool:
-        """Whether it includes the tensor that a checkpoint calls `key`."""
-        table = table_of(key)
-        if table is None:
-            return self.dense
-        return self.tables is None or table in self.tables
-
-
-WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -155,19 +129,20 @@ def load_state(
     folder: Folder,
     model: TwoDParallel,
     optimizer: CombinedOptimizer,
-    part: Part = WHOLE,
+    part: WarmStartSpec | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`.
+    """Fill `model` and `optimizer`, or `part` of them, in place from the checkpoint in `folder`.
 
     Collective; storage is waited for in `group` (all ranks; default: the default group).
-    State that a first step would create must exist where it is in `part`. Raises
-    `CheckpointMismatch` on every rank when the checkpoint holds other tables, shapes, buckets of
-    dynamic ids or optimizer state.
+    State that a first step would create must exist where it is loaded. Raises `CheckpointMismatch`
+    on every rank when the checkpoint holds other tables, shapes, buckets of dynamic ids or
+    optimizer state.
     """
     state, moments = _named_state(model, optimizer)
-    state = {key: value for key, value in state.items() if part.has(key)}
-    moments = [each for each in moments if part.has(each.key)]
+    if part is not None:
+        state = {key: value for key, value in state.items() if _is_in(part, key)}
+        moments = [each for each in moments if _is_in(part, each.key)]
     stored_sizes = _stored(folder, group)
     sizes = {key: size for key, size in stored_sizes.items() if size is not None}
     _raise_mismatch(folder, _problems(state, moments, sizes))
@@ -250,18 +225,17 @@ class _MomentTensors:
         return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
 
     def by_key(self) -> dict[str, DTensor]:
-        return {key: self._tensor(self._num_rows[key], c) for key, c in self._chunks.items()}
-
-    def _tensor(self, num_rows: int, chunks: Mapping[tuple[int, int], torch.Tensor]) -> DTensor:
-        offsets = [(row_offset,) for row_offset, _ in chunks]
-        return DTensor.from_local(
-            LocalShardsWrapper(list(chunks.values()), offsets),
-            self._mesh,
-            (Replicate(), Shard(0)),
-            run_check=False,
-            shape=torch.Size([num_rows]),
-            stride=(1,),
-        )
+        return {
+            key: DTensor.from_local(
+                LocalShardsWrapper(list(chunks.values()), [(start,) for start, _ in chunks]),
+                self._mesh,
+                (Replicate(), Shard(0)),
+                run_check=False,
+                shape=torch.Size([self._num_rows[key]]),
+                stride=(1,),
+            )
+            for key, chunks in self._chunks.items()
+        }
 
 
 def _read(
@@ -344,9 +318,17 @@ def _moment_misfits(
 
 def table_of(key: str) -> str | None:
     """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
-    parts = key.removesuffix(column_suffix(key)).split(".")
+    parts = _SUFFIX.sub("", key).split(".")
     is_table = key.startswith(_TABLE_STATE) or not _TABLE_MODULES.isdisjoint(parts)
     return parts[-2] if is_table else None
+
+
+def _is_in(part: WarmStartSpec, key: str) -> bool:
+    """Whether a warm start takes the tensor `key` of a checkpoint."""
+    table = table_of(key)
+    if table is None:
+        return part.dense
+    return part.tables is None or table in part.tables
 
 
 def _describe(key: str) -> str:

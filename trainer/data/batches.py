@@ -8,11 +8,12 @@ and evict others.
 
 from __future__ import annotations
 
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,37 +32,13 @@ from trainer.data.position import (
     step_start,
 )
 from trainer.data.quarantine import QuarantinedRows
-from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
+from trainer.data.reader import RowReader
 from trainer.data.rows import FloatArray, Rows, SparseIds
-from trainer.errors import TooFewRowsError
 from trainer.spec.job import JobSpec
 
 NUM_PREFETCHED = 4
 """Batches that are made ahead."""
-
-
-class _ReadAhead:
-    """Makes what is iterated over by one thread; a context manager, or call `close`.
-
-    A fault found while reading is raised to the consumer at the batch that it spoils.
-    """
-
-    def __init__(self) -> None:
-        # One worker runs the tasks in order, so that they may share a reader.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-
-    def close(self) -> None:
-        """End the thread; what it has not begun is dropped. Harmless when called again."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+Given = TypeVar("Given")
 
 
 def drop_padding_ids(
@@ -108,7 +85,7 @@ class Batch:
     label_scale: torch.Tensor
     weight: torch.Tensor
     sequences: KeyedJaggedTensor | None = None
-    quarantined: tuple[QuarantinedRows, ...] = ()
+    quarantined: QuarantinedRows = field(default_factory=Counter)
 
     @property
     def num_rows(self) -> int:
@@ -131,40 +108,29 @@ class Batch:
             part.record_stream(stream)
 
     def _parts(self) -> dict[str, Any]:
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
         del parts["quarantined"]
         return {name: part for name, part in parts.items() if part is not None}
 
 
 def make_batch(rows: Rows, spec: JobSpec) -> Batch:
     """Rows as tensors, all of which count."""
-    return _wrap(rows, BatchKeys.of(spec))
+    return _wrap(rows, BatchKeys(spec))
 
 
-@dataclass(frozen=True)
 class BatchKeys:
     """Names of a spec's sparse features, looked up once and not for each batch."""
 
-    pooled: list[str]
-    sequences: list[str]
-    is_weighted: bool
-    has_weighted_sequences: bool
-    dynamic: frozenset[str]
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> BatchKeys:
-        return cls(
-            pooled=[feature.name for feature in spec.pooled_features],
-            sequences=[feature.name for feature in spec.sequence_features],
-            is_weighted=spec.is_weighted,
-            has_weighted_sequences=spec.has_weighted_sequences,
-            dynamic=spec.dynamic_features,
-        )
+    def __init__(self, spec: JobSpec) -> None:
+        self.pooled = [feature.name for feature in spec.pooled_features]
+        self.sequences = [feature.name for feature in spec.sequence_features]
+        self.is_weighted = spec.is_weighted
+        self.has_weighted_sequences = spec.has_weighted_sequences
+        self.dynamic = spec.dynamic_features
 
 
 def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
     """Tensors of rows; `is_counted` [n] is 0 for those that only fill up the batch."""
-    num_pooled = len(keys.pooled)
     weight = rows.row_weight if is_counted is None else rows.row_weight * is_counted
     row_weight = torch.from_numpy(weight)
 
@@ -177,10 +143,10 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
         )
         return drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
 
-    sequences = rows.sparse.after(num_pooled)
+    pooled, sequences = rows.sparse.split(len(keys.pooled))
     return Batch(
         dense=torch.from_numpy(rows.dense),
-        sparse=jagged(keys.pooled, rows.sparse.first(num_pooled), keys.is_weighted),
+        sparse=jagged(keys.pooled, pooled, keys.is_weighted),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
@@ -200,7 +166,7 @@ class BatchMaker:
         """`pin` puts batches into page-locked memory."""
         self._pin = pin
         self._reader = reader
-        self._keys = BatchKeys.of(spec)
+        self._keys = BatchKeys(spec)
         self._batch_size = spec.data.batch_size
         self._rank = rank
         self._num_ranks = num_ranks
@@ -230,7 +196,61 @@ class BatchMaker:
         return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
 
 
-class TrainBatches(_ReadAhead):
+@dataclass(frozen=True)
+class _Step(Generic[Given]):
+    """Rows that one step takes over all ranks, and what is given along with its batch."""
+
+    epoch: int
+    rows: list[Span]
+    given: Given
+
+
+class _ReadAhead(ABC, Generic[Given]):
+    """Batches of one rank, made ahead by one thread; a context manager, or call `close`.
+
+    A fault found while reading is raised to the consumer at the batch that it spoils.
+    """
+
+    def __init__(
+        self, source: ParquetSource, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+    ) -> None:
+        """`pin` puts batches into page-locked memory, for a GPU to copy them from."""
+        self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
+        self._maker = BatchMaker(RowReader(source, spec), spec, rank, num_ranks, pin=pin)
+        # One worker makes them in order, so that they may share a reader.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: deque[tuple[_Step[Given], Future[Batch]]] = deque()
+
+    @abstractmethod
+    def _next_step(self) -> _Step[Given] | None:
+        """What to make after all that was asked for so far; None where there is nothing."""
+
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < NUM_PREFETCHED and (step := self._next_step()):
+            made = self._thread.submit(self._maker.make, step.epoch, step.rows)
+            self._ahead.append((step, made))
+
+    def _take(self) -> tuple[Batch, _Step[Given]]:
+        if not self._ahead:
+            raise StopIteration
+        step, made = self._ahead.popleft()
+        batch = made.result()
+        self._read_ahead()
+        return batch, step
+
+    def close(self) -> None:
+        """End the thread; what it has not begun is dropped. Harmless when called again."""
+        self._ahead.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TrainBatches(_ReadAhead[DataPosition], Iterator[tuple[Batch, DataPosition]]):
     """Batches of one rank for `spec.training.epochs` epochs; gives (batch, position after it)."""
 
     def __init__(
@@ -241,50 +261,65 @@ class TrainBatches(_ReadAhead):
         world_size: int,
         position: DataPosition = START,
         *,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
         pin: bool = False,
     ) -> None:
-        """Start reading ahead from `position`; raises `DataError` where no step can be filled.
-
-        `pin` puts batches into page-locked memory, for a GPU to copy them from.
-        """
-        super().__init__()
-        self.shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-        if not self.shape.fills_a_step:
-            raise TooFewRowsError(
-                f"{source.folder} has {source.num_rows} rows, fewer than one step takes "
-                f"({world_size} workers x data.batch_size {spec.data.batch_size}); lower either"
-            )
+        """Start reading ahead from `position`."""
+        super().__init__(source, spec, rank, world_size, pin=pin)
         self._epochs = spec.training.epochs
-        reader = RowReader(source, spec, cache_bytes=cache_bytes)
-        self._maker = BatchMaker(reader, spec, rank, world_size, pin=pin)
-        self._made = self._make(position)
-        self._ahead: deque[Future[tuple[Batch, DataPosition] | None]] = deque()
-        for _ in range(NUM_PREFETCHED):
-            self._request()
+        self._position = position
+        self._read_ahead()
 
     def __next__(self) -> tuple[Batch, DataPosition]:
-        if not self._ahead:
-            raise StopIteration
-        made = self._ahead.popleft().result()
-        if made is None:
-            self.close()
-            raise StopIteration
-        self._request()
-        return made
+        batch, step = self._take()
+        return batch, step.given
 
-    def close(self) -> None:
-        """Stop reading ahead; harmless when called again."""
-        self._ahead.clear()
-        super().close()
+    def _next_step(self) -> _Step[DataPosition] | None:
+        start = step_start(self._position, self.shape)
+        if start.epoch >= self._epochs:
+            return None
+        self._position = advance(start, self.shape)
+        return _Step(start.epoch, step_rows(start, self.shape), self._position)
 
-    def _request(self) -> None:
-        self._ahead.append(self._thread.submit(next, self._made, None))
 
-    def _make(self, position: DataPosition) -> Iterator[tuple[Batch, DataPosition]]:
-        while (start := step_start(position, self.shape)).epoch < self._epochs:
-            position = advance(start, self.shape)
-            yield self._maker.make(start.epoch, step_rows(start, self.shape)), position
+class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
+    """Batches of the leases submitted so far, in that order.
+
+    Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
+    were submitted; after another `submit` it goes on. Every rank of the group gets equally many
+    batches of `data.batch_size` rows, filled up with rows of weight 0 at a lease's end, so that
+    each row counts exactly once. Not for several threads at once.
+    """
+
+    def __init__(
+        self, source: ParquetSource, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+    ) -> None:
+        """`rank` of the `num_ranks` ranks of a group."""
+        super().__init__(source, spec, rank, num_ranks, pin=pin)
+        self._planned: deque[_Step[Lease]] = deque()
+
+    def submit(self, lease: Lease) -> None:
+        """Read `lease` after those submitted before."""
+        size = self.shape.rows_per_step
+        for start in range(lease.start, lease.stop, size):
+            rows = [(start, min(start + size, lease.stop))]
+            self._planned.append(_Step(lease.epoch, rows, lease))
+        self._read_ahead()
+
+    def forget(self, ids: Container[int]) -> None:
+        """Give no more batches of leases `ids`, which were taken back; others stay in order."""
+        for step, made in self._ahead:
+            if step.given.id in ids:
+                made.cancel()
+        self._ahead = deque(each for each in self._ahead if each[0].given.id not in ids)
+        self._planned = deque(step for step in self._planned if step.given.id not in ids)
+        self._read_ahead()
+
+    def __next__(self) -> tuple[Batch, Lease, bool]:
+        batch, step = self._take()
+        return batch, step.given, step.rows[-1][1] == step.given.stop
+
+    def _next_step(self) -> _Step[Lease] | None:
+        return self._planned.popleft() if self._planned else None
 
 
 def validation_batches(
@@ -300,82 +335,3 @@ def validation_batches(
     for _ in range(shape.steps_per_epoch):
         yield maker.make(0, step_rows(position, shape))
         position = advance(position, shape)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The rows that one step takes of a lease, over all ranks of the group."""
-
-    lease: Lease
-    rows: Span
-
-    @property
-    def is_last(self) -> bool:
-        return self.rows[1] == self.lease.stop
-
-
-class LeaseBatches(_ReadAhead):
-    """Batches of the leases submitted so far, in that order.
-
-    Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
-    were submitted; after another `submit` it goes on. Every rank of the group gets equally many
-    batches of `data.batch_size` rows, filled up with rows of weight 0 at a lease's end, so that
-    each row counts exactly once. Not for several threads at once.
-    """
-
-    def __init__(
-        self,
-        source: ParquetSource,
-        spec: JobSpec,
-        rank: int,
-        num_ranks: int,
-        *,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        window_rows: int = DEFAULT_WINDOW_ROWS,
-        pin: bool = False,
-    ) -> None:
-        """`rank` of the `num_ranks` ranks of a group; `pin` as for `TrainBatches`."""
-        super().__init__()
-        self._shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
-        reader = RowReader(source, spec, cache_bytes=cache_bytes, window_rows=window_rows)
-        self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
-        self._planned: deque[_Step] = deque()
-        self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()
-
-    def submit(self, lease: Lease) -> None:
-        """Read `lease` after those submitted before."""
-        self._planned.extend(self._steps_of(lease))
-        self._read_ahead()
-
-    def forget(self, ids: Container[int]) -> None:
-        """Give no more batches of leases `ids`, which were taken back; others stay in order."""
-        for step, made in self._ahead:
-            if step.lease.id in ids:
-                made.cancel()
-        self._ahead = deque(each for each in self._ahead if each[0].lease.id not in ids)
-        self._planned = deque(step for step in self._planned if step.lease.id not in ids)
-        self._read_ahead()
-
-    def __next__(self) -> tuple[Batch, Lease, bool]:
-        if not self._ahead:
-            raise StopIteration
-        step, made = self._ahead.popleft()
-        batch = made.result()
-        self._read_ahead()
-        return batch, step.lease, step.is_last
-
-    def close(self) -> None:
-        """Stop reading ahead and forget all leases; harmless when called again."""
-        self._planned.clear()
-        self._ahead.clear()
-        super().close()
-
-    def _steps_of(self, lease: Lease) -> Iterator[_Step]:
-        for start in range(lease.start, lease.stop, self._shape.rows_per_step):
-            yield _Step(lease, (start, min(start + self._shape.rows_per_step, lease.stop)))
-
-    def _read_ahead(self) -> None:
-        while self._planned and len(self._ahead) < NUM_PREFETCHED:
-            step = self._planned.popleft()
-            made = self._thread.submit(self._maker.make, step.lease.epoch, [step.rows])
-            self._ahead.append((step, made))

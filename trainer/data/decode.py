@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
-from trainer.data.transforms import DenseRule, IdEncoder, dense_rule_of, encoder_of
+from trainer.data.transforms import IdEncoder, dense_values, encoder_of
 from trainer.errors import BadValueError, ColumnError, DataError, TableTooSmallError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
-
-AS_IT_IS = DenseRule()
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class InputColumn:
 
     `num_ids` says how many ids there may be (0: the column holds numbers, not ids), and `encoder`
     makes them where the column holds raw values. Of a sequence only the last `max_length` ids
-    count; `weights` is the column of the ids' weights, if any. `rule` is for dense features.
+    count; `weights` is the column of the ids' weights, if any. `dense` says how numbers change.
     """
 
     field: str
@@ -39,7 +37,12 @@ class InputColumn:
     max_length: int | None = None
     weights: InputColumn | None = None
     encoder: IdEncoder | None = None
-    rule: DenseRule = AS_IT_IS
+    dense: FeatureSpec | None = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a number takes the place of null and NaN."""
+        return self.dense is not None and self.dense.missing is not None
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,6 @@ class LabelColumns:
     offset: InputColumn | None
     scale: InputColumn | None
     is_binary: bool
-
-    @property
-    def columns(self) -> tuple[InputColumn, ...]:
-        return tuple(c for c in (self.value, self.offset, self.scale) if c is not None)
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,12 @@ class RowLayout:
         return self.pooled + self.sequences
 
     @property
-    def weights(self) -> tuple[InputColumn, ...]:
-        return tuple(column.weights for column in self.sparse if column.weights)
-
-    @property
     def columns(self) -> tuple[InputColumn, ...]:
-        labels = [column for label in self.labels for column in label.columns]
-        row_weight = [self.row_weight] if self.row_weight else []
-        return (*self.dense, *self.sparse, *self.weights, *labels, *row_weight)
+        """All of them, one for each use."""
+        weights = [column.weights for column in self.sparse]
+        labels = [c for label in self.labels for c in (label.value, label.offset, label.scale)]
+        found = (*self.dense, *self.sparse, *weights, *labels, self.row_weight)
+        return tuple(column for column in found if column is not None)
 
 
 def layout_of(spec: JobSpec) -> RowLayout:
@@ -95,9 +92,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
     inputs = {
         feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
         if feature.table
-        else InputColumn(
-            f"features[{index}].column", feature.source_column, rule=dense_rule_of(feature)
-        )
+        else InputColumn(f"features[{index}].column", feature.source_column, dense=feature)
         for index, feature in enumerate(spec.features)
     }
     return RowLayout(
@@ -209,7 +204,7 @@ def decode(
     found, lists, start = _undecoded(layout, len(table)), [], 0
     of_lists = [column for column in layout.sparse if column.is_list]
     # Part by part as they were read: joining a column's parts first would copy each value twice.
-    for part in table.to_batches():
+    for part in table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]:
         columns = _Columns(part, start, locate, marks)
         _fill(found.slice(start, start + len(part)), columns, layout)
         lists.append([_id_lists(columns, column) for column in of_lists])
@@ -217,18 +212,8 @@ def decode(
     faults = None if marks is None else marks.faults
     if faults is not None:
         found.row_weight[faults > 0] = 0
-    joined = tuple(
-        _joined([part[place] for part in lists], column) for place, column in enumerate(of_lists)
-    )
+    joined = tuple(concat_lists(parts) for parts in zip(*lists, strict=True))
     return replace(found, sparse=replace(found.sparse, lists=joined), faults=faults)
-
-
-def _joined(parts: Sequence[IdLists], column: InputColumn) -> IdLists:
-    """The lists of all parts; those of a table without rows have weights too, if any have."""
-    found = concat_lists(parts)
-    if column.weights is None or found.weights is not None:
-        return found
-    return replace(found, weights=np.empty(0, np.float32))
 
 
 def _undecoded(layout: RowLayout, num_rows: int) -> Rows:
@@ -309,22 +294,27 @@ class _Columns:
     def refuse(
         self,
         is_bad: _BoolArray,
-        values: FloatArray,
+        values: NDArray,
         column: InputColumn,
         wanted: str,
+        *,
         safe: int = 0,
-    ) -> FloatArray:
-        """Values [n] with `safe` in place of those marked as bad, if that does not raise."""
+        offsets: IntArray | None = None,
+    ) -> NDArray:
+        """Values with `safe` in place of those marked as bad, if that does not raise.
+
+        One for each row, or as many as lie between its `offsets` [n + 1].
+        """
         if not is_bad.any():
             return values
-        row = int(is_bad.argmax())
-        self._refuse(np.flatnonzero(is_bad), column, values[row].item(), wanted)
+        places = np.flatnonzero(is_bad)
+        self._refuse(_owners(offsets, places), column, values[places[0]].item(), wanted)
         return np.where(is_bad, values.dtype.type(safe), values)
 
     def numbers(self, column: InputColumn) -> FloatArray:
-        """A dense column as float32 by its rule, without null, NaN or infinity."""
-        array = self._array(column, may_be_null=column.rule.missing is not None)
-        values = column.rule.apply(array)
+        """A column of numbers as float32, without null, NaN or infinity."""
+        array = self._array(column, may_be_null=column.is_replaced)
+        values = dense_values(array, column.dense)
         return self.refuse(~np.isfinite(values), values, column, "a finite number")
 
     def ids(self, column: InputColumn) -> tuple[IntArray, IntArray | None]:
@@ -342,8 +332,7 @@ class _Columns:
             return ids, offsets
         is_bad = unsigned >= np.uint64(column.num_ids)
         wanted = f"an id of the table ({column.field}): 0 to {column.num_ids - 1}"
-        self._refuse_items(is_bad, ids, offsets, column, wanted)
-        return np.where(is_bad, 0, ids), offsets
+        return self.refuse(is_bad, ids, column, wanted, offsets=offsets), offsets
 
     def weights(self, column: InputColumn, id_offsets: IntArray) -> FloatArray:
         """A finite weight for each id of `column`, whose lists lie at `id_offsets`."""
@@ -355,12 +344,8 @@ class _Columns:
         if (np.diff(offsets) != np.diff(id_offsets)).any():
             weights = self._weights_that_fit(column, weights, offsets, id_offsets)
             offsets = id_offsets
-        is_bad = ~np.isfinite(weights)
-        if not is_bad.any():
-            return weights
         wanted = f"a finite weight ({source.field})"
-        self._refuse_items(is_bad, weights, offsets, source, wanted)
-        return np.where(is_bad, np.float32(0), weights)
+        return self.refuse(~np.isfinite(weights), weights, source, wanted, offsets=offsets)
 
     def _weights_that_fit(
         self, column: InputColumn, weights: FloatArray, offsets: IntArray, id_offsets: IntArray
@@ -399,17 +384,6 @@ class _Columns:
             self._refuse(owners, column, None, wanted)
             items = items.fill_null(0)
         return items, offsets
-
-    def _refuse_items(
-        self,
-        is_bad: _BoolArray,
-        items: NDArray,
-        offsets: IntArray | None,
-        column: InputColumn,
-        wanted: str,
-    ) -> None:
-        places = np.flatnonzero(is_bad)
-        self._refuse(_owners(offsets, places), column, items[places[0]].item(), wanted)
 
     def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
         """A whole column; null only where it may be."""

@@ -28,6 +28,7 @@ from typing import IO
 from trainer.data.manifest import (
     MANIFEST_NAME,
     Manifest,
+    StoredFile,
     load_manifest,
     parse_manifest,
     sha256_of,
@@ -49,21 +50,15 @@ _in_use: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
-class RemoteFile:
-    """A file below a remote folder; `sha256` is None where no manifest tells it."""
-
-    path: str
-    size_bytes: int
-    sha256: str | None = None
-
-
-@dataclass(frozen=True)
 class RemoteData:
-    """What a remote folder holds, and a name for this version of it."""
+    """What a remote folder holds, and a name for this version of it.
+
+    `sha256` of a file is empty where no manifest tells it.
+    """
 
     location: Location
     version: str
-    files: tuple[RemoteFile, ...]
+    files: tuple[StoredFile, ...]
     manifest: bytes | None
 
     @property
@@ -90,28 +85,25 @@ def look_up(location: Location) -> RemoteData:
     """
     if (location / MANIFEST_NAME).exists():
         content = (location / MANIFEST_NAME).read_bytes()
-        manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
-        return RemoteData(location, _digest(content), _files_of(manifest), content)
+        files = parse_manifest(content, f"{location}/{MANIFEST_NAME}").files
+        for path in (file.path for file in files):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ManifestError(f"the manifest names {path!r}, which is not below its folder")
+        return RemoteData(location, _digest(content), files, content)
     found = [each for each in location.list(recursive=True) if is_data_file(each.name)]
     if not found:
         raise SourceMissingError(
             f"{location} holds no {MANIFEST_NAME} and no Parquet; check bucket and key in data.path"
         )
-    files, listing = [], []
+    plain, listing = [], []
     for file in found:
         if (mark := file.fingerprint()) is None:
             raise SourceMissingError(f"{file} went away while its folder was listed; start again")
-        files.append(RemoteFile(file.relative_to(location), mark[0]))
+        path = file.relative_to(location)
+        plain.append(StoredFile(path=path, size_bytes=mark[0], sha256=""))
         # The time too: corrected labels may take up as many bytes as the wrong ones did.
-        listing.append(f"{files[-1].path} {mark[0]} {mark[1]}")
-    return RemoteData(location, _digest("\n".join(listing).encode()), tuple(files), None)
-
-
-def _files_of(manifest: Manifest) -> tuple[RemoteFile, ...]:
-    for entry in manifest.files:
-        if entry.path.startswith("/") or ".." in entry.path.split("/"):
-            raise ManifestError(f"the manifest names {entry.path!r}, which is not below its folder")
-    return tuple(RemoteFile(entry.path, entry.size_bytes, entry.sha256) for entry in manifest.files)
+        listing.append(f"{path} {mark[0]} {mark[1]}")
+    return RemoteData(location, _digest("\n".join(listing).encode()), tuple(plain), None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ class DataCache:
                 write_whole(folder / MANIFEST_NAME, data.manifest)
         return folder
 
-    def _fetch_missing(self, missing: Sequence[RemoteFile], data: RemoteData) -> None:
+    def _fetch_missing(self, missing: Sequence[StoredFile], data: RemoteData) -> None:
         folder = self.root / data.folder_name
         begun = time.perf_counter()
         with self._beside(folder, "reserved").open("w") as reservation:
@@ -160,17 +152,15 @@ class DataCache:
     def _open_root(self) -> None:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            is_ours = self.root.stat().st_uid == os.getuid()
+            if self.root.stat().st_uid == os.getuid():
+                return
+            why = "belongs to another user"
         except OSError as error:
-            raise StorageError(
-                f"the cache of remote data {self.root} cannot be used ({error}); "
-                f"set {CACHE_VARIABLE} to another folder"
-            ) from None
-        if not is_ours:
-            raise StorageError(
-                f"the cache of remote data {self.root} belongs to another user; "
-                f"set {CACHE_VARIABLE} to a folder of your own"
-            )
+            why = f"cannot be used ({error})"
+        raise StorageError(
+            f"the cache of remote data {self.root} {why}; set {CACHE_VARIABLE} to a folder of your "
+            "own"
+        )
 
     def _beside(self, folder: Path, what: str) -> Path:
         return self.root / f"{folder.name}.{what}"
@@ -224,7 +214,7 @@ class DataCache:
         return False
 
 
-def _download(source: Location, target: Path, file: RemoteFile) -> None:
+def _download(source: Location, target: Path, file: StoredFile) -> None:
     """Put a checked copy at `target`, whole or not at all; raises a `DataError`."""
     unfinished = target.with_name(f".{target.name}.part")
     try:
@@ -242,7 +232,7 @@ def _download(source: Location, target: Path, file: RemoteFile) -> None:
             unfinished.unlink()
 
 
-def _check(unfinished: Path, source: Location, file: RemoteFile) -> None:
+def _check(unfinished: Path, source: Location, file: StoredFile) -> None:
     """Raise `CorruptFileError` where a copy is not what it should be."""
     size_bytes = unfinished.stat().st_size
     if size_bytes != file.size_bytes:
@@ -250,7 +240,7 @@ def _check(unfinished: Path, source: Location, file: RemoteFile) -> None:
             f"{source} has {size_bytes} bytes, not {file.size_bytes} as it should; was it replaced "
             "while it was read? Start the job again"
         )
-    if file.sha256 is not None and (found := sha256_of(unfinished)) != file.sha256:
+    if file.sha256 and (found := sha256_of(unfinished)) != file.sha256:
         raise CorruptFileError(
             f"{source} is damaged: its sha256 is {found}, not {file.sha256} as in the manifest; "
             "upload or prepare the data again"
@@ -263,7 +253,7 @@ def _is_below(path: str, parts: Collection[str]) -> bool:
     return any(path == part or path.startswith(f"{part}/") for part in wanted)
 
 
-def _is_there(path: Path, file: RemoteFile) -> bool:
+def _is_there(path: Path, file: StoredFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes
 
 
@@ -338,6 +328,8 @@ def resolve_inputs(spec: JobSpec, warn: Callable[[str], None] = logger.warning) 
 def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
     """Means and deviations that nobody knows, of the training part; local data only."""
     location = Location.parse(spec.data.path)
+    if not location.is_local:
+        return {}
     wanted = {
         feature.source_column
         for feature in spec.features
@@ -345,8 +337,6 @@ def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
         and (feature.mean is None or feature.std is None)
         and f"{feature.source_column}_std" not in known
     }
-    if not location.is_local:
-        return {}
     found: dict[str, float] = {}
     for column in sorted(wanted):
         mean, std = mean_and_deviation(
@@ -361,9 +351,7 @@ def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
 def _manifest_in(folder: Path, *, is_whole: bool) -> Manifest | None:
     """The manifest, its files compared with it where they are here."""
     path = folder / MANIFEST_NAME
-    if not folder.is_dir():
-        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
-    if not path.exists():
+    if folder.is_dir() and not path.exists():
         return None
     return load_manifest(folder) if is_whole else parse_manifest(path.read_bytes(), str(path))
 

@@ -155,8 +155,7 @@ def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
     """
     for entry in manifest.files:
         file = Location.parse(folder) / entry.path
-        with file.open_input() as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        _, found = file.size_and_sha256()
         if found != entry.sha256:
             raise CorruptFileError(
                 f"{file} is damaged: its sha256 is {found}, not {entry.sha256} as when it was "

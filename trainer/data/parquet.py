@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.manifest import read_footer
-from trainer.data.ragged import IntArray, offsets_of
+from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.transforms import Moments
 from trainer.errors import (
     ColumnError,
@@ -82,9 +82,10 @@ class ParquetSource:
         widest_value_bytes = 8
         return widest_value_bytes * (self._num_values + self.num_rows * len(self.columns))
 
-    def group_start(self, group: int) -> int:
-        """Row number, over all files, of a row group's first row."""
-        return int(self._group_starts[group])
+    def row_numbers(self, row_groups: Sequence[int]) -> IntArray:
+        """Numbers over all files of the rows of row groups, in the order given."""
+        groups = np.array(row_groups)
+        return ragged_positions(self._group_starts[groups], self.group_rows[groups])
 
     def locate(self, row: int) -> tuple[Path, int]:
         """File of a row numbered over all files, and its number within that file (from 0)."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
+from trainer.errors import TooFewRowsError
 from trainer.protocol.run_dir import write_whole
 
 Span = tuple[int, int]
@@ -93,14 +94,14 @@ class DataPosition:
     later: tuple[tuple[int, tuple[Span, ...]], ...] = ()
 
     @property
-    def num_rows(self) -> int:
-        """Rows of epoch `epoch` that are consumed."""
-        return len(_consumed(self))
+    def begun(self) -> dict[int, Spans]:
+        """Rows that are consumed of `epoch`, and of later epochs that are begun."""
+        first = Spans([(0, self.row), *self.done])
+        return {self.epoch: first, **{epoch: Spans(spans) for epoch, spans in self.later}}
 
     def rows_done(self, rows_per_epoch: int) -> int:
         """Rows consumed since the start of the run."""
-        later = sum(len(Spans(spans)) for _, spans in self.later)
-        return self.epoch * rows_per_epoch + self.num_rows + later
+        return self.epoch * rows_per_epoch + sum(map(len, self.begun.values()))
 
 
 START = DataPosition()
@@ -120,10 +121,13 @@ class BatchShape:
         """Rows that one step takes on all ranks together, but for the last of an epoch."""
         return self.world_size * self.batch_size
 
-    @property
-    def fills_a_step(self) -> bool:
-        """Whether there are rows enough for one whole step."""
-        return self.num_rows >= self.rows_per_step
+    def check(self, folder: Path) -> None:
+        """Raise `TooFewRowsError` where the rows, those of `folder`, fill no step."""
+        if self.num_rows < self.rows_per_step:
+            raise TooFewRowsError(
+                f"{folder} has {self.num_rows} rows, fewer than one step takes ({self.world_size} "
+                f"workers x data.batch_size {self.batch_size}); lower either"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -137,24 +141,23 @@ class BatchShape:
 
 def step_start(position: DataPosition, shape: BatchShape) -> DataPosition:
     """Where the next step begins: here, or at a later epoch if nothing is left of this one."""
-    while _consumed(position).gap(0, shape.num_rows) is None:
-        later = dict(position.later)
-        epoch = position.epoch + 1
-        position = _position(epoch, Spans(later.pop(epoch, ())), later)
+    while (begun := position.begun).pop(position.epoch).gap(0, shape.num_rows) is None:
+        position = _position(position.epoch + 1, begun)
     return position
 
 
 def step_rows(start: DataPosition, shape: BatchShape) -> list[Span]:
     """Rows that all ranks together take in the step that begins at `start`, as given there."""
-    return _first_rows(_consumed(start).gaps(0, shape.num_rows), 0, shape.rows_per_step)
+    left = start.begun[start.epoch].gaps(0, shape.num_rows)
+    return _first_rows(left, 0, shape.rows_per_step)
 
 
 def advance(start: DataPosition, shape: BatchShape) -> DataPosition:
     """Position after a step that began at `start` (as given by `step_start`)."""
-    consumed = _consumed(start)
+    begun = start.begun
     for span in step_rows(start, shape):
-        consumed.add(*span)
-    return _position(start.epoch, consumed, dict(start.later))
+        begun[start.epoch].add(*span)
+    return _position(start.epoch, begun)
 
 
 def rank_rows(rows: list[Span], rank: int, num_ranks: int) -> list[Span]:
@@ -181,38 +184,30 @@ def _first_rows(spans: list[Span], first: int, last: int) -> list[Span]:
 
 def remaining_steps(position: DataPosition, shape: BatchShape, epochs: int) -> int:
     """Steps from `position` to the end of the last of `epochs` epochs."""
-    if position.epoch >= epochs:
-        return 0
-    begun = {position.epoch: _consumed(position)}
-    begun |= {epoch: Spans(spans) for epoch, spans in position.later if epoch < epochs}
-    left = (sum(b - a for a, b in rows.gaps(0, shape.num_rows)) for rows in begun.values())
-    untouched = epochs - position.epoch - len(begun)
+    begun = [rows for epoch, rows in position.begun.items() if epoch < epochs]
+    left = (sum(b - a for a, b in rows.gaps(0, shape.num_rows)) for rows in begun)
+    untouched = max(0, epochs - position.epoch - len(begun))
     return sum(map(shape.steps_for, left)) + untouched * shape.steps_per_epoch
 
 
-def ledger_of(position: DataPosition, rows_trained: int = 0, best: float | None = None) -> Ledger:
+def ledger_of(position: DataPosition) -> Ledger:
     """The ledger of a run that stands at `position`, for groups to go on from."""
-    begun = {position.epoch: _consumed(position).spans, **dict(position.later)}
-    open_epochs = tuple(EpochRows(epoch=n, done=done) for n, done in begun.items() if done)
-    return Ledger(
-        epoch=position.epoch, open_epochs=open_epochs, rows_trained=rows_trained, best=best
+    open_epochs = tuple(
+        EpochRows(epoch=n, done=rows.spans) for n, rows in position.begun.items() if rows.spans
     )
+    return Ledger(epoch=position.epoch, open_epochs=open_epochs)
 
 
 def position_of(ledger: Ledger) -> DataPosition:
     """Where committed syncs have come to, for any number of ranks to go on from."""
-    begun = {rows.epoch: rows.done for rows in ledger.open_epochs}
-    return _position(ledger.epoch, Spans(begun.pop(ledger.epoch, ())), begun)
+    return _position(ledger.epoch, {rows.epoch: Spans(rows.done) for rows in ledger.open_epochs})
 
 
-def _consumed(position: DataPosition) -> Spans:
-    return Spans([(0, position.row), *position.done])
-
-
-def _position(epoch: int, consumed: Spans, later: dict[int, tuple[Span, ...]]) -> DataPosition:
-    spans = consumed.spans
+def _position(epoch: int, begun: dict[int, Spans]) -> DataPosition:
+    spans = begun.pop(epoch, Spans()).spans
     row = spans[0][1] if spans and spans[0][0] == 0 else 0
-    return DataPosition(epoch, row, spans[1:] if row else spans, tuple(sorted(later.items())))
+    later = tuple((later, rows.spans) for later, rows in sorted(begun.items()))
+    return DataPosition(epoch, row, spans[1:] if row else spans, later)
 
 
 EpochSpans = tuple[int, tuple[Span, ...]]
@@ -264,14 +259,14 @@ def rows_between(before: DataPosition, after: DataPosition, num_rows: int) -> li
 def _consumed_rows(position: DataPosition, epoch: int, num_rows: int) -> Spans:
     if epoch < position.epoch:
         return Spans([(0, num_rows)])
-    begun = {rows.epoch: rows.done for rows in ledger_of(position).open_epochs}
-    return Spans(begun.get(epoch, ()))
+    return position.begun.get(epoch, Spans())
 
 
 def without(position: DataPosition, skipped: SkippedRows) -> DataPosition:
     """`position` with the skipped rows taken for consumed."""
-    ledger = ledger_of(position)
-    begun = SkippedRows(epochs=tuple((rows.epoch, rows.done) for rows in ledger.open_epochs))
-    ahead = [(epoch, spans) for epoch, spans in skipped.epochs if epoch >= position.epoch]
-    rows = tuple(EpochRows(epoch=n, done=done) for n, done in begun.with_rows(ahead).epochs)
-    return position_of(ledger.model_copy(update={"open_epochs": rows}))
+    begun = position.begun
+    for epoch, spans in skipped.epochs:
+        if epoch >= position.epoch:
+            for span in spans:
+                begun.setdefault(epoch, Spans()).add(*span)
+    return _position(position.epoch, begun)

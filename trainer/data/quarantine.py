@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
-from trainer.errors import TooManyBadRowsError
 
 FaultArray = NDArray[np.int32]
 FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
 _MAX_LISTED = 10
 OTHERS = "other files or reasons"
-
-
-@dataclass(frozen=True)
-class QuarantinedRows:
-    """How many rows of a file are left out for a reason."""
-
-    file: str
-    reason: str
-    num_rows: int
+QuarantinedRows = Counter[tuple[str, str]]
+"""How many rows are left out, by file and reason."""
 
 
 class FaultLog:
@@ -37,88 +28,34 @@ class FaultLog:
     def code(self, file: str, reason: str) -> int:
         return self._codes.setdefault((file, reason), len(self._codes) + 1)
 
-    def count(self, faults: FaultArray) -> tuple[QuarantinedRows, ...]:
+    def count(self, faults: FaultArray) -> QuarantinedRows:
         """What the marked ones of `faults` [n] are."""
-        codes, counts = np.unique(faults[faults > 0], return_counts=True)
-        num_rows = dict(zip(codes.tolist(), counts.tolist(), strict=True))
-        return tuple(
-            QuarantinedRows(file, reason, num_rows[code])
-            for (file, reason), code in self._codes.items()
-            if code in num_rows
+        counts = np.bincount(faults, minlength=len(self._codes) + 1)
+        return Counter(
+            {key: int(counts[code]) for key, code in self._codes.items() if counts[code]}
         )
 
 
 class FaultMarks:
     """The bad ones of some rows; a row keeps the first fault that is found in it."""
 
-    def __init__(self, num_rows: int, log: FaultLog, files_of: FilesOf) -> None:
-        """`files_of` sorts row numbers by file."""
-        self.faults: FaultArray = np.zeros(num_rows, dtype=np.int32)
+    def __init__(self, rows: IntArray, log: FaultLog, files_of: FilesOf) -> None:
+        """`rows` are numbers over all files, which `files_of` sorts by file."""
+        self.faults: FaultArray = np.zeros(len(rows), dtype=np.int32)
+        self._rows = rows
         self._log = log
         self._files_of = files_of
 
-    def add(self, rows: IntArray, reason: str) -> None:
-        """Mark `rows`, which may repeat."""
-        fresh = np.unique(rows[self.faults[rows] == 0])
-        for path, found in self._files_of(fresh):
-            self.faults[found] = self._log.code(str(path), reason)
+    def add(self, places: IntArray, reason: str) -> None:
+        """Mark places in the rows, which may repeat."""
+        fresh = np.unique(places[self.faults[places] == 0])
+        for path, found in self._files_of(self._rows[fresh]):
+            self.faults[fresh[found]] = self._log.code(str(path), reason)
 
 
-class BadRowLimit:
-    """Ends an epoch of which more rows are bad than may be left out.
-
-    Each reader counts what it decodes itself, so that ranks need not ask each other.
-    """
-
-    def __init__(self, num_rows: int, max_share: float) -> None:
-        """`num_rows` are those of the split."""
-        self._num_rows = num_rows
-        self._max_share = max_share
-        self._bad_rows: dict[int, int] = {}
-
-    def restart(self) -> None:
-        """Forget what was counted: another epoch begins."""
-        self._bad_rows.clear()
-
-    def count(self, window: int, faults: FaultArray | None, log: FaultLog) -> None:
-        """Count a window's bad rows, once however often it is read.
-
-        Raises `TooManyBadRowsError`, which names the commonest fault of this window.
-        """
-        if faults is None or not (num_bad := int(np.count_nonzero(faults))):
-            return
-        self._bad_rows[window] = num_bad
-        total = sum(self._bad_rows.values())
-        if total > self._max_share * self._num_rows:
-            worst = max(log.count(faults), key=lambda rows: rows.num_rows)
-            raise TooManyBadRowsError(
-                f"{total:,} of {self._num_rows:,} rows cannot be used, more than the share "
-                f"{self._max_share:g} that data.max_bad_share lets be left out; mostly "
-                f"{worst.file}: {worst.reason}. Mend the data, or raise data.max_bad_share"
-            )
-
-
-class QuarantineTally:
-    """Counts quarantined rows between two reports."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows counted since the last `take`."""
-        return self._counts.total()
-
-    def add(self, found: Iterable[QuarantinedRows]) -> None:
-        for rows in found:
-            self._counts[rows.file, rows.reason] += rows.num_rows
-
-    def take(self) -> list[QuarantinedRows]:
-        """What was counted, the most first and many small ones together; starts anew."""
-        listed = self._counts.most_common(_MAX_LISTED)
-        rest = self._counts.total() - sum(count for _, count in listed)
-        found = [QuarantinedRows(file, reason, count) for (file, reason), count in listed]
-        if rest:
-            found.append(QuarantinedRows(OTHERS, OTHERS, rest))
-        self._counts.clear()
-        return found
+def most_quarantined(counts: QuarantinedRows) -> QuarantinedRows:
+    """The commonest of `counts`, the most first, and all others together."""
+    listed = Counter(dict(counts.most_common(_MAX_LISTED)))
+    if rest := counts.total() - listed.total():
+        listed[OTHERS, OTHERS] = rest
+    return listed

@@ -21,10 +21,10 @@ import pyarrow as pa
 from trainer.data.decode import check_schema, decode, layout_of
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
-from trainer.data.quarantine import BadRowLimit, FaultLog, FaultMarks
-from trainer.data.ragged import IntArray, offsets_of, ragged_positions
+from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows
+from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
-from trainer.errors import CorruptFileError
+from trainer.errors import CorruptFileError, TooManyBadRowsError
 from trainer.spec.job import JobSpec
 
 # Keeps the random streams of group order and of each window's rows apart.
@@ -110,8 +110,9 @@ def _cut(groups: IntArray, group_rows: IntArray, window_rows: int) -> list[IntAr
 
 
 logger = logging.getLogger(__name__)
-DEFAULT_CACHE_BYTES = 256 * 2**20
-DEFAULT_WINDOW_ROWS = 65_536
+# Of decoded rows: a smaller split is kept whole.
+CACHE_BYTES = 256 * 2**20
+WINDOW_ROWS = 65_536
 
 
 def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
@@ -125,28 +126,30 @@ def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
 
 
 def lease_windows(
-    source: ParquetSource,
-    spec: JobSpec,
-    *,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    window_rows: int = DEFAULT_WINDOW_ROWS,
+    source: ParquetSource, spec: JobSpec
 ) -> Sequence[int] | Callable[[int], tuple[int, ...]]:
     """Windows for a `LeaseBook`: row bounds of an epoch's, as `RowReader` decodes them.
 
     None for a split that every reader keeps whole. What is returned can be pickled.
     """
-    if source.decoded_bytes <= cache_bytes:
+    if source.decoded_bytes <= CACHE_BYTES:
         return ()
+    return partial(_window_bounds, _order_of(source, spec, spec.data.shuffle))
+
+
+def _window_bounds(order_of: Callable[..., EpochOrder], epoch: int) -> tuple[int, ...]:
+    return order_of(epoch=epoch).bounds
+
+
+def _order_of(source: ParquetSource, spec: JobSpec, shuffle: bool) -> Callable[..., EpochOrder]:
+    """What gives the order of `epoch`."""
     return partial(
-        _window_bounds, source.group_rows, window_rows, spec.training.seed, spec.data.shuffle
+        EpochOrder,
+        source.group_rows,
+        window_rows=WINDOW_ROWS,
+        seed=spec.training.seed,
+        shuffle=shuffle,
     )
-
-
-def _window_bounds(
-    group_rows: IntArray, window_rows: int, seed: int, shuffle: bool, epoch: int
-) -> tuple[int, ...]:
-    order = EpochOrder(group_rows, window_rows=window_rows, seed=seed, epoch=epoch, shuffle=shuffle)
-    return order.bounds
 
 
 def order_digest(source: ParquetSource, spec: JobSpec) -> str:
@@ -154,7 +157,7 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
     decisive = [
         source.file_names,
         source.group_rows.tolist(),
-        DEFAULT_WINDOW_ROWS,
+        WINDOW_ROWS,
         spec.training.seed,
         spec.data.shuffle,
     ]
@@ -164,35 +167,22 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
 class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
-    A split of at most `cache_bytes` (decoded) is decoded once and kept; a larger one is decoded
+    A split of at most `CACHE_BYTES` (decoded) is decoded once and kept; a larger one is decoded
     window by window, and only the newest window is kept. The order is the same either way. Where
     bad rows are quarantined they are marked in `Rows.faults` by their numbers in `fault_log`, up to
     `data.max_bad_share` of an epoch's; more are `TooManyBadRowsError`. Else they raise.
     """
 
-    def __init__(
-        self,
-        source: ParquetSource,
-        spec: JobSpec,
-        *,
-        shuffle: bool | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        window_rows: int = DEFAULT_WINDOW_ROWS,
-    ) -> None:
-        """`shuffle` is by default as the spec says."""
+    def __init__(self, source: ParquetSource, spec: JobSpec, *, shuffle: bool = True) -> None:
+        """Rows are shuffled where the spec says so, too."""
         self.fault_log = FaultLog() if spec.data.on_bad_rows == "quarantine" else None
-        self._limit = BadRowLimit(source.num_rows, spec.data.max_bad_share)
+        self._max_bad_share = spec.data.max_bad_share
+        self._bad_rows: dict[int, int] = {}
         self._layout = layout_of(spec)
         check_schema(self._layout, source.schema, source.folder)
         self._source = source
-        self._order_of = partial(
-            EpochOrder,
-            source.group_rows,
-            window_rows=window_rows,
-            seed=spec.training.seed,
-            shuffle=spec.data.shuffle if shuffle is None else shuffle,
-        )
-        self._keep_all = source.decoded_bytes <= cache_bytes
+        self._order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
+        self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._everything: Rows | None = None
         self._epoch = -1
         self._order: EpochOrder
@@ -204,7 +194,7 @@ class RowReader:
         if epoch != self._epoch:
             self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
-            self._limit.restart()
+            self._bad_rows.clear()
         parts = [
             self._open_window(number).slice(piece.start, piece.stop)
             for span in spans
@@ -219,52 +209,52 @@ class RowReader:
             if self._keep_all:
                 if self._everything is None:
                     self._everything = self._decode(tuple(range(len(self._source.group_rows))))
-                self._window = self._everything.take(self._rows_of(window)[window.row_order])
+                rows = self._source.row_numbers(window.row_groups)
+                self._window = self._everything.take(rows[window.row_order])
             else:
                 self._window = self._decode(window.row_groups).take(window.row_order)
-            if self.fault_log is not None:
-                self._limit.count(number, self._window.faults, self.fault_log)
+            if self.fault_log is not None and self._window.faults is not None:
+                self._count_bad_rows(number, self.fault_log.count(self._window.faults))
             self._window_number = number
         return self._window
 
-    def _rows_of(self, window: Window) -> IntArray:
-        """Row numbers over all files of a window's groups, unshuffled."""
-        groups = np.array(window.row_groups)
-        starts = np.array([self._source.group_start(group) for group in groups])
-        return ragged_positions(starts, self._source.group_rows[groups])
+    def _count_bad_rows(self, window: int, found: QuarantinedRows) -> None:
+        """Count a window's bad rows, once however often it is read; raises `TooManyBadRowsError`.
+
+        Each reader counts what it decodes itself, so that ranks need not ask each other.
+        """
+        self._bad_rows[window] = found.total()
+        total, num_rows = sum(self._bad_rows.values()), self._source.num_rows
+        if found and total > self._max_bad_share * num_rows:
+            [((file, reason), _)] = found.most_common(1)
+            raise TooManyBadRowsError(
+                f"{total:,} of {num_rows:,} rows cannot be used, more than the share "
+                f"{self._max_bad_share:g} that data.max_bad_share lets be left out; mostly "
+                f"{file}: {reason}. Mend the data, or raise data.max_bad_share"
+            )
 
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
-        bounds = offsets_of(self._source.group_rows[list(row_groups)])
-        shifts = np.array([self._source.group_start(group) for group in row_groups]) - bounds[:-1]
-
-        def over_files(rows: IntArray) -> IntArray:
-            return rows + shifts[np.searchsorted(bounds, rows, side="right") - 1]
+        rows = self._source.row_numbers(row_groups)
 
         def locate(row: int) -> tuple[Path, int]:
-            return self._source.locate(int(over_files(np.array([row]))[0]))
+            return self._source.locate(int(rows[row]))
 
         if self.fault_log is None:
             return decode(self._source.read(row_groups), self._layout, locate)
+        marks = FaultMarks(rows, self.fault_log, self._source.files_of)
+        return decode(self._read_what_can_be(row_groups, marks), self._layout, locate, marks)
 
-        def files_of(rows: IntArray) -> list[tuple[Path, IntArray]]:
-            found = self._source.files_of(over_files(rows))
-            return [(path, rows[places]) for path, places in found]
-
-        marks = FaultMarks(int(bounds[-1]), self.fault_log, files_of)
-        return decode(
-            self._read_what_can_be(row_groups, bounds, marks), self._layout, locate, marks
-        )
-
-    def _read_what_can_be(
-        self, row_groups: tuple[int, ...], bounds: IntArray, marks: FaultMarks
-    ) -> pa.Table:
+    def _read_what_can_be(self, row_groups: tuple[int, ...], marks: FaultMarks) -> pa.Table:
         """Row groups one after the other; one that cannot be read is blank, all its rows bad."""
-        tables = []
-        for group, start, stop in zip(row_groups, bounds, bounds[1:], strict=False):
+        tables, start = [], 0
+        for group in row_groups:
             try:
-                tables.append(self._source.read_group(group))
+                table = self._source.read_group(group)
             except CorruptFileError as error:
                 logger.warning("%s", error)
-                marks.add(np.arange(start, stop), "row group cannot be read, or has changed")
-                tables.append(self._source.blank_group(group))
+                table = self._source.blank_group(group)
+                reason = "row group cannot be read, or has changed"
+                marks.add(np.arange(start, start + len(table)), reason)
+            tables.append(table)
+            start += len(table)
         return pa.concat_tables(tables)

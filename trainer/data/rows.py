@@ -100,16 +100,14 @@ class SparseIds:
         lists = tuple(lists.slice(first, stop) for lists in self.lists)
         return SparseIds(self.is_single, self.singles[first:stop], lists)
 
-    def first(self, count: int) -> SparseIds:
-        singles = sum(self.is_single[:count])
-        lists = self.lists[: count - singles]
-        return SparseIds(self.is_single[:count], self.singles[:, :singles], lists)
-
-    def after(self, count: int) -> SparseIds:
-        """The features after the first `count`."""
-        singles = sum(self.is_single[:count])
-        lists = self.lists[count - singles :]
-        return SparseIds(self.is_single[count:], self.singles[:, singles:], lists)
+    def split(self, count: int) -> tuple[SparseIds, SparseIds]:
+        """The first `count` features, and those after them."""
+        kinds, singles = self.is_single, sum(self.is_single[:count])
+        lists = count - singles
+        return (
+            SparseIds(kinds[:count], self.singles[:, :singles], self.lists[:lists]),
+            SparseIds(kinds[count:], self.singles[:, singles:], self.lists[lists:]),
+        )
 
     def packed(self) -> IntArray:
         """All ids, feature by feature."""
@@ -150,24 +148,14 @@ class SparseIds:
                 yield from islice(lists, size)
 
 
-def concat_ids(parts: Sequence[SparseIds]) -> SparseIds:
-    by_feature = zip(*(part.lists for part in parts), strict=True)
-    return SparseIds(
-        is_single=parts[0].is_single,
-        singles=np.concatenate([part.singles for part in parts]),
-        lists=tuple(concat_lists(lists) for lists in by_feature),
-    )
-
-
 def concat_lists(parts: Sequence[IdLists]) -> IdLists:
-    """Lists of several parts, one after the other; of no parts, those of no rows."""
+    """Lists of several parts, one after the other; all or none have weights."""
     if len(parts) == 1:
         return parts[0]
-    nothing = np.empty(0, np.int64)
     weights = [part.weights for part in parts if part.weights is not None]
     return IdLists(
-        ids=np.concatenate([nothing, *(part.ids for part in parts)]),
-        offsets=offsets_of(np.concatenate([nothing, *(part.lengths for part in parts)])),
+        ids=np.concatenate([part.ids for part in parts]),
+        offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
         weights=np.concatenate(weights) if weights else None,
     )
 
@@ -223,4 +211,10 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
     arrays = {
         name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays
     }
-    return replace(parts[0], sparse=concat_ids([part.sparse for part in parts]), **arrays)
+    ids = [part.sparse for part in parts]
+    sparse = SparseIds(
+        is_single=ids[0].is_single,
+        singles=np.concatenate([each.singles for each in ids]),
+        lists=tuple(map(concat_lists, zip(*(each.lists for each in ids), strict=True))),
+    )
+    return replace(parts[0], sparse=sparse, **arrays)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
-from trainer.spec.data import DenseTransform, FeatureSpec, VocabularySpec
+from trainer.spec.data import FeatureSpec, VocabularySpec
 
 MISSING_ID = 0
 _SLICE_BYTES = 2**18  # of text; what is made of it then fits into a processor's cache
@@ -89,12 +89,8 @@ class BucketEncoder:
     """Id 1 plus the number of boundaries that are not above the value."""
 
     boundaries: tuple[float, ...]
+    num_ids: int
     wanted: str = "a number"
-
-    @property
-    def num_ids(self) -> int:
-        """Two more than there are boundaries: the missing, and both ends."""
-        return len(self.boundaries) + 2
 
     def accepts(self, kind: pa.DataType) -> bool:
         return pa.types.is_integer(kind) or pa.types.is_floating(kind)
@@ -122,7 +118,8 @@ def encoder_of(feature: FeatureSpec, num_rows: int, folder: Path) -> IdEncoder |
         return HashEncoder(num_rows if size == "auto" else size, feature.hashing.seed)
     if feature.vocabulary:
         return load_vocabulary(vocabulary_path(feature, folder), feature.vocabulary.min_count)
-    return BucketEncoder(feature.bucketize.boundaries) if feature.bucketize else None
+    buckets = feature.bucketize
+    return BucketEncoder(buckets.boundaries, buckets.num_ids) if buckets else None
 
 
 def vocabulary_path(feature: FeatureSpec, folder: Path) -> Path:
@@ -179,35 +176,24 @@ def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
     return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
 
 
-@dataclass(frozen=True)
-class DenseRule:
-    """What becomes of a dense feature's numbers; `missing` takes the place of null and NaN."""
+def dense_values(values: pa.Array, feature: FeatureSpec | None) -> NDArray[np.float32]:
+    """Numbers as a dense feature asks for them, or as they are without one: float32 [n].
 
-    transform: DenseTransform = "none"
-    missing: float | None = None
-    mean: float = 0.0
-    std: float = 1.0
-
-    def apply(self, values: pa.Array) -> NDArray[np.float32]:
-        """float32 [n]; NaN for what is missing and has no replacement."""
-        wide = self.transform == "standardise"  # differences of large numbers need the digits
-        numbers = values.cast(pa.float64() if wide else pa.float32(), safe=False).to_numpy(
-            zero_copy_only=False
-        )
-        if self.missing is not None:
-            numbers = np.where(np.isnan(numbers), numbers.dtype.type(self.missing), numbers)
-        if self.transform == "log1p":
-            numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
-        elif wide:
-            numbers = ((numbers - self.mean) / self.std).astype(np.float32)
+    NaN is what is missing and has no replacement.
+    """
+    # Differences of large numbers need the digits.
+    is_wide = feature is not None and feature.transform == "standardise"
+    kind = pa.float64() if is_wide else pa.float32()
+    numbers = values.cast(kind, safe=False).to_numpy(zero_copy_only=False)
+    if feature is None:
         return numbers
-
-
-def dense_rule_of(feature: FeatureSpec) -> DenseRule:
-    """What a spec asks of a dense feature; without `mean` and `std` numbers stay in their unit."""
-    mean = 0.0 if feature.mean is None else feature.mean
-    std = 1.0 if feature.std is None else feature.std
-    return DenseRule(feature.transform, feature.missing, mean, std)
+    if feature.missing is not None:
+        numbers = np.where(np.isnan(numbers), numbers.dtype.type(feature.missing), numbers)
+    if feature.transform == "log1p":
+        numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
+    elif is_wide:
+        numbers = ((numbers - (feature.mean or 0.0)) / (feature.std or 1.0)).astype(np.float32)
+    return numbers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from trainer.failures import Failure
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
-from trainer.protocol.worker_config import NO_SECRETS, GroupConfig, SecretEnv, WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class DriverContext:
     token: str = field(default="", repr=False)
     ca_file: str | None = None
     cluster_max_workers: int | None = None
-    secrets: SecretEnv = NO_SECRETS
+    secrets: SecretEnv = field(default_factory=SecretEnv)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> DriverContext:

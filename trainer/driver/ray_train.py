@@ -125,7 +125,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     # A TCPStore client resolves its peer's name; without a name server that would stall for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
-    worker.secrets.set_in(os.environ)
+    os.environ.update(worker.secrets.values)
     rank = ray.train.get_context().get_world_rank()
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(

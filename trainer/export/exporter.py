@@ -102,9 +102,7 @@ def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
         "kind": stated,
         "wanted": wanted_kind(column, kind),
         # An empty list, id 0, or a replacement stands for a missing value.
-        "is_required": not (
-            column.is_list or column.encoder is not None or column.rule.missing is not None
-        ),
+        "is_required": not (column.is_list or column.encoder is not None or column.is_replaced),
         "read_by": column.field,
         **bounds,
     }

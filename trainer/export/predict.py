@@ -221,12 +221,10 @@ def wanted_kind(column: InputColumn, kind: str | None = None) -> str:
 def program_arrays(rows: Rows, spec: JobSpec) -> Iterator[NDArray[Any]]:
     """`rows` and `PAD_ROWS` more as the program takes them (`trainer.export.program`)."""
     padded = concat_rows([rows, _padding(rows)])
-    num_pooled = len(spec.pooled_features)
     yield padded.dense
-    for ids, is_weighted in (
-        (padded.sparse.first(num_pooled), spec.is_weighted),
-        (padded.sparse.after(num_pooled), spec.has_weighted_sequences),
-    ):
+    parts = padded.sparse.split(len(spec.pooled_features))
+    weighted = (spec.is_weighted, spec.has_weighted_sequences)
+    for ids, is_weighted in zip(parts, weighted, strict=True):
         if ids.is_single:  # any features
             yield ids.packed()
             yield ids.lengths().ravel()

@@ -140,7 +140,8 @@ def _usable(table: pa.Table, spec: JobSpec) -> pa.Table:
     """The rows of a table that training uses; all of them where a bad one ends the job."""
     if spec.data.on_bad_rows != "quarantine":
         return table
-    marks = FaultMarks(len(table), FaultLog(), lambda rows: [(_VALIDATION, rows)])
+    rows = np.arange(len(table))
+    marks = FaultMarks(rows, FaultLog(), lambda found: [(_VALIDATION, rows[: len(found)])])
     decode(table, layout_of(spec), lambda row: (_VALIDATION, row), marks)
     return table.filter(pa.array(marks.faults == 0))
 

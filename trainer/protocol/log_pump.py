@@ -19,18 +19,12 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 16
 # The first part and the last three of a log stay.
 _NUM_PARTS = 4
 _OFFSET_DIGITS = 15
-
-
-def part_path(log: Path, offset: int) -> Path:
-    """The file of a chain that begins at byte `offset` of the log."""
-    return log.with_name(f"{log.stem}@{offset:0{_OFFSET_DIGITS}d}.log") if offset else log
 
 
 def parts_of(log: Path) -> list[tuple[int, Path]]:
@@ -49,24 +43,20 @@ class LogChain:
 
     def append(self, data: bytes) -> None:
         """Write at the end of the chain; raises OSError if storage fails."""
-        with self._locked():
+        with self._log.open("ab") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             offset, path = (parts_of(self._log) or [(0, self._log)])[-1]
             size = path.stat().st_size if path.exists() else 0
             if size >= self._part_bytes:
-                path = part_path(self._log, offset + size)
+                name = f"{self._log.stem}@{offset + size:0{_OFFSET_DIGITS}d}.log"
+                path = self._log.with_name(name)
                 # A new part is about to begin: of those there, the first and the last two stay.
                 for _, part in parts_of(self._log)[1 : -(_NUM_PARTS - 2)]:
                     part.unlink(missing_ok=True)
             with path.open("ab", buffering=0) as file:
                 while data:
                     data = data[file.write(data) or 0 :]
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._log.open("ab") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def pump(log: Path, max_bytes: int) -> None:

@@ -1,13 +1,9 @@
 """Request files of a run: resize, growth limit, rewind, stop.
 
-    service -> resize-request.json {"id", "workers", "drain_hosts"}    read by the driver
-    service -> growth-limit.json {"max_workers"}                       read by the driver
-    service -> RUN_DIR/rewind.json {"checkpoint", "attempt_index"}     read by the workers
-    driver  -> stop-request.json {"run_index", "cause"}                read by rank 0 at reports
-    rank 0  -> stopping-RUN_INDEX                                      when all ranks know of it
-
-The newest resize request replaces earlier ones: hosts that it does not name may be used again. The
-growth limit exists while another job waits for room that this one would grow into.
+The service writes the first three, for the driver and (rewind) the workers; the driver writes stop
+requests, which rank 0 reads at reports. `trainer.protocol.run_dir` has the paths. The newest resize
+request replaces earlier ones: hosts that it does not name may be used again. The growth limit
+exists while another job waits for room that this one would grow into.
 
 After a rewind, what earlier attempts saved after the chosen checkpoint is *superseded*: it is not
 resumed from, and is removed once an attempt of the new line has committed a checkpoint. Until then
@@ -31,13 +27,15 @@ from trainer.protocol.run_dir import AttemptDir, write_whole
 logger = logging.getLogger(__name__)
 
 
-class ResizeRequest(BaseModel):
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ResizeRequest(_Request):
     """`workers` is the wanted T, None for as many as the spec and the cluster allow.
 
     `growth_limit` is the T beyond which the job shall not grow by itself, None for any.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = ""
     workers: PositiveInt | None = None
@@ -56,9 +54,7 @@ class ResizeRequest(BaseModel):
         return limit if self.workers is None else min(self.workers, limit)
 
 
-class _GrowthLimit(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _GrowthLimit(_Request):
     max_workers: PositiveInt
 
 
@@ -123,10 +119,8 @@ def _step_and_attempt(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-class StopRequest(BaseModel):
+class StopRequest(_Request):
     """Worker group run `run_index` shall save and end; `cause` is one of `Resized`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run_index: int = Field(ge=0)
     cause: str

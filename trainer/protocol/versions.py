@@ -17,13 +17,6 @@ MATCHED_STACKS: tuple[dict[str, str], ...] = (
     {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
     {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
 )
-# The same package is published under one name per device.
-DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu"),
-    "torchrec": ("torchrec",),
-    "ray": ("ray",),
-}
 
 
 @dataclass(frozen=True)
@@ -37,10 +30,9 @@ class Mismatch:
     @property
     def message(self) -> str:
         """What is wrong and how to mend it."""
-        state = f"{self.package} {self.found} is installed" if self.found else "is missing"
-        subject = state if self.found else f"{self.package} {state}"
+        state = f"{self.found} is installed" if self.found else "is missing"
         return (
-            f"{subject}, {self.wanted} is needed: run `make setup`, or "
+            f"{self.package} {state}, {self.wanted} is needed: run `make setup`, or "
             "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
         )
 
@@ -48,8 +40,8 @@ class Mismatch:
 def installed_versions() -> dict[str, str]:
     """Versions of those pinned packages that are installed, without local parts (`+cpu`)."""
     found: dict[str, str] = {}
-    for package, names in DISTRIBUTIONS.items():
-        for name in names:
+    for package in MATCHED_STACKS[0]:
+        for name in (package, f"{package}-cpu"):  # fbgemm-gpu has a name for each device
             with contextlib.suppress(PackageNotFoundError):
                 found.setdefault(package, version(name).partition("+")[0])
     return found

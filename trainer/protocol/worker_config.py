@@ -6,7 +6,6 @@ in Ray's dashboard, which shows the configuration of a Train run, and not in a l
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +22,6 @@ class SecretEnv:
 
     def __repr__(self) -> str:
         return f"SecretEnv({', '.join(sorted(self.values))})"
-
-    def set_in(self, environment: MutableMapping[str, str]) -> None:
-        environment.update(self.values)
-
-
-NO_SECRETS = SecretEnv()
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class WorkerConfig:
     run_index: int
     group: GroupConfig | None = None
     watch_address: str | None = None
-    secrets: SecretEnv = NO_SECRETS
+    secrets: SecretEnv = SecretEnv()
 
     @property
     def run_label(self) -> str:

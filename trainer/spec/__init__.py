@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from trainer.spec.base import FieldProblem, SpecError, problems_of
+from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
 
@@ -24,10 +22,7 @@ def validate_spec(document: Any) -> JobSpec:
         raise SpecError(
             [FieldProblem("spec", "not_a_mapping", "the spec must be a mapping of sections")]
         )
-    try:
-        return JobSpec.model_validate(document)
-    except ValidationError as error:
-        raise SpecError(problems_of(error.errors(include_url=False))) from None
+    return JobSpec.checked(document)
 
 
 def load_spec(text: str, overrides: Sequence[str] = ()) -> JobSpec:

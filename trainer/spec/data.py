@@ -69,9 +69,6 @@ class BucketizeSpec(SpecModel):
         return len(self.boundaries) + 2
 
 
-Encoding = HashingSpec | VocabularySpec | BucketizeSpec
-
-
 DEFAULT_MAX_LENGTH = 50
 
 
@@ -87,13 +84,7 @@ class LabelSpec(SpecModel):
     scale_column: Identifier | None = None
 
 
-def _inside(name: str) -> str:
-    if ".." in name.split("/"):
-        raise problem("outside_data_path", "must be below data.path: leave '..' out")
-    return name
-
-
-Part = Annotated[Label, AfterValidator(_inside)]
+Part = Annotated[Label, AfterValidator(_below_data_path)]
 
 
 class SplitSpec(SpecModel):
@@ -161,9 +152,11 @@ class FeatureSpec(SpecModel):
         return self.column or self.name
 
     @property
-    def encoding(self) -> Encoding | None:
-        """What makes ids of raw values; None where the column holds ids, or numbers."""
-        return self.hashing or self.vocabulary or self.bucketize
+    def num_ids(self) -> int | None:
+        """How many ids the encoding makes; None where the spec alone does not tell."""
+        if self.hashing and self.hashing.num_buckets != "auto":
+            return self.hashing.num_buckets
+        return self.bucketize.num_ids if self.bucketize else None
 
     @property
     def is_sparse(self) -> bool:

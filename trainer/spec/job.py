@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
@@ -32,8 +32,13 @@ class JobSpec(JobSections):
 
     def _with_parallelism(self, parallelism: ParallelismSpec) -> JobSpec:
         document = {**self.model_dump(), "parallelism": parallelism.model_dump()}
+        return JobSpec.checked(document, {"chosen": True})
+
+    @classmethod
+    def checked(cls, document: Any, context: dict[str, bool] | None = None) -> JobSpec:
+        """The spec that a document holds; raises `SpecError`."""
         try:
-            return JobSpec.model_validate(document, context={"chosen": True})
+            return cls.model_validate(document, context=context)
         except ValidationError as error:
             raise SpecError(problems_of(error.errors(include_url=False))) from None
 

@@ -94,18 +94,6 @@ def _unset(value: Any) -> Any:
     return SyncSpec() if value is None else value
 
 
-# Why a setting ties the sharding groups together between syncs.
-_TIES = {
-    "dense": "averages gradients over all groups at each step",
-    "sync.overlap": "applies averages before all groups have them",
-    "sync.dtype": "sends changes that a joining group has no base of",
-    "sync.optimizer_state": "leaves moments that differ between the groups",
-    "divergence_check": (
-        "compares all groups at once; independent groups vote on every sync instead"
-    ),
-}
-
-
 class ParallelismSpec(SpecModel):
     """T workers, in sharding groups of L = `shard_group_size`; M = T / L replicas.
 
@@ -176,14 +164,19 @@ class ParallelismSpec(SpecModel):
     @property
     def independence_obstacles(self) -> list[tuple[str, str]]:
         """(field, why) of settings that tie the sharding groups together between syncs."""
-        is_tied = {
-            "dense": self.dense == "every_step",
-            "sync.overlap": self.sync.overlap,
-            "sync.dtype": self.sync.dtype != "fp32",
-            "sync.optimizer_state": self.sync.optimizer_state != "every",
-            "divergence_check": self.divergence_check is not None,
-        }
-        return [(field, why) for field, why in _TIES.items() if is_tied[field]]
+        sync, ties = self.sync, []
+        if self.dense == "every_step":
+            ties.append(("dense", "averages gradients over all groups at each step"))
+        if sync.overlap:
+            ties.append(("sync.overlap", "applies averages before all groups have them"))
+        if sync.dtype != "fp32":
+            ties.append(("sync.dtype", "sends changes that a joining group has no base of"))
+        if sync.optimizer_state != "every":
+            ties.append(("sync.optimizer_state", "leaves moments that differ between the groups"))
+        if self.divergence_check is not None:
+            why = "compares all groups at once; independent groups vote on every sync instead"
+            ties.append(("divergence_check", why))
+        return ties
 
     @property
     def dense_policy(self) -> Literal["every_step", "at_sync"]:
@@ -254,18 +247,18 @@ class ParallelismSpec(SpecModel):
         if self.shard_group_size == "auto" or self.num_replicas > 1 or is_chosen:
             return self
         # A stored spec holds every default, so only another value says that a user asked for it.
-        asked = {
-            "sync": self.sync != SyncSpec(),
-            "dense": self.dense == "at_sync",
-            "divergence_check": self.divergence_check is not None,
-        }
-        for field in (name for name, is_asked in asked.items() if is_asked):
-            raise problem(
-                "single_replica",
-                f"workers / shard_group_size is 1, so there is one copy of the tables and nothing "
-                f"to sync or compare; remove '{field}' or lower shard_group_size",
-                field,
-            )
+        for field, is_asked in (
+            ("sync", self.sync != SyncSpec()),
+            ("dense", self.dense == "at_sync"),
+            ("divergence_check", self.divergence_check is not None),
+        ):
+            if is_asked:
+                raise problem(
+                    "single_replica",
+                    "workers / shard_group_size is 1, so there is one copy of the tables and "
+                    f"nothing to sync or compare; remove '{field}' or lower shard_group_size",
+                    field,
+                )
         return self
 
     def resolved(self, shard_group_size: int, placement: str) -> ParallelismSpec:

@@ -61,10 +61,8 @@ def _num_ids(
     feature: FeatureSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
 ) -> int | None:
     """How many ids a feature makes; None where nothing tells."""
-    if feature.bucketize:
-        return feature.bucketize.num_ids
-    if feature.hashing:
-        return None if feature.hashing.num_buckets == "auto" else feature.hashing.num_buckets
+    if feature.bucketize or feature.hashing:
+        return feature.num_ids
     if feature.name in read_sizes:
         return read_sizes[feature.name]
     if feature.vocabulary is None:

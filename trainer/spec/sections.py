@@ -11,7 +11,7 @@ from trainer.spec.base import NAME_PATTERN, Label, SpecModel
 from trainer.spec.data import DataSpec, FeatureSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.tables import DynamicSpec, EmbeddingTableSpec
+from trainer.spec.tables import NUM_BYTES, DynamicSpec, EmbeddingTableSpec
 from trainer.spec.training import (
     CheckpointSpec,
     ExportSpec,
@@ -125,14 +125,17 @@ class JobSections(SpecModel):
 
         Of a dynamic table with the ids that wait for their admission.
         """
-        state_bytes = self.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
-        rows_bytes = table.size_bytes(state_bytes)
-        if rows_bytes is None or table.dynamic is None or table.num_embeddings == "auto":
-            return rows_bytes
+        if table.num_embeddings == "auto":
+            return None
+        row_bytes = self.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
+        row_bytes += table.embedding_dim * NUM_BYTES[table.data_type]
+        if table.dynamic is None:
+            return table.num_embeddings * row_bytes
         waiting_bytes = table.dynamic.waiting_bytes(
             self._lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
         )
-        return rows_bytes + waiting_bytes
+        row_bytes += table.dynamic.state_bytes_per_row
+        return table.num_embeddings * row_bytes + waiting_bytes
 
     def _lookups_per_step(self, table: EmbeddingTableSpec) -> int:
         """Ids that a step looks up in a table over all workers, as far as the spec can tell.
@@ -150,7 +153,7 @@ class JobSections(SpecModel):
     @property
     def dynamic_features(self) -> frozenset[str]:
         """Names of the features whose tables give rows to ids as they turn up."""
-        dynamic = {table.name for table in self.embedding_tables if table.dynamic is not None}
+        dynamic = self.dynamic_tables
         return frozenset(each.name for each in self.sparse_features if each.table in dynamic)
 
     @property

@@ -128,11 +128,3 @@ class EmbeddingTableSpec(SpecModel):
         if self.dynamic is not None:
             return self.dynamic.input_hash_size
         return None if self.num_embeddings == "auto" else self.num_embeddings
-
-    def size_bytes(self, state_bytes_per_row: int) -> int | None:
-        """Bytes of weights, optimizer state and ids; None while the number of rows is `auto`."""
-        if self.num_embeddings == "auto":
-            return None
-        ids_bytes = self.dynamic.state_bytes_per_row if self.dynamic else 0
-        weights_bytes = self.embedding_dim * NUM_BYTES[self.data_type]
-        return self.num_embeddings * (weights_bytes + state_bytes_per_row + ids_bytes)

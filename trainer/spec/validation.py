@@ -95,27 +95,24 @@ def _check_sequence_table(table: EmbeddingTableSpec, at: str) -> None:
 
 
 def _check_dynamic_table(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: str) -> None:
-    if table.num_embeddings == "auto":
-        raise problem(
-            "dynamic_size",
+    num_rows, fault = table.num_embeddings, None
+    if num_rows == "auto":
+        fault = (
             f"table '{table.name}' is dynamic: its rows are given to ids as they come, so that the "
-            "data does not say how many there should be; give a number",
-            f"{at}.num_embeddings",
+            "data does not say how many there should be; give a number"
         )
-    if table.num_embeddings % dynamic.num_buckets:
-        raise problem(
-            "dynamic_size",
+    elif num_rows % dynamic.num_buckets:
+        fault = (
             f"must be a multiple of dynamic.num_buckets ({dynamic.num_buckets}), so that each "
-            f"bucket of table '{table.name}' has equally many rows",
-            f"{at}.num_embeddings",
+            f"bucket of table '{table.name}' has equally many rows"
         )
-    if table.num_embeddings < 2 * dynamic.num_buckets:
-        raise problem(
-            "dynamic_size",
+    elif num_rows < 2 * dynamic.num_buckets:
+        fault = (
             f"each of the {dynamic.num_buckets} buckets of table '{table.name}' needs a row for "
-            "ids that have none and at least one more; raise it, or lower dynamic.num_buckets",
-            f"{at}.num_embeddings",
+            "ids that have none and at least one more; raise it, or lower dynamic.num_buckets"
         )
+    if fault is not None:
+        raise problem("dynamic_size", fault, f"{at}.num_embeddings")
     if "row_wise" not in table.constraints.sharding_types:
         raise problem(
             "unsupported_sharding",
@@ -156,16 +153,11 @@ def check_encoded_sizes(spec: JobSections) -> None:
         table = tables[feature.table] if feature.table else None
         if table is None or table.dynamic is not None or table.num_embeddings == "auto":
             continue
-        if feature.hashing and feature.hashing.num_buckets != "auto":
-            field, num_ids = "hashing.num_buckets", feature.hashing.num_buckets
-        elif feature.bucketize:
-            field, num_ids = "bucketize.boundaries", feature.bucketize.num_ids
-        else:
-            continue
-        if num_ids > table.num_embeddings:
+        if feature.num_ids is not None and feature.num_ids > table.num_embeddings:
+            field = "hashing.num_buckets" if feature.hashing else "bucketize.boundaries"
             raise problem(
                 "vocabulary_too_large",
-                f"makes ids 0 to {num_ids - 1}, but table '{table.name}' has "
+                f"makes ids 0 to {feature.num_ids - 1}, but table '{table.name}' has "
                 f"{table.num_embeddings} rows; lower it or raise num_embeddings",
                 f"features[{index}].{field}",
             )

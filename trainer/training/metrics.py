@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
-from trainer.data.quarantine import QuarantinedRows, QuarantineTally
+from trainer.data.quarantine import QuarantinedRows, most_quarantined
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.touched_rows import looked_up
 from trainer.protocol import events
@@ -336,13 +337,13 @@ class QuarantineReporter:
         self._is_on = spec.data.on_bad_rows == "quarantine"
         self._device = device
         self._emit = emit
-        self._tally = QuarantineTally()
+        self._found: QuarantinedRows = Counter()
         self._has_validated = False
 
-    def add(self, found: Iterable[QuarantinedRows]) -> None:
-        self._tally.add(found)
+    def add(self, found: QuarantinedRows) -> None:
+        self._found.update(found)
 
-    def add_held_out(self, found: Iterable[QuarantinedRows]) -> None:
+    def add_held_out(self, found: QuarantinedRows) -> None:
         """Count what a batch of a validation left out: all read the same rows, the first counts."""
         if not self._has_validated:
             self.add(found)
@@ -357,13 +358,12 @@ class QuarantineReporter:
         """
         if not self._is_on:
             return {}
-        counts = gather_across_ranks([self._tally.num_rows], self._device)
-        for rows in self._tally.take():
+        counts = gather_across_ranks([self._found.total()], self._device)
+        for (file, reason), count in most_quarantined(self._found).items():
             self._emit(
-                events.RowsQuarantined(
-                    time=time.time(), file=rows.file, reason=rows.reason, count=rows.num_rows
-                )
+                events.RowsQuarantined(time=time.time(), file=file, reason=reason, count=count)
             )
+        self._found.clear()
         return {"data/quarantined_rows": counts.sum().item()}
 
 

@@ -37,7 +37,6 @@ from trainer.data.position import (
     without,
 )
 from trainer.data.reader import open_source, order_digest
-from trainer.errors import TooFewRowsError
 from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
@@ -142,17 +141,13 @@ class Session:
         self._rank_writer.write(events.Note(time=time.time(), level="warning", message=message))
 
     def _open_data(self) -> None:
-        data, world_size = self.spec.data, self.world_size
+        data = self.spec.data
         root = Path(data.path)
         self.train_source = open_source(self.spec, root / data.split.train)
         validation = data.split.validation
         self.validation_source = open_source(self.spec, root / validation) if validation else None
-        self.shape = BatchShape(self.train_source.num_rows, world_size, data.batch_size)
-        if not self.shape.fills_a_step:
-            raise TooFewRowsError(
-                f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
-                f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
-            )
+        self.shape = BatchShape(self.train_source.num_rows, self.world_size, data.batch_size)
+        self.shape.check(self.train_source.folder)
         self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
         self.total_steps = self.planned_steps()
 

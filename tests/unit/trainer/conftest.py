@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.data import reader
 from trainer.data.manifest import load_manifest
+from trainer.data.parquet import ParquetSource
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
 from trainer.spec import validate_spec
@@ -78,6 +80,18 @@ def make_spec(prepared) -> Callable[..., JobSpec]:
         return size_tables(validate_spec(base | document), load_manifest(prepared).vocab_sizes)
 
     return make
+
+
+@pytest.fixture
+def train(prepared, make_spec) -> ParquetSource:
+    """The training part."""
+    return reader.open_source(make_spec(), prepared / "train")
+
+
+@pytest.fixture(params=[0, 2**30], ids=["windows", "whole"])
+def read_both_ways(request, monkeypatch) -> None:
+    """Splits are decoded window by window, then whole."""
+    monkeypatch.setattr(reader, "CACHE_BYTES", request.param)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from trainer.checkpoint.manager import TrainState, state_of
 from trainer.checkpoint.save_load import (
     CommittedCheckpoint,
     list_committed,
-    list_with_bad_marker,
     remove_uncommitted,
     superseded,
 )
@@ -58,11 +57,15 @@ def add(folder: Path, step: int, is_best: bool = False) -> Path:
 
 
 def test_a_folder_without_a_whole_marker_does_not_exist(tmp_path: Path) -> None:
-    add(tmp_path, 1)
-    (tmp_path / "step-00000002").mkdir()
-    (add(tmp_path, 3) / COMMIT_MARKER).write_text('{"step": 3, "epo')
+    kept, begun, damaged = add(tmp_path, 1), tmp_path / "step-00000002", add(tmp_path, 3)
+    begun.mkdir()
+    (damaged / COMMIT_MARKER).write_text('{"step": 3, "epo')
     assert [found.commit.step for found in list_committed(tmp_path)] == [1]
     assert list_committed(tmp_path / "nowhere") == []
+    assert remove_uncommitted(tmp_path) == [damaged]
+    assert sorted(tmp_path.iterdir()) == [kept, damaged]
+    remove_folder(kept)
+    assert list(tmp_path.iterdir()) == [damaged]
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
@@ -73,7 +76,7 @@ def test_a_marker_with_a_flipped_bit_is_as_good_as_none(place: float, bit: int) 
         content[int(place * len(content))] ^= 1 << bit
         (path / COMMIT_MARKER).write_bytes(content)
         assert read_commit(path) is None
-        assert list_with_bad_marker(Path(folder)) == [path]
+        assert remove_uncommitted(Path(folder)) == [path]
 
 
 def test_a_marker_of_an_early_version_is_read(tmp_path: Path) -> None:
@@ -103,15 +106,6 @@ def test_rows_done_out_of_turn_come_back_with_the_marker(epochs: list[Any], comm
     assert found is not None
     assert state_of(found) == state
     assert state_of(found).ledger == state.ledger
-
-
-def test_only_garbage_is_swept(tmp_path: Path) -> None:
-    kept = add(tmp_path, 1)
-    (tmp_path / "step-00000002").mkdir()
-    remove_uncommitted(tmp_path)
-    assert list(tmp_path.iterdir()) == [kept]
-    remove_folder(kept)
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 4), st.booleans())

@@ -5,17 +5,19 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
 
+from trainer.data import reader
 from trainer.data.batches import TrainBatches, validation_batches
 from trainer.data.decode import decode, layout_of
 from trainer.data.position import DataPosition
 from trainer.data.reader import RowReader, open_source
-from trainer.errors import BadValueError, ColumnError, TooFewRowsError
+from trainer.errors import BadValueError, ColumnError
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec
 
@@ -24,6 +26,7 @@ Key = tuple[int, float, tuple[int, ...]]
 
 
 def keys_of(batch) -> list[Key]:
+    """The rows that count."""
     jagged = batch.sparse.to_dict()
     users = jagged["user_id"].values().tolist()
     histories = [tuple(part.tolist()) for part in jagged["history_liked"].to_dense()]
@@ -37,11 +40,6 @@ def keys_in_file(prepared, split) -> Counter[Key]:
     frame = pl.read_parquet(prepared / split / "*.parquet")
     rows = frame.select("user_id", "rating", "history_liked").rows()
     return Counter((user, stars, tuple(history)) for user, stars, history in rows)
-
-
-@pytest.fixture
-def train(prepared, make_spec):
-    return open_source(make_spec(), prepared / "train")
 
 
 def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
@@ -67,19 +65,24 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     assert batch.weight.tolist() == [1.0] * 8
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (3, 16), (4, 64), (2, 500)])
-def test_an_epoch_over_all_ranks_takes_each_row_once(
-    prepared, make_spec, train, world_size, batch_size
+def test_every_row_counts_once_over_all_ranks_in_equally_many_full_batches(
+    prepared, make_spec, split, world_size, batch_size
 ):
     spec, taken, counts = make_spec(batch_size=batch_size), Counter(), set()
+    source = open_source(spec, prepared / split)
     for rank in range(world_size):
-        with TrainBatches(train, spec, rank, world_size) as batches:
-            own = [batch for batch, _ in batches]
+        if split == "validation":
+            own = list(validation_batches(source, spec, rank, world_size))
+        else:
+            with TrainBatches(source, spec, rank, world_size) as batches:
+                own = [batch for batch, _ in batches]
         assert {batch.num_rows for batch in own} == {batch_size}
         counts.add(len(own))
         taken.update(key for batch in own for key in keys_of(batch))
     assert len(counts) == 1
-    assert taken == keys_in_file(prepared, "train")
+    assert taken == keys_in_file(prepared, split)
 
 
 def test_epochs_differ_and_a_seed_repeats(make_spec, train):
@@ -94,27 +97,13 @@ def test_epochs_differ_and_a_seed_repeats(make_spec, train):
     assert once[0] != once[half]
 
 
-def test_resuming_at_another_world_size_goes_on_where_the_first_run_stopped(make_spec, train):
-    def rows_of_step(position, world_size, batch_size):
-        rows = []
-        for rank in range(world_size):
-            spec = make_spec(batch_size=batch_size)
-            with TrainBatches(train, spec, rank, world_size, position) as batches:
-                batch, after = next(batches)
-            rows += keys_of(batch)
-        return rows, after
+def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train, monkeypatch):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
 
-    whole, _ = rows_of_step(DataPosition(), 1, 200)
-    first, position = rows_of_step(DataPosition(), 4, 25)
-    second, position = rows_of_step(position, 2, 50)
-    assert first + second == whole
-    assert position == DataPosition(0, 200)
-
-
-def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train):
     def rows(cache_bytes):
-        reader = RowReader(train, make_spec(), cache_bytes=cache_bytes, window_rows=300)
-        return [reader.read(1, [(start, start + 170)]) for start in range(0, 1700, 170)]
+        monkeypatch.setattr(reader, "CACHE_BYTES", cache_bytes)
+        found = RowReader(train, make_spec())
+        return [found.read(1, [(start, start + 170)]) for start in range(0, 1700, 170)]
 
     for cached, streamed in zip(rows(2**30), rows(0), strict=True):
         assert np.array_equal(cached.sparse.packed(), streamed.sparse.packed())
@@ -124,22 +113,6 @@ def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, tr
         )
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (4, 64)])
-def test_validation_counts_every_row_once_over_all_ranks(
-    prepared, make_spec, world_size, batch_size
-):
-    spec = make_spec(batch_size=batch_size)
-    source = open_source(spec, prepared / "validation")
-    counted, sizes = Counter(), []
-    for rank in range(world_size):
-        batches = list(validation_batches(source, spec, rank, world_size))
-        assert {batch.num_rows for batch in batches} == {batch_size}
-        sizes.append(len(batches))
-        counted.update(key for batch in batches for key in keys_of(batch))
-    assert len(set(sizes)) == 1
-    assert counted == keys_in_file(prepared, "validation")
-
-
 def test_closing_early_ends_the_thread(make_spec, train):
     batches = TrainBatches(train, make_spec(epochs=1000), rank=0, world_size=1)
     next(batches)
@@ -147,18 +120,6 @@ def test_closing_early_ends_the_thread(make_spec, train):
         batches.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
     assert list(batches) == []
-    with pytest.raises(TooFewRowsError, match=r"4 workers x data\.batch_size 1000"):
-        TrainBatches(train, make_spec(batch_size=1000), rank=0, world_size=4)
-
-
-def test_a_batch_moves_to_a_device_whole_and_waiting_for_it_is_measured(make_spec, train):
-    with TrainBatches(train, make_spec(), rank=0, world_size=1) as batches:
-        assert batches.wait_s == 0
-        batch, _ = next(batches)
-        assert batches.wait_s > 0
-    moved = batch.to(torch.device("meta"))
-    devices = {moved.dense.device, moved.sparse.device(), moved.label.device, moved.weight.device}
-    assert {device.type for device in devices} == {"meta"}
 
 
 BINARY = {
@@ -168,104 +129,69 @@ BINARY = {
 }
 
 
-def rated_as(prepared, tmp_path, labels):
-    """Copy the training part with the ratings of its second file replaced, those of others 1."""
-    folder = shutil.copytree(prepared / "train", tmp_path / "train")
-    for path in sorted(folder.iterdir()):
-        given = labels if path.name == "part-00001.parquet" else []
-        frame = pl.read_parquet(path)
-        stars = pl.Series("rating", given + [1.0] * (len(frame) - len(given)), pl.Float32)
-        frame.with_columns(stars).write_parquet(path)
-    return folder
-
-
-@pytest.fixture
-def binary_spec(prepared, make_spec):
-    """A function that makes a spec with a binary task; `label` adds to its label."""
-
-    def make(**label: str) -> JobSpec:
+def test_labels_are_0_or_1_after_offset_and_scale_with_bce(prepared, make_spec, tmp_path):
+    def epoch(labels: list[float], **label: str) -> set[float]:
+        folder = shutil.copytree(prepared / "train", tmp_path / "train", dirs_exist_ok=True)
+        for path in sorted(folder.iterdir()):
+            given = labels if path.name == "part-00001.parquet" else []
+            frame = pl.read_parquet(path)
+            stars = pl.Series("rating", given + [1.0] * (len(frame) - len(given)), pl.Float32)
+            frame.with_columns(stars).write_parquet(path)
         data = {"path": str(prepared), "batch_size": 16, "label": {"column": "rating"} | label}
-        return make_spec(data=data, model=BINARY)
+        spec = make_spec(data=data, model=BINARY)
+        with TrainBatches(open_source(spec, folder), spec, 0, 1) as batches:
+            return {label for batch, _ in batches for label in batch.label[:, 0].tolist()}
 
-    return make
-
-
-def test_labels_of_0_and_1_train_with_bce(prepared, binary_spec, tmp_path):
-    spec = binary_spec()
-    source = open_source(spec, rated_as(prepared, tmp_path, [0.0, 1.0, 0.0]))
-    with TrainBatches(source, spec, 0, 1) as batches:
-        labels = torch.cat([batch.label[:, 0] for batch, _ in batches])
-    assert set(labels.tolist()) == {0.0, 1.0}
-
-
-def test_another_label_is_refused_with_bce(prepared, binary_spec, tmp_path):
-    spec = binary_spec()
-    folder = rated_as(prepared, tmp_path, [0.0, 1.0, 0.5])
-    with (
-        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
-        pytest.raises(BadValueError, match=r"row 2, column 'rating': 0\.5 is not 0 or 1") as bad,
-    ):
-        list(batches)
-    assert bad.value.path == str(folder / "part-00001.parquet")
-    # The label counts after its offset and scale.
-    spec = binary_spec(offset_column="user_mean")
-    with (
-        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
-        pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"),
-    ):
-        list(batches)
-
-
-def feature(name: str, kind: str, column: str) -> dict[str, str]:
-    table = {} if kind == "dense" else {"table": "user_id_table"}
-    return {"name": name, "type": kind, "column": column, **table}
+    assert epoch([0.0, 1.0, 0.0]) == {0.0, 1.0}
+    with pytest.raises(BadValueError, match=r"row 2, column 'rating': 0\.5 is not 0 or 1") as bad:
+        epoch([0.0, 1.0, 0.5])
+    assert bad.value.path == str(tmp_path / "train" / "part-00001.parquet")
+    with pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"):
+        epoch([0.0, 1.0, 0.0], offset_column="user_mean")
 
 
 @pytest.mark.parametrize(
     ("kind", "column", "message"),
     [
-        ("id", "absent", "no column 'absent'"),
-        ("id", "year", "column 'year' .* is float, not an integer"),
-        ("id", "genres", "not an integer"),
-        ("id_list", "movie_id", "not a list of integers"),
-        ("tokens", "history_ratings", "not a list of integers"),
-        ("dense", "tokens", "not a number"),
+        ("id", "absent", "column: .*no column 'absent'"),
+        ("id", "year", "column: .*column 'year' .* is float, not an integer"),
+        ("id", "genres", "column: .*not an integer"),
+        ("id_list", "movie_id", "column: .*not a list of integers"),
+        ("tokens", "history_ratings", "column: .*not a list of integers"),
+        ("sequence", "movie_id", "column: .*int64, not a list of integers"),
+        ("dense", "tokens", "column: .*not a number"),
+        ("id_list", "genres weighted by absent", "weights_column: .*no column 'absent'"),
+        ("id_list", "genres weighted by genres", "weights_column: .*not a list of floats"),
     ],
 )
 def test_a_missing_or_ill_typed_column_is_named_by_its_spec_field(
     prepared, make_spec, kind, column, message
 ):
-    others = [feature("user_id", "id", "user_id"), feature("year", "dense", "year")]
-    features = [others[0], feature("other", kind, column), others[1]]
-    tables = [{"name": "user_id_table", "embedding_dim": 4, "num_embeddings": 10**6}]
+    column, _, weights = column.partition(" weighted by ")
+    other = {"name": "other", "type": kind, "column": column, "weights_column": weights or None}
+    features = [
+        {"name": "user_id", "type": "id", "table": "user_id_table"},
+        other | ({} if kind == "dense" else {"table": "other"}),
+        {"name": "year", "type": "dense"},
+    ]
+    names = [feature["table"] for feature in features if "table" in feature]
+    tables = [{"name": n, "embedding_dim": 4, "num_embeddings": 10**6} for n in names]
     spec = make_spec(features=features, embedding_tables=tables)
-    with pytest.raises(ColumnError, match=rf"features\[1\]\.column: .*{message}"):
+    with pytest.raises(ColumnError, match=rf"features\[1\]\.{message}"):
         open_source(spec, prepared / "train")
     spec = make_spec(data={"path": str(prepared), "label": {"column": "stars"}})
     with pytest.raises(ColumnError, match=r"data\.label\.column: .*no column 'stars'"):
         open_source(spec, prepared / "train")
 
 
-@pytest.fixture
-def weighted_spec(prepared, make_spec):
-    """A function that makes a spec whose rows are weighted by a column."""
+def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec):
+    def with_task(**task) -> JobSpec:
+        spec = make_spec(batch_size=8, shuffle=False)
+        tasks = (spec.model.task, TaskSpec.model_validate(task))
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
 
-    def make(column: str, batch_size: int = 16) -> JobSpec:
-        data = {"path": str(prepared), "batch_size": batch_size, "shuffle": False}
-        return make_spec(data=data | {"label": {"column": "rating"}, "weight_column": column})
-
-    return make
-
-
-def with_tasks(spec: JobSpec, *tasks: TaskSpec) -> JobSpec:
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
-
-
-def test_each_task_has_its_own_column_of_labels(prepared, make_spec):
-    spec = make_spec(batch_size=8, shuffle=False)
     year = {"column": "year", "offset_column": "user_mean"}
-    raw = TaskSpec.model_validate({"name": "year", "loss": "mse", "label": year})
-    spec = with_tasks(spec, spec.model.task, raw)
+    spec = with_task(name="year", loss="mse", label=year)
     with TrainBatches(open_source(spec, prepared / "train"), spec, 0, 1) as batches:
         batch, _ = next(batches)
     rows = pl.read_parquet(prepared / "train" / "part-00000.parquet")[:8]
@@ -276,20 +202,22 @@ def test_each_task_has_its_own_column_of_labels(prepared, make_spec):
     assert batch.label[:, 1].tolist() == pytest.approx(years, abs=1e-5)
     assert batch.label_scale[:, 1].tolist() == [1.0] * 8
 
-
-def test_a_bad_label_is_named_by_the_field_of_its_task(prepared, make_spec):
-    click = TaskSpec.model_validate({"name": "c", "loss": "bce", "label": {"column": "rating"}})
-    spec = with_tasks(make_spec(), make_spec().model.task, click)
-    layout = layout_of(spec)
+    layout = layout_of(with_task(name="c", loss="bce", label={"column": "rating"}))
     fields = [label.value.field for label in layout.labels]
     assert fields == ["data.label.column", "model.tasks[1].label.column"]
-    source = open_source(spec, prepared / "train")
+    source = open_source(make_spec(), prepared / "train")
     with pytest.raises(BadValueError, match=r"column 'rating': .* is not 0 or 1"):
         decode(source.read([0]), layout, source.locate)
 
 
-def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, weighted_spec):
-    spec = weighted_spec("user_scale", batch_size=64)
+def weighted(prepared) -> dict[str, Any]:
+    """Data whose rows are weighted by a column."""
+    data = {"path": str(prepared), "batch_size": 64, "label": {"column": "rating"}}
+    return data | {"shuffle": False, "weight_column": "user_scale"}
+
+
+def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, make_spec):
+    spec = make_spec(data=weighted(prepared))
     source = open_source(spec, prepared / "validation")
     weights = torch.cat([batch.weight for batch in validation_batches(source, spec, 0, 1)])
     rows = pl.read_parquet(prepared / "validation" / "*.parquet")
@@ -299,8 +227,8 @@ def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, weighte
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), None])
-def test_a_weight_that_is_no_weight_is_refused(spoil, weighted_spec, value):
-    spec = weighted_spec("user_scale")
+def test_a_weight_that_is_no_weight_is_refused(spoil, prepared, make_spec, value):
+    spec = make_spec(data=weighted(prepared))
     source = open_source(spec, spoil("user_scale", 77, value))
     with (
         TrainBatches(source, spec, 0, 1) as batches,

@@ -8,7 +8,9 @@ from collections import Counter
 
 import pytest
 
+from tests.unit.trainer.data.test_batches import Key, keys_of
 from trainer.coordination.messages import Lease
+from trainer.data import reader
 from trainer.data.batches import LeaseBatches, TrainBatches
 from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
@@ -16,30 +18,23 @@ from trainer.data.reader import lease_windows, open_source
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.errors import BadValueError
 
-WINDOW_ROWS = 200
-
-
-def keys_of(batch) -> list[tuple[int, float, float]]:
-    """(user, label, year) of the rows that count."""
-    users = batch.sparse["user_id"].values().tolist()
-    rows = zip(users, batch.label[:, 0].tolist(), batch.dense[:, 0].tolist(), strict=True)
-    return [row for row, weight in zip(rows, batch.weight.tolist(), strict=True) if weight]
-
 
 def lease(number: int, start: int, stop: int, epoch: int = 0) -> Lease:
     return Lease(id=number, epoch=epoch, start=start, stop=stop)
 
 
 @pytest.fixture
-def train(prepared, make_spec):
-    return open_source(make_spec(), prepared / "train")
+def windowed(monkeypatch) -> None:
+    """Splits are decoded in windows of 200 rows."""
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 200)
 
 
 @pytest.fixture
 def rows_of(train, make_spec):
     """A function that gives the keys of rows [start, stop) of an epoch's order."""
 
-    def read(start: int, stop: int, epoch: int = 0) -> list[tuple[int, float, float]]:
+    def read(start: int, stop: int, epoch: int = 0) -> list[Key]:
         spec = make_spec(batch_size=stop - start, epochs=epoch + 1)
         with TrainBatches(train, spec, 0, 1, DataPosition(epoch, start)) as batches:
             return keys_of(next(batches)[0])
@@ -102,12 +97,13 @@ def test_leases_taken_back_give_no_more_batches(make_spec, train, rows_of):
     assert keys_of(rest[0][0]) == rows_of(150, 160)
 
 
+@pytest.mark.usefixtures("windowed")
 def test_a_fault_in_leased_rows_is_raised_at_the_batch_that_it_spoils(spoil, make_spec):
     spec = make_spec(shuffle=False, batch_size=16)
     source = open_source(spec, spoil("rating", 0, float("nan")))
     rows = range(source.num_rows)
     bad_row = next(row for row in rows if source.locate(row)[0].name == "part-00001.parquet")
-    with LeaseBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+    with LeaseBatches(source, spec, 0, 1) as batches:
         batches.submit(lease(0, bad_row, bad_row + 16))
         with pytest.raises(BadValueError, match=r"part-00001\.parquet, row 0, column 'rating'"):
             next(batches)
@@ -125,15 +121,16 @@ def test_closing_ends_the_thread_and_forgets_the_leases(make_spec, train):
     assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
 
 
+def test_a_split_that_is_kept_whole_has_no_windows(make_spec, train):
+    assert lease_windows(train, make_spec()) == ()
+
+
+@pytest.mark.usefixtures("windowed")
 def test_windows_for_leases_are_those_of_the_reader(make_spec, train):
-    spec = make_spec()
-    windows = pickle.loads(
-        pickle.dumps(lease_windows(train, spec, cache_bytes=0, window_rows=WINDOW_ROWS))
-    )
+    windows = pickle.loads(pickle.dumps(lease_windows(train, make_spec())))
     assert windows(0)[0] == 0
     assert windows(0)[-1] == train.num_rows
     assert windows(0) != windows(1)
-    assert lease_windows(train, spec) == (), "a split that is kept whole has no windows"
 
 
 class CountingSource(ParquetSource):
@@ -148,15 +145,14 @@ class CountingSource(ParquetSource):
         return super().read(row_groups)
 
 
+@pytest.mark.usefixtures("windowed")
 def test_groups_decode_each_window_about_once_between_them(make_spec, train, rows_of):
     spec, num_groups = make_spec(batch_size=16), 3
-    sizes = {"cache_bytes": 0, "window_rows": WINDOW_ROWS}
-    windows = lease_windows(train, spec, **sizes)
+    windows = lease_windows(train, spec)
     book = LeaseBook(train.num_rows, 1, rows_per_lease=32, windows=windows)
     opened: list[tuple[int, ...]] = []
-    loaders = [
-        LeaseBatches(CountingSource(train, opened), spec, 0, 1, **sizes) for _ in range(num_groups)
-    ]
+    sources = [CountingSource(train, opened) for _ in range(num_groups)]
+    loaders = [LeaseBatches(source, spec, 0, 1) for source in sources]
     taken = Counter()
     while book.num_rows_left:
         for group, loader in enumerate(loaders):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.parquet import ParquetSource
-from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.errors import ColumnError, SourceMissingError, TooFewRowsError
 
 
 def write(folder, **files: pa.Table):
@@ -46,23 +44,6 @@ def test_empty_and_hidden_files_are_passed_over(tmp_path):
     assert source.locate(0) == (folder / "b.parquet", 0)
     with pytest.raises(TooFewRowsError, match="no rows"):
         ParquetSource(write(tmp_path / "none", a=numbers()), ["a"])
-
-
-def test_a_truncated_file_is_named(prepared, tmp_path):
-    folder = shutil.copytree(prepared / "train", tmp_path / "train")
-    part = folder / "part-00001.parquet"
-    part.write_bytes(part.read_bytes()[:-10])
-    with pytest.raises(CorruptFileError, match=r"part-00001\.parquet.*truncated"):
-        ParquetSource(folder, ["user_id"])
-
-
-def test_a_file_damaged_inside_is_named_when_read(prepared, tmp_path):
-    folder = shutil.copytree(prepared / "train", tmp_path / "train")
-    source = ParquetSource(folder, ["user_id"])
-    part = folder / "part-00000.parquet"
-    part.write_bytes(part.read_bytes()[:5000])
-    with pytest.raises(CorruptFileError, match=r"part-00000\.parquet: row group 0"):
-        source.read([0])
 
 
 def test_a_missing_or_empty_folder_is_refused(tmp_path):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.harness.properties import examples
@@ -22,7 +22,7 @@ from tests.unit.trainer.spec.test_spec import minimal
 from trainer.coordination.messages import Lease
 from trainer.data.batches import LeaseBatches, TrainBatches, validation_batches
 from trainer.data.position import DataPosition
-from trainer.data.quarantine import OTHERS, QuarantinedRows, QuarantineTally
+from trainer.data.quarantine import OTHERS, most_quarantined
 from trainer.data.reader import open_source
 from trainer.errors import BadValueError, CorruptFileError, StorageError, TooManyBadRowsError
 from trainer.spec import validate_spec
@@ -46,20 +46,21 @@ def tally(batches) -> Counter[tuple[str, str]]:
     """Rows left out by (file name, reason)."""
     found: Counter[tuple[str, str]] = Counter()
     for batch in batches:
-        for rows in batch.quarantined:
-            found[Path(rows.file).name, rows.reason] += rows.num_rows
+        for (file, reason), num_rows in batch.quarantined.items():
+            found[Path(file).name, reason] += num_rows
     return found
 
 
-def epoch_of(spec: JobSpec, folder: Path, num_ranks: int = 1, **options: Any) -> list:
+def epoch_of(spec: JobSpec, folder: Path, num_ranks: int = 1) -> list:
     source = open_source(spec, folder)
     found = []
     for rank in range(num_ranks):
-        with TrainBatches(source, spec, rank, num_ranks, **options) as batches:
+        with TrainBatches(source, spec, rank, num_ranks) as batches:
             found += [batch for batch, _ in batches]
     return found
 
 
+@pytest.mark.usefixtures("read_both_ways")
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
@@ -89,10 +90,9 @@ def test_one_bad_row_is_left_out_and_the_others_train(
     for batch in batches:
         assert torch.isfinite(batch.dense).all()
         assert torch.isfinite(batch.label).all()
-    for cache_bytes in (0, 2**28):
-        with pytest.raises(BadValueError, match=f"row 77, column '{column}'.*{reason}") as refused:
-            epoch_of(make_spec(), folder, cache_bytes=cache_bytes)
-        assert refused.value.path == str(folder / "part-00001.parquet")
+    with pytest.raises(BadValueError, match=f"row 77, column '{column}'.*{reason}") as refused:
+        epoch_of(make_spec(), folder)
+    assert refused.value.path == str(folder / "part-00001.parquet")
 
 
 def test_the_other_rows_are_what_they_were(spoil, tolerant, prepared) -> None:
@@ -139,18 +139,16 @@ def with_fewer_rows(path: Path) -> None:
     pq.write_table(pq.read_table(path)[:-1], path, row_group_size=128)
 
 
-@pytest.mark.parametrize(
-    ("damage", "cache_bytes"),
-    [(truncated, 0), (truncated, 2**30), (without_a_column, 0), (with_fewer_rows, 2**30)],
-)
+@pytest.mark.usefixtures("read_both_ways")
+@pytest.mark.parametrize("damage", [truncated, without_a_column, with_fewer_rows])
 def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
-    three_files, tolerant, make_spec, damage, cache_bytes
+    three_files, tolerant, make_spec, damage
 ) -> None:
     path = three_files / "part-00001.parquet"
     source = open_source(tolerant(), three_files)
     footer = pq.read_metadata(path)
     damage(path)
-    with TrainBatches(source, tolerant(), 0, 1, cache_bytes=cache_bytes) as batches:
+    with TrainBatches(source, tolerant(), 0, 1) as batches:
         found = [batch for batch, _ in batches]
     lost = source.num_rows - sum(batch.weight.sum().item() for batch in found)
     assert list(tally(found)) == [(path.name, "row group cannot be read, or has changed")]
@@ -158,43 +156,40 @@ def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
     last_rows = footer.row_group(footer.num_row_groups - 1).num_rows
     assert lost == (last_rows if damage is with_fewer_rows else footer.num_rows)
     with (
-        TrainBatches(source, make_spec(), 0, 1, cache_bytes=cache_bytes) as batches,
+        TrainBatches(source, make_spec(), 0, 1) as batches,
         pytest.raises(CorruptFileError, match="part-00001"),
     ):
         list(batches)
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+@pytest.mark.usefixtures("read_both_ways")
 def test_storage_or_memory_that_fails_ends_the_job_and_leaves_no_row_out(
-    three_files, tolerant, monkeypatch, cache_bytes
+    three_files, tolerant, monkeypatch
 ) -> None:
-    source = open_source(tolerant(), three_files)
+    source, whole = open_source(tolerant(), three_files), pq.ParquetFile
     for error, raised, message in (
         (OSError(116, "Stale file"), StorageError, r"part-0000\d\.parquet cannot be read.*mounted"),
         (pa.ArrowMemoryError("malloc failed"), MemoryError, "malloc failed"),
     ):
         monkeypatch.setattr(pq, "ParquetFile", Mock(side_effect=error))
         with (
-            TrainBatches(source, tolerant(), 0, 1, cache_bytes=cache_bytes) as batches,
+            TrainBatches(source, tolerant(), 0, 1) as batches,
             pytest.raises(raised, match=message),
         ):
             list(batches)
-
-
-def test_a_folder_that_vanishes_while_the_job_runs_is_no_bad_data(three_files, tolerant) -> None:
-    source = open_source(tolerant(), three_files)
+    monkeypatch.setattr(pq, "ParquetFile", whole)
     shutil.rmtree(three_files)
     with TrainBatches(source, tolerant(), 0, 1) as batches, pytest.raises(StorageError):
         list(batches)
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 2**30])
-def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant, cache_bytes) -> None:
+@pytest.mark.usefixtures("read_both_ways")
+def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant) -> None:
     spec = tolerant(max_bad_share=0.1)
     source = open_source(spec, three_files)
     truncated(three_files / "part-00001.parquet")
     with (
-        TrainBatches(source, spec, 0, 1, cache_bytes=cache_bytes) as batches,
+        TrainBatches(source, spec, 0, 1) as batches,
         pytest.raises(TooManyBadRowsError, match=r"part-00001.*data\.max_bad_share"),
     ):
         list(batches)
@@ -202,10 +197,11 @@ def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant, cache_b
         list(validation_batches(source, spec, 0, 1))
 
 
+@pytest.mark.usefixtures("read_both_ways")
 def test_the_share_of_bad_rows_is_that_of_one_epoch(spoil, tolerant) -> None:
     source = open_source(tolerant(), spoil("rating", 77, math.nan))
     spec = tolerant(max_bad_share=1.5 / source.num_rows, training={"epochs": 3, "seed": 3})
-    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+    with TrainBatches(source, spec, 0, 1) as batches:
         assert tally(batch for batch, _ in batches).total() == 3
 
 
@@ -248,15 +244,17 @@ def numbered(folder: Path, batch_size: int) -> JobSpec:
     return size_tables(validate_spec(document), {})
 
 
-@settings(max_examples=examples(20, fast=12))
+@pytest.mark.usefixtures("read_both_ways")
+@settings(
+    max_examples=examples(20, fast=12), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     batch_size=st.integers(1, 20),
     num_steps=st.integers(0, 6),
-    cache_bytes=st.sampled_from([0, 2**30]),
 )
 def test_good_rows_train_once_and_bad_ones_are_counted_once_at_any_world_size(
-    holed, world_sizes, batch_size, num_steps, cache_bytes
+    holed, world_sizes, batch_size, num_steps
 ) -> None:
     """Some steps at one world size, the rest of the epoch at another."""
     folder, bad = holed
@@ -267,27 +265,23 @@ def test_good_rows_train_once_and_bad_ones_are_counted_once_at_any_world_size(
     for world_size, limit in zip(world_sizes, (num_steps, 10**9), strict=True):
         start = position
         for rank in range(world_size):
-            loader = TrainBatches(source, spec, rank, world_size, start, cache_bytes=cache_bytes)
-            with loader as batches:
+            with TrainBatches(source, spec, rank, world_size, start) as batches:
                 for _ in range(limit):
                     if (made := next(batches, None)) is None:
                         break
                     batch, position = made
                     numbers = batch.sparse["number"].values() - 1
                     trained.update(numbers[batch.weight > 0].tolist())
-                    left_out += sum(rows.num_rows for rows in batch.quarantined)
+                    left_out += batch.quarantined.total()
     assert trained == Counter(set(range(360)) - bad)
     assert left_out == len(bad)
 
 
-def test_a_tally_lists_the_most_and_sums_up_the_rest() -> None:
-    counted = QuarantineTally()
-    counted.add([QuarantinedRows(f"file-{n}", "r", n) for n in range(1, 15)])
-    counted.add([QuarantinedRows("file-3", "r", 20)])
-    assert counted.num_rows == sum(range(1, 15)) + 20
-    first, *middle, last = counted.take()
-    assert first == QuarantinedRows("file-3", "r", 23)
+def test_the_most_are_listed_and_the_rest_is_summed_up() -> None:
+    counted = Counter({(f"file-{n}", "r"): n for n in range(1, 15)})
+    counted["file-3", "r"] += 20
+    first, *middle, last = most_quarantined(counted).items()
+    assert first == (("file-3", "r"), 23)
     assert len(middle) == 9
-    assert last == QuarantinedRows(OTHERS, OTHERS, 1 + 2 + 4 + 5)
-    assert counted.num_rows == 0
-    assert counted.take() == []
+    assert last == ((OTHERS, OTHERS), 1 + 2 + 4 + 5)
+    assert not most_quarantined(Counter())

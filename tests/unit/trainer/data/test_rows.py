@@ -97,10 +97,11 @@ def test_ids_are_packed_feature_by_feature_in_any_order(
     count = data.draw(st.integers(0, len(is_single)))
     expected = {True: iter(ids.singles.T.tolist()), False: iter([column.ids.tolist()] * 7)}
     by_feature = [next(expected[each]) for each in is_single]
+    first, after = ids.split(count)
     for part, wanted, kinds in (
         (ids, by_feature, is_single),
-        (ids.first(count), by_feature[:count], is_single[:count]),
-        (ids.after(count), by_feature[count:], is_single[count:]),
+        (first, by_feature[:count], is_single[:count]),
+        (after, by_feature[count:], is_single[count:]),
     ):
         assert part.packed().tolist() == [item for items in wanted for item in items]
         assert part.packed().dtype == np.int64

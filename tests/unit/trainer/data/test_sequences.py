@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from trainer.data import reader
 from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
 from trainer.data.reader import RowReader, open_source
-from trainer.errors import BadValueError, ColumnError
+from trainer.errors import BadValueError
 
 LIMIT = 3
 SEQUENCE = {"name": "liked", "type": "sequence", "column": "history_liked", "table": "recent"}
@@ -25,9 +26,9 @@ YEAR = {"name": "year", "type": "dense"}
 def spec_of(make_spec):
     """A function that makes a spec with the given features, and the tables that they name."""
 
-    def make(*features, tables=None, **options):
-        names = dict.fromkeys(f["table"] for f in features if "table" in f)
-        tables = tables or [{"name": name, "embedding_dim": 4} for name in names]
+    def make(*features, **options):
+        names = dict.fromkeys(feature["table"] for feature in features)
+        tables = [{"name": name, "embedding_dim": 4} for name in names]
         return make_spec(features=[YEAR, *features], embedding_tables=tables, **options)
 
     return make
@@ -50,27 +51,22 @@ def lists_of(jagged) -> list[list[int]]:
     return [part.tolist() for part in jagged.to_dense()]
 
 
-def test_a_sequence_holds_the_last_ids_of_each_row(spec_of, first_batch) -> None:
-    batch, rows = first_batch(spec_of(SEQUENCE, GENRES, batch_size=300, shuffle=False))
-    whole = rows["history_liked"].to_list()
-    assert max(len(ids) for ids in whole) > LIMIT
+def test_a_batch_holds_last_ids_whole_lists_and_weights_which_are_1_elsewhere(
+    spec_of, first_batch
+) -> None:
+    batch, rows = first_batch(spec_of(GENRES, SEQUENCE, WEIGHTED, batch_size=300, shuffle=False))
+    liked = rows["history_liked"].to_list()
+    assert max(len(ids) for ids in liked) > LIMIT
     assert batch.sequences.keys() == ["liked"]
-    assert lists_of(batch.sequences["liked"]) == [ids[-LIMIT:] for ids in whole]
-    assert batch.sparse.keys() == ["genres"]
-    assert lists_of(batch.sparse["genres"]) == rows["genres"].to_list()
-    assert batch.sparse.weights_or_none() is None
-
-
-def test_weights_belong_to_their_ids_and_are_1_elsewhere(spec_of, first_batch) -> None:
-    spec = spec_of(GENRES, SEQUENCE, WEIGHTED, batch_size=300, shuffle=False)
-    batch, rows = first_batch(spec)
-    assert batch.sparse.keys() == ["genres", "rated"]
-    assert batch.sparse.weights().dtype == torch.float32
-    rated = batch.sparse["rated"]
-    assert lists_of(rated) == rows["history_movies"].to_list()
-    assert [w.tolist() for w in rated.to_dense_weights()] == rows["history_ratings"].to_list()
-    assert set(batch.sparse["genres"].weights().tolist()) == {1.0}
+    assert lists_of(batch.sequences["liked"]) == [ids[-LIMIT:] for ids in liked]
     assert batch.sequences.weights_or_none() is None
+    assert batch.sparse.keys() == ["genres", "rated"]
+    genres, rated = batch.sparse["genres"], batch.sparse["rated"]
+    assert lists_of(genres) == rows["genres"].to_list()
+    assert lists_of(rated) == rows["history_movies"].to_list()
+    assert batch.sparse.weights().dtype == torch.float32
+    assert [w.tolist() for w in rated.to_dense_weights()] == rows["history_ratings"].to_list()
+    assert set(genres.weights().tolist()) == {1.0}
 
 
 def test_weights_of_a_sequence_are_cut_like_its_ids_and_are_1_elsewhere(
@@ -78,10 +74,8 @@ def test_weights_of_a_sequence_are_cut_like_its_ids_and_are_1_elsewhere(
 ) -> None:
     rated = WEIGHTED | {"type": "sequence", "max_length": LIMIT}
     batch, rows = first_batch(spec_of(GENRES, SEQUENCE, rated, batch_size=300, shuffle=False))
-    found = batch.sequences["rated"]
-    assert lists_of(found) == [ids[-LIMIT:] for ids in rows["history_movies"].to_list()]
     wanted = [ratings[-LIMIT:] for ratings in rows["history_ratings"].to_list()]
-    assert [w.tolist() for w in found.to_dense_weights()] == wanted
+    assert [w.tolist() for w in batch.sequences["rated"].to_dense_weights()] == wanted
     assert set(batch.sequences["liked"].weights().tolist()) == {1.0}
     assert batch.sparse.weights_or_none() is None
 
@@ -94,7 +88,8 @@ def test_a_batch_without_one_kind_of_ids_moves_too(spec_of, first_batch) -> None
     assert moved.sequences.keys() == ["liked"]
     moved = first_batch(spec_of(WEIGHTED))[0].to(torch.device("meta"))
     assert moved.sequences is None
-    assert moved.sparse.weights().device.type == "meta"
+    parts = (moved.dense, moved.label, moved.weight, moved.sparse.values(), moved.sparse.weights())
+    assert {part.device.type for part in parts} == {"meta"}
 
 
 class Part:
@@ -123,12 +118,12 @@ def test_every_part_of_a_batch_is_pinned_and_kept_for_a_stream() -> None:
     assert pinned.sequences is None
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 2**30])
-def test_sequences_and_weights_span_windows(prepared, spec_of, cache_bytes) -> None:
+@pytest.mark.usefixtures("read_both_ways")
+def test_sequences_and_weights_span_windows(prepared, spec_of, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 128)
     spec = spec_of(WEIGHTED, SEQUENCE)
-    source = open_source(spec, prepared / "train")
-    reader = RowReader(source, spec, shuffle=False, cache_bytes=cache_bytes, window_rows=128)
-    batch = make_batch(reader.read(0, [(100, 400)]), spec)
+    rows = RowReader(open_source(spec, prepared / "train"), spec, shuffle=False)
+    batch = make_batch(rows.read(0, [(100, 400)]), spec)
     rows = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
     wanted = [ids[-LIMIT:] for ids in rows["history_liked"].to_list()]
     assert lists_of(batch.sequences["liked"]) == wanted
@@ -174,23 +169,7 @@ def test_a_bad_weight_names_file_row_column_and_field(
     assert value is None or "features[2].weights_column" in str(bad.value)
 
 
-@pytest.mark.parametrize(
-    ("feature", "message"),
-    [
-        (WEIGHTED | {"weights_column": "absent"}, r"weights_column: .*no column 'absent'"),
-        (WEIGHTED | {"weights_column": "genres"}, r"weights_column: .* not a list of floats"),
-        (SEQUENCE | {"column": "movie_id"}, r"column: .* int64, not a list of integers"),
-    ],
-)
-def test_an_ill_typed_column_is_named_by_its_spec_field(
-    prepared, spec_of, feature, message
-) -> None:
-    tables = [{"name": feature["table"], "embedding_dim": 4, "num_embeddings": 10**6}]
-    with pytest.raises(ColumnError, match=r"features\[1\]\." + message):
-        open_source(spec_of(feature, tables=tables), prepared / "train")
-
-
-def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> None:
+def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path, monkeypatch) -> None:
     """Not one id in a whole batch, pooled or in sequence, weighted or not."""
     table = pq.read_table(prepared / "train" / "part-00000.parquet")
     for name in ("genres", "history_liked", "history_movies", "history_ratings"):
@@ -200,7 +179,8 @@ def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> N
     pq.write_table(table, tmp_path / "part.parquet", row_group_size=100)
     spec = spec_of(GENRES, WEIGHTED, SEQUENCE, batch_size=64)
     source = open_source(spec, tmp_path)
-    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as made:
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)
+    with TrainBatches(source, spec, 0, 1) as made:
         batches = [batch for batch, _ in made]
     assert sum(batch.weight.sum() for batch in batches) == len(table)
     for batch in batches:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data import transforms
-from trainer.data.transforms import HashEncoder, dense_rule_of, encoder_of, load_vocabulary
+from trainer.data.transforms import HashEncoder, dense_values, encoder_of, load_vocabulary
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import FeatureSpec
 
@@ -33,7 +33,7 @@ def dense(**fields) -> FeatureSpec:
 def apply(feature: FeatureSpec, values: pa.Array, *, num_rows: int = 0, folder: Path = Path()):
     """What the model sees of a feature's raw values."""
     encoder = encoder_of(feature, num_rows, folder) if feature.is_sparse else None
-    return encoder.encode(values) if encoder else dense_rule_of(feature).apply(values)
+    return encoder.encode(values) if encoder else dense_values(values, feature)
 
 
 def splitmix(word: int) -> int:

@@ -159,7 +159,7 @@ def test_a_spec_of_prepared_columns_validates_and_takes_sizes_from_the_manifest(
     spec = spec_of(report, tmp_path)
     assert report.num_rows == load_manifest(clicks[1]).splits["train"].num_rows
     assert all(table.num_embeddings == "auto" for table in spec.embedding_tables)
-    assert not any(feature.encoding for feature in spec.features)
+    assert not any(f.hashing or f.vocabulary or f.bucketize for f in spec.features)
 
 
 def test_lists_times_and_parts_of_the_label_have_their_place(prepared, tmp_path):

@@ -17,15 +17,6 @@ def _whole(log: Path) -> bytes:
     return piece.data if piece else b""
 
 
-def test_a_small_log_is_one_file(tmp_path: Path) -> None:
-    log = tmp_path / "rank-0.log"
-    chain = LogChain(log, 1000)
-    chain.append(b"one\n")
-    chain.append(b"two\n")
-    assert log.read_bytes() == b"one\ntwo\n"
-    assert parts_of(log) == [(0, log)]
-
-
 def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     chain = LogChain(log, 400)

@@ -55,9 +55,7 @@ def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
     for text in (repr(secrets), str(secrets), f"{[secrets]}"):
         assert "hunter2" not in text
         assert "PASSWORD" in text
-    environment: dict[str, str] = {}
-    pickle.loads(pickle.dumps(secrets)).set_in(environment)
-    assert environment == {"PASSWORD": "hunter2"}
+    assert pickle.loads(pickle.dumps(secrets)).values == {"PASSWORD": "hunter2"}
 
 
 def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:
@@ -84,17 +82,23 @@ def test_every_tested_stack_fits():
         assert check_versions({name: f"{minor}.3" for name, minor in stack.items()}) == []
 
 
-def test_a_package_of_another_stack_is_named_with_what_is_wanted():
-    found = check_versions(NEWEST | {"torchrec": "1.6.0"})
-    assert found == [Mismatch("torchrec", "1.6.0", "1.8")]
-    assert "torchrec 1.6.0 is installed, 1.8 is needed" in found[0].message
-    assert check_versions(NEWEST | {"ray": "2.6.0"}) == [Mismatch("ray", "2.6.0", "2.60")]
-    assert "make setup" in found[0].message
+OLDER = {"torch": "2.11.0", "fbgemm-gpu": "1.8.0", "torchrec": "1.6.0", "ray": "2.60.0"}
 
 
-def test_the_stack_to_match_is_that_of_the_installed_torch():
-    older = {"torch": "2.11.0", "fbgemm-gpu": "1.8.0", "torchrec": "1.6.0", "ray": "2.60.0"}
-    assert check_versions(older) == [Mismatch("fbgemm-gpu", "1.8.0", "1.6")]
+@pytest.mark.parametrize(
+    ("installed", "wrong"),
+    [
+        (NEWEST | {"torchrec": "1.6.0"}, Mismatch("torchrec", "1.6.0", "1.8")),
+        (NEWEST | {"ray": "2.6.0"}, Mismatch("ray", "2.6.0", "2.60")),
+        # The stack to match is that of the installed torch.
+        (OLDER, Mismatch("fbgemm-gpu", "1.8.0", "1.6")),
+    ],
+)
+def test_a_package_of_another_stack_is_named_with_what_is_wanted(installed, wrong):
+    assert check_versions(installed) == [wrong]
+    assert (
+        f"{wrong.found} is installed, {wrong.wanted} is needed: run `make setup`" in wrong.message
+    )
 
 
 def test_missing_packages_are_named_with_the_extra_that_brings_them():

@@ -48,25 +48,15 @@ def test_auto_becomes_the_vocabulary_size_and_a_number_of_the_user_stays(make_sp
 
 
 def test_a_shared_table_takes_the_largest_vocabulary(make_spec, prepared):
-    spec = make_spec()
-    features = tuple(
-        feature.model_copy(update={"table": "genres_table"})
-        if feature.name in ("movie_id", "genres")
-        else feature
-        for feature in spec.features
-    )
-    shared = with_table(spec, "genres_table", "auto").model_copy(update={"features": features})
-    manifest = load_manifest(prepared)
-    found = sizes(size_tables(shared, manifest.vocab_sizes))["genres_table"]
-    assert found == manifest.vocab_sizes["movie_id"]
+    sizes_there = load_manifest(prepared).vocab_sizes
+    spec = with_features(make_spec(), {}, {"column": "movie_id"}, {"column": "user_id"})
+    found = sizes(size_tables(spec, sizes_there))
+    assert found == {"t": max(sizes_there["movie_id"], sizes_there["user_id"])}
 
 
-def test_a_column_without_vocabulary_is_named(make_spec, prepared):
-    manifest = load_manifest(prepared)
-    smaller = {name: size for name, size in manifest.vocab_sizes.items() if name != "genres"}
-    spec = with_table(make_spec(), "genres_table", "auto")
+def test_a_column_without_vocabulary_is_named(make_spec):
     with pytest.raises(ManifestError, match=r"features\[2\]\.column.*'genres'"):
-        size_tables(spec, smaller)
+        size_tables(with_table(make_spec(), "genres_table", "auto"), {"user_id": 9, "movie_id": 9})
 
 
 def test_reading_rows_with_an_unresolved_table_is_refused(make_spec):

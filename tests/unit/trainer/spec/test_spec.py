@@ -39,10 +39,16 @@ def minimal() -> dict[str, Any]:
     }
 
 
-def refusal(changes: list[str]) -> dict[str, tuple[str, str]]:
+def changed(*changes: str) -> JobSpec:
+    """The minimal spec, 4 workers with L = 2, after `changes`, of which `; ` separates several."""
+    overrides = [each for change in changes for each in change.split("; ")]
+    return validate_spec(apply_overrides(minimal(), overrides))
+
+
+def refusal(*changes: str) -> dict[str, tuple[str, str]]:
     """Field path -> (code, message) of what is wrong after `changes` to the minimal spec."""
     with pytest.raises(SpecError) as caught:
-        validate_spec(apply_overrides(minimal(), changes))
+        changed(*changes)
     return {problem.path: (problem.code, problem.message) for problem in caught.value.problems}
 
 
@@ -57,6 +63,7 @@ def test_defaults_give_a_synced_2d_job() -> None:
     assert spec.moment_scale == 2.0
     assert spec.parallelism.sync.every_steps == 1
     assert spec.model.task.metric_names == ("rmse", "mae")
+    assert (spec.project, spec.priority, spec.preemptible) == ("default", 0, True)
 
 
 def test_a_spec_survives_its_own_json_which_is_read_like_yaml() -> None:
@@ -64,55 +71,177 @@ def test_a_spec_survives_its_own_json_which_is_read_like_yaml() -> None:
     assert load_spec(spec.model_dump_json(exclude_none=True)) == spec
 
 
-_SHARDING = "embedding_tables[0].constraints.sharding_types"
-_PARTITION = "embedding_tables[0].constraints.min_partition"
-_DATA_TYPE = "embedding_tables[0].data_type"
-_ROWS = "embedding_tables[0].num_embeddings"
-_EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
-
-
-@pytest.mark.parametrize(
-    ("change", "path", "code"),
-    [
-        ("nonsense=1", "nonsense", "extra_forbidden"),
-        ("data.batch_sise=3", "data.batch_sise", "extra_forbidden"),
-        ("data.batch_size=many", "data.batch_size", "int_parsing"),
-        ("data.batch_size=0", "data.batch_size", "greater_than"),
-        ("embedding_tables[0].embedding_dim=6", "embedding_tables[0].embedding_dim", "multiple_of"),
-        ("embedding_tables[0].num_embeddings=-1", "embedding_tables[0].num_embeddings", None),
-        ("features[0].table=movies", "features[0].table", "unknown_table"),
-        ("features[1].name=user", "features[1].name", "duplicate_name"),
-        ("model.tasks[0].metrics=[ne]", "model.tasks[0].metrics", "metric_mismatch"),
-        ("model.tasks[0].metrics=[auc]", "model.tasks[0].auc_threshold", "missing_threshold"),
-        ("model.tasks[0].metrics=[mae, mae]", "model.tasks[0].metrics", "duplicate_metric"),
-        ("model.arch=movielens", "model.transformer", "missing_section"),
-        ("name=Not Good", "name", "string_pattern_mismatch"),
-        ("parallelism.workers=5", "parallelism.workers", "not_divisible"),
-        ("parallelism.moment_scale=3", "parallelism.moment_scale", "moment_scale"),
-        ("parallelism.moment_scale=-1", "parallelism.moment_scale", None),
-        ("model.over_arch.layer_sizes=[4, 2]", "model.over_arch.layer_sizes", "over_arch_width"),
-        ("parallelism.moment_scale=0", "parallelism.moment_scale", None),
-        ("parallelism.sync.full_above=1.5", "parallelism.sync.full_above", "less_than_equal"),
-        ("parallelism.divergence_check={every_syncs: 0}", _EVERY_SYNCS, "greater_than"),
-        ("parallelism.constraints={users: {}}", "parallelism.constraints", "extra_forbidden"),
-        ("optimizer.sparse.weight_decay=-1", "optimizer.sparse.weight_decay", None),
-        ("optimizer.schedule={decay: cosign}", "optimizer.schedule.decay", "literal_error"),
-        ("embedding_tables[0].constraints.sharding_types=[tw]", f"{_SHARDING}[0]", None),
-        ("embedding_tables[0].constraints.min_partition=6", _PARTITION, "multiple_of"),
-        ("embedding_tables[0].constraints.min_partition=12", _PARTITION, "min_partition"),
-        ("features[0].weights_column=w", "features[0].weights_column", "unexpected_weights"),
-        ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
-        ("optimizer.sparse.lr=.inf", "optimizer.sparse.lr", "finite_number"),
-        ("optimizer.schedule={min_ratio: 0.5}", "optimizer.schedule.min_ratio", "no_effect"),
-        ("embedding_tables[0].num_embeddings=99999999999999", _ROWS, None),
-        ("embedding_tables[0].data_type=bf16", _DATA_TYPE, "unsupported_data_type"),
-        ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),
-    ],
+AUTO = "parallelism.shard_group_size=auto; parallelism.placement=auto"
+SURVIVE = "parallelism.survive={hosts: 1}; parallelism.workers={min: 2, max: 6}"
+ROWS = "embedding_tables[0].num_embeddings"
+# 1000 rows of (8 * 4 + 4) bytes = 36 000. Two workers of 20 000 bytes less 15 % hold 34 000, as do
+# four of 10 000, which may be one group where that is not chosen yet.
+MANY = f"{ROWS}=1000; resources.memory_bytes_per_worker="
+WAYS = "embedding_tables[0].constraints.sharding_types"
+DYNAMIC = (
+    "embedding_tables[0].num_embeddings=64; embedding_tables[0].dynamic={}; "
+    "parallelism.workers=2; parallelism.shard_group_size=2"
 )
-def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> None:
-    problems = refusal([change])
-    assert list(problems) == [path]
-    assert code is None or problems[path][0] == code
+EVERY = "training.accumulate_steps=4; training.report_every_steps=8"
+# Changes => field, code (- for any) and a part of the message.
+FAULTS = f"""
+nonsense=1 => nonsense extra_forbidden
+name=Not Good => name string_pattern_mismatch
+project=Ads Team => project -
+priority=1001 => priority -
+priority=-1 => priority -
+data.batch_sise=3 => data.batch_sise extra_forbidden
+data.batch_size=many => data.batch_size int_parsing
+data.batch_size=0 => data.batch_size greater_than
+features[0].table=movies => features[0].table unknown_table
+features[1].name=user => features[1].name duplicate_name
+features[0].weights_column=w => features[0].weights_column unexpected_weights
+features[0].max_length=3 => features[0].max_length unexpected_max_length
+model.tasks[0].metrics=[ne] => model.tasks[0].metrics metric_mismatch
+model.tasks[0].metrics=[auc] => model.tasks[0].auc_threshold missing_threshold
+model.tasks[0].metrics=[mae, mae] => model.tasks[0].metrics duplicate_metric
+model.arch=movielens => model.transformer missing_section
+model.over_arch.layer_sizes=[4, 2] => model.over_arch.layer_sizes over_arch_width
+model.module=towers => model.module -
+model.module="towers:" => model.module -
+model.module=":Towers" => model.module -
+model.module="../evil:Towers" => model.module -
+model.module=a b:C => model.module -
+model.module=a:b.C => model.module -
+model.module=towers:Towers; model.code=ab => model.code -
+model.module=towers:Towers; model.code={"zz" * 32} => model.code -
+model.module=towers:Towers; model.code=../{"a" * 61} => model.code -
+model.code={"ab" * 32} => model.code unexpected_field
+model.options={{width: 8}} => model.options unexpected_field
+optimizer.sparse.weight_decay=-1 => optimizer.sparse.weight_decay -
+optimizer.sparse.lr=.inf => optimizer.sparse.lr finite_number
+optimizer.schedule={{decay: cosign}} => optimizer.schedule.decay literal_error
+optimizer.schedule={{min_ratio: 0.5}} => optimizer.schedule.min_ratio no_effect
+training.trace={{first_step: 1, ranks: [4]}} => training.trace.ranks trace_ranks
+training.max_steps=5; training.trace={{first_step: 6}} => training.trace.first_step no_effect
+training.early_stopping={{patience: 1}}; data.split={{validation: null}}
+    => training.early_stopping no_validation
+training.on_non_finite=ignore => training.on_non_finite -
+{EVERY}; checkpoint.every_steps=6 => checkpoint.every_steps accumulate_steps
+{EVERY}; training.report_every_steps=10 => training.report_every_steps accumulate_steps
+{EVERY}; parallelism.placement=inter_host; parallelism.sync.every_steps=6
+    => parallelism.sync.every_steps accumulate_steps
+checkpoint.keep_every_steps=0 => checkpoint.keep_every_steps -
+checkpoint.warm_start={{}} => checkpoint.warm_start.path missing
+checkpoint.warm_start={{path: x, tables: []}} => checkpoint.warm_start.tables -
+checkpoint.warm_start={{path: x, tables: [users, movies]}}
+    => checkpoint.warm_start.tables[1] - 'movies' is not in embedding_tables (users)
+recovery.exchange_timeout_s=7 => recovery.exchange_timeout_s no_effect
+recovery.hang_factor=1 => recovery.hang_factor -
+recovery.heartbeat_timeout_s=0 => recovery.heartbeat_timeout_s -
+recovery.exclude_host_after=0 => recovery.exclude_host_after -
+parallelism.constraints={{users: {{}}}}
+    => parallelism.constraints extra_forbidden embedding_tables[].constraints
+parallelism.workers=5 => parallelism.workers not_divisible 4 or 6
+parallelism.workers={{min: 6, max: 2}} => parallelism.workers bounds min (6) is above max (2)
+parallelism.workers={{min: 3, max: 6}} => parallelism.workers.min not_divisible 2 or 4
+parallelism.workers={{min: 2, max: 5}} => parallelism.workers.max not_divisible 4 or 6
+parallelism.moment_scale=3 => parallelism.moment_scale moment_scale
+parallelism.moment_scale=-1 => parallelism.moment_scale -
+parallelism.moment_scale=0 => parallelism.moment_scale -
+optimizer.sparse.name=sgd; parallelism.moment_scale=2 => parallelism.moment_scale moment_scale
+optimizer.sparse.name=sgd; parallelism.sync.optimizer_state=never
+    => parallelism.sync.optimizer_state no_effect
+parallelism.shard_group_size=1; parallelism.all_to_all.forward=bf16
+    => parallelism.all_to_all no_effect
+parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal
+parallelism.divergence_check={{every_syncs: 0}}
+    => parallelism.divergence_check.every_syncs greater_than
+parallelism.shard_group_size=4; parallelism.sync.every_steps=4
+    => parallelism.sync single_replica one copy
+parallelism.shard_group_size=4; parallelism.dense=at_sync
+    => parallelism.dense single_replica one copy
+parallelism.shard_group_size=4; parallelism.divergence_check={{every_syncs: 2}}
+    => parallelism.divergence_check single_replica one copy
+parallelism.survive={{hosts: 0}} => parallelism.survive.hosts greater_than
+parallelism.survive={{hosts: 2}} => parallelism.survive.hosts survive workers to 6, or lower it to 1
+parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
+    => parallelism.survive.hosts survive 4 worker(s) make 1 of 4; raise workers to 8
+{AUTO}; parallelism.survive={{hosts: 4}} => parallelism.survive.hosts survive make 4 of 1
+{SURVIVE}; parallelism.placement=intra_host => parallelism.placement survive inter_host
+{SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
+{SURVIVE}; parallelism.sync.overlap=true => parallelism.sync.overlap survive independent
+{SURVIVE}; parallelism.sync.dtype=bf16 => parallelism.sync.dtype survive independent
+{SURVIVE}; parallelism.sync.optimizer_state=never
+    => parallelism.sync.optimizer_state survive moments
+{SURVIVE}; parallelism.divergence_check={{every_syncs: 2}}
+    => parallelism.divergence_check survive vote
+{ROWS}=-1 => {ROWS} -
+{ROWS}=99999999999999 => {ROWS} -
+{MANY}20000 => {ROWS} table_too_large sharding group of 2 workers
+{MANY}40000; {WAYS}=[table_wise] => {ROWS} table_too_large one worker
+{MANY}10000; {AUTO} => {ROWS} table_too_large
+embedding_tables[0].embedding_dim=6 => embedding_tables[0].embedding_dim multiple_of
+embedding_tables[0].data_type=bf16 => embedding_tables[0].data_type unsupported_data_type
+embedding_tables[0].data_type=fp16; optimizer.sparse.weight_decay=0.01
+    => embedding_tables[0].data_type weight_decay
+embedding_tables[0].constraints.min_partition=6
+    => embedding_tables[0].constraints.min_partition multiple_of
+embedding_tables[0].constraints.min_partition=12
+    => embedding_tables[0].constraints.min_partition min_partition
+{WAYS}=[tw] => {WAYS}[0] -
+optimizer.sparse.max_gradient=1.0; {WAYS}=[data_parallel] => {WAYS} max_gradient
+features[0].type=sequence; embedding_tables[0].pooling=mean
+    => embedding_tables[0].pooling no_effect
+features[0].type=sequence; {WAYS}=[data_parallel] => {WAYS} unsupported_sharding EmbeddingColl
+features[0].type=sequence; {WAYS}=[table_row_wise] => {WAYS} unsupported_sharding EmbeddingColl
+features[0].type=sequence; {WAYS}=[grid_shard] => {WAYS} unsupported_sharding EmbeddingColl
+features[0].hashing={{num_buckets: 5}}; features[0].bucketize={{boundaries: [1, 2, 3]}}
+    => features[0].bucketize several_encodings
+features[0].hashing={{num_buckets: 1}} => features[0].hashing.num_buckets -
+features[0].hashing={{num_buckets: 11}} => features[0].hashing.num_buckets vocabulary_too_large
+features[0].hashing={{seed: -1}} => features[0].hashing.seed -
+features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
+features[0].bucketize={{boundaries: []}} => features[0].bucketize.boundaries -
+features[0].vocabulary={{path: /etc/passwd}} => features[0].vocabulary.path outside_data_path
+features[0].vocabulary={{path: ../other}} => features[0].vocabulary.path outside_data_path
+features[0].vocabulary={{path: "s3://b/v"}} => features[0].vocabulary.path outside_data_path
+features[0].vocabulary={{path: v, column: c}} => features[0].vocabulary.column several_vocabularies
+features[0].transform=log1p => features[0].transform unexpected_transform
+features[0].missing=0 => features[0].missing unexpected_transform
+features[1].hashing={{num_buckets: 5}} => features[1].hashing unexpected_encoding
+features[1].mean=1.0 => features[1].mean no_effect
+features[1].transform=log1p; features[1].std=1.0 => features[1].std no_effect
+features[1].transform=standardise; features[1].std=0.0 => features[1].std -
+{DYNAMIC}; {ROWS}=auto => {ROWS} dynamic_size
+{DYNAMIC}; {ROWS}=65 => {ROWS} dynamic_size
+{DYNAMIC}; {ROWS}=16 => {ROWS} dynamic_size
+{DYNAMIC}; {WAYS}=[table_wise] => {WAYS} unsupported_sharding
+{DYNAMIC}; parallelism.workers=3; parallelism.shard_group_size=3
+    => parallelism.shard_group_size dynamic_buckets
+{DYNAMIC}; parallelism.workers=4
+    => parallelism.shard_group_size dynamic_copies whose kernel trains on CUDA only
+{DYNAMIC}; parallelism.workers=4; parallelism.shard_group_size=auto
+    => parallelism.shard_group_size dynamic_copies
+{DYNAMIC}; parallelism.workers={{min: 2, max: 4}}
+    => parallelism.shard_group_size dynamic_copies
+{DYNAMIC}; parallelism.workers={{min: 2, max: 4}}; parallelism.shard_group_size=auto
+    => parallelism.shard_group_size dynamic_copies
+{DYNAMIC}; features[0].type=id_list; features[0].weights_column=w
+    => features[0].weights_column dynamic_weights
+{DYNAMIC}; embedding_tables[0].dynamic.eviction_interval=100000;
+    resources.memory_bytes_per_worker=1048576 => {ROWS} table_too_large
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS.strip().replace("\n    ", " ").splitlines())
+def test_a_fault_names_its_field(fault: str) -> None:
+    changes, said = fault.split(" => ")
+    path, code, *part = said.split(" ", 2)
+    [(found, (found_code, message))] = refusal(changes).items()
+    assert found == path
+    assert code in ("-", found_code)
+    assert not part or part[0] in message
+
+
+def test_tables_that_just_fit_are_accepted() -> None:
+    assert changed(f"{MANY}22000").table_bytes == 36_000
+    assert changed(f"{MANY}11000; {AUTO}").table_bytes == 36_000
 
 
 def test_text_that_no_answer_could_carry_is_refused() -> None:
@@ -127,11 +256,9 @@ def test_text_that_no_answer_could_carry_is_refused() -> None:
             f"{problem.path} {problem.message}".encode()
 
 
-def test_all_faults_are_reported_at_once_with_what_would_do() -> None:
-    problems = refusal(["name=BAD", "data.batch_size=0", "parallelism.constraints={users: {}}"])
+def test_all_faults_are_reported_at_once() -> None:
+    problems = refusal("name=BAD", "data.batch_size=0", "parallelism.constraints={users: {}}")
     assert set(problems) == {"name", "data.batch_size", "parallelism.constraints"}
-    assert "embedding_tables[].constraints" in problems["parallelism.constraints"][1]
-    assert "4 or 6" in refusal(["parallelism.workers=5"])["parallelism.workers"][1]
 
 
 def test_a_syntax_error_names_line_and_column() -> None:
@@ -149,13 +276,6 @@ def test_overrides_reach_lists_and_make_missing_sections() -> None:
     assert spec.training.max_steps == 7
 
 
-@pytest.mark.parametrize("override", ["no-equals-sign", "features[9].name=x", "=3"])
-def test_an_override_that_cannot_be_set_says_so(override: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        apply_overrides(minimal(), [override])
-    assert caught.value.problems[0].code == "override"
-
-
 @pytest.mark.parametrize(
     "path",
     ["name[0]", "features[" + "9" * 5000 + "]", "name=2001 #", "a..b", "", "features.x", "b["],
@@ -166,6 +286,13 @@ def test_a_path_that_leads_nowhere_sets_nothing(path: str) -> None:
     [problem] = caught.value.problems
     assert problem.code == "override"
     assert len(problem.path) < 600
+
+
+def test_an_override_that_cannot_be_set_says_so() -> None:
+    for override in ("no-equals-sign", "features[9].name=x", "=3"):
+        with pytest.raises(SpecError) as caught:
+            apply_overrides(minimal(), [override])
+        assert caught.value.problems[0].code == "override"
 
 
 def test_values_are_set_as_they_are_and_never_read_as_yaml() -> None:
@@ -225,39 +352,21 @@ def test_any_document_is_accepted_or_refused_with_paths(document: Any) -> None:
     assert all(problem.path and problem.message for problem in caught.value.problems)
 
 
-def test_what_needs_a_second_copy_is_refused_with_one() -> None:
-    changes = ["sync.every_steps=4", "dense=at_sync", "divergence_check={every_syncs: 2}"]
-    for change in changes:
-        problems = refusal(["parallelism.shard_group_size=4", f"parallelism.{change}"])
-        [(path, (code, message))] = problems.items()
-        assert path == f"parallelism.{change.partition('=')[0].partition('.')[0]}"
-        assert code == "single_replica"
-        assert "one copy" in message
-
-
 def test_one_copy_without_a_sync_is_plain_model_parallel() -> None:
-    spec = validate_spec(apply_overrides(minimal(), ["parallelism.shard_group_size=4"]))
+    spec = changed("parallelism.shard_group_size=4")
     assert spec.parallelism.num_replicas == 1
     assert load_spec(spec.model_dump_json()) == spec
 
 
 def test_the_moment_scale_is_m_where_the_optimizer_has_moments() -> None:
     for name, scale in (("sgd", 1), ("adagrad", 2), ("row_wise_adagrad", 2)):
-        spec = validate_spec(apply_overrides(minimal(), [f"optimizer.sparse.name={name}"]))
-        assert spec.moment_scale == scale
-    problems = refusal(["optimizer.sparse.name=sgd", "parallelism.moment_scale=2"])
-    assert problems["parallelism.moment_scale"][0] == "moment_scale"
-
-
-def test_decaying_a_half_precision_table_is_refused_as_it_would_have_no_effect() -> None:
-    changes = ["embedding_tables[0].data_type=fp16", "optimizer.sparse.weight_decay=0.01"]
-    assert refusal(changes)[_DATA_TYPE][0] == "weight_decay"
+        assert changed(f"optimizer.sparse.name={name}").moment_scale == scale
 
 
 def test_a_table_named_like_an_attribute_of_its_module_is_refused_unless_it_is_stored() -> None:
     for name in ("items", "type", "_modules", "_"):
         changes = [f"embedding_tables[0].name={name}", f"features[0].table={name}"]
-        assert refusal(changes)["embedding_tables[0].name"][0] == "reserved_name"
+        assert refusal(*changes)["embedding_tables[0].name"][0] == "reserved_name"
         document = apply_overrides(minimal(), changes)
         stored = JobSpec.model_validate(document, context={"stored": True})
         assert stored.embedding_tables[0].name == name
@@ -267,14 +376,6 @@ def test_the_reserved_names_are_those_of_the_installed_torch() -> None:
     from torch import nn
 
     assert {n for n in dir(nn.ModuleDict()) if not n.startswith("_")} == MODULE_ATTRIBUTES
-
-
-def test_a_sequence_table_refuses_shardings_that_torchrec_lacks() -> None:
-    for kind in ("data_parallel", "table_row_wise", "grid_shard"):
-        problems = refusal(["features[0].type=sequence", f"{_SHARDING}=[{kind}]"])
-        code, message = problems[_SHARDING]
-        assert code == "unsupported_sharding"
-        assert "EmbeddingCollection" in message
 
 
 def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
@@ -291,29 +392,6 @@ def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
     assert [p.code for p in caught.value.problems] == ["shared_table"]
 
 
-def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() -> None:
-    # 1000 rows of (8 * 4 + 4) bytes = 36 000; two workers of 20 000 bytes less 15 % hold 34 000.
-    changes = ["embedding_tables[0].num_embeddings=1000"]
-    code, message = refusal([*changes, "resources.memory_bytes_per_worker=20000"])[_ROWS]
-    assert code == "table_too_large"
-    assert "sharding group of 2 workers" in message
-    whole = [*changes, f"{_SHARDING}=[table_wise]", "resources.memory_bytes_per_worker=40000"]
-    assert "one worker" in refusal(whole)[_ROWS][1]
-    fits = [*changes, "resources.memory_bytes_per_worker=22000"]
-    assert validate_spec(apply_overrides(minimal(), fits))
-
-
-def test_a_setting_that_would_do_nothing_is_refused() -> None:
-    sgd = ["optimizer.sparse.name=sgd", "parallelism.sync.optimizer_state=never"]
-    assert refusal(sgd)["parallelism.sync.optimizer_state"][0] == "no_effect"
-    alone = ["parallelism.shard_group_size=1", "parallelism.all_to_all.forward=bf16"]
-    assert refusal(alone)["parallelism.all_to_all"][0] == "no_effect"
-    late = ["training.max_steps=5", "training.trace={first_step: 6}"]
-    assert refusal(late)["training.trace.first_step"][0] == "no_effect"
-    pooled = ["features[0].type=sequence", "embedding_tables[0].pooling=mean"]
-    assert refusal(pooled)["embedding_tables[0].pooling"][0] == "no_effect"
-
-
 @pytest.mark.parametrize(
     ("sync", "num_copies"),
     [
@@ -326,23 +404,15 @@ def test_a_setting_that_would_do_nothing_is_refused() -> None:
 def test_whole_copies_that_a_sync_keeps_count_as_memory(sync: str, num_copies: int) -> None:
     # One table of 36 000 bytes for each of (1 + copies), over two workers less 15 %.
     needed = int((1 + num_copies) * 36_000 / 2 / 0.85)
-    table = ["embedding_tables[0].num_embeddings=1000", f"parallelism.sync={sync}"]
-    enough = [*table, f"resources.memory_bytes_per_worker={needed + 1}"]
-    assert validate_spec(apply_overrides(minimal(), enough))
-    too_little = [*table, f"resources.memory_bytes_per_worker={needed - 10}"]
-    assert refusal(too_little)[_ROWS][0] == "table_too_large"
+    table = [f"{ROWS}=1000", f"parallelism.sync={sync}"]
+    assert changed(*table, f"resources.memory_bytes_per_worker={needed + 1}")
+    problems = refusal(*table, f"resources.memory_bytes_per_worker={needed - 10}")
+    assert problems[ROWS][0] == "table_too_large"
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
-    changes = ["parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1"]
-    assert validate_spec(apply_overrides(minimal(), changes)).num_sync_copies == 2
-
-
-def test_a_job_says_where_it_stands_in_the_queue() -> None:
-    spec = validate_spec(minimal())
-    assert (spec.project, spec.priority, spec.preemptible) == ("default", 0, True)
-    for change in ("project=Ads Team", "priority=1001", "priority=-1"):
-        assert set(refusal([change])) == {change.partition("=")[0]}
+    spec = changed("parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1")
+    assert spec.num_sync_copies == 2
 
 
 def spec_with(**model: Any) -> dict[str, Any]:
@@ -357,23 +427,3 @@ def test_a_module_needs_no_layers_of_ours() -> None:
         validate_spec(spec_with())
     paths = {problem.path: problem.code for problem in caught.value.problems}
     assert paths == {"model.dense_arch": "missing", "model.over_arch": "missing"}
-
-
-def test_what_is_no_class_path_or_code_id_is_refused() -> None:
-    paths = ("towers", "towers:", ":Towers", "../evil:Towers", "a b:C", "a:b.C")
-    faults = [("module", spec_with(module=path)) for path in paths]
-    for code in ("ab", "zz" * 32, "../" + "a" * 61):
-        faults.append(("code", spec_with(module="towers:Towers", code=code)))
-    for field, document in faults:
-        with pytest.raises(SpecError) as caught:
-            validate_spec(document)
-        assert caught.value.problems[0].path == f"model.{field}"
-
-
-@pytest.mark.parametrize("field", [{"code": "ab" * 32}, {"options": {"width": 8}}])
-def test_code_without_a_module_would_have_no_effect_and_is_refused(field: dict[str, Any]) -> None:
-    layers = {"dense_arch": {"layer_sizes": [16]}, "over_arch": {"layer_sizes": [1]}}
-    with pytest.raises(SpecError) as caught:
-        validate_spec(spec_with(**layers, **field))
-    [problem] = caught.value.problems
-    assert (problem.path, problem.code) == (f"model.{next(iter(field))}", "unexpected_field")

@@ -252,7 +252,7 @@ def if_match_version(
         return None
     found = _TAG.fullmatch(if_match.strip())
     if found is None:
-        raise VersionUnknown(if_match)
+        raise VersionUnknown(if_match[:40])
     return int(found[1])
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
@@ -91,14 +91,15 @@ class ConcurrencyLimiter:
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
-    def one_of(self, caller: str) -> Iterator[bool]:
-        """Hold one more open; False where the caller has `most` of them already."""
-        is_room = self._num_open[caller] < self._most
-        self._num_open[caller] += is_room
+    def one_of(self, caller: str) -> Iterator[None]:
+        """Hold one more open; raises `TooManyOpen` where the caller has `most` of them already."""
+        if self._num_open[caller] >= self._most:
+            raise TooManyOpen(self._most)
+        self._num_open[caller] += 1
         try:
-            yield is_room
+            yield
         finally:
-            self._num_open[caller] -= is_room
+            self._num_open[caller] -= 1
             if not self._num_open[caller]:
                 del self._num_open[caller]
 
@@ -143,32 +144,18 @@ class AuthenticationMiddleware:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Recorder(send)
-        connection = HTTPConnection(scope)
-        try:
+        response, connection = _Recorder(send), HTTPConnection(scope)
+        with ExitStack() as held:
+            held.callback(self._audit, scope, response)
             try:
                 await self._admit(scope, connection)
+                principal = scope["state"].get("principal")
+                if principal is not None and principal.kind != "local":
+                    held.enter_context(self._open.one_of(caller_key(principal)))
             except ServiceError as error:
                 await self._refuse(error, scope, receive, response)
-                return
-            await self._serve_one_of(scope, connection, receive, response)
-        finally:
-            self._audit(scope, response)
-
-    async def _serve_one_of(
-        self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
-    ) -> None:
-        """Serve a request within the caller's limit of open requests."""
-        principal = scope["state"].get("principal")
-        if principal is None or principal.kind == "local":
-            await self._serve_admitted(scope, connection, receive, response)
-            return
-        with self._open.one_of(caller_key(principal)) as is_room:
-            if is_room:
+            else:
                 await self._serve_admitted(scope, connection, receive, response)
-                return
-        full = TooManyOpen(self._settings.max_open_requests)
-        await self._refuse(full, scope, receive, response)
 
     async def _serve_admitted(
         self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
@@ -262,16 +249,19 @@ class AuthenticationMiddleware:
         await refuse(error, scope, receive, response)
 
     def _audit(self, scope: Scope, response: _Recorder) -> None:
-        is_refused = response.status >= HTTPStatus.BAD_REQUEST
         if scope["method"] in SAFE_METHODS:
             return
         path, route = scope["path"], getattr(scope.get("route"), "path", None)
+        remote = _remote(scope)
         # What drivers report is in the timeline already, and the pages' transport says nothing.
         is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
-        if is_report and not (is_refused and self._is_notable(scope, response)):
+        is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        source = f"{remote}:{path[:_MAX_OBJECT_CHARS]}"
+        if is_report and not (is_denied and self._is_among_first(source)):
             return
         principal = scope["state"].get("principal")
-        if principal is None and is_refused and not self._is_first(scope):
+        is_refused = response.status >= HTTPStatus.BAD_REQUEST
+        if principal is None and is_refused and not self._is_among_first(remote):
             return
         self._security.audit.append(
             AuditRecord(
@@ -281,21 +271,15 @@ class AuthenticationMiddleware:
                 actor_kind=principal.kind if principal else "none",
                 action=plain(f"{scope['method']} {route or path}")[:128],
                 object=plain(response.location or path)[:_MAX_OBJECT_CHARS],
-                remote=_remote(scope)[:64],
+                remote=remote[:64],
                 status=response.status,
                 request_id=request_id.get(),
             )
         )
 
-    def _is_notable(self, scope: Scope, response: _Recorder) -> bool:
-        """Whether to log a refused report of a driver, which repeats it for ever."""
-        is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
-        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self.clock())
-
-    def _is_first(self, scope: Scope) -> bool:
-        """Whether few refusals came from there lately: without a key nobody may fill the log."""
-        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self.clock())
+    def _is_among_first(self, source: str) -> bool:
+        """Whether few refusals came from there lately: nobody may fill the log with them."""
+        return not self._limiter.take(f"audit:{source}", _NOTED_REPORTS, self.clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)

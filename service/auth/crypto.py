@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import os
 import secrets
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from service.errors import SecretKeyUnusable
-from service.files import make_private
+from service.files import create_once, make_private
 from service.settings import Settings
 
 FILE_NAME = "secret-key"
@@ -109,22 +107,9 @@ def _read_or_create(path: Path) -> str:
     try:
         make_private(path.parent)
         if not path.exists():
-            _create(path)
+            create_once(path, secrets.token_urlsafe(48))
         if path.stat().st_mode & 0o077:
             raise SecretKeyUnusable(f"{path} can be read by others: chmod 600 {path}")
         return path.read_text().strip()
     except OSError as error:
         raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None
-
-
-def _create(path: Path) -> None:
-    """Write a new key atomically, unless another process was first."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(48))
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()

@@ -6,9 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
@@ -125,38 +124,29 @@ class AuditWriter:
             logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
 
 
-def has_no_key() -> bool:
-    """Whether the configured database has no usable key; raises `StoreUnavailable`."""
-    with _opened_keys() as keys:
-        return not keys.has_usable_key(time.time())
-
-
 def create_first_key(
     name: str, roles: Mapping[str, str], expires_in_s: float | None
-) -> tuple[ApiKey, str]:
-    """Write a key to the configured database: the key and its text; raises `StoreUnavailable`.
+) -> tuple[ApiKey, str] | None:
+    """Write a key to the configured database, which is migrated: the key and its text.
 
-    Nobody could ask the service for the first key, so this goes around it.
+    None where there is a usable key. Nobody could ask the service for the first one, so this goes
+    around it. Raises `StoreUnavailable`.
     """
     now = time.time()
     key_id, text = new_key_text()
     expires_at = None if expires_in_s is None else now + expires_in_s
     user = os.environ.get("USER", "unknown")
     key = ApiKey(key_id, name, parse_roles(roles), now, f"bootstrap by {user}", expires_at)
-    with _opened_keys() as keys:
-        keys.add_key(key, hash_of(text))
-    return key, text
-
-
-@contextmanager
-def _opened_keys() -> Iterator[KeyStore]:
-    """The keys of the configured database, migrated."""
     settings = Settings()
     make_private(settings.home)
     engine = open_engine(settings.database_url)
     try:
         migrate(engine)
-        yield KeyStore(engine)
+        keys = KeyStore(engine)
+        if keys.has_usable_key(now):
+            return None
+        keys.add_key(key, hash_of(text))
+        return key, text
     finally:
         engine.dispose()
 

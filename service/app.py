@@ -178,7 +178,7 @@ async def _lifespan(
         context.exports.close()
         wal.close()
         context.tracing.close()
-        context.security.close()
+        context.security.audit.flush()
         context.backend.close()
         context.store.close()
 

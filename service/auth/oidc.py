@@ -114,13 +114,13 @@ class TokenVerifier:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
-        assert issuer and audience and url, "the caller has checked that there is a provider"
-        self._issuer, self._audience = issuer, audience
-        self._claim = settings.oidc_roles_claim
+        assert settings.oidc_jwks_url, "the caller has checked that there is a provider"
+        self._settings = settings
         self._roles = {value: parse_roles(roles) for value, roles in settings.oidc_roles.items()}
         self._clock = clock
-        self._keys = ProviderKeys(url, settings.oidc_jwks_ttl_s, transport, clock)
+        self._keys = ProviderKeys(
+            settings.oidc_jwks_url, settings.oidc_jwks_ttl_s, transport, clock
+        )
 
     def principal_of(self, token: str) -> Principal:
         """The principal of a token; raises `NotSignedIn`, or `IdentityProviderAway`."""
@@ -131,8 +131,8 @@ class TokenVerifier:
             jwt.JWTClaimsRegistry(
                 now=int(self._clock()),
                 leeway=LEEWAY_S,
-                iss={"essential": True, "value": self._issuer},
-                aud={"essential": True, "value": self._audience},
+                iss={"essential": True, "value": self._settings.oidc_issuer},
+                aud={"essential": True, "value": self._settings.oidc_audience},
                 exp={"essential": True},
                 sub={"essential": True},
             ).validate(claims)
@@ -141,7 +141,7 @@ class TokenVerifier:
             cause = getattr(error, "error", type(error).__name__)
             raise NotSignedIn(f"the bearer token is refused ({cause})") from None
         granted: dict[str, Role] = {}
-        for value in _values(claims, self._claim):
+        for value in _values(claims, self._settings.oidc_roles_claim):
             for project, role in self._roles.get(value, {}).items():
                 granted[project] = max(role, granted.get(project, role))
         return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)

@@ -130,22 +130,19 @@ def _is_below_url(url: str, root: str) -> bool:
     return is_plain and (url == folder or url.startswith(f"{folder}/"))
 
 
-def job_of_path(path: Path, runs_dir: Path) -> str | None:
-    """Id of the job whose run folder a path leads into; "" where it is `runs_dir` itself.
+def job_below(path: str, root: Path | str | None) -> str | None:
+    """Id of the job whose folder below `root`, a folder or URL of one, a path or URL leads into.
 
-    None where it leads elsewhere.
+    "" where it leads to `root` itself, None where elsewhere.
     """
-    real, runs = path.resolve(), runs_dir.resolve()
-    return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
-
-
-def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
-    """Like `job_of_path`, for a path or URL that may lead below the `checkpoint_root`."""
     if isinstance(root, str):
         folder = root.rstrip("/")
         is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
         return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
-    return job_of_path(Path(path), root) if root and "://" not in path else None
+    if root is None or "://" in path:
+        return None
+    real, runs = Path(path).resolve(), root.resolve()
+    return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
 
 
 class Scope(Enum):

@@ -179,11 +179,6 @@ class Security:
         )
         return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
 
-    def store_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
-        """Store secrets of a job that is about to be stored; raises `StoreUnavailable`."""
-        encrypted = {name: self.master.encrypt(value) for name, value in secrets.items()}
-        self.keys.keep_secrets(job_id, encrypted, time.time())
-
     def read_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""
         encrypted = self.keys.secrets_of(job_id)
@@ -192,7 +187,3 @@ class Security:
     def forget_orphans(self) -> None:
         """Delete secrets that were kept for jobs which then were not stored, or are deleted."""
         self.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)
-
-    def close(self) -> None:
-        """Write what is left of the audit log."""
-        self.audit.flush()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from service.auth.permissions import (
-    job_of_checkpoints,
-    job_of_path,
+    job_below,
     outside_roots,
     roots_of,
     without_lost_place,
@@ -101,12 +100,6 @@ def test_checkpoints_of_foreign_projects_cannot_be_started_from(open_guarded: Gu
     refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": unknown})
     assert refused.json()["fields"][0]["code"] == "foreign_run"
     assert house.send("POST", "/v1/jobs", "both", json={"spec": spec}).status_code == 201
-
-
-def test_a_path_tells_whose_run_it_leads_into(tmp_path: Path) -> None:
-    assert job_of_path(tmp_path / "job-1" / "checkpoints", tmp_path) == "job-1"
-    assert job_of_path(tmp_path, tmp_path) == ""
-    assert job_of_path(tmp_path / "job-1" / ".." / ".." / "x", tmp_path) is None
 
 
 def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_path: Path) -> None:
@@ -207,14 +200,19 @@ def test_what_no_path_can_hold_is_refused_by_name(open_guarded: GuardedApps, aut
             assert (answer.status_code, fault["path"]) == (422, field)
 
 
-def test_a_path_tells_whose_checkpoints_it_leads_to(tmp_path: Path) -> None:
-    root = "s3://lake/runs/"
-    assert job_of_checkpoints("s3://lake/runs/job-1/checkpoints/step-1", root) == "job-1"
-    assert job_of_checkpoints("s3://lake/runs", root) == ""
-    assert job_of_checkpoints("s3://lake/runs-beside/job-1", root) is None
-    assert job_of_checkpoints(str(tmp_path / "job-1"), root) is None
-    assert job_of_checkpoints(str(tmp_path / "job-1" / "x"), tmp_path) == "job-1"
-    assert job_of_checkpoints("s3://lake/runs/job-1", None) is None
+def test_a_path_tells_whose_folder_it_leads_into(tmp_path: Path) -> None:
+    remote = "s3://lake/runs/"
+    for path, root, job_id in (
+        (f"{tmp_path}/job-1/checkpoints", tmp_path, "job-1"),
+        (str(tmp_path), tmp_path, ""),
+        (f"{tmp_path}/job-1/../../x", tmp_path, None),
+        ("s3://lake/runs/job-1/checkpoints/step-1", remote, "job-1"),
+        ("s3://lake/runs", remote, ""),
+        ("s3://lake/runs-beside/job-1", remote, None),
+        (f"{tmp_path}/job-1", remote, None),
+        ("s3://lake/runs/job-1", None, None),
+    ):
+        assert job_below(path, root) == job_id, path
 
 
 def test_checkpoints_lie_below_the_root_for_them_or_a_storage_root(tmp_path: Path) -> None:

@@ -132,8 +132,6 @@ class StorageUnavailable(ServiceError):
 
 
 class ReconcilerDied(ServiceError):
-    """The reconciler thread has ended: requests are answered, but no job goes on."""
-
     status = 503
     code = "reconciler_died"
     title = "Reconciler died"
@@ -193,8 +191,6 @@ class ExportPending(Conflict):
 
 
 class ExportNotReady(Conflict):
-    """An export that is not done, or failed, has nothing to download."""
-
     code = "export_not_ready"
 
     def __init__(self, export_id: str, status: str, message: str) -> None:
@@ -226,8 +222,6 @@ class ExportUnavailable(Conflict):
 
 
 class CodeStoreFull(ServiceError):
-    """No more uploads of code are kept."""
-
     status = 507
     code = "code_store_full"
     title = "Code store full"
@@ -306,8 +300,6 @@ class StaleVersion(Conflict):
 
 
 class VersionChanged(PreconditionFailed):
-    """The job is not as the request's sender saw it any more."""
-
     code = "version_changed"
     template = (
         "job {0} is at version {2} now, and If-Match asks for {1}: read it again, and repeat the "
@@ -316,8 +308,6 @@ class VersionChanged(PreconditionFailed):
 
 
 class VersionUnknown(PreconditionFailed):
-    """An If-Match that is no tag of ours."""
-
     code = "version_unknown"
     template = 'If-Match is {!r}; give the ETag of a job, such as "7"'
 
@@ -332,8 +322,6 @@ class RecordRefused(ServiceError):
 
 
 class JobUnreadable(ServiceError):
-    """A stored job that this version of the service cannot read."""
-
     code = "job_unreadable"
     title = "Job unreadable"
     template = (
@@ -370,8 +358,6 @@ class Forbidden(ServiceError):
 
 
 class ForeignOrigin(Forbidden):
-    """A page of another site tries to change something with the rights of a user of this one."""
-
     code = "foreign_origin"
     template = (
         "a page of {:.200} may not change anything here; SHARDLOOM_ALLOWED_ORIGINS names the sites "
@@ -400,8 +386,6 @@ class ForeignHost(ServiceError):
 
 
 class BehindProxy(ServiceError):
-    """A proxy passes requests on to a service without authentication."""
-
     status = 421
     code = "behind_proxy"
     title = "Misdirected request"
@@ -419,8 +403,6 @@ class BodyTooLarge(ServiceError):
 
 
 class TooManyRequests(ServiceError):
-    """A principal asks faster than it may."""
-
     status = 429
     code = "too_many_requests"
     title = "Too many requests"
@@ -432,8 +414,6 @@ class TooManyRequests(ServiceError):
 
 
 class TooManyOpen(ServiceError):
-    """A principal has too many requests open at the same time, followed streams among them."""
-
     status = 429
     code = "too_many_open"
     title = "Too many requests"

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -55,32 +53,27 @@ _RECHECK_S = 30.0
 _MAX_BUCKETS = 10_000
 
 
-@dataclass(frozen=True)
-class Rate:
-    """`per_s` requests per second in the long run, `burst` at once."""
-
-    per_s: float
-    burst: int
-
-
 class RateLimiter:
-    """A token bucket for each caller; the least recently used are dropped first."""
+    """Token buckets: `per_s` requests per second of a caller in the long run, `burst` at once.
 
-    def __init__(self) -> None:
+    The least recently used are dropped first. Use it in the event loop only.
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._per_s = per_s
+        self._burst = float(burst)
         # How many requests are left, and at what time.
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def take(self, caller: str, rate: Rate, now: float) -> float:
+    def take(self, caller: str, now: float) -> float:
         """Take one request; seconds to wait where it is refused, else 0."""
-        with self._lock:
-            left, at = self._buckets.pop(caller, (float(rate.burst), now))
-            left = min(float(rate.burst), left + max(0.0, now - at) * rate.per_s)
-            wait_s = 0.0 if left >= 1.0 else (1.0 - left) / rate.per_s
-            self._buckets[caller] = (left if wait_s else left - 1.0, now)
-            if len(self._buckets) > _MAX_BUCKETS:
-                self._buckets.popitem(last=False)
-            return wait_s
+        left, at = self._buckets.pop(caller, (self._burst, now))
+        left = min(self._burst, left + max(0.0, now - at) * self._per_s)
+        wait_s = 0.0 if left >= 1.0 else (1.0 - left) / self._per_s
+        self._buckets[caller] = (left if wait_s else left - 1.0, now)
+        if len(self._buckets) > _MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return wait_s
 
 
 class ConcurrencyLimiter:
@@ -104,10 +97,6 @@ class ConcurrencyLimiter:
                 del self._num_open[caller]
 
 
-_FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
-# Programs that have lost their key go on asking; browsers without a session are led to the form.
-_UNKNOWN = Rate(per_s=5.0, burst=100)
-_NOTED_REPORTS = Rate(per_s=0.01, burst=3)
 _MAX_OBJECT_CHARS = 512
 _MAX_ACTOR_CHARS = 255
 _CLOSED_FOR_POLICY = 1008
@@ -127,11 +116,14 @@ class AuthenticationMiddleware:
         self._settings = settings
         self._security = security
         self.clock = clock
-        self._limiter = RateLimiter()
-        self._attempt_rate = Rate(
+        self._principals = RateLimiter(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._attempts = RateLimiter(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
         )
-        self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._failed_sign_ins = RateLimiter(per_s=0.5, burst=20)
+        # Programs that have lost their key go on asking; browsers are led to the form.
+        self._unknown = RateLimiter(per_s=5.0, burst=100)
+        self._noted_refusals = RateLimiter(per_s=0.01, burst=3)
         self._open = ConcurrencyLimiter(settings.max_open_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,13 +176,13 @@ class AuthenticationMiddleware:
         if is_public and scope["method"] in SAFE_METHODS:
             return
         if is_public:
-            self._limit(f"ip:{_remote(scope)}", _FAILED_SIGN_INS)
+            self._limit(self._failed_sign_ins, _remote(scope))
             principal = LOCAL if self._settings.auth == "local" else None
         else:
             principal = await self._signed_in(connection)
             if principal.kind != "local":
-                is_attempt = principal.kind == "attempt"
-                self._limit(caller_key(principal), self._attempt_rate if is_attempt else self._rate)
+                limiter = self._attempts if principal.kind == "attempt" else self._principals
+                self._limit(limiter, caller_key(principal))
         state["principal"] = principal
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(connection, principal)
@@ -208,15 +200,13 @@ class AuthenticationMiddleware:
         try:
             return await self.principal_of(connection)
         except NotSignedIn:
-            remote = _remote(connection.scope)
-            if credentials_of(connection) == Credentials():
-                self._limit(f"unknown:{remote}", _UNKNOWN)
-            else:
-                self._limit(f"ip:{remote}", _FAILED_SIGN_INS)
+            has_none = credentials_of(connection) == Credentials()
+            limiter = self._unknown if has_none else self._failed_sign_ins
+            self._limit(limiter, _remote(connection.scope))
             raise
 
-    def _limit(self, caller: str, rate: Rate) -> None:
-        wait_s = self._limiter.take(caller, rate, self.clock())
+    def _limit(self, limiter: RateLimiter, caller: str) -> None:
+        wait_s = limiter.take(caller, self.clock())
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
 
@@ -279,7 +269,7 @@ class AuthenticationMiddleware:
 
     def _is_among_first(self, source: str) -> bool:
         """Whether few refusals came from there lately: nobody may fill the log with them."""
-        return not self._limiter.take(f"audit:{source}", _NOTED_REPORTS, self.clock())
+        return not self._noted_refusals.take(source, self.clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)

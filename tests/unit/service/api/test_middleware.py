@@ -15,7 +15,7 @@ from sqlalchemy import select
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, Rate, RateLimiter
+from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, RateLimiter
 from service.api.middleware import caller_key, is_foreign, safe_headers
 from service.app import build_app, check_address
 from service.dashboard.app import safe_target
@@ -184,14 +184,14 @@ def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:
 def test_no_caller_gets_more_than_burst_and_rate(
     pauses: list[float], per_s: float, burst: int
 ) -> None:
-    rate, limiter, now, num_let_in, wait_s = Rate(per_s, burst), RateLimiter(), 0.0, 0, 0.0
+    limiter, now, num_let_in, wait_s = RateLimiter(per_s, burst), 0.0, 0, 0.0
     for pause_s in pauses:
         now += pause_s
-        wait_s = limiter.take("a", rate, now)
+        wait_s = limiter.take("a", now)
         num_let_in += wait_s == 0
     start = pauses[0] if pauses else 0.0
     assert num_let_in <= burst + (now - start) * per_s + 1e-6
-    assert limiter.take("a", rate, now + max(wait_s, 1 / per_s) + 1e-6) == 0
+    assert limiter.take("a", now + max(wait_s, 1 / per_s) + 1e-6) == 0
 
 
 def test_a_caller_that_asks_too_fast_is_told_when_to_come_again(house: Guarded) -> None:

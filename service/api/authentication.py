@@ -210,21 +210,25 @@ class AuthenticationMiddleware:
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
 
-    def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
-        """Refuse what a page of another site does with the rights that a browser brings along."""
-        if principal is not None and principal.kind not in ("local", "session"):
-            return
+    def _check_site(self, connection: HTTPConnection) -> None:
+        """Raise `ForeignOrigin` for what a page of another site does."""
         headers = connection.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
             raise ForeignOrigin(origin or "another site")
+
+    def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
+        """Refuse what a page of another site does with the rights that a browser brings along."""
+        if principal is not None and principal.kind not in ("local", "session"):
+            return
+        self._check_site(connection)
         # Forms carry the token in a field, which their handlers check; NiceGUI's own transport
         # cannot carry one, and is bound to a page by an id that other sites do not know.
         is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
         if principal is not None and principal.kind == "session" and not is_form:
             cookie = connection.cookies.get(SESSION_COOKIE, "")
             expected = self._security.master.csrf_token(cookie)
-            if headers.get(CSRF_HEADER) != expected:
+            if connection.headers.get(CSRF_HEADER) != expected:
                 raise CsrfRefused
 
     async def _refuse(
@@ -273,11 +277,8 @@ class AuthenticationMiddleware:
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
-        headers = connection.headers
-        origin, host = headers.get("origin"), headers.get("host", "")
         try:
-            if is_foreign(origin, None, host, self._settings.allowed_origins):
-                raise ForeignOrigin(origin or "another site")
+            self._check_site(connection)
             principal = await self._signed_in(connection)
         except ServiceError as error:
             logger.info("a websocket is refused: %s", error)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import answer_error
@@ -322,7 +323,7 @@ class IdempotencyMiddleware:
         request_hash = hashlib.sha256(digests).hexdigest()
         known = await run_in_threadpool(self._store.begin, caller, key, request_hash, self._clock())
         if known is not None:
-            await self._replay(known, request_hash, key, send)
+            await self._replay(known, request_hash, key)(scope, receive, send)
             return
         messages: list[Message] = []
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -340,16 +341,13 @@ class IdempotencyMiddleware:
         for message in messages:
             await send(message)
 
-    async def _replay(self, known: StoredResponse, request_hash: str, key: str, send: Send) -> None:
+    def _replay(self, known: StoredResponse, request_hash: str, key: str) -> Response:
         if known.request_hash != request_hash:
             raise IdempotencyConflict(key)
         if known.status is None:
             raise RequestInProgress(key)
-        headers = [(name.encode(), value.encode()) for name, value in known.headers]
-        headers.append((b"idempotent-replayed", b"true"))
-        body = self._master.decrypt(known.sealed_body).encode() if known.sealed_body else b""
-        await send({"type": "http.response.start", "status": known.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        body = self._master.decrypt(known.sealed_body) if known.sealed_body else ""
+        return Response(body, known.status, {**dict(known.headers), "Idempotent-Replayed": "true"})
 
     def _store_response(
         self, caller: str, key: str, request_hash: str, messages: Sequence[Message]

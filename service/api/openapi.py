@@ -23,9 +23,9 @@ _KEY_HEADER = {
 }
 _EXAMPLE = {
     "type": "about:blank",
-    "title": "Job not found",
+    "title": "Not found",
     "status": 404,
-    "detail": "no job is called 'ratings'",
+    "detail": "no job has the id or name 'ratings'; GET /v1/jobs lists them",
     "code": "job_not_found",
     "instance": "/v1/jobs/ratings",
     "fields": [],

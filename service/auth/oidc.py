@@ -74,26 +74,24 @@ class ProviderKeys:
         try:
             if self._clock() - self._tried_at >= RELOAD_PAUSE_S:
                 self._tried_at = self._clock()
-                fetched = self._fetched()
+                self._fetch()
                 self._tried_at = self._clock()
-                if fetched is not None:
-                    self._keys, self._loaded_at = fetched, self._tried_at
         finally:
             self._fetching.release()
 
-    def _fetched(self) -> KeySet | None:
-        """The keys as they are published; None if they cannot be had."""
+    def _fetch(self) -> None:
+        """Read the keys that are published; where they cannot be had the old ones stay."""
         try:
             response = self._http.get(self._url)
             response.raise_for_status()
             self._failure = "it publishes none"
             # A shared secret, which no provider should publish, must not verify anything.
             keys = [key for key in response.json()["keys"] if key.get("kty") != "oct"]
-            return KeySet.import_key_set({"keys": keys})
+            self._keys = KeySet.import_key_set({"keys": keys})
+            self._loaded_at = self._clock()
         except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
             # Keys that were good an hour ago are better than nobody let in.
             self._failure = type(error).__name__
-            return None
 
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
@@ -114,13 +112,13 @@ class TokenVerifier:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        assert settings.oidc_jwks_url, "the caller has checked that there is a provider"
-        self._settings = settings
+        issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
+        assert issuer and audience and url, "the caller has checked that there is a provider"
+        self._issuer, self._audience = issuer, audience
+        self._claim = settings.oidc_roles_claim
         self._roles = {value: parse_roles(roles) for value, roles in settings.oidc_roles.items()}
         self._clock = clock
-        self._keys = ProviderKeys(
-            settings.oidc_jwks_url, settings.oidc_jwks_ttl_s, transport, clock
-        )
+        self._keys = ProviderKeys(url, settings.oidc_jwks_ttl_s, transport, clock)
 
     def principal_of(self, token: str) -> Principal:
         """The principal of a token; raises `NotSignedIn`, or `IdentityProviderAway`."""
@@ -131,8 +129,8 @@ class TokenVerifier:
             jwt.JWTClaimsRegistry(
                 now=int(self._clock()),
                 leeway=LEEWAY_S,
-                iss={"essential": True, "value": self._settings.oidc_issuer},
-                aud={"essential": True, "value": self._settings.oidc_audience},
+                iss={"essential": True, "value": self._issuer},
+                aud={"essential": True, "value": self._audience},
                 exp={"essential": True},
                 sub={"essential": True},
             ).validate(claims)
@@ -141,7 +139,7 @@ class TokenVerifier:
             cause = getattr(error, "error", type(error).__name__)
             raise NotSignedIn(f"the bearer token is refused ({cause})") from None
         granted: dict[str, Role] = {}
-        for value in _values(claims, self._settings.oidc_roles_claim):
+        for value in _values(claims, self._claim):
             for project, role in self._roles.get(value, {}).items():
                 granted[project] = max(role, granted.get(project, role))
         return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)

@@ -187,7 +187,11 @@ UNLISTED = _ADMINISTER
 """The rule of a route without an entry."""
 _JOB = "/v1/jobs/{job}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
-_CHANGES = ("cancel", "pause", "resume", "restart")
+# Whoever sees a job may copy it; where to is checked like any submission.
+_CHANGES = (
+    *(":cancel", ":pause", ":resume", ":restart", ":clone"),
+    *("/resize", "/drain", "/traces", "/exports"),
+)
 _READS = (
     "attempts",
     "events",
@@ -223,14 +227,8 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,
     ("PATCH", _JOB): _CHANGE_JOB,
-    # Whoever sees a job may copy it; where to is checked like any submission.
-    ("POST", f"{_JOB}:clone"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/resize"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/drain"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/traces"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/exports"): _CHANGE_JOB,
     ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
-    **{("POST", f"{_JOB}:{change}"): _CHANGE_JOB for change in _CHANGES},
+    **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
     ("GET", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),

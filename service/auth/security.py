@@ -48,21 +48,18 @@ class AttemptRights:
 
     def __post_init__(self) -> None:
         self._asked_at: dict[str, float] = {}
-        self._lock = threading.Lock()
 
     def check_may_report(self, attempt_id: str) -> None:
         """Raise `Forbidden` for an attempt that ended long ago, `AttemptNotFound` for none."""
         now = self.clock()
-        with self._lock:
-            if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
-                return
+        if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
+            return
         ended_at = self.store.get_attempt(attempt_id).ended_at
         if ended_at is not None and now - ended_at >= LATE_REPORTS_S:
             raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
-        with self._lock:
-            if len(self._asked_at) >= _MAX_CACHED:
-                self._asked_at.clear()
-            self._asked_at[attempt_id] = now
+        if len(self._asked_at) >= _MAX_CACHED:
+            self._asked_at.clear()
+        self._asked_at[attempt_id] = now
 
 
 logger = logging.getLogger(__name__)

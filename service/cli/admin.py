@@ -149,13 +149,12 @@ def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
 def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey | None:
     """The very first key, made in the database of the settings; None where that has a key."""
     from service.auth.security import create_first_key
-    from service.domain.auth import role_names
 
     made = create_first_key(name, roles, expires_in_s)
     if made is None:
         return None
     key, text = made
-    return NewKey.model_validate({**vars(key), "roles": role_names(key.roles), "key": text})
+    return NewKey.model_validate({**vars(key), "key": text})
 
 
 def _key_table(keys: list[KeyOut], now: float) -> Table:

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.api.sse import LATE_LINES_S, LogFollower
-from service.client.transport import parse_events
 from service.jobs.logs import LogPosition
 from tests.harness.builders import NOW
 from tests.harness.clock import FakeClock
@@ -93,21 +92,7 @@ def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
     assert len(found) == 3
 
 
-def test_filters_that_say_nothing_are_refused(api: Api, job: str) -> None:
-    for params in ({"level": "loud"}, {"rank": -1}, {"since": 1e300}):
-        response = api.http.get(f"/v1/jobs/{job}/logs", params=params)
-        problem_in(response, 422, "invalid_request")
-
-
 # ---- following
-
-
-def _follow(api: Api, job: str, last_id: str = "", **params: Any) -> list[Any]:
-    """Events of a stream until its end."""
-    headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}
-    response = api.http.get(f"/v1/jobs/{job}/logs", params=params, headers=headers)
-    assert response.status_code == 200, response.text
-    return list(parse_events([response.text]))
 
 
 @settings(
@@ -125,10 +110,10 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     api.http.post(f"/v1/jobs/{job}:cancel")
     api.poll(3)
     params = {"level": level} if level else {}
-    *whole, end = _follow(api, job, **params)
+    *whole, end = api.follow(f"{job}/logs", **params)
     assert end.name == "end"
     seen = whole[:cut]
-    *rest, _ = _follow(api, job, seen[-1].id if seen else "", **params)
+    *rest, _ = api.follow(f"{job}/logs", seen[-1].id if seen else "", **params)
     texts = [json.loads(event.data)["text"] for event in seen + rest]
     assert texts == [json.loads(event.data)["text"] for event in whole]
     assert len(whole) == (5 if level else 8)

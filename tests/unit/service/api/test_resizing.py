@@ -118,12 +118,7 @@ def test_a_job_of_a_fixed_size_says_how_to_submit_it_otherwise(api: Api) -> None
 
 def test_a_faulty_drain_is_named_by_its_field(api: Api) -> None:
     job_id = running(api)
-    bodies: list[tuple[dict[str, Any], str]] = [
-        ({"host": ""}, "host"),
-        ({}, "host"),
-        ({"host": "x", "now": 1}, "now"),
-    ]
-    for body, path in bodies:
+    for body, path in (({"host": ""}, "host"), ({}, "host"), ({"host": "x", "now": 1}, "now")):
         response = api.http.post(f"/v1/jobs/{job_id}/drain", json=body)
         (fault,) = problem_in(response, 422, "invalid_request")["fields"]
         assert fault["path"] == path

@@ -8,7 +8,6 @@ is written to the audit log, refused ones included.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -323,22 +322,20 @@ class _CredentialsCheck:
         self._connection = connection
         self._clock = middleware.clock
         self._checked_at = self._clock()
-        self._lock = asyncio.Lock()
         self.is_admitted = True
 
     async def is_still_admitted(self) -> bool:
         """Whether the credentials still count, as of at most `_RECHECK_S` ago."""
         if self._clock() - self._checked_at < _RECHECK_S:
             return self.is_admitted
-        async with self._lock:
-            self._checked_at = self._clock()
-            try:
-                await self._middleware.principal_of(self._connection)
-            except NotSignedIn:
-                self.is_admitted = False
-            except ServiceError:
-                # An unreachable database says nothing about the credentials.
-                logger.warning("cannot check the credentials of a stream again")
+        self._checked_at = self._clock()
+        try:
+            await self._middleware.principal_of(self._connection)
+        except NotSignedIn:
+            self.is_admitted = False
+        except ServiceError:
+            # An unreachable database says nothing about the credentials.
+            logger.warning("cannot check the credentials of a stream again")
         return self.is_admitted
 
 

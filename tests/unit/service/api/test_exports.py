@@ -117,11 +117,10 @@ def test_asking_again_wakes_an_export_that_nobody_tries_any_more(
     api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked(api, job_id)
-    folder = only_export(api, job_id)
     submitted: list[ExportFolder] = []
     monkeypatch.setattr(api.http.app.state.context.exports, "submit", submitted.append)
     problem_in(asked(api, job_id), 409, "export_pending")
-    assert submitted == [folder]
+    assert submitted == [only_export(api, job_id)]
 
 
 # ---- deletion

@@ -145,7 +145,7 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
 # ---- download
 
 
-def test_all_logs_come_in_one_archive(api: Api, job: str) -> None:
+def test_all_logs_come_in_one_archive_or_text(api: Api, job: str) -> None:
     response = api.http.get(f"/v1/jobs/{job}/logs:download")
     assert response.headers["content-type"] == "application/zip"
     assert f"{job}-logs.zip" in response.headers["content-disposition"]
@@ -154,12 +154,8 @@ def test_all_logs_come_in_one_archive(api: Api, job: str) -> None:
         names = [f"{job}-a0/{source}.log" for source in ("driver", "rank-0", "rank-3")]
         assert archive.namelist() == names
         assert archive.read(names[1]).decode() == RANK_0
-
-
-def test_all_logs_come_as_one_text(api: Api, job: str) -> None:
-    response = api.http.get(
-        f"/v1/jobs/{job}/logs:download", params={"format": "gzip", "attempt": f"{job}-a0"}
-    )
+    params = {"format": "gzip", "attempt": f"{job}-a0"}
+    response = api.http.get(f"/v1/jobs/{job}/logs:download", params=params)
     text = gzip.decompress(response.content).decode()
     assert text.count("==> ") == 3
     assert RANK_0 in text

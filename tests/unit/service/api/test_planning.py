@@ -58,16 +58,6 @@ def test_a_group_on_each_host_lets_the_others_train_on() -> None:
     assert (plan.layout.memory_overhead_bytes, plan.layout.sync_bytes) == (1200, 2400)
 
 
-def test_a_job_of_copies_beside_each_other_restarts_as_a_whole() -> None:
-    plan = plan_of(job(placement="intra_host"), hosts(4))
-    assert plan.layout is not None
-    assert plan.layout.failure_domain == "job"
-    assert plan.layout.num_hosts_survived == 0
-    assert plan.after_loss == (
-        "a lost host stops all workers, which restart from the newest checkpoint"
-    )
-
-
 def test_what_a_loss_takes_down_is_counted_on_the_real_hosts() -> None:
     for cpus, words in (
         ((4, 4), "up to 2 of 4 groups; the others train on"),
@@ -75,6 +65,11 @@ def test_what_a_loss_takes_down_is_counted_on_the_real_hosts() -> None:
         ((8,), "all 4 groups: they are on one host"),
     ):
         assert words in plan_of(job(8, 2, placement="inter_host"), hosts(*cpus)).after_loss
+    plan = plan_of(job(placement="intra_host"), hosts(4))
+    assert plan.layout is not None
+    assert (plan.layout.failure_domain, plan.layout.num_hosts_survived) == ("job", 0)
+    words = "a lost host stops all workers, which restart from the newest checkpoint"
+    assert plan.after_loss == words
 
 
 def test_a_cluster_that_is_too_small_is_an_obstacle_and_not_a_refusal() -> None:

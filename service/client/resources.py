@@ -33,6 +33,16 @@ from trainer.spec.training import Quantization
 EXPORT_TIMEOUT_S = 6 * 3600.0
 
 
+class AuditFilters(TypedDict, total=False):
+    """Which lines of the audit log are shown: those that fit everything given."""
+
+    actor: str | None
+    action: str | None
+    object: str | None
+    since: float | None
+    refused: bool
+
+
 class AccessCalls(Connection):
     """Calls about access."""
 
@@ -60,26 +70,10 @@ class AccessCalls(Connection):
         return self._request("DELETE", path_of("keys", key_id), KeyOut, repeatable=True)
 
     def audit(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 100,
-        actor: str | None = None,
-        action: str | None = None,
-        object: str | None = None,
-        since: float | None = None,
-        refused: bool = False,
+        self, *, after: str | None = None, limit: int = 100, **filters: Unpack[AuditFilters]
     ) -> Page[AuditOut]:
-        """One page of the audit log, newest first; the filters must all fit."""
-        params = {
-            "after": after,
-            "limit": limit,
-            "actor": actor,
-            "action": action,
-            "object": object,
-            "since": since,
-            "refused": refused,
-        }
+        """One page of the audit log, newest first."""
+        params: dict[str, Any] = {"after": after, "limit": limit, **filters}
         return self._get("/v1/audit", Page[AuditOut], params)
 
 
@@ -190,8 +184,8 @@ class LogFilters(TypedDict, total=False):
 
 
 def _log_params(filters: LogFilters) -> dict[str, Any]:
-    params: dict[str, Any] = {**filters}
-    return {"rank": params.pop("ranks", None), "q": params.pop("text", None), **params}
+    names = {"ranks": "rank", "text": "q"}
+    return {names.get(name, name): value for name, value in filters.items()}
 
 
 class LogCalls(Connection):

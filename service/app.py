@@ -28,8 +28,7 @@ from service.api.errors import add_error_handlers
 from service.api.middleware import (
     BodyLimitMiddleware,
     IdempotencyMiddleware,
-    RequestIdMiddleware,
-    RequestMetricsMiddleware,
+    RequestLogMiddleware,
     SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
@@ -154,8 +153,7 @@ def _add_middleware(
         )
     app.add_middleware(TrustedHostMiddleware, settings=settings)
     app.add_middleware(SecurityHeadersMiddleware)
-    app.add_middleware(RequestMetricsMiddleware, telemetry=telemetry)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RequestLogMiddleware, telemetry=telemetry)
 
 
 @asynccontextmanager
@@ -180,7 +178,7 @@ async def _lifespan(
         context.exports.close()
         wal.close()
         context.tracing.close()
-        context.security.close()
+        context.security.audit.flush()
         context.backend.close()
         context.store.close()
 

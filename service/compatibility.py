@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from service.files import write_private
+from service.files import create_once, write_private
 from trainer.protocol.versions import installed_versions
 
 _ID_FILE = ".storage-id"
@@ -68,14 +68,7 @@ def storage_id(runs_dir: Path) -> str:
     path = runs_dir / _ID_FILE
     runs_dir.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        draft = path.with_name(f"{_ID_FILE}.{secrets.token_hex(4)}")
-        draft.write_text(secrets.token_hex(16))
-        try:
-            os.link(draft, path)  # of two that do it at once one is too late
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        create_once(path, secrets.token_hex(16), 0o666)
     return path.read_text().strip()
 
 

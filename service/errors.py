@@ -13,15 +13,19 @@ from trainer.spec.base import FieldProblem
 
 
 class ServiceError(Exception):
-    """Base of what the control plane raises; its text is the `detail` of the problem."""
+    """Base of what the control plane raises; its text is `template`, filled with the arguments."""
 
     status = 500
     code = "internal_error"
     title = "Internal error"
+    template = "{}"
     # Faulty fields of the request, further members of the problem, headers of the answer.
     fields: Sequence[FieldProblem] = ()
     extensions: Mapping[str, object] = MappingProxyType({})
     headers: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(self.template.format(*values))
 
 
 class InvalidRequest(ServiceError):
@@ -45,46 +49,29 @@ class NotFound(ServiceError):
 
 
 class ProjectNotFound(NotFound):
-    """A project has no quotas."""
-
     code = "project_not_found"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"project '{name}' has no quotas; PUT /v1/projects/{name} sets some")
+    template = "project '{0}' has no quotas; PUT /v1/projects/{0} sets some"
 
 
 class WebhookNotFound(NotFound):
-    """No webhook has this id."""
-
     code = "webhook_not_found"
-
-    def __init__(self, webhook_id: str) -> None:
-        super().__init__(f"no webhook has the id '{webhook_id}'; GET /v1/webhooks lists them")
+    template = "no webhook has the id '{}'; GET /v1/webhooks lists them"
 
 
 class DeliveryNotFound(NotFound):
     """A webhook has no delivery of this id, or it was forgotten with age."""
 
     code = "delivery_not_found"
-
-    def __init__(self, webhook_id: str, delivery_id: int) -> None:
-        super().__init__(
-            f"webhook {webhook_id} has no delivery {delivery_id}; "
-            f"GET /v1/webhooks/{webhook_id}/deliveries lists them"
-        )
+    template = "webhook {0} has no delivery {1}; GET /v1/webhooks/{0}/deliveries lists them"
 
 
 class NotAHead(NotFound):
-    """Machines cannot join the Ray cluster of this service."""
-
     code = "not_a_head"
     title = "Not a head"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "machines cannot join the cluster of this service: it was not started by "
-            "`shardloom up --head`"
-        )
+    template = (
+        "machines cannot join the cluster of this service: it was not started by "
+        "`shardloom up --head`"
+    )
 
 
 class Conflict(ServiceError):
@@ -96,26 +83,14 @@ class Conflict(ServiceError):
 
 
 class IdempotencyConflict(Conflict):
-    """An idempotency key came back with another request."""
-
     code = "idempotency_conflict"
-
-    def __init__(self, key: str) -> None:
-        super().__init__(
-            f"Idempotency-Key '{key}' was used before with another request; use a new key"
-        )
+    template = "Idempotency-Key '{}' was used before with another request; use a new key"
 
 
 class RequestInProgress(Conflict):
-    """A request was repeated while the first one is still being carried out."""
-
     code = "request_under_way"
+    template = "the first request with Idempotency-Key '{}' is still being carried out; ask again"
     headers = MappingProxyType({"Retry-After": "1"})
-
-    def __init__(self, key: str) -> None:
-        super().__init__(
-            f"the first request with Idempotency-Key '{key}' is still being carried out; ask again"
-        )
 
 
 class PreconditionFailed(ServiceError):
@@ -150,36 +125,26 @@ class StoreUnavailable(ServiceError):
 
 
 class StorageUnavailable(ServiceError):
-    """Run storage cannot be written."""
-
     status = 503
     code = "storage_unavailable"
     title = "Run storage unavailable"
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(f"cannot write to run storage ({cause}); check SHARDLOOM_RUNS_DIR")
+    template = "cannot write to run storage ({}); check SHARDLOOM_RUNS_DIR"
 
 
 class ReconcilerDied(ServiceError):
-    """The reconciler thread has ended: requests are answered, but no job goes on."""
-
     status = 503
     code = "reconciler_died"
     title = "Reconciler died"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the loop that runs jobs has ended, so no job starts or ends; the service's log says "
-            "why. Restart the service: running jobs go on"
-        )
+    template = (
+        "the loop that runs jobs has ended, so no job starts or ends; the service's log says why. "
+        "Restart the service: running jobs go on"
+    )
 
 
 # ---- logs, checkpoints, traces, exports, code
 
 
 class LogNotFound(NotFound):
-    """A job has no log of this name."""
-
     code = "log_not_found"
 
     def __init__(self, source: str, sources: Sequence[str]) -> None:
@@ -188,8 +153,6 @@ class LogNotFound(NotFound):
 
 
 class CheckpointNotFound(NotFound):
-    """A job has no such checkpoint, or none at all."""
-
     code = "checkpoint_not_found"
 
     def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
@@ -198,30 +161,16 @@ class CheckpointNotFound(NotFound):
 
 
 class TraceNotFound(NotFound):
-    """A job has no trace of this name, or its file is gone."""
-
     code = "trace_not_found"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"no trace is named '{name}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
-        )
+    template = "no trace is named '{}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
 
 
 class ExportNotFound(NotFound):
-    """A job has no export of this id."""
-
     code = "export_not_found"
-
-    def __init__(self, job_id: str, export_id: str) -> None:
-        super().__init__(
-            f"job {job_id} has no export '{export_id}'; GET /v1/jobs/JOB/exports lists them"
-        )
+    template = "job {} has no export '{}'; GET /v1/jobs/JOB/exports lists them"
 
 
 class TracePending(Conflict):
-    """An earlier request for a trace was not answered yet."""
-
     code = "trace_pending"
 
     def __init__(self, trace_id: str, names: Sequence[str]) -> None:
@@ -231,20 +180,17 @@ class TracePending(Conflict):
 
 
 class ExportPending(Conflict):
-    """An earlier export of the job is not done yet."""
+    """An earlier export of the job, `export_id`, is not done yet."""
 
     code = "export_pending"
+    template = "export {1} of job {0} is not done yet; wait for it, then ask again"
 
     def __init__(self, job_id: str, export_id: str) -> None:
         self.export_id = export_id
-        super().__init__(
-            f"export {export_id} of job {job_id} is not done yet; wait for it, then ask again"
-        )
+        super().__init__(job_id, export_id)
 
 
 class ExportNotReady(Conflict):
-    """An export that is not done, or failed, has nothing to download."""
-
     code = "export_not_ready"
 
     def __init__(self, export_id: str, status: str, message: str) -> None:
@@ -256,33 +202,26 @@ class ExportRefused(Conflict):
     """Exporting the job would run its user's code on the service's host."""
 
     code = "export_refused"
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"job {job_id} trains a module of its user's own (model.module), whose code does not "
-            "run on this service's host; export on a host of the cluster with "
-            "`shardloom export --run-dir DIR --to DIR`"
-        )
+    template = (
+        "job {} trains a module of its user's own (model.module), whose code does not run on this "
+        "service's host; export on a host of the cluster with "
+        "`shardloom export --run-dir DIR --to DIR`"
+    )
 
 
 class ExportUnavailable(Conflict):
     """`trainer_python` lacks packages that exports need."""
 
     code = "export_unavailable"
-
-    def __init__(self, python: str, missing: str) -> None:
-        super().__init__(
-            f"this service makes no exports: its Python ({python}, SHARDLOOM_TRAINER_PYTHON) "
-            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or "
-            "where the trainer is installed; or let jobs export where they train with "
-            "`export: {on_success: true}`, and finished ones on a host of the cluster with "
-            "`shardloom export --run-dir DIR --to DIR`"
-        )
+    template = (
+        "this service makes no exports: its Python ({}, SHARDLOOM_TRAINER_PYTHON) cannot, as {}. "
+        "Run it from the image of deploy/Dockerfile.service-export, or where the trainer is "
+        "installed; or let jobs export where they train with `export: {{on_success: true}}`, and "
+        "finished ones on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
+    )
 
 
 class CodeStoreFull(ServiceError):
-    """No more uploads of code are kept."""
-
     status = 507
     code = "code_store_full"
     title = "Code store full"
@@ -292,123 +231,85 @@ class CodeStoreFull(ServiceError):
 
 
 class JobNotFound(NotFound):
-    """No job has this id or name."""
-
     code = "job_not_found"
-
-    def __init__(self, job: str) -> None:
-        super().__init__(f"no job has the id or name '{job}'; GET /v1/jobs lists them")
+    template = "no job has the id or name '{}'; GET /v1/jobs lists them"
 
 
 class AttemptNotFound(NotFound):
-    """No attempt has this id."""
-
     code = "attempt_not_found"
-
-    def __init__(self, attempt_id: str) -> None:
-        super().__init__(f"no attempt has the id '{attempt_id}'")
+    template = "no attempt has the id '{}'"
 
 
 class JobEnded(Conflict):
-    """The job has ended, so there is nothing left to change."""
-
     code = "job_ended"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id} has already ended ({status})")
+    template = "job {} has already ended ({})"
 
 
 class JobNotEnded(Conflict):
-    """The job has not ended, so it cannot be deleted."""
-
     code = "job_not_ended"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(
-            f"job {job_id} has not ended: it is {status}; cancel it and wait for its end first"
-        )
+    template = "job {} has not ended: it is {}; cancel it and wait for its end first"
 
 
 class JobNotRunning(Conflict):
-    """The job has no running workers."""
-
     code = "job_not_running"
+    template = "job {} has no workers {}: it is {}, not RUNNING"
 
     def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
-        super().__init__(f"job {job_id} has no workers {purpose}: it is {status}, not RUNNING")
+        super().__init__(job_id, purpose, status)
 
 
 class JobNotPaused(Conflict):
-    """The job is not paused, so there is nothing to resume."""
-
     code = "job_not_paused"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id} is not paused: it is {status}")
+    template = "job {} is not paused: it is {}"
 
 
 class JobActive(Conflict):
     """The job has an attempt in progress, which must end first."""
 
     code = "job_at_work"
-
-    def __init__(self, job_id: str, status: str, mend: str) -> None:
-        super().__init__(f"job {job_id} is {status}; {mend} first")
+    template = "job {} is {}; {} first"
 
 
 class LayoutUnknown(Conflict):
-    """The job has not chosen how many workers form a group."""
-
     code = "layout_unknown"
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"job {job_id} has not chosen its shard_group_size yet; ask again once its timeline "
-            "tells the layout"
-        )
+    template = (
+        "job {} has not chosen its shard_group_size yet; ask again once its timeline tells the "
+        "layout"
+    )
 
 
 class SequenceGap(Conflict):
     """A batch starts after records that never arrived; `next_seq` is the one to go on from."""
 
     code = "sequence_gap"
+    template = (
+        "batch of stream '{0}' starts at {1}, but record {2} has not arrived yet; send again "
+        "from {2}"
+    )
 
     def __init__(self, stream: str, first_seq: int, next_seq: int) -> None:
         self.extensions = {"next_seq": next_seq}
-        super().__init__(
-            f"batch of stream '{stream}' starts at {first_seq}, but record {next_seq} has not "
-            f"arrived yet; send again from {next_seq}"
-        )
+        super().__init__(stream, first_seq, next_seq)
 
 
 class StaleVersion(Conflict):
     """Somebody else wrote the job since it was read."""
 
     code = "stale_version"
-
-    def __init__(self, job_id: str, version: int) -> None:
-        super().__init__(f"job {job_id} was changed since version {version} was read; read again")
+    template = "job {} was changed since version {} was read; read again"
 
 
 class VersionChanged(PreconditionFailed):
-    """The job is not as the request's sender saw it any more."""
-
     code = "version_changed"
-
-    def __init__(self, job_id: str, wanted: int, version: int) -> None:
-        super().__init__(
-            f"job {job_id} is at version {version} now, and If-Match asks for {wanted}: read it "
-            f"again, and repeat the request if it is still meant"
-        )
+    template = (
+        "job {0} is at version {2} now, and If-Match asks for {1}: read it again, and repeat the "
+        "request if it is still meant"
+    )
 
 
 class VersionUnknown(PreconditionFailed):
-    """An If-Match that is no tag of ours."""
-
     code = "version_unknown"
-
-    def __init__(self, tag: str) -> None:
-        super().__init__(f'If-Match is {tag[:40]!r}; give the ETag of a job, such as "7"')
+    template = 'If-Match is {!r}; give the ETag of a job, such as "7"'
 
 
 class RecordRefused(ServiceError):
@@ -417,22 +318,16 @@ class RecordRefused(ServiceError):
     status = 422
     code = "record_refused"
     title = "Record refused"
-
-    def __init__(self, attempt_id: str, cause: str) -> None:
-        super().__init__(f"a record of attempt {attempt_id} cannot be stored ({cause})")
+    template = "a record of attempt {} cannot be stored ({})"
 
 
 class JobUnreadable(ServiceError):
-    """A stored job that this version of the service cannot read."""
-
     code = "job_unreadable"
     title = "Job unreadable"
-
-    def __init__(self, job_id: str, cause: str) -> None:
-        super().__init__(
-            f"job {job_id} cannot be read ({cause}); was it stored by another version of the "
-            "service? Run that version, or cancel the job with it"
-        )
+    template = (
+        "job {} cannot be read ({}); was it stored by another version of the service? Run that "
+        "version, or cancel the job with it"
+    )
 
 
 # ---- access
@@ -444,13 +339,14 @@ class NotSignedIn(ServiceError):
     status = 401
     code = "not_signed_in"
     title = "Not signed in"
+    template = (
+        "{}; send 'Authorization: Bearer KEY' with an API key (`shardloom login`, or "
+        "SHARDLOOM_API_KEY)"
+    )
     headers = MappingProxyType({"WWW-Authenticate": 'Bearer realm="shardloom"'})
 
     def __init__(self, cause: str = "this request carries no credentials") -> None:
-        super().__init__(
-            f"{cause}; send 'Authorization: Bearer KEY' with an API key "
-            "(`shardloom login`, or SHARDLOOM_API_KEY)"
-        )
+        super().__init__(cause)
 
 
 class Forbidden(ServiceError):
@@ -462,94 +358,70 @@ class Forbidden(ServiceError):
 
 
 class ForeignOrigin(Forbidden):
-    """A page of another site tries to change something with the rights of a user of this one."""
-
     code = "foreign_origin"
-
-    def __init__(self, origin: str) -> None:
-        super().__init__(
-            f"a page of {origin[:200]} may not change anything here; SHARDLOOM_ALLOWED_ORIGINS "
-            "names the sites that may"
-        )
+    template = (
+        "a page of {:.200} may not change anything here; SHARDLOOM_ALLOWED_ORIGINS names the sites "
+        "that may"
+    )
 
 
 class CsrfRefused(Forbidden):
     """A change by a browser's session without the token that our own pages send."""
 
     code = "csrf_token"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a session must send the value of its cookie 'shardloom-csrf' in the header "
-            "X-CSRF-Token with whatever changes something; reload the page, or use an API key"
-        )
+    template = (
+        "a session must send the value of its cookie 'shardloom-csrf' in the header X-CSRF-Token "
+        "with whatever changes something; reload the page, or use an API key"
+    )
 
 
 class ForeignHost(ServiceError):
-    """The request names another host than this service answers for."""
-
     status = 421
     code = "foreign_host"
     title = "Misdirected request"
-
-    def __init__(self, host: str) -> None:
-        super().__init__(
-            f"this service does not answer for the host '{host[:200]}'; "
-            "SHARDLOOM_ALLOWED_HOSTS names those it answers for"
-        )
+    template = (
+        "this service does not answer for the host '{:.200}'; SHARDLOOM_ALLOWED_HOSTS names those "
+        "it answers for"
+    )
 
 
 class BehindProxy(ServiceError):
-    """A proxy passes requests on to a service without authentication."""
-
     status = 421
     code = "behind_proxy"
     title = "Misdirected request"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and "
-            "this service asks nobody for credentials: behind a proxy it wants "
-            "SHARDLOOM_AUTH=required"
-        )
+    template = (
+        "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and this "
+        "service asks nobody for credentials: behind a proxy it wants SHARDLOOM_AUTH=required"
+    )
 
 
 class BodyTooLarge(ServiceError):
-    """The body of a request is larger than the service takes."""
-
     status = 413
     code = "body_too_large"
     title = "Body too large"
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"a request's body has at most {limit_bytes} bytes here")
+    template = "a request's body has at most {} bytes here"
 
 
 class TooManyRequests(ServiceError):
-    """A principal asks faster than it may."""
-
     status = 429
     code = "too_many_requests"
     title = "Too many requests"
+    template = "too many requests; try again in {} s"
 
     def __init__(self, retry_after_s: int) -> None:
         self.headers = {"Retry-After": str(retry_after_s)}
-        super().__init__(f"too many requests; try again in {retry_after_s} s")
+        super().__init__(retry_after_s)
 
 
 class TooManyOpen(ServiceError):
-    """A principal has too many requests open at the same time, followed streams among them."""
-
     status = 429
     code = "too_many_open"
     title = "Too many requests"
+    template = (
+        "{} requests or streams of this caller are open, as many as may be; close some, or raise "
+        "SHARDLOOM_MAX_OPEN_REQUESTS"
+    )
     headers = MappingProxyType({"Retry-After": "1"})
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} requests or streams of this caller are open, as many as may be; "
-            "close some, or raise SHARDLOOM_MAX_OPEN_REQUESTS"
-        )
 
 
 class IdentityProviderAway(ServiceError):
@@ -558,9 +430,7 @@ class IdentityProviderAway(ServiceError):
     status = 503
     code = "identity_provider_away"
     title = "Identity provider away"
-
-    def __init__(self, url: str, cause: str) -> None:
-        super().__init__(f"cannot read the keys at {url} ({cause}); SHARDLOOM_OIDC_JWKS_URL")
+    template = "cannot read the keys at {} ({}); SHARDLOOM_OIDC_JWKS_URL"
 
 
 class SecretKeyUnusable(ServiceError):
@@ -568,15 +438,9 @@ class SecretKeyUnusable(ServiceError):
 
     code = "secret_key_unusable"
     title = "Secret key unusable"
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(f"{cause} (SHARDLOOM_SECRET_KEY)")
+    template = "{} (SHARDLOOM_SECRET_KEY)"
 
 
 class KeyNotFound(NotFound):
-    """No API key has this id."""
-
     code = "key_not_found"
-
-    def __init__(self, key_id: str) -> None:
-        super().__init__(f"no API key has the id '{key_id}'; `shardloom keys list` shows them")
+    template = "no API key has the id '{}'; `shardloom keys list` shows them"

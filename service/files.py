@@ -6,7 +6,9 @@ All functions raise `OSError`.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 DEFAULT_HOME = "~/.shardloom"
@@ -25,6 +27,19 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     draft.replace(path)
+
+
+def create_once(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a new file atomically, unless another process was first."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
 
 
 def make_private(folder: Path) -> None:

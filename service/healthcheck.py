@@ -1,7 +1,7 @@
 """Health check of the service on this host, for container engines: `python -m service.healthcheck`.
 
 Exits with 0 if the service answers, else with 1. It goes by the service's environment, TLS
-included, and imports nothing else of it: an engine runs it every few seconds.
+included, and imports little: an engine runs it every few seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import ssl
 import sys
 import urllib.request
 
+from service.network import local_url
+
 _TIMEOUT_S = 4.0
 
 
 def health_url() -> str:
     """Where the service of this environment says whether it answers."""
     scheme = "https" if os.environ.get("SHARDLOOM_SSL_CERTFILE") else "http"
-    host = os.environ.get("SHARDLOOM_HOST", "127.0.0.1")
-    # Of all addresses that it listens on, the one of this host.
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{scheme}://{host}:{os.environ.get('SHARDLOOM_PORT', '8700')}/healthz"
+    host, port = os.environ.get("SHARDLOOM_HOST"), os.environ.get("SHARDLOOM_PORT")
+    return f"{local_url(host or '127.0.0.1', int(port or 8700), scheme)}/healthz"
 
 
 def main() -> int:

@@ -8,15 +8,12 @@ is written to the audit log, refused ones included.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -55,32 +52,27 @@ _RECHECK_S = 30.0
 _MAX_BUCKETS = 10_000
 
 
-@dataclass(frozen=True)
-class Rate:
-    """`per_s` requests per second in the long run, `burst` at once."""
-
-    per_s: float
-    burst: int
-
-
 class RateLimiter:
-    """A token bucket for each caller; the least recently used are dropped first."""
+    """Token buckets: `per_s` requests per second of a caller in the long run, `burst` at once.
 
-    def __init__(self) -> None:
+    The least recently used are dropped first. Use it in the event loop only.
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._per_s = per_s
+        self._burst = float(burst)
         # How many requests are left, and at what time.
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def take(self, caller: str, rate: Rate, now: float) -> float:
+    def take(self, caller: str, now: float) -> float:
         """Take one request; seconds to wait where it is refused, else 0."""
-        with self._lock:
-            left, at = self._buckets.pop(caller, (float(rate.burst), now))
-            left = min(float(rate.burst), left + max(0.0, now - at) * rate.per_s)
-            wait_s = 0.0 if left >= 1.0 else (1.0 - left) / rate.per_s
-            self._buckets[caller] = (left if wait_s else left - 1.0, now)
-            if len(self._buckets) > _MAX_BUCKETS:
-                self._buckets.popitem(last=False)
-            return wait_s
+        left, at = self._buckets.pop(caller, (self._burst, now))
+        left = min(self._burst, left + max(0.0, now - at) * self._per_s)
+        wait_s = 0.0 if left >= 1.0 else (1.0 - left) / self._per_s
+        self._buckets[caller] = (left if wait_s else left - 1.0, now)
+        if len(self._buckets) > _MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return wait_s
 
 
 class ConcurrencyLimiter:
@@ -91,22 +83,19 @@ class ConcurrencyLimiter:
         self._num_open: Counter[str] = Counter()
 
     @contextmanager
-    def one_of(self, caller: str) -> Iterator[bool]:
-        """Hold one more open; False where the caller has `most` of them already."""
-        is_room = self._num_open[caller] < self._most
-        self._num_open[caller] += is_room
+    def one_of(self, caller: str) -> Iterator[None]:
+        """Hold one more open; raises `TooManyOpen` where the caller has `most` of them already."""
+        if self._num_open[caller] >= self._most:
+            raise TooManyOpen(self._most)
+        self._num_open[caller] += 1
         try:
-            yield is_room
+            yield
         finally:
-            self._num_open[caller] -= is_room
+            self._num_open[caller] -= 1
             if not self._num_open[caller]:
                 del self._num_open[caller]
 
 
-_FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
-# Programs that have lost their key go on asking; browsers without a session are led to the form.
-_UNKNOWN = Rate(per_s=5.0, burst=100)
-_NOTED_REPORTS = Rate(per_s=0.01, burst=3)
 _MAX_OBJECT_CHARS = 512
 _MAX_ACTOR_CHARS = 255
 _CLOSED_FOR_POLICY = 1008
@@ -126,11 +115,14 @@ class AuthenticationMiddleware:
         self._settings = settings
         self._security = security
         self.clock = clock
-        self._limiter = RateLimiter()
-        self._attempt_rate = Rate(
+        self._principals = RateLimiter(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._attempts = RateLimiter(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
         )
-        self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._failed_sign_ins = RateLimiter(per_s=0.5, burst=20)
+        # Programs that have lost their key go on asking; browsers are led to the form.
+        self._unknown = RateLimiter(per_s=5.0, burst=100)
+        self._noted_refusals = RateLimiter(per_s=0.01, burst=3)
         self._open = ConcurrencyLimiter(settings.max_open_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,32 +135,18 @@ class AuthenticationMiddleware:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Recorder(send)
-        connection = HTTPConnection(scope)
-        try:
+        response, connection = _Recorder(send), HTTPConnection(scope)
+        with ExitStack() as held:
+            held.callback(self._audit, scope, response)
             try:
                 await self._admit(scope, connection)
+                principal = scope["state"].get("principal")
+                if principal is not None and principal.kind != "local":
+                    held.enter_context(self._open.one_of(caller_key(principal)))
             except ServiceError as error:
                 await self._refuse(error, scope, receive, response)
-                return
-            await self._serve_one_of(scope, connection, receive, response)
-        finally:
-            self._audit(scope, response)
-
-    async def _serve_one_of(
-        self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
-    ) -> None:
-        """Serve a request within the caller's limit of open requests."""
-        principal = scope["state"].get("principal")
-        if principal is None or principal.kind == "local":
-            await self._serve_admitted(scope, connection, receive, response)
-            return
-        with self._open.one_of(caller_key(principal)) as is_room:
-            if is_room:
+            else:
                 await self._serve_admitted(scope, connection, receive, response)
-                return
-        full = TooManyOpen(self._settings.max_open_requests)
-        await self._refuse(full, scope, receive, response)
 
     async def _serve_admitted(
         self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
@@ -197,13 +175,13 @@ class AuthenticationMiddleware:
         if is_public and scope["method"] in SAFE_METHODS:
             return
         if is_public:
-            self._limit(f"ip:{_remote(scope)}", _FAILED_SIGN_INS)
+            self._limit(self._failed_sign_ins, _remote(scope))
             principal = LOCAL if self._settings.auth == "local" else None
         else:
             principal = await self._signed_in(connection)
             if principal.kind != "local":
-                is_attempt = principal.kind == "attempt"
-                self._limit(caller_key(principal), self._attempt_rate if is_attempt else self._rate)
+                limiter = self._attempts if principal.kind == "attempt" else self._principals
+                self._limit(limiter, caller_key(principal))
         state["principal"] = principal
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(connection, principal)
@@ -221,33 +199,35 @@ class AuthenticationMiddleware:
         try:
             return await self.principal_of(connection)
         except NotSignedIn:
-            remote = _remote(connection.scope)
-            if credentials_of(connection) == Credentials():
-                self._limit(f"unknown:{remote}", _UNKNOWN)
-            else:
-                self._limit(f"ip:{remote}", _FAILED_SIGN_INS)
+            has_none = credentials_of(connection) == Credentials()
+            limiter = self._unknown if has_none else self._failed_sign_ins
+            self._limit(limiter, _remote(connection.scope))
             raise
 
-    def _limit(self, caller: str, rate: Rate) -> None:
-        wait_s = self._limiter.take(caller, rate, self.clock())
+    def _limit(self, limiter: RateLimiter, caller: str) -> None:
+        wait_s = limiter.take(caller, self.clock())
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
+
+    def _check_site(self, connection: HTTPConnection) -> None:
+        """Raise `ForeignOrigin` for what a page of another site does."""
+        headers = connection.headers
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
+            raise ForeignOrigin(origin or "another site")
 
     def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
         """Refuse what a page of another site does with the rights that a browser brings along."""
         if principal is not None and principal.kind not in ("local", "session"):
             return
-        headers = connection.headers
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
-            raise ForeignOrigin(origin or "another site")
+        self._check_site(connection)
         # Forms carry the token in a field, which their handlers check; NiceGUI's own transport
         # cannot carry one, and is bound to a page by an id that other sites do not know.
         is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
         if principal is not None and principal.kind == "session" and not is_form:
             cookie = connection.cookies.get(SESSION_COOKIE, "")
             expected = self._security.master.csrf_token(cookie)
-            if headers.get(CSRF_HEADER) != expected:
+            if connection.headers.get(CSRF_HEADER) != expected:
                 raise CsrfRefused
 
     async def _refuse(
@@ -262,16 +242,19 @@ class AuthenticationMiddleware:
         await refuse(error, scope, receive, response)
 
     def _audit(self, scope: Scope, response: _Recorder) -> None:
-        is_refused = response.status >= HTTPStatus.BAD_REQUEST
         if scope["method"] in SAFE_METHODS:
             return
         path, route = scope["path"], getattr(scope.get("route"), "path", None)
+        remote = _remote(scope)
         # What drivers report is in the timeline already, and the pages' transport says nothing.
         is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
-        if is_report and not (is_refused and self._is_notable(scope, response)):
+        is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        source = f"{remote}:{path[:_MAX_OBJECT_CHARS]}"
+        if is_report and not (is_denied and self._is_among_first(source)):
             return
         principal = scope["state"].get("principal")
-        if principal is None and is_refused and not self._is_first(scope):
+        is_refused = response.status >= HTTPStatus.BAD_REQUEST
+        if principal is None and is_refused and not self._is_among_first(remote):
             return
         self._security.audit.append(
             AuditRecord(
@@ -281,29 +264,20 @@ class AuthenticationMiddleware:
                 actor_kind=principal.kind if principal else "none",
                 action=plain(f"{scope['method']} {route or path}")[:128],
                 object=plain(response.location or path)[:_MAX_OBJECT_CHARS],
-                remote=_remote(scope)[:64],
+                remote=remote[:64],
                 status=response.status,
                 request_id=request_id.get(),
             )
         )
 
-    def _is_notable(self, scope: Scope, response: _Recorder) -> bool:
-        """Whether to log a refused report of a driver, which repeats it for ever."""
-        is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
-        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self.clock())
-
-    def _is_first(self, scope: Scope) -> bool:
-        """Whether few refusals came from there lately: without a key nobody may fill the log."""
-        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self.clock())
+    def _is_among_first(self, source: str) -> bool:
+        """Whether few refusals came from there lately: nobody may fill the log with them."""
+        return not self._noted_refusals.take(source, self.clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
-        headers = connection.headers
-        origin, host = headers.get("origin"), headers.get("host", "")
         try:
-            if is_foreign(origin, None, host, self._settings.allowed_origins):
-                raise ForeignOrigin(origin or "another site")
+            self._check_site(connection)
             principal = await self._signed_in(connection)
         except ServiceError as error:
             logger.info("a websocket is refused: %s", error)
@@ -348,22 +322,20 @@ class _CredentialsCheck:
         self._connection = connection
         self._clock = middleware.clock
         self._checked_at = self._clock()
-        self._lock = asyncio.Lock()
         self.is_admitted = True
 
     async def is_still_admitted(self) -> bool:
         """Whether the credentials still count, as of at most `_RECHECK_S` ago."""
         if self._clock() - self._checked_at < _RECHECK_S:
             return self.is_admitted
-        async with self._lock:
-            self._checked_at = self._clock()
-            try:
-                await self._middleware.principal_of(self._connection)
-            except NotSignedIn:
-                self.is_admitted = False
-            except ServiceError:
-                # An unreachable database says nothing about the credentials.
-                logger.warning("cannot check the credentials of a stream again")
+        self._checked_at = self._clock()
+        try:
+            await self._middleware.principal_of(self._connection)
+        except NotSignedIn:
+            self.is_admitted = False
+        except ServiceError:
+            # An unreachable database says nothing about the credentials.
+            logger.warning("cannot check the credentials of a stream again")
         return self.is_admitted
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Header, Request, Response
@@ -24,8 +24,7 @@ from service.auth.permissions import (
     Rule,
     Scope,
     allows,
-    job_of_checkpoints,
-    job_of_path,
+    job_below,
     outside_roots,
     paths_of,
     paths_written,
@@ -148,11 +147,11 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
 
 
 def _job_of(field: str, path: str, settings: Settings) -> str | None:
-    """Id of the job whose files a path leads into, as `job_of_path` gives it."""
-    found = job_of_path(Path(path), settings.runs_dir)
+    """Id of the job whose files a path leads into, as `job_below` gives it."""
+    found = job_below(path, settings.runs_dir)
     if found is not None:
         return found
-    found = job_of_checkpoints(path, settings.checkpoint_root)
+    found = job_below(path, settings.checkpoint_root)
     # A job that keeps its checkpoints there has a folder of its own in it.
     return None if field == "checkpoint.path" and found == "" else found
 
@@ -223,7 +222,9 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     """
     if not secrets:
         return
-    context.security.store_secrets(job_id, secrets)
+    master, keys = context.security.master, context.security.keys
+    encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
+    keys.keep_secrets(job_id, encrypted, time.time())
     path = run_dir_of(context.settings, job_id).secret_names_path
     try:
         write_json(path, sorted(secrets))
@@ -252,7 +253,7 @@ def if_match_version(
         return None
     found = _TAG.fullmatch(if_match.strip())
     if found is None:
-        raise VersionUnknown(if_match)
+        raise VersionUnknown(if_match[:40])
     return int(found[1])
 
 

@@ -23,17 +23,6 @@ from trainer.spec.base import FieldProblem, SpecError
 logger = logging.getLogger(__name__)
 
 
-def _problem_of(error: ServiceError) -> dict[str, object]:
-    problem = Problem(
-        title=error.title,
-        status=error.status,
-        detail=str(error),
-        code=error.code,
-        fields=list(error.fields),
-    )
-    return {**problem.model_dump(), **error.extensions}
-
-
 class ProblemResponse(JSONResponse):
     """A problem document."""
 
@@ -49,29 +38,32 @@ def add_error_handlers(app: FastAPI) -> None:
     app.exception_handler(Exception)(_on_unexpected)
 
 
-def _respond(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
-    body = {**problem, "instance": request.url.path}
-    if known := request_id.get():
-        body["request_id"] = known
-    return ProblemResponse(body, status_code=int(problem["status"]), **options)
-
-
 def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
     """The problem response to a request that failed with `error`."""
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-    return _respond(request, _problem_of(error), headers=error.headers)
+    return _respond(request, error)
+
+
+def _respond(request: Request, error: ServiceError) -> ProblemResponse:
+    problem = Problem(
+        title=error.title,
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        instance=request.url.path,
+        fields=list(error.fields),
+    )
+    body = {**problem.model_dump(), **error.extensions}
+    if known := request_id.get():
+        body["request_id"] = known
+    return ProblemResponse(body, error.status, error.headers)
 
 
 def _on_spec_error(request: Request, error: SpecError) -> ProblemResponse:
-    problem = Problem(
-        title="Invalid spec",
-        status=422,
-        detail=str(error),
-        code="invalid_spec",
-        fields=list(error.problems),
-    )
-    return _respond(request, problem.model_dump())
+    problem = InvalidRequest(error.problems)
+    problem.title, problem.code = "Invalid spec", "invalid_spec"
+    return _respond(request, problem)
 
 
 def _on_invalid_request(request: Request, error: RequestValidationError) -> ProblemResponse:
@@ -79,7 +71,7 @@ def _on_invalid_request(request: Request, error: RequestValidationError) -> Prob
         FieldProblem(path=_path(fault), code=fault["type"], message=fault["msg"])
         for fault in error.errors()
     ]
-    return _respond(request, _problem_of(InvalidRequest(faults)))
+    return answer_error(request, InvalidRequest(faults))
 
 
 def _path(fault: dict[str, Any]) -> str:
@@ -95,21 +87,13 @@ def _path(fault: dict[str, Any]) -> str:
 
 def _on_http_error(request: Request, error: HTTPException) -> ProblemResponse:
     status = HTTPStatus(error.status_code)
-    problem = Problem(
-        title=status.phrase,
-        status=status,
-        detail=f"{request.method} {request.url.path}: {error.detail}",
-        code=status.name.lower(),
-    )
-    return _respond(request, problem.model_dump(), headers=error.headers)
+    problem = ServiceError(f"{request.method} {request.url.path}: {error.detail}")
+    problem.title, problem.code, problem.status = status.phrase, status.name.lower(), status
+    problem.headers = error.headers or {}
+    return _respond(request, problem)
 
 
 def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    problem = Problem(
-        title=ServiceError.title,
-        status=ServiceError.status,
-        detail="the service failed on this request; its log says more",
-        code=ServiceError.code,
-    )
-    return _respond(request, problem.model_dump())
+    problem = ServiceError("the service failed on this request; its log says more")
+    return _respond(request, problem)

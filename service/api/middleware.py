@@ -1,8 +1,8 @@
 """Pure ASGI middleware, in the order in which requests pass it (see `service.app`).
 
-Request ids, metrics, security headers, trusted hosts, body limit, idempotency keys. Authentication
-is in `service.api.authentication`. Streamed responses pass through without being buffered, except
-for requests with an idempotency key, whose response is stored before it is sent.
+Request ids and metrics, security headers, trusted hosts, body limit, idempotency keys;
+authentication is in `service.api.authentication`. Streamed responses pass through without being
+buffered, except for requests with an idempotency key, whose response is stored before it is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import answer_error
@@ -81,39 +82,11 @@ async def refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send
     await answer_error(Request(scope), error)(scope, receive, send)
 
 
-class RequestIdMiddleware:
-    """Gives each request an id, which the answer, the problem and the log lines carry."""
+class RequestLogMiddleware:
+    """Gives each request an id, and counts responses by route, method, status and time to begin.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request under its id."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
-            await send(message)
-
-        with about(request_id=request_id):
-            await self._app(scope, receive, send_with_id)
-
-
-def request_id_from(header: str | None) -> str:
-    """The id that a client chose, if it is fit for a log, else a new one."""
-    if header is not None and _REQUEST_ID.fullmatch(header):
-        return header
-    return f"req-{secrets.token_hex(8)}"
-
-
-class RequestMetricsMiddleware:
-    """Counts responses by route, method and status, and the time until each began.
-
-    What is logged meanwhile carries the ids of the job and attempt that the path names.
+    The answer and the problem carry the id; what is logged meanwhile carries it as well, with the
+    ids of the job and attempt that the path names.
     """
 
     def __init__(self, app: ASGIApp, telemetry: ServiceMetrics) -> None:
@@ -121,14 +94,17 @@ class RequestMetricsMiddleware:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        if scope["type"] != "http":
+        """Serve a request under its id."""
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        chosen = Headers(scope=scope).get("x-request-id", "")
+        request_id = chosen if _REQUEST_ID.fullmatch(chosen) else f"req-{secrets.token_hex(8)}"
         began = time.perf_counter()
 
         async def send_measured(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-ID"] = request_id
                 duration_s, status = time.perf_counter() - began, message["status"]
                 # The template, not the path: one series for all jobs.
                 route = getattr(scope.get("route"), "path", None) or "(no route)"
@@ -138,7 +114,7 @@ class RequestMetricsMiddleware:
                 logger.log(level, text, scope["method"], route, status, duration_s * 1e3)
             await send(message)
 
-        with about(**ids_in(scope["path"])):
+        with about(request_id=request_id, **ids_in(scope["path"])):
             await self._app(scope, receive, send_measured)
 
 
@@ -347,7 +323,7 @@ class IdempotencyMiddleware:
         request_hash = hashlib.sha256(digests).hexdigest()
         known = await run_in_threadpool(self._store.begin, caller, key, request_hash, self._clock())
         if known is not None:
-            await self._replay(known, request_hash, key, send)
+            await self._replay(known, request_hash, key)(scope, receive, send)
             return
         messages: list[Message] = []
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -365,16 +341,13 @@ class IdempotencyMiddleware:
         for message in messages:
             await send(message)
 
-    async def _replay(self, known: StoredResponse, request_hash: str, key: str, send: Send) -> None:
+    def _replay(self, known: StoredResponse, request_hash: str, key: str) -> Response:
         if known.request_hash != request_hash:
             raise IdempotencyConflict(key)
         if known.status is None:
             raise RequestInProgress(key)
-        headers = [(name.encode(), value.encode()) for name, value in known.headers]
-        headers.append((b"idempotent-replayed", b"true"))
-        body = self._master.decrypt(known.sealed_body).encode() if known.sealed_body else b""
-        await send({"type": "http.response.start", "status": known.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        body = self._master.decrypt(known.sealed_body) if known.sealed_body else ""
+        return Response(body, known.status, {**dict(known.headers), "Idempotent-Replayed": "true"})
 
     def _store_response(
         self, caller: str, key: str, request_hash: str, messages: Sequence[Message]

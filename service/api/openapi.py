@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from service.api.middleware import MAX_KEY_CHARS, takes_key_here
-from service.auth.permissions import RULES, UNLISTED, Scope
+from service.auth.permissions import Scope, rule_of
 from service.schemas.common import Problem
 
 _PROBLEM = "application/problem+json"
 _REFERENCE = "#/components/schemas/{model}"
 _FASTAPI_MODELS = ("HTTPValidationError", "ValidationError")
-_METHODS = ("get", "put", "post", "delete", "patch")
 _KEY_HEADER = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -25,9 +23,9 @@ _KEY_HEADER = {
 }
 _EXAMPLE = {
     "type": "about:blank",
-    "title": "Job not found",
+    "title": "Not found",
     "status": 404,
-    "detail": "no job is called 'ratings'",
+    "detail": "no job has the id or name 'ratings'; GET /v1/jobs lists them",
     "code": "job_not_found",
     "instance": "/v1/jobs/ratings",
     "fields": [],
@@ -62,21 +60,15 @@ def _document_of(app: FastAPI) -> dict[str, Any]:
             "description": "An API key, an OIDC token, or for drivers the token of their attempt.",
         }
     }
-    for method, path, operation in _operations(document):
-        _describe_errors(operation)
-        if takes_key_here(method.upper(), path):
-            operation.setdefault("parameters", []).append(_KEY_HEADER)
-        rule = RULES.get((method.upper(), path), UNLISTED)
-        # The second one says that local mode asks for none.
-        operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            _describe_errors(operation)
+            if takes_key_here(method.upper(), path):
+                operation.setdefault("parameters", []).append(_KEY_HEADER)
+            rule = rule_of(method.upper(), path)
+            # The second one says that local mode asks for none.
+            operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]
     return document
-
-
-def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for path, item in document["paths"].items():
-        for method in _METHODS:
-            if method in item:
-                yield method, path, item[method]
 
 
 def _describe_errors(operation: dict[str, Any]) -> None:

@@ -37,17 +37,12 @@ def plan_of(
     if is_stated:
         choice, _ = _chosen(spec, stated)
     layout, survive = choice.layout if choice else None, spec.parallelism.survive
-    resolved = spec
-    if layout:
-        resolved = spec.with_layout(layout.shard_group_size, layout.placement)
+    resolved = spec.with_layout(layout.shard_group_size, layout.placement) if layout else spec
     sizes = sizes_of_spec(resolved)
     return JobPlan(
         spec=spec,
-        min_workers=sizes.min_workers,
-        world_size=sizes.world_size,
-        shard_group_size=sizes.shard_group_size,
+        **vars(sizes),
         num_replicas=sizes.num_replicas,
-        placement=sizes.placement,
         sharding_groups=layout.sharding_groups if layout else (),
         replica_groups=layout.replica_groups if layout else (),
         moment_scale=resolved.moment_scale if layout else None,
@@ -168,10 +163,8 @@ def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
 def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
     layout, overhead = choice.layout, choice.memory_overhead_bytes
     return LayoutOption(
-        world_size=layout.world_size,
-        shard_group_size=layout.shard_group_size,
+        **vars(layout),
         num_replicas=layout.num_replicas,
-        placement=layout.placement,
         failure_domain=choice.failure_domain,
         num_hosts=choice.num_hosts,
         num_hosts_survived=choice.num_hosts_survived,

@@ -35,7 +35,7 @@ from service.schemas.jobs import (
 )
 from service.settings import Settings
 from trainer.export.artifact import ArtifactError, read_manifest
-from trainer.export.requests import ExportFolder, ExportStatus
+from trainer.export.requests import ExportFolder
 
 
 def describe_or_fail(folder: ExportFolder) -> ExportOut:
@@ -43,25 +43,22 @@ def describe_or_fail(folder: ExportFolder) -> ExportOut:
     try:
         return describe(folder)
     except ExportNotReady as error:
-        return _shown(folder, "failed", str(error))
+        wanted = vars(folder.wanted)
+        return ExportOut(**wanted, id=folder.id, status="failed", message=str(error))
 
 
 def describe(folder: ExportFolder) -> ExportOut:
     """The body of an export; raises `ExportNotReady` where it was damaged."""
-    found_status = folder.status
-    shown = _shown(folder, found_status, folder.message)
-    if found_status != "succeeded":
-        return shown
-    try:
-        manifest = read_manifest(folder.artifact)
-    except ArtifactError as error:
-        raise ExportNotReady(folder.id, "damaged", str(error)) from error
-    facts = {"step": manifest.step, "size_bytes": manifest.size_bytes}
-    return shown.model_copy(update={**facts, "report": folder.read_report()})
-
-
-def _shown(folder: ExportFolder, found_status: ExportStatus, message: str) -> ExportOut:
-    return ExportOut(**vars(folder.wanted), id=folder.id, status=found_status, message=message)
+    facts = {**vars(folder.wanted), "id": folder.id, "status": folder.status}
+    facts["message"] = folder.message
+    if facts["status"] == "succeeded":
+        try:
+            manifest = read_manifest(folder.artifact)
+        except ArtifactError as error:
+            raise ExportNotReady(folder.id, "damaged", str(error)) from error
+        facts |= {"step": manifest.step, "size_bytes": manifest.size_bytes}
+        facts["report"] = folder.read_report()
+    return ExportOut(**facts)
 
 
 def queue_position(job: Job) -> QueuePlace | None:

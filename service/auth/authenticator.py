@@ -85,9 +85,8 @@ class Authenticator:
         """A session for whoever has this API key; raises `NotSignedIn`."""
         key = self._key(key_text)
         now = self.clock()
-        expires_at = now + self.session_ttl_s
-        if key.expires_at is not None:
-            expires_at = min(expires_at, key.expires_at)
+        ends_at = now + self.session_ttl_s
+        expires_at = ends_at if key.expires_at is None else min(ends_at, key.expires_at)
         token, session = new_session_token(), Session(key.id, now, expires_at)
         self.keys.add_session(session, hash_of(token))
         return token, session

@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import os
 import secrets
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from service.errors import SecretKeyUnusable
-from service.files import make_private
+from service.files import create_once, make_private
 from service.settings import Settings
 
 FILE_NAME = "secret-key"
@@ -35,11 +33,9 @@ class MasterKeys:
     def __init__(self, masters: tuple[str, ...]) -> None:
         if not masters or any(len(master) < _MIN_CHARS for master in masters):
             raise SecretKeyUnusable(f"a secret key has at least {_MIN_CHARS} characters")
+        self._masters = masters
         fernets = [Fernet(base64.urlsafe_b64encode(_derive(m, "job-secrets"))) for m in masters]
         self._box = MultiFernet(fernets)
-        self._token_keys = [_derive(master, "attempt-tokens") for master in masters]
-        self._csrf_key = _derive(masters[0], "csrf-tokens")
-        self._export_keys = [_derive(master, "export-seals") for master in masters]
 
     def encrypt(self, text: str) -> str:
         """Text that only these keys can read."""
@@ -57,40 +53,42 @@ class MasterKeys:
 
     def attempt_token(self, attempt_id: str) -> str:
         """The bearer token of an attempt's driver, the same whenever it is made."""
-        return _attempt_token(self._token_keys[0], attempt_id)
+        return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{self._macs('attempt-tokens', attempt_id)[0]}"
 
     def attempt_of(self, token: str) -> str | None:
         """The attempt that a token is for; None if the token is not one of ours."""
-        attempt_id = token.removeprefix(ATTEMPT_TOKEN_PREFIX).rpartition(".")[0]
-        expected = [_attempt_token(key, attempt_id) for key in self._token_keys]
-        fits = [hmac.compare_digest(token.encode(), each.encode()) for each in expected]
-        return attempt_id if attempt_id and any(fits) else None
+        if not token.startswith(ATTEMPT_TOKEN_PREFIX):
+            return None
+        attempt_id, _, mac = token.removeprefix(ATTEMPT_TOKEN_PREFIX).rpartition(".")
+        is_ours = attempt_id and self._is_mac("attempt-tokens", attempt_id, mac)
+        return attempt_id if is_ours else None
 
     def csrf_token(self, session_token: str) -> str:
         """What a page of a session must send along with whatever changes something."""
-        return _hex_mac(self._csrf_key, session_token)
+        return self._macs("csrf-tokens", session_token)[0]
 
     def export_seal(self, text: str) -> str:
         """A signature by which the service recognises its own requests on run storage."""
-        return _hex_mac(self._export_keys[0], text)
+        return self._macs("export-seals", text)[0]
 
     def is_export_seal(self, text: str, seal: str) -> bool:
         """Whether `export_seal` made a seal of a text, under any of the keys."""
-        made = (_hex_mac(key, text) for key in self._export_keys)
-        return any(hmac.compare_digest(each.encode(), seal.encode()) for each in made)
+        return self._is_mac("export-seals", text, seal)
+
+    def _macs(self, purpose: str, text: str) -> list[str]:
+        """The MAC of a text under each master, the newest first."""
+        keys = [_derive(master, purpose) for master in self._masters]
+        return [hmac.new(key, text.encode(), hashlib.sha256).hexdigest() for key in keys]
+
+    def _is_mac(self, purpose: str, text: str, mac: str) -> bool:
+        made = self._macs(purpose, text)
+        return any(hmac.compare_digest(each.encode(), mac.encode()) for each in made)
 
 
-def _hex_mac(key: bytes, text: str) -> str:
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
+@lru_cache(maxsize=256)
 def _derive(master: str, purpose: str) -> bytes:
     info = f"shardloom/{purpose}".encode()
     return HKDF(SHA256(), length=32, salt=None, info=info).derive(master.encode())
-
-
-def _attempt_token(key: bytes, attempt_id: str) -> str:
-    return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{_hex_mac(key, attempt_id)}"
 
 
 def master_keys_of(settings: Settings) -> MasterKeys:
@@ -109,22 +107,9 @@ def _read_or_create(path: Path) -> str:
     try:
         make_private(path.parent)
         if not path.exists():
-            _create(path)
+            create_once(path, secrets.token_urlsafe(48))
         if path.stat().st_mode & 0o077:
             raise SecretKeyUnusable(f"{path} can be read by others: chmod 600 {path}")
         return path.read_text().strip()
     except OSError as error:
         raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None
-
-
-def _create(path: Path) -> None:
-    """Write a new key atomically, unless another process was first."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(48))
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()

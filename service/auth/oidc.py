@@ -74,26 +74,24 @@ class ProviderKeys:
         try:
             if self._clock() - self._tried_at >= RELOAD_PAUSE_S:
                 self._tried_at = self._clock()
-                fetched = self._fetched()
+                self._fetch()
                 self._tried_at = self._clock()
-                if fetched is not None:
-                    self._keys, self._loaded_at = fetched, self._tried_at
         finally:
             self._fetching.release()
 
-    def _fetched(self) -> KeySet | None:
-        """The keys as they are published; None if they cannot be had."""
+    def _fetch(self) -> None:
+        """Read the keys that are published; where they cannot be had the old ones stay."""
         try:
             response = self._http.get(self._url)
             response.raise_for_status()
             self._failure = "it publishes none"
             # A shared secret, which no provider should publish, must not verify anything.
             keys = [key for key in response.json()["keys"] if key.get("kty") != "oct"]
-            return KeySet.import_key_set({"keys": keys})
+            self._keys = KeySet.import_key_set({"keys": keys})
+            self._loaded_at = self._clock()
         except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
             # Keys that were good an hour ago are better than nobody let in.
             self._failure = type(error).__name__
-            return None
 
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")

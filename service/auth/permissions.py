@@ -130,22 +130,19 @@ def _is_below_url(url: str, root: str) -> bool:
     return is_plain and (url == folder or url.startswith(f"{folder}/"))
 
 
-def job_of_path(path: Path, runs_dir: Path) -> str | None:
-    """Id of the job whose run folder a path leads into; "" where it is `runs_dir` itself.
+def job_below(path: str, root: Path | str | None) -> str | None:
+    """Id of the job whose folder below `root`, a folder or URL of one, a path or URL leads into.
 
-    None where it leads elsewhere.
+    "" where it leads to `root` itself, None where elsewhere.
     """
-    real, runs = path.resolve(), runs_dir.resolve()
-    return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
-
-
-def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
-    """Like `job_of_path`, for a path or URL that may lead below the `checkpoint_root`."""
     if isinstance(root, str):
         folder = root.rstrip("/")
         is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
         return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
-    return job_of_path(Path(path), root) if root and "://" not in path else None
+    if root is None or "://" in path:
+        return None
+    real, runs = Path(path).resolve(), root.resolve()
+    return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
 
 
 class Scope(Enum):
@@ -190,7 +187,11 @@ UNLISTED = _ADMINISTER
 """The rule of a route without an entry."""
 _JOB = "/v1/jobs/{job}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
-_CHANGES = ("cancel", "pause", "resume", "restart")
+# Whoever sees a job may copy it; where to is checked like any submission.
+_CHANGES = (
+    *(":cancel", ":pause", ":resume", ":restart", ":clone"),
+    *("/resize", "/drain", "/traces", "/exports"),
+)
 _READS = (
     "attempts",
     "events",
@@ -226,14 +227,8 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,
     ("PATCH", _JOB): _CHANGE_JOB,
-    # Whoever sees a job may copy it; where to is checked like any submission.
-    ("POST", f"{_JOB}:clone"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/resize"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/drain"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/traces"): _CHANGE_JOB,
-    ("POST", f"{_JOB}/exports"): _CHANGE_JOB,
     ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
-    **{("POST", f"{_JOB}:{change}"): _CHANGE_JOB for change in _CHANGES},
+    **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
     ("GET", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),

@@ -6,9 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
@@ -49,21 +48,18 @@ class AttemptRights:
 
     def __post_init__(self) -> None:
         self._asked_at: dict[str, float] = {}
-        self._lock = threading.Lock()
 
     def check_may_report(self, attempt_id: str) -> None:
         """Raise `Forbidden` for an attempt that ended long ago, `AttemptNotFound` for none."""
         now = self.clock()
-        with self._lock:
-            if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
-                return
+        if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
+            return
         ended_at = self.store.get_attempt(attempt_id).ended_at
         if ended_at is not None and now - ended_at >= LATE_REPORTS_S:
             raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
-        with self._lock:
-            if len(self._asked_at) >= _MAX_CACHED:
-                self._asked_at.clear()
-            self._asked_at[attempt_id] = now
+        if len(self._asked_at) >= _MAX_CACHED:
+            self._asked_at.clear()
+        self._asked_at[attempt_id] = now
 
 
 logger = logging.getLogger(__name__)
@@ -125,38 +121,29 @@ class AuditWriter:
             logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
 
 
-def has_no_key() -> bool:
-    """Whether the configured database has no usable key; raises `StoreUnavailable`."""
-    with _opened_keys() as keys:
-        return not keys.has_usable_key(time.time())
-
-
 def create_first_key(
     name: str, roles: Mapping[str, str], expires_in_s: float | None
-) -> tuple[ApiKey, str]:
-    """Write a key to the configured database: the key and its text; raises `StoreUnavailable`.
+) -> tuple[ApiKey, str] | None:
+    """Write a key to the configured database, which is migrated: the key and its text.
 
-    Nobody could ask the service for the first key, so this goes around it.
+    None where there is a usable key. Nobody could ask the service for the first one, so this goes
+    around it. Raises `StoreUnavailable`.
     """
     now = time.time()
     key_id, text = new_key_text()
     expires_at = None if expires_in_s is None else now + expires_in_s
     user = os.environ.get("USER", "unknown")
     key = ApiKey(key_id, name, parse_roles(roles), now, f"bootstrap by {user}", expires_at)
-    with _opened_keys() as keys:
-        keys.add_key(key, hash_of(text))
-    return key, text
-
-
-@contextmanager
-def _opened_keys() -> Iterator[KeyStore]:
-    """The keys of the configured database, migrated."""
     settings = Settings()
     make_private(settings.home)
     engine = open_engine(settings.database_url)
     try:
         migrate(engine)
-        yield KeyStore(engine)
+        keys = KeyStore(engine)
+        if keys.has_usable_key(now):
+            return None
+        keys.add_key(key, hash_of(text))
+        return key, text
     finally:
         engine.dispose()
 
@@ -189,11 +176,6 @@ class Security:
         )
         return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
 
-    def store_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
-        """Store secrets of a job that is about to be stored; raises `StoreUnavailable`."""
-        encrypted = {name: self.master.encrypt(value) for name, value in secrets.items()}
-        self.keys.keep_secrets(job_id, encrypted, time.time())
-
     def read_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""
         encrypted = self.keys.secrets_of(job_id)
@@ -202,7 +184,3 @@ class Security:
     def forget_orphans(self) -> None:
         """Delete secrets that were kept for jobs which then were not stored, or are deleted."""
         self.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)
-
-    def close(self) -> None:
-        """Write what is left of the audit log."""
-        self.audit.flush()

@@ -148,13 +148,13 @@ def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
 
 def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey | None:
     """The very first key, made in the database of the settings; None where that has a key."""
-    from service.auth.security import create_first_key, has_no_key
-    from service.domain.auth import role_names
+    from service.auth.security import create_first_key
 
-    if not has_no_key():
+    made = create_first_key(name, roles, expires_in_s)
+    if made is None:
         return None
-    key, text = create_first_key(name, roles, expires_in_s)
-    return NewKey.model_validate({**vars(key), "roles": role_names(key.roles), "key": text})
+    key, text = made
+    return NewKey.model_validate({**vars(key), "key": text})
 
 
 def _key_table(keys: list[KeyOut], now: float) -> Table:

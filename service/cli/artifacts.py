@@ -38,7 +38,7 @@ from service.cli.common import (
 )
 from service.cli.render import plain_table, traces_table
 from service.client.client import ShardloomClient
-from service.client.resources import LogQuery
+from service.client.resources import LogFilters
 from service.schemas.jobs import ExportOut, LogLine, TraceOut
 from trainer.spec.training import Quantization
 
@@ -225,16 +225,16 @@ def logs(
     now_s = time.time()
     if tail is None and not (level or grep or since or until):
         tail = DEFAULT_TAIL
-    query = LogQuery(
-        attempt=attempt,
-        source=source,
-        ranks=rank or (),
-        level=level,
-        text=grep,
-        since=moment(since, now_s),
-        until=moment(until, now_s),
-        tail=tail,
-    )
+    wanted: LogFilters = {
+        "attempt": attempt,
+        "source": source,
+        "ranks": rank or (),
+        "level": level,
+        "text": grep,
+        "since": moment(since, now_s),
+        "until": moment(until, now_s),
+        "tail": tail,
+    }
     with common.open_client(url) as client:
         if download is not None:
             try:
@@ -243,14 +243,14 @@ def logs(
                 raise typer.BadParameter(f"cannot write {download}: {error.strerror}") from None
             console().print(str(path), soft_wrap=True)
         elif as_json and not follow:
-            print_json(client.read_logs(job, query=query))
+            print_json(client.read_logs(job, **wanted))
         else:
             # Ctrl-C is the usual way out of a log that goes on.
             with contextlib.suppress(KeyboardInterrupt):
                 lines: Iterable[LogLine] = (
-                    client.follow_logs(job, query=query)
+                    client.follow_logs(job, **wanted)
                     if follow
-                    else client.read_logs(job, query=query).lines
+                    else client.read_logs(job, **wanted).lines
                 )
                 for line in lines:
                     if as_json:

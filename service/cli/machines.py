@@ -123,18 +123,19 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
     Returns its text, or None where there is a key or another way to sign in. Raises `StackError`.
     """
     # Imported late: only a machine that has the service's database has what they need.
-    from service.auth.security import create_first_key, has_no_key
+    from service.auth.security import create_first_key
     from service.errors import ServiceError
 
     try:
-        if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
-            return None
-        _, text = create_first_key("head", {"*": "admin"}, None)
+        has_provider = bool(os.environ.get("SHARDLOOM_OIDC_ISSUER"))
+        made = None if has_provider else create_first_key("head", {"*": "admin"}, None)
     except ServiceError as error:
         raise StackError(f"{error}; SHARDLOOM_DATABASE_URL names the database") from None
+    if made is None:
+        return None
     if keeps_it:
-        credentials.keep_key(url, text)
-    return text
+        credentials.keep_key(url, made[1])
+    return made[1]
 
 
 def about_first_key(key: str, *, keeps_it: bool) -> Text:

@@ -22,7 +22,7 @@ import httpx
 
 from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
-from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path
+from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path, path_of
 from service.domain.models import JobStatus
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
@@ -195,8 +195,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
         Raises `Conflict` while it lives.
         """
-        params = {"artifacts": "true" if artifacts else "false"}
-        headers = _if_match(version)
+        params, headers = {"artifacts": artifacts}, _if_match(version)
         return self._request("DELETE", job_path(job), DeletedJob, params=params, headers=headers)
 
     def resize(self, job: str, num_workers: int) -> ResizeRequestOut:
@@ -346,18 +345,20 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
     def project(self, name: str) -> ProjectOut:
         """Quotas and use of a project; raises `NotFound`."""
-        return self._get(_project_path(name), ProjectOut)
+        return self._get(path_of("projects", name), ProjectOut)
 
     def set_quotas(
         self, name: str, *, max_workers: int | None = None, max_running_jobs: int | None = None
     ) -> ProjectOut:
         """Set both quotas of a project; None is no limit."""
         body = {"max_workers": max_workers, "max_running_jobs": max_running_jobs}
-        return self._request("PUT", _project_path(name), ProjectOut, repeatable=True, json=body)
+        return self._request(
+            "PUT", path_of("projects", name), ProjectOut, repeatable=True, json=body
+        )
 
     def remove_quotas(self, name: str) -> None:
         """Take the quotas of a project away; raises `NotFound` if it has none."""
-        self._send("DELETE", _project_path(name))
+        self._send("DELETE", path_of("projects", name))
 
     # ---- the service itself
 
@@ -375,10 +376,6 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
-
-
-def _project_path(name: str) -> str:
-    return f"/v1/projects/{quote(name, safe='')}"
 
 
 def _if_match(version: int | None) -> dict[str, str]:

@@ -23,9 +23,9 @@ CA_FILE_VARIABLE = "SHARDLOOM_CA_FILE"
 FILE_NAME = "credentials.json"
 
 
-def find_key(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
+def find_key(url: str) -> str | None:
     """The key for the service at a URL; None if there is none. Raises `CredentialsUnusable`."""
-    if key := environment.get(API_KEY_VARIABLE, "").strip():
+    if key := os.environ.get(API_KEY_VARIABLE, "").strip():
         return key
     return _read(credentials_path()).get(origin_of(url))
 
@@ -59,9 +59,9 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{parts.host}:{port}"
 
 
-def tls_context(environment: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
+def tls_context() -> ssl.SSLContext | bool:
     """How to check a service's certificate; raises `CredentialsUnusable`."""
-    path = environment.get(CA_FILE_VARIABLE)
+    path = os.environ.get(CA_FILE_VARIABLE)
     if not path:
         return True
     try:

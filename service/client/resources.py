@@ -10,13 +10,11 @@ import shutil
 import tarfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, TypedDict, Unpack
 
 from service.client.errors import ExportFailed
-from service.client.transport import PATIENCE_S, Connection, Params, items_of_pages, job_path
+from service.client.transport import PATIENCE_S, Connection, items_of_pages, job_path, path_of
 from service.schemas.admin import (
     AuditOut,
     DeliveryOut,
@@ -33,6 +31,16 @@ from trainer.export.artifact import ArtifactError, check_files, read_manifest
 from trainer.spec.training import Quantization
 
 EXPORT_TIMEOUT_S = 6 * 3600.0
+
+
+class AuditFilters(TypedDict, total=False):
+    """Which lines of the audit log are shown: those that fit everything given."""
+
+    actor: str | None
+    action: str | None
+    object: str | None
+    since: float | None
+    refused: bool
 
 
 class AccessCalls(Connection):
@@ -59,30 +67,13 @@ class AccessCalls(Connection):
 
     def revoke_key(self, key_id: str) -> KeyOut:
         """End an API key; raises `NotFound`. Doing it again changes nothing."""
-        path = f"/v1/keys/{quote(key_id, safe='')}"
-        return self._request("DELETE", path, KeyOut, repeatable=True)
+        return self._request("DELETE", path_of("keys", key_id), KeyOut, repeatable=True)
 
     def audit(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 100,
-        actor: str | None = None,
-        action: str | None = None,
-        object: str | None = None,
-        since: float | None = None,
-        refused: bool = False,
+        self, *, after: str | None = None, limit: int = 100, **filters: Unpack[AuditFilters]
     ) -> Page[AuditOut]:
-        """One page of the audit log, newest first; the filters must all fit."""
-        params = {
-            "after": after,
-            "limit": limit,
-            "actor": actor,
-            "action": action,
-            "object": object,
-            "since": since,
-            "refused": "true" if refused else None,
-        }
+        """One page of the audit log, newest first."""
+        params: dict[str, Any] = {"after": after, "limit": limit, **filters}
         return self._get("/v1/audit", Page[AuditOut], params)
 
 
@@ -174,8 +165,7 @@ def _unpack(archive: tarfile.TarFile, to: Path) -> None:
             shutil.copyfileobj(source, target)
 
 
-@dataclass(frozen=True)
-class LogQuery:
+class LogFilters(TypedDict, total=False):
     """Which lines of a job's logs to read; what is left out filters nothing.
 
     `attempt` is an id, the newest by default; `level` as in `warning`; `text` is searched for
@@ -183,72 +173,46 @@ class LogQuery:
     the last lines of each log only.
     """
 
-    attempt: str | None = None
-    source: str | None = None
-    ranks: Sequence[int] = ()
-    level: str | None = None
-    text: str | None = None
-    since: float | None = None
-    until: float | None = None
-    tail: int | None = None
+    attempt: str | None
+    source: str | None
+    ranks: Sequence[int]
+    level: str | None
+    text: str | None
+    since: float | None
+    until: float | None
+    tail: int | None
 
-    @property
-    def params(self) -> Params:
-        """Parameters of the request."""
-        return {
-            "attempt": self.attempt,
-            "source": self.source,
-            "rank": [str(rank) for rank in self.ranks] or None,
-            "level": self.level,
-            "q": self.text or None,
-            "since": self.since,
-            "until": self.until,
-            "tail": self.tail,
-        }
+
+def _log_params(filters: LogFilters) -> dict[str, Any]:
+    names = {"ranks": "rank", "text": "q"}
+    return {names.get(name, name): value for name, value in filters.items()}
 
 
 class LogCalls(Connection):
     """Calls about logs."""
 
-    def logs(self, job: str, *, after: str | None = None, query: LogQuery | None = None) -> LogsOut:
+    def logs(self, job: str, *, after: str | None = None, **filters: Unpack[LogFilters]) -> LogsOut:
         """A piece of a job's logs; `after` takes the `cursor` of an earlier answer."""
-        params = {**(query or LogQuery()).params, "after": after}
-        return self._get(
-            job_path(job, "logs"), LogsOut, {**params, "tail": None} if after else params
-        )
+        behind = {"after": after, "tail": None} if after else {}
+        return self._get(job_path(job, "logs"), LogsOut, {**_log_params(filters), **behind})
 
-    def read_logs(
-        self,
-        job: str,
-        *,
-        source: str | None = None,
-        tail: int | None = None,
-        query: LogQuery | None = None,
-    ) -> LogsOut:
-        """All log lines so far, asked for piece by piece: of a source, or those of a `query`."""
-        query = query or LogQuery(source=source, tail=tail)
-        answer = piece = self.logs(job, query=query)
-        lines = list(answer.lines)
+    def read_logs(self, job: str, **filters: Unpack[LogFilters]) -> LogsOut:
+        """All log lines so far, asked for piece by piece."""
+        piece = self.logs(job, **filters)
+        lines = list(piece.lines)
         while piece.lines or piece.more:
-            piece = self.logs(job, after=piece.cursor, query=query)
+            piece = self.logs(job, after=piece.cursor, **filters)
             lines += piece.lines
         return piece.model_copy(update={"lines": lines})
 
     def follow_logs(
-        self,
-        job: str,
-        *,
-        source: str | None = None,
-        tail: int | None = None,
-        query: LogQuery | None = None,
-        patience_s: float = PATIENCE_S,
+        self, job: str, *, patience_s: float = PATIENCE_S, **filters: Unpack[LogFilters]
     ) -> Iterator[LogLine]:
         """Log lines as they are written, until the job has ended; survives broken connections.
 
         A service that does not answer is asked again for `patience_s`.
         """
-        query = query or LogQuery(source=source, tail=tail)
-        for event in self._stream(job_path(job, "logs"), query.params, patience_s):
+        for event in self._stream(job_path(job, "logs"), _log_params(filters), patience_s):
             yield self._parse_event(event, LogLine)
 
     def download_logs(self, job: str, target: Path, *, attempt: str | None = None) -> Path:
@@ -257,7 +221,7 @@ class LogCalls(Connection):
         Raises OSError if it cannot be written; a file that is there is replaced when all is read.
         """
         form = "gzip" if target.suffix == ".gz" else "zip"
-        params = {"format": form, **({"attempt": attempt} if attempt else {})}
+        params = {"format": form, "attempt": attempt}
         return self._download(f"{job_path(job, 'logs')}:download", params, target)
 
 
@@ -282,40 +246,35 @@ class WebhookCalls(Connection):
 
     def get_webhook(self, webhook: str) -> WebhookOut:
         """Read a webhook; raises `NotFound`."""
-        return self._get(_webhook_path(webhook), WebhookOut)
+        return self._get(path_of("webhooks", webhook), WebhookOut)
 
     def change_webhook(self, webhook: str, **changes: Any) -> WebhookOut:
         """Change `url`, `kinds`, `description` or `is_active`; raises `NotFound`."""
         # Asking twice for the same changes nothing.
         return self._request(
-            "PATCH", _webhook_path(webhook), WebhookOut, repeatable=True, json=changes
+            "PATCH", path_of("webhooks", webhook), WebhookOut, repeatable=True, json=changes
         )
 
     def delete_webhook(self, webhook: str) -> None:
         """Forget a webhook and what was not delivered yet; raises `NotFound`."""
-        self._send("DELETE", _webhook_path(webhook))
+        self._send("DELETE", path_of("webhooks", webhook))
 
     def rotate_webhook(self, webhook: str) -> WebhookCreated:
         """Give a webhook a new secret, which the answer has."""
-        return self._request("POST", f"{_webhook_path(webhook)}:rotate", WebhookCreated)
+        return self._request("POST", f"{path_of('webhooks', webhook)}:rotate", WebhookCreated)
 
     def try_webhook(self, webhook: str) -> DeliveryOut:
         """Queue a test message."""
-        return self._request("POST", f"{_webhook_path(webhook)}:test", DeliveryOut)
+        return self._request("POST", f"{path_of('webhooks', webhook)}:test", DeliveryOut)
 
     def deliveries(self, webhook: str, *, state: str | None = None) -> Iterator[DeliveryOut]:
         """Messages to a webhook, newest first, fetched page by page as they are consumed."""
-        path = f"{_webhook_path(webhook)}/deliveries"
+        path = path_of("webhooks", webhook, "deliveries")
         return items_of_pages(
             lambda after: self._get(path, Page[DeliveryOut], {"after": after, "state": state})
         )
 
     def redeliver(self, webhook: str, delivery: int) -> DeliveryOut:
         """Send a message again, with the same id; raises `NotFound`."""
-        return self._request(
-            "POST", f"{_webhook_path(webhook)}/deliveries/{delivery}:redeliver", DeliveryOut
-        )
-
-
-def _webhook_path(webhook: str) -> str:
-    return f"/v1/webhooks/{quote(webhook, safe='')}"
+        path = path_of("webhooks", webhook, f"deliveries/{delivery}:redeliver")
+        return self._request("POST", path, DeliveryOut)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -147,10 +148,13 @@ def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[SseEvent]
 # ---- the connection
 
 
-def job_path(job: str, part: str = "") -> str:
-    """Path of a job, or of what is below it."""
-    path = f"/v1/jobs/{quote(job, safe='')}"
+def path_of(kind: str, name: str, part: str = "") -> str:
+    """Path of something by its id or name, or of what is below it."""
+    path = f"/v1/{kind}/{quote(name, safe='')}"
     return f"{path}/{part}" if part else path
+
+
+job_path = partial(path_of, "jobs")
 
 
 def items_of_pages(read: Callable[[str | None], Page[Item]]) -> Iterator[Item]:
@@ -214,7 +218,6 @@ class Connection:
     def _get(
         self, path: str, answer: type[Answer], params: Params | None = None, **options: Any
     ) -> Answer:
-        params = _given(params or {})
         return self._request("GET", path, answer, repeatable=True, params=params, **options)
 
     def _request(self, method: str, path: str, answer: type[Answer], **options: Any) -> Answer:
@@ -236,6 +239,7 @@ class Connection:
         *,
         repeatable: bool = False,
         patience_s: float = 0.0,
+        params: Params | None = None,
         **content: Any,
     ) -> httpx.Response:
         """Send a request, again while its failures are transient if it is `repeatable`.
@@ -246,7 +250,8 @@ class Connection:
         while True:
             try:
                 with self._reaching():
-                    return self._checked(self._http.request(method, path, **content))
+                    response = self._http.request(method, path, params=_given(params), **content)
+                    return self._checked(response)
             except ShardloomError as error:
                 if not repeatable or not is_transient(error):
                     raise
@@ -297,7 +302,7 @@ class Connection:
     def _download(self, path: str, params: Params, target: Path) -> Path:
         """Write an answer to a file, which is replaced once all is there; raises OSError."""
         partial = target.with_name(f"{target.name}.partial")
-        with self._reaching(), self._http.stream("GET", path, params=params) as response:
+        with self._reaching(), self._http.stream("GET", path, params=_given(params)) as response:
             self._checked(response)
             with partial.open("wb") as file:
                 file.writelines(response.iter_bytes())
@@ -337,5 +342,5 @@ class Connection:
             raise UnexpectedAnswer(url, f"{where}: {fault['msg']}") from None
 
 
-def _given(params: Params) -> Params:
-    return {key: value for key, value in params.items() if value is not None}
+def _given(params: Params | None) -> Params:
+    return {key: value for key, value in (params or {}).items() if value is not None}

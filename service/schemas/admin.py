@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from service.schemas.common import ApiModel, RequestModel
 
@@ -55,7 +55,11 @@ class ClusterOut(ApiModel):
     hosts: list[HostOut] = []  # noqa: RUF012
 
 
-RoleName = Literal["viewer", "submitter", "admin"]
+# A role of the domain is named by its label.
+RoleName = Annotated[
+    Literal["viewer", "submitter", "admin"],
+    BeforeValidator(lambda role: getattr(role, "label", role)),
+]
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$"
 ProjectName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from service.auth.crypto import MasterKeys
 from service.db.webhooks import MAX_CLAIMED_EACH, WebhookStore
@@ -82,17 +81,16 @@ class WebhookSender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def poll(self) -> int:
-        """Start what is due; returns how many tries were started."""
+    async def poll(self) -> None:
+        """Start what is due."""
         busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
-        claim = partial(self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy)
-        claimed = await asyncio.to_thread(claim)
-        for each in claimed:
+        for each in await asyncio.to_thread(
+            self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy
+        ):
             self._num_in_flight[each.delivery.webhook_id] += 1
             task = asyncio.create_task(self._deliver(each))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return len(claimed)
 
     async def finish(self) -> None:
         """Wait for the tries in flight."""

@@ -56,10 +56,9 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     """
     data = await request.body()
     try:
-        kept = await run_in_threadpool(keep_code, context.settings, data)
+        return CodeOut.model_validate(await run_in_threadpool(keep_code, context.settings, data))
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
-    return CodeOut.model_validate(kept)
 
 
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])

@@ -38,9 +38,7 @@ MAX_INTEGER = 2**63 - 1
 _MAX_RANK = 10**6 - 1
 # A search that found nothing so far returns after this time, with its cursor.
 _SEARCH_S = 0.5
-LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
-]
+_RESUME = "Resume a stream behind this event."
 LevelName = Literal["debug", "info", "warning", "error", "critical"]
 # Unix seconds up to the year 9999.
 Moment = Annotated[float | None, Query(ge=0, le=253_402_300_799, description="Unix seconds.")]
@@ -89,7 +87,7 @@ def get_logs(
         Query(ge=0, le=100_000, description="Look at the last lines of each log only."),
     ] = None,
     follow: bool = False,
-    last_event_id: LastEventId = None,
+    last_event_id: Annotated[str | None, Header(alias="Last-Event-ID", description=_RESUME)] = None,
 ) -> LogsOut | StreamingResponse:
     """Lines of `source` or of all that fit. They come from run storage and outlive the cluster.
 
@@ -173,24 +171,19 @@ def list_events(
     progress: Annotated[
         bool, Query(description="Let a stream tell progress as well, in `progress` events.")
     ] = False,
-    last_event_id: LastEventId = None,
+    last_event_id: Annotated[
+        int | None,
+        Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description=_RESUME),
+    ] = None,
 ) -> Page[TimelineEventOut] | StreamingResponse:
     """Lines in order. A stream ends with an `end` event once the job has ended."""
     if is_stream:
-        start = after if last_event_id is None else _line_id(last_event_id)
+        start = after if last_event_id is None else last_event_id
         follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
         return stream(follower.poll, context)
     lines = context.store.list_timeline(job.id, after=after, limit=limit, kinds=kinds or ())
     following = str(lines[-1].id) if len(lines) == limit else None
     return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)
-
-
-def _line_id(last_event_id: str) -> int:
-    # The length first: Python refuses to read a number of thousands of digits.
-    is_number = last_event_id.isdecimal() and len(last_event_id) <= len(str(MAX_INTEGER))
-    if not is_number or int(last_event_id) > MAX_INTEGER:
-        raise InvalidRequest([FieldProblem("Last-Event-ID", "cursor", "not an id of this stream")])
-    return int(last_event_id)
 
 
 @router.get("/jobs/{job}/metrics", summary="Metric series of a job, downsampled")

@@ -102,12 +102,21 @@ def test_a_bad_query_is_named(api: Api) -> None:
         ("jobs?limit=0", "limit"),
         ("jobs?limit=x", "limit"),
         ("jobs?status=LOST", "status[0]"),
+        ("jobs?" + "status=QUEUED&" * 21, "status"),
+        ("jobs?" + "&".join(f"label=k{number}=x" for number in range(21)), "label"),
+        ("jobs?label=team", "label[0]"),
+        ("jobs?label==red", "label[0]"),
+        ("jobs?created_after=yesterday", "created_after"),
+        ("audit?after=x", "after"),
         (f"{job}/events?after={BEYOND_63_BITS}", "after"),
         (f"{job}/metrics?from_step={BEYOND_63_BITS}", "from_step"),
         (f"{job}/metrics?to_step={BEYOND_63_BITS}", "to_step"),
+        (f"{job}/logs?level=loud", "level"),
+        (f"{job}/logs?rank=-1", "rank[0]"),
+        (f"{job}/logs?since=1e300", "since"),
     ):
         problem = problem_in(api.http.get(f"/v1/{query}"), 422, "invalid_request")
-        assert problem["fields"][0]["path"] == path
+        assert [fault["path"] for fault in problem["fields"]] == [path]
 
 
 def test_an_unexpected_error_is_a_problem_without_its_secrets(

@@ -36,12 +36,11 @@ def job_id(api: Api) -> str:
 
 def test_an_export_is_asked_for_and_listed(api: Api, job_id: str) -> None:
     response = asked(api, job_id, checkpoint="best", quantize="fp16")
-    assert response.status_code == 202
     body = response.json()
+    assert response.status_code == 202
     assert (body["status"], body["checkpoint"], body["quantize"]) == ("queued", "best", "fp16")
-    assert api.http.get(response.headers["Location"]).json()["id"] == body["id"]
-    listed = api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]
-    assert [each["id"] for each in listed] == [body["id"]]
+    assert api.http.get(response.headers["Location"]).json() == body
+    assert api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"] == [body]
 
 
 def test_a_finished_export_comes_as_a_tar_with_its_report(api: Api, job_id: str) -> None:
@@ -118,11 +117,10 @@ def test_asking_again_wakes_an_export_that_nobody_tries_any_more(
     api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked(api, job_id)
-    folder = only_export(api, job_id)
     submitted: list[ExportFolder] = []
     monkeypatch.setattr(api.http.app.state.context.exports, "submit", submitted.append)
     problem_in(asked(api, job_id), 409, "export_pending")
-    assert submitted == [folder]
+    assert submitted == [only_export(api, job_id)]
 
 
 # ---- deletion
@@ -144,29 +142,30 @@ def test_a_deleted_export_is_gone_with_its_files(api: Api, job_id: str, state: s
     assert asked(api, job_id).status_code == 202  # what was queued stands in nobody's way
 
 
-def test_a_download_that_has_begun_goes_on_to_its_end(api: Api, job_id: str) -> None:
+@pytest.fixture
+def finished(api: Api, job_id: str) -> ExportFolder:
     asked(api, job_id)
     folder = only_export(api, job_id)
     write_export(folder)
-    size, chunks = archive(folder.artifact)
-    delete_export(folder)
-    assert not folder.root.exists()
+    return folder
+
+
+def test_a_download_that_has_begun_goes_on_to_its_end(finished: ExportFolder) -> None:
+    size, chunks = archive(finished.artifact)
+    delete_export(finished)
+    assert not finished.root.exists()
     content = b"".join(chunks)
     assert len(content) == size
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         assert tar.getnames()[-1] == "EXPORT.json"
 
 
-def test_a_download_that_nobody_reads_keeps_no_file_open(api: Api, job_id: str) -> None:
-    asked(api, job_id)
-    folder = only_export(api, job_id)
-    write_export(folder)
-
+def test_a_download_that_nobody_reads_keeps_no_file_open(finished: ExportFolder) -> None:
     def is_open() -> bool:
         links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-        return any(link.startswith(str(folder.root)) for link in links)
+        return any(link.startswith(str(finished.root)) for link in links)
 
-    _, chunks = archive(folder.artifact)
+    _, chunks = archive(finished.artifact)
     assert is_open()
     chunks.close()  # type: ignore[attr-defined]
     assert not is_open()

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.api.sse import LATE_LINES_S, LogFollower
-from service.client.transport import parse_events
 from service.jobs.logs import LogPosition
 from tests.harness.builders import NOW
 from tests.harness.clock import FakeClock
@@ -93,21 +92,7 @@ def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
     assert len(found) == 3
 
 
-def test_filters_that_say_nothing_are_refused(api: Api, job: str) -> None:
-    for params in ({"level": "loud"}, {"rank": -1}, {"since": 1e300}):
-        response = api.http.get(f"/v1/jobs/{job}/logs", params=params)
-        problem_in(response, 422, "invalid_request")
-
-
 # ---- following
-
-
-def _follow(api: Api, job: str, last_id: str = "", **params: Any) -> list[Any]:
-    """Events of a stream until its end."""
-    headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}
-    response = api.http.get(f"/v1/jobs/{job}/logs", params=params, headers=headers)
-    assert response.status_code == 200, response.text
-    return list(parse_events([response.text]))
 
 
 @settings(
@@ -125,10 +110,10 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     api.http.post(f"/v1/jobs/{job}:cancel")
     api.poll(3)
     params = {"level": level} if level else {}
-    *whole, end = _follow(api, job, **params)
+    *whole, end = api.follow(f"{job}/logs", **params)
     assert end.name == "end"
     seen = whole[:cut]
-    *rest, _ = _follow(api, job, seen[-1].id if seen else "", **params)
+    *rest, _ = api.follow(f"{job}/logs", seen[-1].id if seen else "", **params)
     texts = [json.loads(event.data)["text"] for event in seen + rest]
     assert texts == [json.loads(event.data)["text"] for event in whole]
     assert len(whole) == (5 if level else 8)
@@ -160,7 +145,7 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
 # ---- download
 
 
-def test_all_logs_come_in_one_archive(api: Api, job: str) -> None:
+def test_all_logs_come_in_one_archive_or_text(api: Api, job: str) -> None:
     response = api.http.get(f"/v1/jobs/{job}/logs:download")
     assert response.headers["content-type"] == "application/zip"
     assert f"{job}-logs.zip" in response.headers["content-disposition"]
@@ -169,12 +154,8 @@ def test_all_logs_come_in_one_archive(api: Api, job: str) -> None:
         names = [f"{job}-a0/{source}.log" for source in ("driver", "rank-0", "rank-3")]
         assert archive.namelist() == names
         assert archive.read(names[1]).decode() == RANK_0
-
-
-def test_all_logs_come_as_one_text(api: Api, job: str) -> None:
-    response = api.http.get(
-        f"/v1/jobs/{job}/logs:download", params={"format": "gzip", "attempt": f"{job}-a0"}
-    )
+    params = {"format": "gzip", "attempt": f"{job}-a0"}
+    response = api.http.get(f"/v1/jobs/{job}/logs:download", params=params)
     text = gzip.decompress(response.content).decode()
     assert text.count("==> ") == 3
     assert RANK_0 in text

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from service.db.jobs import JobStore
-from service.domain.models import Attempt, Job, TimelineEvent
+from service.domain.models import Job
 from service.errors import StaleVersion
 from service.jobs import profiling
 from tests.harness.builders import batch, checkpoint, trace_written, workers_started
@@ -53,20 +52,13 @@ def test_a_request_reaches_the_workers_as_a_whole_file_and_is_told(api: Api, job
     assert json.loads(path.read_text()) == {"id": asked["id"], "num_steps": 5, "ranks": [0, 2]}
     assert [found.name for found in path.parent.glob("trace-request*")] == [path.name]
     line = api.http.get(f"/v1/jobs/{job_id}/events?kind=trace_requested").json()["items"][0]
-    assert (line["actor"], line["message"]) == (
-        "user",
-        "trace of 5 step(s) on rank(s) 0, 2 requested",
-    )
-
-
-def test_the_workers_understand_a_request(api: Api, job_id: str) -> None:
+    wanted = "trace of 5 step(s) on rank(s) 0, 2 requested"
+    assert (line["actor"], line["message"]) == ("user", wanted)
     pytest.importorskip("torch", reason="the workers' side of a trace needs torch.profiler")
     from trainer.training.profiling import TraceRequest
 
-    asked = ask(api, job_id, num_steps=100, ranks=[3]).json()
-    text = api.files(job_id).trace_request_path.read_text()
-    found = TraceRequest.model_validate_json(text)
-    assert (found.id, found.num_steps, found.ranks) == (asked["id"], 100, (3,))
+    found = TraceRequest.model_validate_json(path.read_text())
+    assert (found.id, found.num_steps, found.ranks) == (asked["id"], 5, (0, 2))
 
 
 def test_a_second_request_waits_until_every_trace_of_the_first_is_written(
@@ -83,17 +75,13 @@ def test_a_second_request_waits_until_every_trace_of_the_first_is_written(
     assert (again.json()["num_steps"], again.json()["ranks"]) == (3, [0]), "the usual ones"
 
 
-def test_a_request_that_brought_nothing_gives_way_in_the_end(
+def test_what_an_earlier_attempt_owes_or_nobody_writes_in_the_end_does_not_count(
     api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(api, job_id)
-    monkeypatch.setattr(profiling, "PATIENCE_S", -1.0)
-    assert ask(api, job_id).status_code == 202
-
-
-def test_what_an_earlier_attempt_owes_does_not_count(api: Api, job_id: str) -> None:
-    ask(api, job_id)
     replace_attempt(api.store, job_id)
+    assert ask(api, job_id).status_code == 202
+    monkeypatch.setattr(profiling, "PATIENCE_S", -1.0)
     assert ask(api, job_id).status_code == 202
 
 
@@ -128,17 +116,11 @@ def test_of_two_requests_at_once_one_passes(
 ) -> None:
     update_job, rivals = JobStore.update_job, [None]
 
-    def race(
-        store: JobStore,
-        job: Job,
-        *,
-        attempt: Attempt | None = None,
-        timeline: Sequence[TimelineEvent] = (),
-    ) -> Job:
+    def race(store: JobStore, job: Job, **changes: Any) -> Job:
         if rivals:
             rivals.pop()
             assert ask(api, job_id).status_code == 202
-        return update_job(store, job, attempt=attempt, timeline=timeline)
+        return update_job(store, job, **changes)
 
     monkeypatch.setattr(JobStore, "update_job", race)
     problem_in(ask(api, job_id), 409, "trace_pending")

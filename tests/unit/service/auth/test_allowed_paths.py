@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from service.auth.permissions import (
-    job_of_checkpoints,
-    job_of_path,
+    job_below,
     outside_roots,
     roots_of,
     without_lost_place,
@@ -62,8 +61,8 @@ def test_data_outside_of_the_roots_is_refused_by_name(open_guarded: GuardedApps)
 
 
 def test_remote_folders_are_confined_to_remote_roots(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path, storage_roots=["s3://lake/clicks/", str(tmp_path)])
-    spec = spec_document()
+    roots = ["s3://lake/clicks/", str(tmp_path)]
+    settings = Settings(home=tmp_path, storage_roots=roots, checkpoint_root="s3://lake/runs")
     for path, is_allowed in (
         ("s3://lake/clicks", True),
         ("s3://lake/clicks/2026", True),
@@ -75,10 +74,17 @@ def test_remote_folders_are_confined_to_remote_roots(tmp_path: Path) -> None:
         ("gs://lake/clicks", False),
         ("file:///etc", False),
         ("http://lake/clicks", False),
+        ("s3://lake/runs", True),
+        ("s3://lake/runs/mine", True),
+        ("s3://lake/runs?endpoint_override=http://10.0.0.1:80", False),
     ):
-        spec["data"]["path"] = path
-        problems = outside_roots(validate_spec(spec), roots_of(settings))
-        assert ([each.path for each in problems] == []) is is_allowed, path
+        data = {**spec_document()["data"], "path": path}
+        spec = validate_spec(spec_document(data=data))
+        problems = outside_roots(spec, roots_of(settings))
+        assert [each.path for each in problems] == ([] if is_allowed else ["data.path"]), path
+    spec = validate_spec(spec_document(data=data, checkpoint={"path": "s3://elsewhere/runs"}))
+    refused = [each.path for each in outside_roots(spec, roots_of(settings))]
+    assert refused == ["data.path", "checkpoint.path"]
 
 
 def test_a_split_leads_nowhere_out_of_its_data() -> None:
@@ -88,25 +94,22 @@ def test_a_split_leads_nowhere_out_of_its_data() -> None:
         validate_spec(spec)
 
 
-def test_checkpoints_of_foreign_projects_cannot_be_started_from(open_guarded: GuardedApps) -> None:
-    house = open_guarded()
+@pytest.mark.parametrize("remote", [None, "s3://lake/runs"])
+def test_what_jobs_of_foreign_projects_keep_is_neither_read_nor_joined(
+    open_guarded: GuardedApps, remote: str | None
+) -> None:
+    house = open_guarded(checkpoint_root=remote)
     house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.VIEWER})
     hidden = house.submit("root", project="hidden")
-    folder = house.settings.runs_dir / hidden / "checkpoints"
-    folder.mkdir(parents=True)
-    spec = spec_document(checkpoint={"warm_start": {"path": str(folder)}})
-    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
-    assert refused.json()["fields"][0]["code"] == "foreign_run"
-    unknown = spec_document(data={**spec["data"], "path": str(house.settings.runs_dir)})
-    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": unknown})
-    assert refused.json()["fields"][0]["code"] == "foreign_run"
-    assert house.send("POST", "/v1/jobs", "both", json={"spec": spec}).status_code == 201
-
-
-def test_a_path_tells_whose_run_it_leads_into(tmp_path: Path) -> None:
-    assert job_of_path(tmp_path / "job-1" / "checkpoints", tmp_path) == "job-1"
-    assert job_of_path(tmp_path, tmp_path) == ""
-    assert job_of_path(tmp_path / "job-1" / ".." / ".." / "x", tmp_path) is None
+    root = remote or str(house.settings.runs_dir)
+    (house.settings.runs_dir / hidden / "checkpoints").mkdir(parents=True)
+    start = spec_document(checkpoint={"warm_start": {"path": f"{root}/{hidden}/checkpoints"}})
+    beside = spec_document(checkpoint={"path": f"{root}/{hidden}"})
+    unknown = spec_document(data={**start["data"], "path": str(house.settings.runs_dir)})
+    for spec in (start, beside, unknown):
+        refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
+        assert refused.json()["fields"][0]["code"] == "foreign_run"
+    assert house.send("POST", "/v1/jobs", "both", json={"spec": start}).status_code == 201
 
 
 def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_path: Path) -> None:
@@ -207,42 +210,19 @@ def test_what_no_path_can_hold_is_refused_by_name(open_guarded: GuardedApps, aut
             assert (answer.status_code, fault["path"]) == (422, field)
 
 
-def test_a_path_tells_whose_checkpoints_it_leads_to(tmp_path: Path) -> None:
-    root = "s3://lake/runs/"
-    assert job_of_checkpoints("s3://lake/runs/job-1/checkpoints/step-1", root) == "job-1"
-    assert job_of_checkpoints("s3://lake/runs", root) == ""
-    assert job_of_checkpoints("s3://lake/runs-beside/job-1", root) is None
-    assert job_of_checkpoints(str(tmp_path / "job-1"), root) is None
-    assert job_of_checkpoints(str(tmp_path / "job-1" / "x"), tmp_path) == "job-1"
-    assert job_of_checkpoints("s3://lake/runs/job-1", None) is None
-
-
-def test_checkpoints_lie_below_the_root_for_them_or_a_storage_root(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path, auth="required", checkpoint_root="s3://lake/runs")
-    for path, is_allowed in (
-        ("s3://lake/runs", True),
-        ("s3://lake/runs/mine", True),
-        ("s3://elsewhere/runs", False),
-        ("s3://lake/runs?endpoint_override=http://10.0.0.1:80", False),
+def test_a_path_tells_whose_folder_it_leads_into(tmp_path: Path) -> None:
+    remote = "s3://lake/runs/"
+    for path, root, job_id in (
+        (f"{tmp_path}/job-1/checkpoints", tmp_path, "job-1"),
+        (str(tmp_path), tmp_path, ""),
+        (f"{tmp_path}/job-1/../../x", tmp_path, None),
+        ("s3://lake/runs/job-1/checkpoints/step-1", remote, "job-1"),
+        ("s3://lake/runs", remote, ""),
+        ("s3://lake/runs-beside/job-1", remote, None),
+        (f"{tmp_path}/job-1", remote, None),
+        ("s3://lake/runs/job-1", None, None),
     ):
-        spec = validate_spec(spec_document(checkpoint={"path": path}))
-        refused = {each.path for each in outside_roots(spec, roots_of(settings))}
-        assert ("checkpoint.path" not in refused) is is_allowed, path
-
-
-def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(
-    open_guarded: GuardedApps,
-) -> None:
-    house = open_guarded(checkpoint_root="s3://lake/runs")
-    hidden = house.submit("root", project="hidden")
-    place = {"warm_start": {"path": f"s3://lake/runs/{hidden}/checkpoints"}}
-    body = {"spec": spec_document(checkpoint=place)}
-    refused = house.send("POST", "/v1/jobs", "submitter", json=body)
-    assert refused.json()["fields"][0]["code"] == "foreign_run"
-    beside = {"spec": spec_document(checkpoint={"path": f"s3://lake/runs/{hidden}"})}
-    refused = house.send("POST", "/v1/jobs", "submitter", json=beside)
-    assert refused.json()["fields"][0]["code"] == "foreign_run"
-    assert house.send("POST", "/v1/jobs", "root", json=body).status_code == 201
+        assert job_below(path, root) == job_id, path
 
 
 def test_clones_keep_their_checkpoints_below_the_root_of_today(open_guarded: GuardedApps) -> None:

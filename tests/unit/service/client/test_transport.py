@@ -2,42 +2,32 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.client.transport import SseEvent, parse_events, split_lines
+from service.client.transport import SseEvent, parse_events
 
 
-def test_an_event_has_its_name_data_and_id():
-    stream = ["id: 7\nevent: end\ndata: one\ndata: two\n\n"]
-    assert list(parse_events(stream)) == [SseEvent("end", "one\ntwo", "7")]
-
-
-def test_comments_and_unknown_fields_are_skipped():
-    stream = [": keep-alive\n\nretry: 5\ndata: x\n\n"]
-    assert list(parse_events(stream)) == [SseEvent("message", "x")]
-
-
-def test_the_id_stays_until_another_one_is_sent():
-    stream = ["id: 1\ndata: a\n\ndata: b\n\nid: 3\ndata: c\n\n"]
-    assert [event.id for event in parse_events(stream)] == ["1", "1", "3"]
-
-
-def test_an_event_that_is_cut_off_is_dropped():
-    assert list(parse_events(["data: whole\n\n", "data: half\n"])) == [SseEvent("message", "whole")]
-
-
-def test_a_line_separator_inside_the_data_ends_no_line():
-    text = "data: a\u2028b\x0bc\n\n"
-    assert [event.data for event in parse_events([text])] == ["a\u2028b\x0bc"]
-
-
-def test_a_crlf_that_is_cut_in_two_is_one_line_end():
-    assert list(split_lines(["a\r", "\nb\r", "\n"])) == ["a", "b"]
-
-
-def test_only_the_first_space_after_the_colon_is_dropped():
-    assert [event.data for event in parse_events(["data:  x\n\ndata:y\n\n"])] == [" x", "y"]
+@pytest.mark.parametrize(
+    ("chunks", "events"),
+    [
+        (["id: 7\nevent: end\ndata: one\ndata: two\n\n"], [SseEvent("end", "one\ntwo", "7")]),
+        ([": keep-alive\n\nretry: 5\ndata: x\n\n"], [SseEvent("message", "x")]),
+        (
+            ["id: 1\ndata: a\n\ndata: b\n\nid: 3\ndata: c\n\n"],
+            [SseEvent("message", data, id) for data, id in (("a", "1"), ("b", "1"), ("c", "3"))],
+        ),
+        (["data: whole\n\n", "data: half\n"], [SseEvent("message", "whole")]),
+        # Neither a line separator in JSON nor half a CRLF ends a line.
+        (["data: a\u2028b\x0bc\n\n"], [SseEvent("message", "a\u2028b\x0bc")]),
+        (["data: a\r", "\ndata: b\r", "\n\r\n"], [SseEvent("message", "a\nb")]),
+        (["data:  x\n\ndata:y\n\n"], [SseEvent("message", " x"), SseEvent("message", "y")]),
+    ],
+    ids=["fields", "comments", "ids stay", "cut off", "separators", "crlf", "spaces"],
+)
+def test_events_are_read_as_the_standard_says(chunks, events):
+    assert list(parse_events(chunks)) == events
 
 
 @given(

@@ -28,9 +28,7 @@ def test_only_public_addresses_are_taken() -> None:
             check_address(address, [])
     for address in ("8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"):
         assert str(check_address(address, [])) == address
-
-
-def test_the_operator_can_allow_a_network_and_no_more() -> None:
+    # The operator can allow a network, and no more.
     allowed = [ipaddress.ip_network("10.0.0.0/8")]
     assert str(check_address("10.9.9.9", allowed)) == "10.9.9.9"
     with pytest.raises(AddressRefused):
@@ -72,18 +70,9 @@ def _send(url: str, addresses: list[str], answer: httpx.Response) -> tuple[Answe
     async def _resolve(host: str, port: int) -> list[str]:
         return addresses
 
-    found = asyncio.run(
-        post(
-            url,
-            "{}",
-            {},
-            allowed=[],
-            timeout_s=5.0,
-            resolve=_resolve,
-            transport=httpx.MockTransport(_answer),
-        )
-    )
-    return found, seen
+    transport = httpx.MockTransport(_answer)
+    sent = post(url, "{}", {}, allowed=[], timeout_s=5.0, resolve=_resolve, transport=transport)
+    return asyncio.run(sent), seen
 
 
 def test_the_request_goes_to_the_address_that_was_checked() -> None:

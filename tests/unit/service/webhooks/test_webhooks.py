@@ -39,6 +39,7 @@ from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
 from service.webhooks.sender import WebhookSender
 from tests.harness.builders import NOW, batch, checkpoint, queued_job, webhook
+from tests.harness.clock import FakeClock
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import Api, problem_in
 
@@ -200,20 +201,13 @@ def _rounds(
     outbox: WebhookStore, receiver: _Receiver, settings: Settings, times: list[float]
 ) -> None:
     """Let a sender look at each of some times."""
-    now = [NOW]
-    sender = WebhookSender(
-        outbox,
-        _Box(),
-        settings,
-        ServiceMetrics(),
-        send=receiver,
-        clock=lambda: now[0],
-        chance=lambda: 0.5,
-    )
+    clock, telemetry = FakeClock(), ServiceMetrics()
+    options = {"send": receiver, "clock": clock, "chance": lambda: 0.5}
+    sender = WebhookSender(outbox, _Box(), settings, telemetry, **options)
 
     async def _poll() -> None:
-        for time in times:
-            now[0] = time
+        for now in times:
+            clock.now = now
             await sender.poll()
             await sender.finish()
 

@@ -2,8 +2,8 @@
 
 The trials are in `quality_search_log.jsonl`, of searches on the validation part; the
 example and the prepared columns changed while they ran, and an empty `settings` there is the
-example as it was then. The factorisation was chosen among 146 settings by the mean of two seeds. Of ours 4 were drawn
-and about 11 tried by hand; epochs and weight decay were chosen by one seed.
+example as it was then. The factorisation was chosen among 146 settings by the mean of two seeds. Of
+ours 4 were drawn and about 11 tried by hand; epochs and weight decay were chosen by one seed.
 """
 
 from __future__ import annotations

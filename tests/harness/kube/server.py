@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -107,14 +106,13 @@ class KubeApiServer:
     """The server, on a loopback port of its own while the context lasts.
 
     `requests` are those of everybody but the operator. `mutators` change objects as they are
-    created, as webhooks do. `bookmark_every_s` is how often watches that want them get bookmarks.
+    created, as webhooks do.
     """
 
-    def __init__(self, bookmark_every_s: float = 5.0) -> None:
+    def __init__(self) -> None:
         self.store = Store()
         self.verbs = Verbs(self.store)
         self.faults = Faults(away=self._go_away, back=self._come_back, wake=self._wake)
-        self.bookmark_every_s = bookmark_every_s
         self.requests: list[str] = []
         self.crashes: list[Exception] = []
         self.mutators: list[Callable[[Manifest], Manifest]] = []
@@ -136,12 +134,7 @@ class KubeApiServer:
         self._collector.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._go_away()
         self._collector.stop()
         self.raise_crashes()
@@ -437,13 +430,12 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = watch.selection(target.resource, target.namespace, query)
         dropped = self.kube.faults.watch_lease()
         timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_WATCH_S)
-        pace = watch.Pace(timeout_s, self.kube.bookmark_every_s, dropped)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.wfile.flush()
-        for event in watch.watched(self.kube.store, wanted, query, pace):
+        for event in watch.watched(self.kube.store, wanted, query, timeout_s, dropped):
             line = json.dumps(event).encode() + b"\n"
             self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
             self.wfile.flush()

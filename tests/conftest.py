@@ -23,7 +23,7 @@ EXAMPLE_SPEC = REPO / "examples" / "movielens.yaml"
 _GROUPS = {
     "ray": ({"stack"}, set[str]()),
     "ranks": ({"ranks"}, {"ranks", "elastic", "elastic_ranks", "chaos", "nccl"}),
-    "net": (set[str](), {"machines", "ray_hosts", "ray_growing", "emulated"}),
+    "net": (set[str](), {"machines", "ray_hosts", "emulated"}),
 }
 _FOLDERS_OF_RANKS = [REPO / "tests" / "integration" / name for name in ("ranks", "elastic")]
 

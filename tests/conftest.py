@@ -22,7 +22,7 @@ EXAMPLE_SPEC = REPO / "examples" / "movielens.yaml"
 # part of the module's name) that their file imports from. What comes first starts first.
 _GROUPS = {
     "ray": ({"stack"}, set[str]()),
-    "ranks": ({"ranks"}, {"ranks", "elastic", "elastic_ranks", "chaos", "nccl"}),
+    "ranks": ({"ranks"}, {"ranks", "elastic", "elastic_ranks", "chaos", "cuda_cases"}),
     "net": (set[str](), {"machines", "ray_hosts", "emulated"}),
 }
 _FOLDERS_OF_RANKS = [REPO / "tests" / "integration" / name for name in ("ranks", "elastic")]

@@ -1,12 +1,16 @@
-"""The wrapper and TorchRec's DMPCollection side by side, on the same ranks, plan and rows."""
+"""The wrapper and TorchRec's DMPCollection side by side, on NCCL ranks, one for each GPU."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -14,6 +18,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
+from tests.harness.wait import free_port
 from tests.integration.ranks.sharding_cases import (
     DENSE_LR,
     Lookups,
@@ -31,6 +36,47 @@ from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
 
 SyncMode = Literal["full", "touched_rows"]
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` on every rank of an NCCL world; results indexed by rank.
+
+    Raises with the rank's traceback when one fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            _run_rank, (world_size, free_port(), folder, function, args), nprocs=world_size
+        )
+        return [
+            torch.load(_result_path(folder, rank), weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _result_path(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.pt"
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+        device_id=device,
+    )
+    torch.save(function(*args), _result_path(folder, rank))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:

@@ -9,11 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cuda_cases import SyncMode, compare
-from tests.gpu.nccl import run_ranks
+from tests.gpu.cuda_cases import SyncMode, compare, run_ranks
 from tests.integration.ranks.sharding_cases import ShardingCase
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
+    ),
+]
 
 TOLERANCE = 1e-6
 

@@ -36,9 +36,9 @@ TOLERANCE = 1e-6
 DENSE_LR = 0.05
 
 
-def _spec(case: Case, dense: str, optimizer: str, **table_types: str) -> JobSpec:
+def _spec(case: Case, optimizer: str, **table_types: str) -> JobSpec:
     document = spec_of(case).model_dump(mode="json")
-    document["parallelism"]["dense"] = dense
+    document["parallelism"]["dense"] = "at_sync"
     document["optimizer"]["dense"] = {"name": optimizer, "lr": DENSE_LR}
     for table in document["embedding_tables"]:
         if table["name"] in table_types:
@@ -49,12 +49,8 @@ def _spec(case: Case, dense: str, optimizer: str, **table_types: str) -> JobSpec
 def _build(spec: JobSpec, case: Case) -> tuple[TwoDParallel, Optimizers, Sync]:
     model, _ = build_parallel_model(spec, form_groups(case))
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
-    at_sync = spec.parallelism.dense == "at_sync"
-    return (
-        model,
-        optimizers,
-        build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=at_sync)),
-    )
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
+    return model, optimizers, sync
 
 
 def _step(model: TwoDParallel, optimizers: Optimizers, case: Case, step: int) -> None:
@@ -64,9 +60,9 @@ def _step(model: TwoDParallel, optimizers: Optimizers, case: Case, step: int) ->
     optimizers.step()
 
 
-def _train(case: Case, dense: str, optimizer: str) -> dict[str, Any]:
+def _train(case: Case, optimizer: str) -> dict[str, Any]:
     """Train `case` on this rank; its copies of tables and dense part."""
-    spec = _spec(case, dense, optimizer)
+    spec = _spec(case, optimizer)
     model, optimizers, sync = _build(spec, case)
     set_tables(model)
     start = dense_parameters(model)
@@ -139,7 +135,7 @@ class LocalReference(DenseReference):
     ],
 )
 def test_copies_trained_apart_and_averaged_equal_the_reference(case: Case, optimizer: str) -> None:
-    ranks = run_ranks(_train, case.world_size, case, "at_sync", optimizer)
+    ranks = run_ranks(_train, case.world_size, case, optimizer)
     reference = LocalReference(case, ranks[0]["dense_start"], optimizer)
     reference.run()
     for result in ranks:
@@ -157,7 +153,7 @@ def test_copies_trained_apart_and_averaged_equal_the_reference(case: Case, optim
 
 def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
-    spec = _spec(case, "at_sync", "adam", genres="data_parallel")
+    spec = _spec(case, "adam", genres="data_parallel")
     model, optimizers, sync = _build(spec, case)
     assert model.data_parallel_tables()
     store = dist.distributed_c10d._get_default_store()
@@ -191,7 +187,7 @@ def test_between_syncs_no_group_waits_for_another() -> None:
 
 def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
     groups = form_groups(case)
-    spec = _spec(case, "at_sync", "sgd")
+    spec = _spec(case, "sgd")
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
     network.register_buffer("counts", torch.full((3,), float(groups.rank)))

@@ -31,7 +31,6 @@ from tests.harness.kube import watch
 from tests.harness.kube.objects import (
     BUILT_IN,
     ApiError,
-    Deletion,
     GarbageCollector,
     Manifest,
     Resource,
@@ -525,7 +524,7 @@ class _Handler(BaseHTTPRequestHandler):
         options = body or {}
         is_foreground = options.get("propagationPolicy") == "Foreground"
         uid = (options.get("preconditions") or {}).get("uid")
-        return verbs.delete(target, Deletion(is_foreground, uid))
+        return verbs.delete(target, is_foreground=is_foreground, uid=uid)
 
     def _stream(self, target: Target, query: Mapping[str, str]) -> None:
         wanted = watch.selection(target.resource, target.namespace, query)

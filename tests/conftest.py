@@ -11,7 +11,6 @@ import pytest
 from tests.harness.databases import PostgresqlServer, SqliteTemplate, run_server
 from tests.harness.processes import die_with_parent
 from tests.harness.properties import load_profile
-from tests.harness.requirements import forbidden_skip
 from tests.harness.wait import scale, scaled
 
 load_profile()
@@ -23,8 +22,8 @@ EXAMPLE_SPEC = REPO / "examples" / "movielens.yaml"
 # part of the module's name) that their file imports from. What comes first starts first.
 _GROUPS = {
     "ray": ({"stack"}, set[str]()),
-    "ranks": ({"ranks"}, {"ranks", "elastic", "elastic_ranks", "chaos", "nccl"}),
-    "net": (set[str](), {"machines", "ray_hosts", "ray_growing", "emulated"}),
+    "ranks": ({"ranks"}, {"ranks", "elastic", "elastic_ranks", "chaos", "cuda_cases"}),
+    "net": (set[str](), {"machines", "ray_hosts", "emulated"}),
 }
 _FOLDERS_OF_RANKS = [REPO / "tests" / "integration" / name for name in ("ranks", "elastic")]
 
@@ -84,11 +83,15 @@ def _helpers_of(item: pytest.Item) -> set[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that skips because something required is missing has failed."""
+    """A test that skips because something required is missing has failed.
+
+    `SHARDLOOM_TEST_REQUIRE` lists words, separated by commas, and reasons name what is missing.
+    """
     report = yield
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if name := forbidden_skip(reason):
+        words = os.environ.get("SHARDLOOM_TEST_REQUIRE", "").lower().replace(" ", "").split(",")
+        if name := next((word for word in words if word and word in reason.lower()), None):
             report.outcome = "failed"
             report.longrepr = f"SHARDLOOM_TEST_REQUIRE says that {name} is here: {reason}"
     return report

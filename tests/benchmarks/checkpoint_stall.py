@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks import checkpoint_stall_ranks as ranks
-from tests.benchmarks.report import BenchmarkReport, Goal, Run, log, main, on_ranks
+from tests.benchmarks.report import BenchmarkReport, Goal, Run, log, main
 from tests.benchmarks.workload import Workload
+from tests.harness.ranks import run_ranks
 from trainer.checkpoint.save_load import list_committed
 from trainer.protocol.run_dir import RunDir
 
@@ -41,15 +42,15 @@ GOAL = Goal(
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError` when a rank fails."""
+    """Measure; raises `AssertionError` when a rank fails."""
     with TemporaryDirectory(prefix="shardloom-bench-") as folder:
         log(f"{WORKLOAD.world_size} ranks, {num_pairs} pairs of {STEPS} steps")
-        first_stall_s, pairs = on_ranks(
+        first_stall_s, pairs = run_ranks(
             ranks.measure,
             WORKLOAD.world_size,
             *(WORKLOAD, Path(folder), STEPS, SYNC_EVERY_STEPS, num_pairs),
             timeout_s=TIMEOUT_S,
-        )
+        )[0]
         newest = list_committed(RunDir(Path(folder)).checkpoints_dir)[-1]
     settings = _settings() | {
         "checkpoint_bytes": newest.commit.size_bytes,

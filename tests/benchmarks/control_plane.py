@@ -23,13 +23,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import yaml
 
 from service.domain.models import new_job_id
-from tests.benchmarks.peers.mlflow_server import copy_rows, install_mlflow, mlflow_server
+from tests.benchmarks.peers.mlflow_server import (
+    MlflowServer,
+    copy_rows,
+    install_mlflow,
+    mlflow_server,
+)
 from tests.benchmarks.report import (
     BenchmarkError,
     BenchmarkReport,
@@ -41,7 +46,7 @@ from tests.benchmarks.report import (
 )
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.service_process import ServiceProcess
-from tests.harness.wait import free_port
+from tests.harness.wait import free_port, wait_for
 from trainer.protocol.events import Event, EventBatch, Metrics, Note
 
 NAME = "control_plane"
@@ -68,52 +73,33 @@ GOALS = [
 ]
 
 
-class Server(Protocol):
-    """What both sides do; `job` is an id of theirs."""
-
-    def submit(self) -> str:
-        """Create a job; its id."""
-
-    def list(self, limit: int) -> int:
-        """List the newest jobs; how many came."""
-
-    def read_page(self, job: str, names: list[str], max_points: int) -> int:
-        """Read all that a job's page shows; how many points came."""
-
-    def ingest(self, job: str, names: list[str], first_step: int, num_steps: int) -> None:
-        """Store a value of each metric for so many steps."""
-
-    def multiply(self, job: str, num_jobs: int, num_full: int) -> None:
-        """Copy a job in the database."""
-
-
 @dataclass
 class ShardloomServer:
-    """Our service; the calls that the benchmark times."""
+    """Our service; the calls that the benchmark times, as those of `MlflowServer`."""
 
     process: ServiceProcess
     spec: dict[str, Any]
     http: httpx.Client
 
     def submit(self) -> str:
-        """See `Server`."""
+        """Create a job; its id."""
         headers = {"Idempotency-Key": str(uuid.uuid4())}
         job = self._answer(self.http.post("/v1/jobs", json={"spec": self.spec}, headers=headers))
         return str(job["id"])
 
     def list(self, limit: int) -> int:
-        """See `Server`."""
+        """List the newest jobs; how many came."""
         return len(self._answer(self.http.get("/v1/jobs", params={"limit": limit}))["items"])
 
     def read_page(self, job: str, names: list[str], max_points: int) -> int:
-        """See `Server`."""
+        """Read all that a job's page shows; how many points came."""
         self._answer(self.http.get(f"/v1/jobs/{job}"))
         params = {"name": names, "max_points": max_points}
         found = self._answer(self.http.get(f"/v1/jobs/{job}/metrics", params=params))
         return sum(len(series["points"]) for series in found["series"])
 
     def ingest(self, job: str, names: list[str], first_step: int, num_steps: int) -> None:
-        """See `Server`. Record number n of the stream holds step n."""
+        """Store a value of each metric for so many steps; record number n holds step n."""
         now = time.time()
         events: list[Event] = [
             Metrics(time=now, step=step, values=dict.fromkeys(names, step * 0.5))
@@ -130,14 +116,14 @@ class ShardloomServer:
 
     def wait_for_attempt(self, job: str) -> None:
         """Wait until the reconciler has submitted the first attempt."""
-        deadline = time.monotonic() + 60
-        while not self._answer(self.http.get(f"/v1/jobs/{job}"))["current_attempt_id"]:
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{job} has no attempt after a minute")
-            time.sleep(0.05)
+        wait_for(
+            lambda: self._answer(self.http.get(f"/v1/jobs/{job}"))["current_attempt_id"],
+            f"an attempt of {job}",
+            60,
+        )
 
     def multiply(self, job: str, num_jobs: int, num_full: int) -> None:
-        """See `Server`. The copies have succeeded, and are older than the job."""
+        """Copy a job in the database; the copies have succeeded, and are older than the job."""
         now = time.time()
         copies = [(new_job_id(now - 60 - number), number) for number in range(num_jobs)]
         with closing(sqlite3.connect(self.process.home / "shardloom.db", timeout=60)) as database:
@@ -189,6 +175,9 @@ def _copy_points(database: sqlite3.Connection, job: str, num_full: int) -> None:
         "JOIN metric_points AS p ON p.name_id = own.id WHERE copy.job_id <> ?1",
         (job,),
     )
+
+
+Server = ShardloomServer | MlflowServer
 
 
 def fill(server: Server, begin: Callable[[str], None]) -> str:

@@ -16,23 +16,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
 from tests.harness.chaos import Campaign
 from tests.harness.elastic import ElasticHarness
-from tests.harness.elastic_checks import check_copies, commit_times
-from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
-from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
-from trainer.datasets.criteo.synthetic import ClickRows, Teacher, table_sizes
+from tests.harness.elastic_checks import check_copies
+from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES, LABEL, NUM_CATEGORICAL
+from trainer.datasets.criteo.synthetic import (
+    CriteoGeneratorOptions,
+    generate_criteo,
+    table_sizes,
+)
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 
@@ -45,72 +44,23 @@ BATCH_SIZE = 64
 SYNC_EVERY_STEPS = 4
 # Ten minutes: a fault about every half minute.
 NUM_TRAIN_ROWS = 2_400_000
-NUM_HELD_OUT_ROWS = 60_000
+NUM_ROWS = NUM_TRAIN_ROWS * 10 // 9  # the rest is held out
 MAX_TABLE_ROWS = 2000
 EMBEDDING_DIM = 8
 # Stands for an accelerator's work: cores that the groups share must not be what they wait for.
 PACE_S = 0.12
 HEARTBEAT_TIMEOUT_S = 3.0
 TIMEOUT_S = 1800.0
-_ROW_GROUP_ROWS = 16_384
 GOALS = [
     Goal("goodput_share", "rows_per_s", "rows/s", 0.95, "higher", "the same job without faults"),
     Goal("ne_over_fault_free", "ne", "NE", 1.002, "lower", "the same job without faults"),
 ]
 
 
-@dataclass(frozen=True)
-class Clicks:
-    """A prepared folder of generated clicks."""
-
-    folder: Path
-
-    def write(self) -> None:
-        """Generate the rows and their manifest."""
-        teacher = Teacher(table_sizes(MAX_TABLE_ROWS), zipf_exponent=1.05, seed=0)
-        splits = {
-            "train": self._write_split("train", teacher.draw(NUM_TRAIN_ROWS, [1])),
-            "validation": self._write_split("validation", teacher.draw(NUM_HELD_OUT_ROWS, [2])),
-        }
-        columns = dict.fromkeys(dense_names(), "float32") | dict.fromkeys(id_names(), "int64")
-        manifest = Manifest(
-            source="generated clicks",
-            splits=splits,
-            columns=columns | {"click": "float32"},
-            vocab_sizes=dict(zip(id_names(), table_sizes(MAX_TABLE_ROWS), strict=True)),
-            options={},
-            statistics={},
-        )
-        write_manifest(self.folder, manifest)
-
-    def _write_split(self, name: str, rows: ClickRows) -> SplitEntry:
-        path = self.folder / name / "rows.parquet"
-        path.parent.mkdir()
-        table = pa.table(
-            {
-                **{column: rows.dense[:, i] for i, column in enumerate(dense_names())},
-                **{column: rows.ids[:, i] for i, column in enumerate(id_names())},
-                "click": rows.label,
-            }
-        )
-        pq.write_table(table, path, row_group_size=_ROW_GROUP_ROWS)
-        return SplitEntry(num_rows=len(rows), files=(describe_file(path, self.folder),))
-
-
-def dense_names() -> list[str]:
-    """Columns of dense values."""
-    return [f"dense_{column}" for column in range(NUM_DENSE)]
-
-
-def id_names() -> list[str]:
-    """Columns of ids, and tables."""
-    return [f"category_{column}" for column in range(NUM_CATEGORICAL)]
-
-
 def spec_document(data: Path) -> dict[str, Any]:
     """The job, with everything said that the two sides share."""
-    dense = [{"name": name, "type": "dense"} for name in dense_names()]
-    ids = [{"name": name, "type": "id", "table": name} for name in id_names()]
+    dense = [{"name": name, "type": "dense"} for name in DENSE_NAMES]
+    ids = [{"name": name, "type": "id", "table": name} for name in ID_NAMES]
     tables = [
         {
             "name": name,
@@ -118,11 +68,11 @@ def spec_document(data: Path) -> dict[str, Any]:
             "embedding_dim": EMBEDDING_DIM,
             "constraints": {"sharding_types": ["table_wise"]},
         }
-        for name, size in zip(id_names(), table_sizes(MAX_TABLE_ROWS), strict=True)
+        for name, size in zip(ID_NAMES, table_sizes(MAX_TABLE_ROWS), strict=True)
     ]
     return {
         "name": NAME,
-        "data": {"path": str(data), "label": {"column": "click"}, "batch_size": BATCH_SIZE},
+        "data": {"path": str(data), "label": {"column": LABEL}, "batch_size": BATCH_SIZE},
         "features": dense + ids,
         "embedding_tables": tables,
         "model": {
@@ -155,8 +105,7 @@ def run(num_pairs: int) -> BenchmarkReport:
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         data = folder / "data"
-        data.mkdir()
-        Clicks(data).write()
+        generate_criteo(data, CriteoGeneratorOptions(num_rows=NUM_ROWS, max_ids=MAX_TABLE_ROWS))
         spec = validate_spec(spec_document(data))
         configs = (WorkerConfig(spec, folder / f"run-{n}", "job-bench-a0", 0) for n in count())
         runs = run_pairs(
@@ -175,10 +124,11 @@ def measure(config: WorkerConfig, num_faults: int) -> Values:
         harness.wait_to_end(TIMEOUT_S)
         records = harness.records()
         check_copies(records)
-        ledger = harness.of("committed")[-1]
-        times = sorted(commit_times(records).values())
+        committed = harness.of("committed")
+        ledger = committed[-1]
+        ended = next(each["time"] for each in committed if each["commit"] == ledger["commit"])
         return {
-            "rows_per_s": NUM_TRAIN_ROWS / (times[-1] - times[0]),
+            "rows_per_s": NUM_TRAIN_ROWS / (ended - committed[0]["time"]),
             "ne": ledger["metrics"]["validation/ne"],
             "num_faults": float(strikes),
             "num_lives": float(len({(r["group"], r["incarnation"]) for r in records})),

@@ -31,7 +31,8 @@ from rich.table import Table
 from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import SeedResult, Variant, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, plot, ratio_of_gap, table_of
-from tests.benchmarks.report import log, measure_and_tell, on_ranks, parser_of
+from tests.benchmarks.report import log, measure_and_tell, parser_of
+from tests.harness.ranks import run_ranks
 
 NAME = "ne_parity"
 NOISE = "1D, ours"
@@ -55,11 +56,11 @@ def name_of_scale(scale: int) -> str:
 
 
 def measure(settings: Settings, variants: list[Variant], num_seeds: int) -> list[SeedResult]:
-    """Train every variant of every seed; raises `BenchmarkError` when a rank fails."""
+    """Train every variant of every seed; raises `AssertionError` when a rank fails."""
     results = []
     for seed in range(num_seeds):
         call = (measure_seed, settings.world_size, settings, variants, seed)
-        results.append(on_ranks(*call, timeout_s=_SEED_TIMEOUT_S))
+        results.append(run_ranks(*call, timeout_s=_SEED_TIMEOUT_S)[0])
         shown = ", ".join(
             f"{name} {curve.ne[-1]:.6f}" for name, curve in results[-1].curves.items()
         )

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.benchmarks.ne_parity_case import (
     FEATURES,
@@ -26,8 +28,9 @@ from tests.benchmarks.ne_parity_case import (
     batches,
     rows_of_rank,
     set_start,
+    stock_network,
 )
-from tests.benchmarks.ne_parity_peer import StockOptimizers, stock_model
+from tests.benchmarks.peers.stock_1d import dense_adam, fused_adagrad, sharded
 from trainer.datasets.criteo.synthetic import ClickRows
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
@@ -135,10 +138,36 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
 
 
 def _build_stock(settings: Settings, seed: int) -> _Trainee:
-    model = stock_model(settings)
+    """1D with stock TorchRec, every table table-wise, and nothing of ours."""
+    fused = fused_adagrad(settings.sparse_lr, settings.sparse_eps)
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    model = sharded(stock_network(settings), sharder, TABLES, "table_wise")
     set_start(model, settings, seed)
     optimizers = StockOptimizers(model, settings)
     return _Trainee(model, optimizers.begin_step, lambda step: optimizers.step())
+
+
+class StockOptimizers:
+    """Row-wise AdaGrad in the tables and Adam elsewhere, both rates falling linearly to 0."""
+
+    def __init__(self, model: DistributedModelParallel, settings: Settings) -> None:
+        self._dense = dense_adam(model)
+        self._fused = model.fused_optimizer
+        self._settings = settings
+
+    def begin_step(self, step: int) -> None:
+        """Set the rates of `step`, counted from 1, and drop gradients."""
+        settings = self._settings
+        left = 1 - (step - 1) / max(settings.num_steps - 1, 1)
+        for optimizer, lr in ((self._fused, settings.sparse_lr), (self._dense, settings.dense_lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * left
+            # In the fused optimizer this hands the rate to the kernels.
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Update the dense part; the tables were updated inside backward."""
+        self._dense.step()
 
 
 def spec_of(settings: Settings, variant: Variant) -> JobSpec:

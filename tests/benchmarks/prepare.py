@@ -50,12 +50,6 @@ class Settings:
     slice_ratings: int = 300_000
     seed: int = 0
 
-    def problem(self) -> str | None:
-        """What is wrong with the numbers, or None."""
-        if not 1 <= self.slice_ratings <= self.ratings:
-            return "--slice-ratings must be at least 1 and at most --ratings"
-        return None
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -138,9 +132,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--pairs", type=int, default=2, help="measured pairs of runs (default 2)")
     options = parser.parse_args(arguments)
+    if not 1 <= options.slice_ratings <= options.ratings:
+        parser.error("--slice-ratings must be at least 1 and at most --ratings")
     options.settings = Settings(options.ratings, options.slice_ratings, options.seed)
-    if problem := options.settings.problem():
-        parser.error(problem)
     return options
 
 

@@ -20,7 +20,7 @@ _BYTES_PER_KB = 1024
 
 def main(side: str, source: Path, out: Path) -> None:
     """Prepare and print what it took."""
-    prepare = _METHODS[side]()
+    prepare = method_of(side)
     base_bytes = memory_bytes("VmRSS")
     started = time.perf_counter()
     prepare(source, out)
@@ -30,25 +30,15 @@ def main(side: str, source: Path, out: Path) -> None:
     print(json.dumps({"wall_s": wall_s, "peak_bytes": peak_bytes, "base_bytes": base_bytes}))
 
 
-def _ours() -> Callable[[Path, Path], object]:
-    from trainer.datasets.movielens.prepare import prepare_movielens
+def method_of(side: str) -> Callable[[Path, Path], object]:
+    """What a side calls; it imports nothing of the other."""
+    if side == "ours":
+        from trainer.datasets.movielens.prepare import prepare_movielens
 
-    return prepare_movielens
-
-
-def _published() -> Callable[[Path, Path], object]:
+        return prepare_movielens
     from tests.benchmarks.prepare_pandas import prepare
 
-    return partial(prepare, style="published")
-
-
-def _careful() -> Callable[[Path, Path], object]:
-    from tests.benchmarks.prepare_pandas import prepare
-
-    return partial(prepare, style="careful")
-
-
-_METHODS = {"ours": _ours, "published": _published, "careful": _careful}
+    return partial(prepare, style=side)
 
 
 def memory_bytes(name: str) -> int:

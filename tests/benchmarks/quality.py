@@ -27,7 +27,7 @@ from rich.table import Table
 
 from tests.benchmarks.quality_data import SOURCE, FloatArray, Fold, make_fold, read_ratings
 from tests.benchmarks.quality_ours import held_out_errors, job_spec, single_rank
-from tests.benchmarks.quality_peers import bias_errors, factor_errors_by_epoch, mean_errors
+from tests.benchmarks.quality_peers import bias_errors, factor_errors, mean_errors
 from tests.benchmarks.quality_settings import BIAS, DATA, FACTORS, OURS, SPEC
 from tests.benchmarks.report import (
     BenchmarkError,
@@ -64,8 +64,7 @@ def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
         OUR_NAME: [],
     }
     for seed in range(num_seeds):
-        *_, factor_errors = factor_errors_by_epoch(fold, FACTORS, seed)
-        squares["matrix factorisation"].append(by_user(factor_errors))
+        squares["matrix factorisation"].append(by_user(factor_errors(fold, FACTORS, seed)))
         spec = job_spec(SPEC, fold.prepared, [*OURS, f"training.seed={seed}"])
         user, errors = held_out_errors(spec)
         if not np.array_equal(np.sort(user), np.sort(held_out)):

@@ -1,9 +1,7 @@
 """Rows of the quality benchmark: ml-latest-small, cut in three by time within each user.
 
-The last tenth of each user's ratings is the test part, the last tenth of what is left the
-validation part. Two *folds* come of it: models are tuned on the first (fit the training part,
-look at the validation part) and judged on the second (fit training and validation part together,
-look at the test part once).
+The last tenth of each user's ratings is held out. What models are tuned to was found without it, on
+the last tenth of the rest.
 
 Prepared histories go up to the moment of a rating, those of held-out rows too, which the peers
 cannot use: matrix factorisation knows the fitted ratings only. So that both know the same, all
@@ -68,11 +66,6 @@ def read_ratings(source: Path) -> pl.DataFrame:
             "there, or its folder named with --source"
         )
     return pl.read_csv(source / "ratings.csv").sort("userId", "timestamp", "movieId")
-
-
-def tuning_ratings(ratings: pl.DataFrame) -> pl.DataFrame:
-    """All `ratings` but the test part."""
-    return ratings.filter(pl.Series(~held_out_rows(ratings)))
 
 
 def held_out_rows(ratings: pl.DataFrame) -> NDArray[np.bool_]:

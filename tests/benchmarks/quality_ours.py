@@ -93,11 +93,6 @@ def single_rank() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def rmse_by_epoch(spec: JobSpec) -> list[float]:
-    """Held-out RMSE in stars after each epoch of training `spec`. Needs `single_rank`."""
-    return _trained(spec).held_out_rmse
-
-
 def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
     """(user, error in stars) of each held-out rating after training `spec`. Needs `single_rank`.
 
@@ -108,7 +103,8 @@ def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
     rows = pq.ParquetDataset(files).read(["user_id", "rating"])
     if not np.allclose(rows["rating"].to_numpy(), session.labels, atol=1e-4):
         raise BenchmarkError("the session validated in another order than that of the files")
-    if not np.isclose(np.sqrt(np.mean(session.errors**2)), session.held_out_rmse[-1], rtol=1e-4):
+    measured = session.final_metrics["validation/rmse"]
+    if not np.isclose(np.sqrt(np.mean(session.errors**2)), measured, rtol=1e-4):
         raise BenchmarkError("the errors that were kept are not those that the session measured")
     return rows["user_id"].to_numpy() - 1, session.errors
 
@@ -123,20 +119,17 @@ def _trained(spec: JobSpec) -> _Measured:
 
 
 class _Measured(Session):
-    """A session that remembers what each validation found, and the rows of the last one."""
+    """A session that remembers the rows of its last validation."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.held_out_rmse: list[float] = []
         self._rows: list[torch.Tensor] = []
         self._take_in = self.validation_meter.update
         self.validation_meter.update = self._keep
 
     def validate(self) -> bool:
         self._rows.clear()
-        is_best = super().validate()
-        self.held_out_rmse.append(self.final_metrics["validation/rmse"])
-        return is_best
+        return super().validate()
 
     def _keep(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
         self._take_in(batch, loss, outputs)

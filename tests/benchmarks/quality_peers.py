@@ -11,7 +11,6 @@ on every parameter that a rating looks up, in small batches instead of rating by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +49,6 @@ class FactorSettings:
     num_epochs: int = 60
 
 
-def rmse(errors: FloatArray) -> float:
-    """Root of the mean square."""
-    return float(np.sqrt(np.mean(errors**2)))
-
-
 def mean_errors(fold: Fold) -> FloatArray:
     """Errors of the fitted ratings' mean, one for each held-out rating."""
     return fold.held_out.stars - fold.fit.stars.mean()
@@ -78,12 +72,12 @@ def _damped_means(group: IntArray, values: FloatArray, num_groups: int, prior: f
     return np.bincount(group, values, minlength=num_groups) / (count + prior)
 
 
-def factor_errors_by_epoch(fold: Fold, settings: FactorSettings, seed: int) -> Iterator[FloatArray]:
-    """Errors of the factorisation after each epoch, one for each held-out rating."""
+def factor_errors(fold: Fold, settings: FactorSettings, seed: int) -> FloatArray:
+    """Errors of the factorisation after its last epoch, one for each held-out rating."""
     model = _Factorisation(fold, settings, seed)
     for _ in range(settings.num_epochs):
         model.train_epoch()
-        yield model.held_out_errors()
+    return model.held_out_errors()
 
 
 class _Factorisation:

@@ -1,9 +1,9 @@
-"""What both sides of the quality benchmark were tuned to, on the validation part.
+"""What both sides of the quality benchmark were tuned to.
 
-The trials are in `quality_search_log.jsonl`, a record that no search goes on from: the example and
-the prepared columns changed while they ran, and an empty `settings` there is the example as it was
-then. The factorisation was chosen among 146 settings by the mean of two seeds. Of ours 4 were drawn
-and about 11 tried by hand; epochs and weight decay were chosen by one seed.
+The trials are in `quality_search_log.jsonl`, of searches on the validation part; the
+example and the prepared columns changed while they ran, and an empty `settings` there is the
+example as it was then. The factorisation was chosen among 146 settings by the mean of two seeds. Of
+ours 4 were drawn and about 11 tried by hand; epochs and weight decay were chosen by one seed.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ from typing import Any, Literal, TypedDict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from tests.harness.ranks import run_ranks
-
 Side = Literal["ours", "peer"]
 Values = Mapping[str, float]
 Measure = Callable[[], Values]
@@ -248,14 +246,6 @@ def run_module(
     return json.loads(printed.splitlines()[-1])
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> Any:
-    """What rank 0 of a gloo world gives; raises `BenchmarkError` when a rank fails."""
-    try:
-        return run_ranks(function, world_size, *args, timeout_s=timeout_s)[0]
-    except AssertionError as error:
-        raise BenchmarkError(str(error)) from error
-
-
 def parser_of(description: str) -> argparse.ArgumentParser:
     """A command line that can write its report to a file."""
     parser = argparse.ArgumentParser(
@@ -294,7 +284,7 @@ def measure_and_tell(
     machine = describe_machine()
     try:
         document, shown = measure(machine)
-    except BenchmarkError as error:
+    except (BenchmarkError, AssertionError) as error:  # helpers of tests raise the latter
         log(f"the benchmark failed: {error}")
         return 1
     except BenchmarkSkipped as reason:

@@ -18,8 +18,9 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks import sparse_sync_ranks as ranks
-from tests.benchmarks.report import BenchmarkReport, Goal, Run, Side, log, main, on_ranks
+from tests.benchmarks.report import BenchmarkReport, Goal, Run, Side, log, main
 from tests.benchmarks.workload import Workload
+from tests.harness.ranks import run_ranks
 
 NAME = "sparse_sync"
 PAIRS = 3
@@ -49,7 +50,7 @@ GOALS = (
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError` when a rank fails."""
+    """Measure; raises `AssertionError` when a rank fails."""
     two = _on_ranks(ranks.measure_syncs, TWO_COPIES, STEPS, num_pairs)
     four = _on_ranks(ranks.measure_syncs, FOUR_COPIES, STEPS[:1], num_pairs)
     tracking = _on_ranks(ranks.measure_tracking, TWO_COPIES, num_pairs * TRACKING_PAIRS)
@@ -67,7 +68,7 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 def _on_ranks(function: Any, workload: Workload, *args: Any) -> Any:
     log(f"{function.__name__}: {workload.world_size} ranks, {workload.num_replicas} copies")
-    return on_ranks(function, workload.world_size, workload, *args, timeout_s=TIMEOUT_S)
+    return run_ranks(function, workload.world_size, workload, *args, timeout_s=TIMEOUT_S)[0]
 
 
 def _runs_of(

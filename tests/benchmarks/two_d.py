@@ -15,6 +15,7 @@ ranks share this machine's cores, so run it on a machine that does nothing else.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -102,13 +103,10 @@ def run(num_pairs: int) -> BenchmarkReport:
     missing = missing_requirement()
     if missing:
         raise BenchmarkSkipped(missing)
-    modules = ["tests.benchmarks.two_d_train"]
+    os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
     try:
-        with (
-            EmulatedHosts(NUM_HOSTS, LINK) as hosts,
-            HostRanks(hosts, RANKS_PER_HOST, modules, environment=MALLOC) as ranks,
-        ):
-            return _run(ranks, num_pairs)
+        with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
+            return _run(HostRanks(hosts, RANKS_PER_HOST), num_pairs)
     except EmulationError as error:
         raise BenchmarkError(str(error)) from error
 

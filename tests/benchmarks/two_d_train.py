@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,18 +55,6 @@ class RankResult:
     lookup_imbalance: float
 
 
-class Trainer(Protocol):
-    """One side of the benchmark on one rank."""
-
-    sync_s: float
-
-    def embedding_kernels(self) -> list[Any]:
-        """FBGEMM kernels that hold this rank's shards."""
-
-    def train(self, batches: Iterator[Batch]) -> Iterator[None]:
-        """Train a step for each item that is taken."""
-
-
 class TwoDTrainer:
     """Our engine."""
 
@@ -110,9 +98,7 @@ class TwoDTrainer:
 
 def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> RankResult:
     """Measure one side on this rank: a layout of ours, or a variant of stock TorchRec by name."""
-    trainer: Trainer = (
-        TwoDTrainer(site, side) if isinstance(side, TwoDLayout) else StockTrainer(side)
-    )
+    trainer = TwoDTrainer(site, side) if isinstance(side, TwoDLayout) else StockTrainer(side)
     steps = trainer.train(cycle(make_batches(site.rank, NUM_BATCHES)))
     imbalance = _warm_up(trainer, steps, schedule)
     dist.barrier()
@@ -128,7 +114,9 @@ def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> Ran
     )
 
 
-def _warm_up(trainer: Trainer, steps: Iterator[None], schedule: Schedule) -> float:
+def _warm_up(
+    trainer: TwoDTrainer | StockTrainer, steps: Iterator[None], schedule: Schedule
+) -> float:
     """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
     counter = LookupCounter(SimpleNamespace(embedding_kernels=trainer.embedding_kernels))
     counter.sampling = True

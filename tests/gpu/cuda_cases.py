@@ -1,10 +1,12 @@
-"""The wrapper and TorchRec's DMPCollection side by side, on the same ranks, plan and rows."""
+"""The wrapper and TorchRec's DMPCollection side by side, on NCCL ranks, one for each GPU."""
 
 from __future__ import annotations
 
 import copy
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
-from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from tests.harness.wait import free_port
 from tests.integration.ranks.sharding_cases import (
     DENSE_LR,
     Lookups,
@@ -24,10 +26,7 @@ from tests.integration.ranks.sharding_cases import (
     form_groups,
     make_rows,
 )
-from trainer.data.batches import Batch
-from trainer.layout.layout import Layout
-from trainer.models.networks import build_model
-from trainer.parallel.mesh import MeshGroups, build_groups
+from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
@@ -37,7 +36,47 @@ from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
 
 SyncMode = Literal["full", "touched_rows"]
-_NUM_WARM_UP, _NUM_TIMED = 10, 50
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` on every rank of an NCCL world; results indexed by rank.
+
+    Raises with the rank's traceback when one fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            _run_rank, (world_size, free_port(), folder, function, args), nprocs=world_size
+        )
+        return [
+            torch.load(_result_path(folder, rank), weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _result_path(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.pt"
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+        device_id=device,
+    )
+    torch.save(function(*args), _result_path(folder, rank))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
@@ -70,26 +109,6 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
         gaps.append(_gap(ours, stock))
     sync.close()
     return gaps
-
-
-def throughput(world_size: int, shard_group_size: int) -> dict[str, float]:
-    """Samples per second over all ranks, by what syncs after each step."""
-    workload = Workload(
-        world_size, shard_group_size, table_rows=100_000, global_batch_size=4096 * world_size
-    )
-    spec = clicks_spec(workload, "throughput")
-    layout = Layout(world_size, shard_group_size, "intra_host")
-    groups = build_groups(layout, local_device(), timeout_s=120)
-    ours, stock = _build_both(
-        build_model(spec, groups.device), build_model(spec, groups.device), spec, groups
-    )
-    batch = zipf_batches(workload, groups.rank, 1)[0].to(groups.device)
-    samples_per_s = {"DMPCollection": _samples_per_s(stock, stock.sync, batch)}
-    for mode in ("full", "touched_rows"):
-        sync = build_sync(ours, _with_sync(spec, mode))
-        samples_per_s[mode] = _samples_per_s(ours, sync, batch)
-        sync.close()
-    return {name: world_size * value for name, value in samples_per_s.items()}
 
 
 def local_device() -> torch.device:
@@ -162,17 +181,3 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             yield from (shard.tensor for shard in value.local_shards())
         elif isinstance(value, torch.Tensor):
             yield value
-
-
-def _samples_per_s(model: nn.Module, sync: Callable[[], Any], batch: Batch) -> float:
-    """Of this rank; embeddings train, the dense part is left as it is."""
-    for step in range(_NUM_WARM_UP + _NUM_TIMED):
-        if step == _NUM_WARM_UP:
-            dist.barrier()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-        loss, _ = model(batch)
-        loss.backward()
-        sync()
-    torch.cuda.synchronize()
-    return _NUM_TIMED * batch.num_rows / (time.perf_counter() - started)

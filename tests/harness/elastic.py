@@ -7,11 +7,8 @@ test says what befalls whom: by `Fault`s that ranks carry, or by signals.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -193,14 +190,6 @@ class ElasticHarness:
     def life(self, group: int) -> GroupLife:
         """The newest life of a group."""
         return self._lives[group]
-
-    def signal(self, group: int, signum: int = signal.SIGKILL, rank: int | None = None) -> None:
-        """Send a signal to one rank of a group, or to all of them; those that ended are left."""
-        ranks = self._lives[group].ranks
-        for process in ranks if rank is None else [ranks[rank]]:
-            if process.pid and process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signum)
 
     def inject(self, *faults: Fault) -> None:
         """Arm faults in the ranks that they name, in place of those that were armed before."""

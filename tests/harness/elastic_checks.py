@@ -79,13 +79,3 @@ def _check_is_union(rows: Rows, trained: Iterable[Rows], what: str) -> None:
         if lease <= rows:
             left -= lease
     assert not left, f"{len(left)} rows count with {what} that nobody trained as a lease"
-
-
-def commit_times(records: Iterable[Record]) -> dict[int, float]:
-    """When each sync was first known to be committed (Unix seconds)."""
-    times: dict[int, float] = {}
-    for record in records:
-        if record["event"] == "committed":
-            commit = record["commit"]
-            times[commit] = min(times.get(commit, record["time"]), record["time"])
-    return times

@@ -6,8 +6,6 @@ client and a healthy store there is then what networks and busy stores do.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import random
 import re
@@ -20,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import parse_qsl, quote
 
 import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import MotoRequestHandler
 from pyarrow import fs
@@ -130,57 +130,33 @@ def _slowly(body: bytes, seconds: float) -> Iterable[bytes]:
         yield body[start : start + size]
 
 
-# Signatures of version 4, after "Authenticating Requests: Using the Authorization Header" of the S3
-# API reference.
-_FIELDS = re.compile(
-    r"AWS4-HMAC-SHA256 Credential=(?P<key>[^/]+)/(?P<scope>[^,]+), *"
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=(?P<key>[^/]+)/\d+/(?P<region>[^/]+)/s3/aws4_request, *"
     r"SignedHeaders=(?P<headers>[^,]+), *Signature=(?P<signature>[0-9a-f]+)"
 )
 
 
 def refusal_of(environ: Mapping[str, str], access_key: str, secret_key: str) -> str | None:
     """S3's code for why a request (WSGI) is not one of `access_key`'s; None where it is."""
-    found = _FIELDS.fullmatch(environ.get("HTTP_AUTHORIZATION", ""))
+    found = _AUTHORIZATION.fullmatch(environ.get("HTTP_AUTHORIZATION", ""))
     if found is None:
         return "AccessDenied"
     if found["key"] != access_key:
         return "InvalidAccessKeyId"
-    headers = found["headers"].split(";")
-    wanted = _sign(secret_key, found["scope"], _text_to_sign(environ, found["scope"], headers))
-    return None if hmac.compare_digest(wanted, found["signature"]) else "SignatureDoesNotMatch"
-
-
-def _text_to_sign(environ: Mapping[str, str], scope: str, headers: list[str]) -> str:
-    path, _, query = environ["RAW_URI"].partition("?")
-    pairs = sorted(parse_qsl(query, keep_blank_values=True))
-    canonical = [
-        environ["REQUEST_METHOD"],
-        path,
-        "&".join(f"{_quoted(name)}={_quoted(value)}" for name, value in pairs),
-        *(f"{name}:{_header(environ, name)}" for name in headers),
-        "",
-        ";".join(headers),
-        environ["HTTP_X_AMZ_CONTENT_SHA256"],
-    ]
-    digest = hashlib.sha256("\n".join(canonical).encode()).hexdigest()
-    return "\n".join(["AWS4-HMAC-SHA256", environ["HTTP_X_AMZ_DATE"], scope, digest])
-
-
-def _quoted(text: str) -> str:
-    return quote(text, safe="-_.~")
+    headers = {name: _header(environ, name) for name in found["headers"].split(";")}
+    url = f"http://{environ['HTTP_HOST']}{environ['RAW_URI']}"
+    request = AWSRequest(environ["REQUEST_METHOD"], url, headers)
+    request.context["timestamp"] = environ["HTTP_X_AMZ_DATE"]
+    signer = S3SigV4Auth(Credentials(access_key, secret_key), "s3", found["region"])
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    is_right = signer.signature(text, request) == found["signature"]
+    return None if is_right else "SignatureDoesNotMatch"
 
 
 def _header(environ: Mapping[str, str], name: str) -> str:
     variable = name.upper().replace("-", "_")
     plain = variable in ("CONTENT_TYPE", "CONTENT_LENGTH")
     return " ".join(environ.get(variable if plain else f"HTTP_{variable}", "").split())
-
-
-def _sign(secret_key: str, scope: str, text: str) -> str:
-    key = f"AWS4{secret_key}".encode()
-    for part in (*scope.split("/"), text):
-        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    return key.hex()
 
 
 class _Handler(MotoRequestHandler):

@@ -46,34 +46,15 @@ def open_session(config: WorkerConfig) -> Session:
 
 
 def train_session(config: WorkerConfig) -> dict[str, Any]:
-    """Train to the end; where this rank stands, its copy of the model and the final metrics."""
-    session = open_session(config)
-    metrics = train(session)
-    return {"state": session.state, "metrics": metrics, **snapshot(session)}
+    """Train to the end; where this rank stands, its copy of the model and the final metrics.
 
-
-def train_restored(config: WorkerConfig) -> dict[str, Any]:
-    """Train to the end from where `restore` begins; what this rank holds, and what had moved."""
+    `moved` are the tables that are not what they began as.
+    """
     session = open_session(config)
-    start = {(s.table, s.row_offset): s.weight.clone() for s in session.model.table_shards()}
-    session.restore()
-    resumed_step = session.state.step
+    start = [(shard, shard.weight.clone()) for shard in session.model.table_shards()]
     metrics = train(session)
-    shards = session.model.table_shards()
-    kinds = [(s, "weight", s.weight) for s in shards]
-    kinds += [(s, kind, state) for s in shards for kind, state in s.states.items()]
-    return {
-        "metrics": metrics,
-        "state": session.state,
-        "resumed_step": resumed_step,
-        "shards": {(f"{s.table}.{kind}", s.row_offset): t.clone() for s, kind, t in kinds},
-        "moved": {s.table for s in shards if not s.weight.equal(start[s.table, s.row_offset])},
-        "dense": {
-            name: parameter.detach().clone()
-            for name, parameter in session.model.named_parameters()
-            if "embedding" not in name
-        },
-    }
+    moved = {shard.table for shard, before in start if not shard.weight.equal(before)}
+    return {"state": session.state, "metrics": metrics, "moved": moved, **snapshot(session)}
 
 
 def load_session(config: WorkerConfig) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name.rpartition("network.")[2]: parameter.detach().clone()
         for name, parameter in model.named_parameters()
-        if "embedding_bags" not in name
+        if "embedding" not in name
     }
 
 
@@ -268,10 +268,6 @@ def train_2d(case: Case) -> dict[str, Any]:
         "dense_start": start,
         "sharding": {plan.name: plan.sharding_type for plan in plans},
         "sharding_ranks": groups.sharding_ranks,
-        "moments": [
-            state.clone() for shard in model.table_shards() for state in shard.states.values()
-        ],
-        "replica_ranks": tuple(dist.get_process_group_ranks(groups.replica_group)),
     }
 
 

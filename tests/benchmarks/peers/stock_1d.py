@@ -37,7 +37,6 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingPlan
 from torchrec.models.dlrm import DLRM
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -72,31 +71,48 @@ class PipelinedBatch(Batch, Pipelineable):
     """A batch that says of itself that it can be pipelined; TorchRec asks for that by class."""
 
 
-class TrainedDlrm(nn.Module):
-    """DLRM with its loss."""
+class ClickModel(nn.Module):
+    """A network with its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: DLRM) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(
-                name=table,
-                embedding_dim=IN_1D.embedding_dim,
-                num_embeddings=IN_1D.table_rows,
-                feature_names=[feature],
-            )
-            for table, feature in zip(IN_1D.tables, IN_1D.features, strict=True)
-        ]
-        self.dlrm = DLRM(
-            EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
-            dense_in_features=NUM_DENSE,
-            dense_arch_layer_sizes=list(IN_1D.dense_layers),
-            over_arch_layer_sizes=list(OVER_LAYERS),
-        )
+        self.network = network
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Binary cross entropy of a batch, and its logits."""
-        logits = self.dlrm(batch.dense, batch.sparse)
+        """(mean cross-entropy, logits [B, 1]) of a batch."""
+        logits = self.network(batch.dense, batch.sparse)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
+
+
+def fused_adagrad(lr: float, eps: float) -> dict[str, Any]:
+    """What a stock sharder is told of the optimizer of the tables."""
+    return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr, "eps": eps}
+
+
+def dense_adam(model: nn.Module, **options: float) -> KeyedOptimizerWrapper:
+    """Adam for what is not in the tables."""
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, **options))
+
+
+def sharded(
+    network: DLRM, sharder: EmbeddingBagCollectionSharder, tables: list[str], sharding: str | None
+) -> DistributedModelParallel:
+    """The model over all ranks, by the planner; `sharding` is that of all tables. Collective."""
+    model = ClickModel(network)
+    only = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=dist.get_world_size(),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            compute_device="cpu",
+        ),
+        constraints=dict.fromkeys(tables, only) if sharding else None,
+    )
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    return DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
 
 
 class StockTrainer:
@@ -105,27 +121,15 @@ class StockTrainer:
     sync_s = 0.0  # one copy: nothing to sync
 
     def __init__(self, variant: str) -> None:
-        network = TrainedDlrm()
         kind = EmbeddingBagCollectionSharder if variant == "planner" else AnySharder
         sharder = kind(
-            fused_params={
-                "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-                "learning_rate": SPARSE_LR,
-                "eps": SPARSE_EPS,
-            },
+            fused_params=fused_adagrad(SPARSE_LR, SPARSE_EPS),
             qcomm_codecs_registry=_fp16_codecs() if variant == FP16_WIRE else None,
         )
+        types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}
         self._variant = variant
-        self._model = DistributedModelParallel(
-            network,
-            device=torch.device("cpu"),
-            plan=_plan(variant, network, sharder),
-            sharders=[sharder],
-        )
-        self._optimizer = KeyedOptimizerWrapper(
-            dict(in_backward_optimizer_filter(self._model.named_parameters())),
-            lambda params: torch.optim.Adam(params, lr=DENSE_LR),
-        )
+        self._model = sharded(_dlrm(), sharder, IN_1D.tables, types.get(variant, variant))
+        self._optimizer = dense_adam(self._model, lr=DENSE_LR)
 
     def embedding_kernels(self) -> list[Any]:
         """FBGEMM kernels that hold this rank's shards."""
@@ -157,23 +161,24 @@ class StockTrainer:
             yield
 
 
+def _dlrm() -> DLRM:
+    tables = [
+        EmbeddingBagConfig(
+            name=table,
+            embedding_dim=IN_1D.embedding_dim,
+            num_embeddings=IN_1D.table_rows,
+            feature_names=[feature],
+        )
+        for table, feature in zip(IN_1D.tables, IN_1D.features, strict=True)
+    ]
+    return DLRM(
+        EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        dense_in_features=NUM_DENSE,
+        dense_arch_layer_sizes=list(IN_1D.dense_layers),
+        over_arch_layer_sizes=list(OVER_LAYERS),
+    )
+
+
 def _fp16_codecs() -> Any:
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
     return get_qcomm_codecs_registry(config, device=torch.device("cpu"))
-
-
-def _plan(variant: str, network: nn.Module, sharder: EmbeddingBagCollectionSharder) -> ShardingPlan:
-    """The planner's plan for a variant. Collective."""
-    types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}.get(
-        variant, variant
-    )
-    only = ParameterConstraints(sharding_types=[types], compute_kernels=["fused"])
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=dist.get_world_size(),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            compute_device="cpu",
-        ),
-        constraints=dict.fromkeys(IN_1D.tables, only) if types else None,
-    )
-    return planner.collective_plan(network, [sharder], dist.group.WORLD)

@@ -43,17 +43,14 @@ from tests.benchmarks.quality_data import (
     hide_from_each_other,
     make_fold,
     read_ratings,
-    tuning_ratings,
 )
 from tests.benchmarks.quality_peers import (
     BiasSettings,
     FactorSettings,
     bias_errors,
-    factor_errors_by_epoch,
+    factor_errors,
     mean_errors,
-    rmse,
 )
-from tests.benchmarks.quality_search import SIDES
 from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
 from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
@@ -102,20 +99,6 @@ def test_held_out_rows_of_a_user_share_a_moment_after_the_others(rows):
         assert moments.pop() > times[~held_out & (users == user)].max()
 
 
-def test_the_tuning_fold_has_none_of_the_test_part(rated):
-    ratings = read_ratings(rated)
-    test_part = ratings.filter(pl.Series(held_out_rows(ratings)))
-    tuning = tuning_ratings(ratings)
-    assert len(tuning) + len(test_part) == len(ratings)
-    assert tuning.join(test_part, on=["userId", "movieId"]).is_empty()
-    last_seen = tuning.group_by("userId").agg(pl.col("timestamp").max().alias("last"))
-    assert (
-        test_part.join(last_seen, on="userId")
-        .select((pl.col("timestamp") >= pl.col("last")).all())
-        .item()
-    )
-
-
 def test_histories_of_held_out_rows_hold_fitted_movies_only(fold):
     files = sorted((fold.prepared / "validation").glob("*.parquet"))
     rows = pl.from_arrow(pq.ParquetDataset(files).read(["user_id", "history_movies"]))
@@ -140,16 +123,14 @@ def made_up_fold(rank: int = 2) -> Fold:
 
 def test_biases_beat_the_mean_and_factors_beat_both():
     fold = made_up_fold()
-    bias = rmse(bias_errors(fold, BiasSettings()))
     settings = FactorSettings(num_factors=4, lr=0.02, factor_l2=0.01, init_std=0.1, num_epochs=60)
-    factors, again, other = (
-        [rmse(errors) for errors in factor_errors_by_epoch(fold, settings, seed)]
-        for seed in (0, 0, 1)
-    )
-    assert bias < 0.98 * rmse(mean_errors(fold))
-    assert factors[-1] < 0.7 * bias
-    assert factors == again
-    assert factors != other
+    mean, bias = mean_errors(fold), bias_errors(fold, BiasSettings())
+    factors, again, other = (factor_errors(fold, settings, seed) for seed in (0, 0, 1))
+    norm = np.linalg.norm
+    assert norm(bias) < 0.98 * norm(mean)
+    assert norm(factors) < 0.7 * norm(bias)
+    assert (factors == again).all()
+    assert (factors != other).any()
 
 
 def test_the_gain_is_over_the_best_peer_and_keeps_its_sign():
@@ -196,12 +177,6 @@ def test_the_interval_is_paired_what_is_hard_for_both_sides_cancels():
     squares = squares_by_user(np.array([0, 2, 2]), np.array([1.0, -2.0, 1.0]), 3)
     assert squares.tolist() == [1, 0, 5]
     assert rmse_of(squares, np.array([1, 0, 2])) == pytest.approx(np.sqrt(2))
-
-
-def test_ours_must_train_to_the_end_of_its_schedule():
-    curve = [0.9, 0.8, 0.85]
-    assert SIDES["peer"].best(curve) == (0.8, 2)
-    assert SIDES["ours"].best(curve) == (0.85, 3)
 
 
 def test_without_the_data_it_says_what_is_missing(tmp_path, capsys):

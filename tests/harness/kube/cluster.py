@@ -10,8 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import yaml
 from kubernetes import client, config
 from kubernetes.client import ApiClient
 
-from tests.harness.kube.objects import CRD_FOLDER, Manifest, read_definitions
-from tests.harness.kube.operator import RayJobOperator
+from tests.harness.kube.objects import CRD_FOLDER, read_definitions
 from tests.harness.kube.server import KubeApiServer, Rule
 
 _CONFLICT = 409
@@ -157,16 +155,6 @@ def _wait_for_definition(definitions: Any, name: str) -> None:
     raise TimeoutError(f"{name} is not established: look at the API server's log")
 
 
-@contextmanager
-def operator_for(cluster: KubeCluster, **options: Any) -> Iterator[RayJobOperator | None]:
-    """The stand-in for KubeRay; None where the real one runs."""
-    if isinstance(cluster, RealCluster) and cluster.has_operator():
-        yield None
-        return
-    with RayJobOperator(cluster, namespace=cluster.namespace, **options) as operator:
-        yield operator
-
-
 # ---- fixtures; tests/integration/conftest.py makes them known
 
 
@@ -189,97 +177,3 @@ def kube(request: pytest.FixtureRequest) -> Iterator[KubeCluster]:
         cluster = InProcessCluster(request.getfixturevalue("kube_api_server"))
     yield cluster
     cluster.remove()
-
-
-# ---- what tests send
-
-
-def ray_job(name: str, **spec: Any) -> Manifest:
-    """A RayJob with a head, one worker and the Secret `NAME-env` in their environment."""
-    container = {
-        "name": "ray",
-        "image": "rayproject/ray:2.60.0",
-        "envFrom": [{"secretRef": {"name": f"{name}-env", "optional": True}}],
-    }
-    template = {"spec": {"containers": [container]}}
-    group = {
-        "groupName": "workers",
-        "replicas": 1,
-        "minReplicas": 1,
-        "maxReplicas": 1,
-        "rayStartParams": {},
-        "template": deepcopy(template),
-    }
-    cluster = {
-        "rayVersion": "2.60.0",
-        "headGroupSpec": {"rayStartParams": {}, "template": template},
-        "workerGroupSpecs": [group],
-    }
-    wanted = {
-        "entrypoint": "true",
-        "submissionMode": "HTTPMode",
-        "rayClusterSpec": cluster,
-        "shutdownAfterJobFinishes": True,
-        **spec,
-    }
-    about = {"name": name}
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": wanted}
-
-
-def secret(name: str, **values: str) -> Manifest:
-    """A Secret."""
-    about = {"name": name}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "stringData": values}
-
-
-class RayJobs:
-    """The API of a namespace, for the administrator or for a token; RayJobs first of all."""
-
-    def __init__(self, kube: KubeCluster, token: str | None = None) -> None:
-        self.namespace = kube.namespace
-        self.api = kube.client(token)
-        # Tests see each answer, also that of a server that is away.
-        self.api.configuration.retries = False
-        self.api = client.ApiClient(self.api.configuration)
-        self.core = client.CoreV1Api(self.api)
-        self.custom = client.CustomObjectsApi(self.api)
-        self.where = ("ray.io", "v1", kube.namespace, "rayjobs")
-
-    def create(self, manifest: Manifest, **more: Any) -> Manifest:
-        """Create a RayJob."""
-        return self.custom.create_namespaced_custom_object(*self.where, manifest, **more)
-
-    def get(self, name: str) -> Manifest:
-        """One RayJob."""
-        return self.custom.get_namespaced_custom_object(*self.where, name)
-
-    def status(self, name: str) -> Manifest:
-        """The status of one."""
-        found: Manifest = self.get(name).get("status", {})
-        return found
-
-    def replace(self, name: str, manifest: Manifest) -> Manifest:
-        """Replace a RayJob."""
-        return self.custom.replace_namespaced_custom_object(*self.where, name, manifest)
-
-    def patch(self, name: str, change: Manifest) -> Manifest:
-        """Merge a change into a RayJob."""
-        return self.custom.patch_namespaced_custom_object(*self.where, name, change)
-
-    def delete(self, name: str, **more: Any) -> Manifest:
-        """Delete a RayJob."""
-        return self.custom.delete_namespaced_custom_object(*self.where, name, **more)
-
-    def names(self, **query: Any) -> list[str]:
-        """Names of all RayJobs."""
-        found = self.custom.list_namespaced_custom_object(*self.where, **query)
-        return [each["metadata"]["name"] for each in found["items"]]
-
-    def clusters(self) -> list[Manifest]:
-        """All RayClusters."""
-        place = ("ray.io", "v1", self.namespace, "rayclusters")
-        return list(self.custom.list_namespaced_custom_object(*place)["items"])
-
-    def pods(self) -> list[Any]:
-        """All pods."""
-        return list(self.core.list_namespaced_pod(self.namespace).items)

@@ -325,14 +325,6 @@ class Target:
         )
 
 
-@dataclass(frozen=True)
-class Deletion:
-    """DeleteOptions: whether dependents go first, and which object is meant."""
-
-    is_foreground: bool = False
-    uid: str | None = None
-
-
 class Verbs:
     """Reads and writes of single objects. Every write is one step under the store's lock."""
 
@@ -389,18 +381,21 @@ class Verbs:
             manifest = _typed(merged(old, change), target.resource)
             return self._replace(target, old, manifest, is_strict)
 
-    def delete(self, target: Target, deletion: Deletion) -> Manifest:
-        """Delete, or mark as to be deleted; returns a `Status` or the marked object."""
+    def delete(self, target: Target, *, is_foreground: bool, uid: str | None = None) -> Manifest:
+        """Delete, or mark as to be deleted; returns a `Status` or the marked object.
+
+        In the foreground dependents go first; `uid` says which object is meant.
+        """
         with self.store.changed:
             old = self.get(target)
             about = dict(old["metadata"])
-            if deletion.uid and deletion.uid != about["uid"]:
+            if uid and uid != about["uid"]:
                 why = (
-                    f"the UID in the precondition ({deletion.uid}) does not match the UID in "
+                    f"the UID in the precondition ({uid}) does not match the UID in "
                     f"record ({about['uid']}). The object might have been deleted and recreated"
                 )
                 raise conflict(target.resource, target.name, why)
-            if deletion.is_foreground and FOREGROUND not in about.get("finalizers", ()):
+            if is_foreground and FOREGROUND not in about.get("finalizers", ()):
                 about["finalizers"] = [*about.get("finalizers", ()), FOREGROUND]
             if about.get("finalizers"):
                 about.setdefault("deletionTimestamp", now_text())
@@ -588,7 +583,7 @@ class GarbageCollector:
         resource = self._find(key[0])
         is_going = "deletionTimestamp" in manifest["metadata"]
         if resource is not None and not is_going and self._store.get(key) is not None:
-            self._verbs.delete(Target(resource, key[1], key[2]), Deletion(is_foreground))
+            self._verbs.delete(Target(resource, key[1], key[2]), is_foreground=is_foreground)
 
     def _release(self, key: Key) -> None:
         manifest = self._store.get(key)

@@ -20,21 +20,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import urllib3
 import yaml
 from kubernetes import client
 
+from tests.harness.kube.cluster import KubeCluster, RealCluster
 from tests.harness.kube.objects import Manifest
 
 _log = logging.getLogger(__name__)
-_GROUP, _VERSION = "ray.io", "v1"
 _NOT_THERE = 404
 FINALIZER = "ray.io/rayjob-finalizer"
 TERMINAL_JOB = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -185,6 +185,12 @@ def owner_reference(kind: str, owner: Manifest) -> Manifest:
         "controller": True,
         "blockOwnerDeletion": True,
     }
+
+
+def _place_of(manifest: Manifest) -> tuple[str, ...]:
+    """Where a RayJob or a RayCluster is, as the client wants it."""
+    about, plural = manifest["metadata"], f"{manifest['kind'].lower()}s"
+    return "ray.io", "v1", about["namespace"], plural, about["name"]
 
 
 # ---- where jobs run
@@ -352,7 +358,8 @@ class RayClusters:
         running = [self._bring_up(pod, cluster["metadata"]["namespace"]) for pod in wanted]
         status = _status(cluster, wanted, all(running))
         if status != cluster.get("status", {}):
-            self._write_status({**cluster, "status": status})
+            changed = {**cluster, "status": status}
+            self._custom.replace_namespaced_custom_object_status(*_place_of(cluster), changed)
 
     def _bring_up(self, pod: Manifest, namespace: str) -> bool:
         """Make a pod if it is not there; says whether it runs."""
@@ -409,12 +416,6 @@ class RayClusters:
             return None
         return {key: base64.b64decode(value).decode() for key, value in data.items()}
 
-    def _write_status(self, cluster: Manifest) -> None:
-        about = cluster["metadata"]
-        self._custom.replace_namespaced_custom_object_status(
-            "ray.io", "v1", about["namespace"], "rayclusters", about["name"], cluster
-        )
-
 
 def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
     name = cluster["metadata"]["name"]
@@ -432,15 +433,8 @@ def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manife
 # ---- the operator
 
 
-class HasOperatorClient(Protocol):
-    """An API server, ours or a real one, that gives the operator a client of its own."""
-
-    def operator_client(self) -> client.ApiClient:
-        """A client that may do all that KubeRay may."""
-
-
 class RayJobOperator:
-    """Drives the RayJobs of a namespace while the context lasts.
+    """Drives the RayJobs of a cluster's namespace while the context lasts.
 
     `ray_address` is the dashboard of a Ray that really runs, `ray_token` its token. `poll_s` is
     the time between two polls of everything (KubeRay: 3 s); `check_timeout_s` how long Ray may be
@@ -450,15 +444,14 @@ class RayJobOperator:
 
     def __init__(
         self,
-        server: HasOperatorClient,
+        cluster: KubeCluster,
         ray_address: str | None = None,
         *,
         ray_token: str | None = None,
-        namespace: str,
         poll_s: float = 0.1,
         check_timeout_s: float = 300.0,
     ) -> None:
-        api = server.operator_client()
+        api = cluster.operator_client()
         self.scripted = ScriptedRay()
         self._ray: RealRay | ScriptedRay = (
             RealRay(ray_address, ray_token) if ray_address else self.scripted
@@ -466,7 +459,7 @@ class RayJobOperator:
         self.clusters = RayClusters(api)
         self.frozen = threading.Event()
         self._custom = client.CustomObjectsApi(api)
-        self._namespace = namespace
+        self._namespace = cluster.namespace
         self._poll_s = poll_s
         self._check_timeout_s = check_timeout_s
         self._stopped = threading.Event()
@@ -476,12 +469,7 @@ class RayJobOperator:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
         self._thread.join()
 
@@ -505,10 +493,8 @@ class RayJobOperator:
             return None
 
     def _all(self, plural: str) -> list[Manifest]:
-        found = self._custom.list_namespaced_custom_object(
-            _GROUP, _VERSION, self._namespace, plural
-        )
-        return list(found["items"])
+        place = ("ray.io", "v1", self._namespace, plural)
+        return list(self._custom.list_namespaced_custom_object(*place)["items"])
 
     def _reconcile_job(self, job: Manifest) -> None:
         if "deletionTimestamp" in job["metadata"]:
@@ -519,7 +505,8 @@ class RayJobOperator:
         if status is not None and status != job.get("status"):
             if status["jobDeploymentStatus"] in ENDED and deployment_status(job) not in ENDED:
                 status["endTime"] = time_text(now)
-            self._write_status(job, status)
+            changed = {**job, "status": status}
+            self._custom.replace_namespaced_custom_object_status(*_place_of(job), changed)
 
     def _next_status(self, job: Manifest, now: datetime) -> Manifest | None:
         state = deployment_status(job)
@@ -593,25 +580,18 @@ class RayJobOperator:
         found = self._find_cluster(job)
         if found is not None:
             return found
-        about = job["metadata"]
-        made: Manifest = self._custom.create_namespaced_custom_object(
-            _GROUP, _VERSION, about["namespace"], "rayclusters", cluster_of(job)
-        )
-        return made
+        wanted = cluster_of(job)
+        return self._custom.create_namespaced_custom_object(*_place_of(wanted)[:-1], wanted)
 
     def _find_cluster(self, job: Manifest) -> Manifest | None:
-        namespace, name = job["metadata"]["namespace"], job["status"].get("rayClusterName")
-        if not name:
+        if not job["status"].get("rayClusterName"):
             return None
         try:
-            found: Manifest = self._custom.get_namespaced_custom_object(
-                _GROUP, _VERSION, namespace, "rayclusters", name
-            )
+            return self._custom.get_namespaced_custom_object(*_place_of(cluster_of(job)))
         except client.ApiException as error:
             if error.status != _NOT_THERE:
                 raise
             return None
-        return found
 
     def _delete_cluster(self, job: Manifest) -> bool:
         """Delete the RayCluster of a RayJob, and with it what runs there; says if it is gone."""
@@ -621,29 +601,21 @@ class RayJobOperator:
         if job["status"].get("jobStatus") not in TERMINAL_JOB:
             self._try(lambda: self._ray.stop(job["status"]["jobId"]))
         if "deletionTimestamp" not in cluster["metadata"]:
-            about = cluster["metadata"]
-            self._custom.delete_namespaced_custom_object(
-                _GROUP, _VERSION, about["namespace"], "rayclusters", about["name"]
-            )
+            self._custom.delete_namespaced_custom_object(*_place_of(cluster))
         return False
 
     def _replace(self, job: Manifest) -> Manifest:
-        about = job["metadata"]
-        replaced: Manifest = self._custom.replace_namespaced_custom_object(
-            _GROUP, _VERSION, about["namespace"], "rayjobs", about["name"], job
-        )
-        return replaced
+        return self._custom.replace_namespaced_custom_object(*_place_of(job), job)
 
-    def _write_status(self, job: Manifest, status: Manifest) -> None:
-        about = job["metadata"]
-        self._custom.replace_namespaced_custom_object_status(
-            _GROUP,
-            _VERSION,
-            about["namespace"],
-            "rayjobs",
-            about["name"],
-            {**job, "status": status},
-        )
+
+@contextmanager
+def operator_for(cluster: KubeCluster, **options: Any) -> Iterator[RayJobOperator | None]:
+    """The stand-in for KubeRay; None where the real one runs."""
+    if isinstance(cluster, RealCluster) and cluster.has_operator():
+        yield None
+        return
+    with RayJobOperator(cluster, **options) as operator:
+        yield operator
 
 
 class KueueStandIn:
@@ -656,11 +628,11 @@ class KueueStandIn:
 
     QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
-    def __init__(self, server: HasOperatorClient) -> None:
-        self._custom = client.CustomObjectsApi(server.operator_client())
-        ours = getattr(server, "server", server)
-        mutators: list[Callable[[Manifest], Manifest]] = getattr(ours, "mutators", [])
-        mutators.append(self._suspended)
+    def __init__(self, cluster: KubeCluster) -> None:
+        self._custom = client.CustomObjectsApi(cluster.operator_client())
+        self._namespace = cluster.namespace
+        if cluster.server is not None:
+            cluster.server.mutators.append(self._suspended)
 
     def _suspended(self, manifest: Manifest) -> Manifest:
         labels = manifest["metadata"].get("labels") or {}
@@ -668,15 +640,15 @@ class KueueStandIn:
             return manifest
         return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
 
-    def admit(self, namespace: str, name: str) -> None:
+    def admit(self, name: str) -> None:
         """Let a RayJob start."""
-        self._suspend(namespace, name, False)
+        self._suspend(name, False)
 
-    def evict(self, namespace: str, name: str) -> None:
+    def evict(self, name: str) -> None:
         """Take the room of a RayJob away, as for one of higher priority."""
-        self._suspend(namespace, name, True)
+        self._suspend(name, True)
 
-    def _suspend(self, namespace: str, name: str, is_suspended: bool) -> None:
-        self._custom.patch_namespaced_custom_object(
-            _GROUP, _VERSION, namespace, "rayjobs", name, {"spec": {"suspend": is_suspended}}
-        )
+    def _suspend(self, name: str, is_suspended: bool) -> None:
+        place = ("ray.io", "v1", self._namespace, "rayjobs", name)
+        change = {"spec": {"suspend": is_suspended}}
+        self._custom.patch_namespaced_custom_object(*place, change)

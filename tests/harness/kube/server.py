@@ -12,15 +12,15 @@ token and authorized by rules of roles. Not there: pages, server-side apply, str
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -28,11 +28,9 @@ import yaml
 from kubernetes.client import ApiClient, Configuration
 
 from tests.harness.kube import watch
-from tests.harness.kube.faults import Faults
 from tests.harness.kube.objects import (
     BUILT_IN,
     ApiError,
-    Deletion,
     GarbageCollector,
     Manifest,
     Resource,
@@ -103,18 +101,118 @@ def _has(values: Sequence[str], value: str) -> bool:
     return "*" in values or value in values
 
 
+# ---- faults to inject: refusals, lost answers, watches that drop, an outage
+
+_REASONS = {
+    403: ("Forbidden", "injected"),
+    409: ("Conflict", "injected"),
+    429: (
+        "TooManyRequests",
+        "the server has received too many requests and has asked us to try again later",
+    ),
+    500: ("InternalError", "Internal error occurred: etcdserver: request timed out"),
+    503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
+    504: ("Timeout", "Timeout: request did not complete within the allotted timeout"),
+}
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests of a verb on a path that match."""
+
+    verb: str
+    path: str
+    times: int
+    error: ApiError | None = None
+
+    @property
+    def loses_answer(self) -> bool:
+        """Whether the request is done and its answer lost."""
+        return self.error is None
+
+    def meets(self, verb: str, path: str) -> bool:
+        """Whether a request is one of those."""
+        return self.verb in ("*", verb) and re.search(self.path, path) is not None
+
+
+@dataclass
+class Faults:
+    """Faults that wait for a request. Verbs are those of Kubernetes (create, list, watch, ...).
+
+    `away()` is an API server that is not there (connections are refused, open ones break),
+    `back()` its return at the same address; `wake` tells watches to look up.
+    """
+
+    away: Callable[[], None]
+    back: Callable[[], None]
+    wake: Callable[[], None]
+    _waiting: list[Fault] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _drop: threading.Event = field(default_factory=threading.Event)
+
+    def fail(
+        self,
+        code: int,
+        *,
+        times: int = 1,
+        verb: str = "*",
+        path: str = "",
+        message: str | None = None,
+    ) -> None:
+        """Answer the next matching requests with an HTTP error instead of doing them."""
+        reason, said = _REASONS.get(code, ("", f"injected {code}"))
+        self._add(Fault(verb, path, times, ApiError(code, reason, message or said)))
+
+    def lose_answer(self, *, times: int = 1, verb: str = "*", path: str = "") -> None:
+        """Do the next matching requests, but hang up instead of answering."""
+        self._add(Fault(verb, path, times))
+
+    def drop_watches(self) -> None:
+        """Break all watches that are open now, mid-stream."""
+        with self._lock:
+            self._drop.set()
+            self._drop = threading.Event()
+        self.wake()
+
+    def clear(self) -> None:
+        """Inject nothing more; a server that is away comes back."""
+        with self._lock:
+            self._waiting.clear()
+        self.back()
+
+    def watch_lease(self) -> threading.Event:
+        """Set when watches that are open now are to break."""
+        with self._lock:
+            return self._drop
+
+    def take(self, verb: str, path: str) -> list[Fault]:
+        """Faults that befall a request; each is used up by one."""
+        with self._lock:
+            met = [fault for fault in self._waiting if fault.meets(verb, path)]
+            for fault in met:
+                fault.times -= 1
+            self._waiting = [fault for fault in self._waiting if fault.times > 0]
+            return met
+
+    def _add(self, fault: Fault) -> None:
+        with self._lock:
+            self._waiting.append(fault)
+
+
+# ---- the server
+
+
 class KubeApiServer:
     """The server, on a loopback port of its own while the context lasts.
 
     `requests` are those of everybody but the operator. `mutators` change objects as they are
-    created, as webhooks do. `bookmark_every_s` is how often watches that want them get bookmarks.
+    created, as webhooks do.
     """
 
-    def __init__(self, bookmark_every_s: float = 5.0) -> None:
+    def __init__(self) -> None:
         self.store = Store()
         self.verbs = Verbs(self.store)
         self.faults = Faults(away=self._go_away, back=self._come_back, wake=self._wake)
-        self.bookmark_every_s = bookmark_every_s
         self.requests: list[str] = []
         self.crashes: list[Exception] = []
         self.mutators: list[Callable[[Manifest], Manifest]] = []
@@ -136,12 +234,7 @@ class KubeApiServer:
         self._collector.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._go_away()
         self._collector.stop()
         self.raise_crashes()
@@ -431,19 +524,18 @@ class _Handler(BaseHTTPRequestHandler):
         options = body or {}
         is_foreground = options.get("propagationPolicy") == "Foreground"
         uid = (options.get("preconditions") or {}).get("uid")
-        return verbs.delete(target, Deletion(is_foreground, uid))
+        return verbs.delete(target, is_foreground=is_foreground, uid=uid)
 
     def _stream(self, target: Target, query: Mapping[str, str]) -> None:
         wanted = watch.selection(target.resource, target.namespace, query)
         dropped = self.kube.faults.watch_lease()
         timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_WATCH_S)
-        pace = watch.Pace(timeout_s, self.kube.bookmark_every_s, dropped)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.wfile.flush()
-        for event in watch.watched(self.kube.store, wanted, query, pace):
+        for event in watch.watched(self.kube.store, wanted, query, timeout_s, dropped):
             line = json.dumps(event).encode() + b"\n"
             self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
             self.wfile.flush()

@@ -21,6 +21,7 @@ from tests.harness.kube.objects import (
 )
 
 Selects = Callable[[Manifest], bool]
+_BOOKMARK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Selection:
 def selection(resource: Resource, namespace: str, query: Mapping[str, str]) -> Selection:
     """What the path and the selectors of a query ask for; raises 400 if they cannot be read."""
     labels = [_label_check(part) for part in _parts(query.get("labelSelector", ""))]
-    fields = [_field_check(part, resource) for part in _parts(query.get("fieldSelector", ""))]
+    fields = [_field_check(part) for part in _parts(query.get("fieldSelector", ""))]
     return Selection(
         resource,
         namespace if resource.namespaced and namespace else None,
@@ -64,13 +65,11 @@ def _label_check(part: str) -> Selects:
     return lambda manifest: (manifest["metadata"].get("labels") or {}).get(key) == value
 
 
-def _field_check(part: str, resource: Resource) -> Selects:
+def _field_check(part: str) -> Selects:
     key, value = _pair(part, "field label not supported")
-    known = ["metadata.name"] + ["involvedObject.name"] * (resource.plural == "events")
-    if key not in known:
+    if key != "involvedObject.name":
         raise bad_request(f"field label not supported: {part}")
-    where, name = key.split(".")
-    return lambda manifest: manifest.get(where, {}).get(name) == value
+    return lambda manifest: manifest.get("involvedObject", {}).get("name") == value
 
 
 def listed(store: Store, wanted: Selection) -> Manifest:
@@ -86,22 +85,17 @@ def listed(store: Store, wanted: Selection) -> Manifest:
     }
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long a watch goes on, in seconds.
-
-    `dropped` ends it at once, without the courtesy of a last chunk.
-    """
-
-    timeout_s: float
-    bookmark_every_s: float
-    dropped: threading.Event
-
-
 def watched(
-    store: Store, wanted: Selection, query: Mapping[str, str], pace: Pace
+    store: Store,
+    wanted: Selection,
+    query: Mapping[str, str],
+    timeout_s: float,
+    dropped: threading.Event,
 ) -> Iterator[Manifest]:
-    """Events of a watch, until its time-out. A compacted start is told by an ERROR event."""
+    """Events of a watch, until its time-out, or at once when it is dropped.
+
+    A compacted start is told by an ERROR event.
+    """
     asked = query.get("resourceVersion", "")
     has_bookmarks = query.get("allowWatchBookmarks") in ("1", "true", "True")
     with store.changed:
@@ -113,27 +107,21 @@ def watched(
                 yield {"type": "ADDED", "object": each}
     else:
         revision = int(asked)
-    yield from _changes(store, wanted, revision, pace, has_bookmarks)
-
-
-def _changes(
-    store: Store, wanted: Selection, revision: int, pace: Pace, has_bookmarks: bool
-) -> Iterator[Manifest]:
-    end = time.monotonic() + pace.timeout_s
-    bookmark_at = time.monotonic() + pace.bookmark_every_s
-    while not pace.dropped.is_set() and time.monotonic() < end:
+    end = time.monotonic() + timeout_s
+    bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
+    while not dropped.is_set() and time.monotonic() < end:
         if revision < store.compacted:
             told = f"too old resource version: {revision} ({store.compacted})"
             yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
             return
-        for change in _wait_for_changes(store, revision, min(end, bookmark_at), pace.dropped):
+        for change in _wait_for_changes(store, revision, min(end, bookmark_at), dropped):
             revision = change.revision
             event = _event(change, wanted)
             if event is not None:
                 yield event
         if has_bookmarks and time.monotonic() >= min(end, bookmark_at):
             yield _bookmark(wanted.resource, revision)
-            bookmark_at = time.monotonic() + pace.bookmark_every_s
+            bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
 
 
 def _wait_for_changes(

@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,111 @@ from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import make_config
 from tests.harness.wait import free_port, scaled, wait_for
-from tests.integration.elastic import coordinator_cases as cases
 from trainer import failures
-from trainer.coordination.client import CoordinatorClient, Identity
-from trainer.coordination.messages import Arrive, Ledger, Vote
+from trainer.coordination.client import CoordinatorClient, Fenced, Identity
+from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.job_runner import HangMonitor
+from trainer.elastic.coordinator.interface import MembershipPolicy
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.worker_config import WorkerConfig
 
 _NUM_RANKS = 2
+EPOCHS, ROWS, ROWS_PER_LEASE = 2, 400, 5
+FENCED = 3
+LEASE_S = 0.01
 # Longer than a test takes: whatever is noticed was not noticed by silence.
 _NEVER_S = scaled(60)
+
+
+class Life:
+    """One life of a rank, which copies nothing and computes nothing, but says that it did."""
+
+    def __init__(self, identity: Identity, locate: Callable[[], str], timeout_s: float) -> None:
+        self.member = CoordinatorClient(identity, locate, timeout_s)
+        self.identity = identity
+        self.ledger = Ledger()
+        self.standing: GroupState = "initial"
+        self.verdict: RoundResult | None = None
+        self.num_heard = 0
+
+    def join(self) -> None:
+        """As a listener where somebody is current, else from the start."""
+        asked = self.member.join("listening", "", self.ledger, "")
+        self.standing = "listening" if asked.has_current else "initial"
+        self.member.join(self.standing, "seed-0", self.ledger, "")
+
+    def run(self) -> RoundResult:
+        """Until the run ends, or the group is to leave."""
+        self.join()
+        while self.verdict is None or not (self.verdict.has_finished or self.verdict.should_leave):
+            self.sync()
+        self.member.close()
+        return self.verdict
+
+    def sync(self) -> None:
+        """Train a lease, if there is one, and sync until it counts."""
+        leases = self.verdict.leases[:1] if self.verdict else ()
+        time.sleep(LEASE_S if leases else 0)
+        self.member.progress("train", self.ledger.commit, LEASE_S)
+        while True:
+            round_ = self.member.arrive(self.arrival(leases))
+            vote = Vote(round=round_.round, commit=round_.commit, ok=True)
+            self.verdict = self.member.vote(vote)
+            self.ledger, self.standing = self.verdict.ledger, self.verdict.standing
+            if self.verdict.committed:
+                self.num_heard = 0 if self.standing == "initial" else self.num_heard + 1
+                return
+
+    def arrival(self, leases) -> Arrive:
+        """What the rank comes with; its report says that the run is over once all rows are."""
+        return Arrive(
+            standing=self.standing,
+            commit=self.ledger.commit,
+            leases=tuple(lease.id for lease in leases),
+            num_rows=sum(lease.num_rows for lease in leases),
+            has_copied=self.num_heard > 1,
+            report=Report(has_finished=self.ledger.epoch == EPOCHS),
+        )
+
+
+def live(identity: Identity, address: str, timeout_s: float) -> None:
+    """A process that lives one life; ends with exit code FENCED when it is over before its time."""
+    die_with_parent()
+    life = Life(identity, lambda: address, timeout_s)
+    life.member.on_refusal = lambda _: os._exit(FENCED)
+    try:
+        life.run()
+    except Fenced:
+        os._exit(FENCED)
+
+
+def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
+    """A process that coordinates until it is killed."""
+    die_with_parent()
+    coordinator = start(port, timeout_s, num_groups, folder)
+    pipe.send(coordinator.address)
+    pipe.recv()
+
+
+def start(port: int, timeout_s: float, num_groups: int, folder: Path):
+    """A coordinator on a thread; its events go to `folder`."""
+    policy = MembershipPolicy(
+        num_groups,
+        heartbeat_timeout_s=timeout_s,
+        start_grace_s=scaled(60),
+        recovery_grace_s=scaled(20),
+    )
+    book = LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE)
+    return Coordinator(CoordinatorConfig(policy, book, folder, port=port))
+
+
+def has_every_row_once(ledger: Ledger) -> bool:
+    """Whether all rows are in a committed sync, by their places and by their number."""
+    return (ledger.epoch, ledger.rows_trained) == (EPOCHS, EPOCHS * ROWS)
 
 
 def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1) -> Identity:
@@ -50,7 +143,7 @@ class Groups:
     def start(self, group: int, incarnation: int = 0) -> None:
         self.ranks[group] = [
             FORK_SERVER.Process(
-                target=cases.live,
+                target=live,
                 args=(identity(group, incarnation, r, _NUM_RANKS), self.address, self.timeout_s),
                 daemon=True,
             )
@@ -79,7 +172,7 @@ class Groups:
 @contextmanager
 def training(folder: Path, num_groups: int, timeout_s: float) -> Iterator[tuple]:
     """A coordinator on a thread of this process, with groups as processes."""
-    coordinator = cases.start(0, timeout_s, num_groups, folder)
+    coordinator = start(0, timeout_s, num_groups, folder)
     groups = Groups(coordinator.address, timeout_s)
     try:
         for group in range(num_groups):
@@ -118,7 +211,7 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
         assert groups.exit_codes(0) == groups.exit_codes(1) == groups.exit_codes(2) == [0, 0]
         assert coordinator.status().has_finished
-        assert cases.has_every_row_once(coordinator.status().ledger)
+        assert has_every_row_once(coordinator.status().ledger)
     assert pause_s < _NEVER_S / 4
     assert [lost.reason for lost in events_of(tmp_path, "group_lost")] == ["connection"]
     assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
@@ -134,9 +227,9 @@ def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path
         wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")
         assert coordinator.status().departures[-1].reason == "silent"
         groups.signal(1, 0, signal.SIGCONT)
-        assert groups.exit_codes(1) == [cases.FENCED, cases.FENCED]
+        assert groups.exit_codes(1) == [FENCED, FENCED]
         assert groups.exit_codes(0) == [0, 0]
-        assert cases.has_every_row_once(coordinator.status().ledger)
+        assert has_every_row_once(coordinator.status().ledger)
 
 
 @contextmanager
@@ -144,7 +237,7 @@ def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
     """A coordinator in a process of its own, killed at the end."""
     ours, theirs = FORK_SERVER.Pipe()
     process = FORK_SERVER.Process(
-        target=cases.coordinate, args=(port, _NEVER_S, num_groups, folder, theirs), daemon=True
+        target=coordinate, args=(port, _NEVER_S, num_groups, folder, theirs), daemon=True
     )
     process.start()
     assert ours.poll(scaled(60)), "the coordinator does not start"
@@ -159,7 +252,7 @@ def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
 def test_a_run_outlives_its_coordinators(tmp_path: Path):
     port = free_port()
     ids = [identity(group, 0, rank, _NUM_RANKS) for group in range(2) for rank in range(2)]
-    lives = [cases.Life(each, lambda: f"127.0.0.1:{port}", _NEVER_S) for each in ids]
+    lives = [Life(each, lambda: f"127.0.0.1:{port}", _NEVER_S) for each in ids]
     with ThreadPoolExecutor(len(lives)) as pool:
         with coordinating(port, 2, tmp_path):
             ends = [pool.submit(life.run) for life in lives]
@@ -168,7 +261,7 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
-    assert all(cases.has_every_row_once(verdict.ledger) for verdict in verdicts)
+    assert all(has_every_row_once(verdict.ledger) for verdict in verdicts)
     assert not events_of(tmp_path, "group_lost")
 
 
@@ -208,7 +301,7 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
 
 
 def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path: Path):
-    coordinator = cases.start(0, _NEVER_S, 2, tmp_path)
+    coordinator = start(0, _NEVER_S, 2, tmp_path)
     members = [
         CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S) for g in range(2)
     ]
@@ -226,10 +319,10 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
 
 
 def test_a_port_that_is_taken_is_an_error(tmp_path: Path):
-    coordinator = cases.start(0, _NEVER_S, 1, tmp_path)
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
     try:
         with pytest.raises(OSError, match="address already in use"):
-            cases.start(int(coordinator.address.rpartition(":")[2]), _NEVER_S, 1, tmp_path)
+            start(int(coordinator.address.rpartition(":")[2]), _NEVER_S, 1, tmp_path)
     finally:
         coordinator.stop()
 

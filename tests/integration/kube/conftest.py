@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.kube.cluster import KubeCluster, operator_for
-from tests.harness.kube.operator import RayJobOperator
+from tests.harness.kube.cluster import KubeCluster
+from tests.harness.kube.operator import RayJobOperator, operator_for
 from tests.harness.kube.server import KubeApiServer
 
 

@@ -30,8 +30,8 @@ from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import EndReason, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from tests.harness.kube.backends import KubeRayBackends, submission, wait_for_state, without
-from tests.harness.kube.cluster import KubeCluster, operator_for
-from tests.harness.kube.operator import KueueStandIn, RayJobOperator
+from tests.harness.kube.cluster import KubeCluster
+from tests.harness.kube.operator import KueueStandIn, RayJobOperator, operator_for
 from tests.harness.kube.server import KubeApiServer
 from tests.harness.wait import wait_for
 from tests.unit.k8s.rendering import FOLDER
@@ -444,9 +444,9 @@ def test_kueue_admits_a_job_and_takes_its_room_back(
     backend.submit(sent)
     seen = backend.observe(sent.attempt_id)
     assert seen.state is PENDING and "admission by Kueue queue ads" in seen.message
-    kueue.admit(backends.cluster.namespace, sent.attempt_id)
+    kueue.admit(sent.attempt_id)
     wait_for_state(backend, sent.attempt_id, RUNNING)
-    kueue.evict(backends.cluster.namespace, sent.attempt_id)
+    kueue.evict(sent.attempt_id)
     seen = wait_for_state(backend, sent.attempt_id, FAILED)
     assert seen.reason is EndReason.PREEMPTED
     # Admitted once more, KubeRay would start the same attempt again.
@@ -463,7 +463,7 @@ def test_kueue_that_is_faster_than_a_cut_off_submission_changes_nothing(
     server.faults.fail(503, verb=verb, path=path)
     with pytest.raises(BackendUnreachable):
         backend.submit(sent)
-    kueue.admit(backends.cluster.namespace, sent.attempt_id)
+    kueue.admit(sent.attempt_id)
     later = backends.open()
     assert later.observe(sent.attempt_id).state is NOT_FOUND
     (cut_off,) = backends.rayjobs().values()

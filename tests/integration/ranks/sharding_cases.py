@@ -19,7 +19,6 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.types import DataType
 
 from tests.harness.small_model import dlrm_spec
 from tests.harness.wait import scaled
@@ -42,7 +41,6 @@ SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
 LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
 BATCH_SIZE = 6
 _CPU = torch.device("cpu")
-_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class ShardingCase:
     hosts: str = "abab"
     optimizer: str = "row_wise_adagrad"
     weighted: bool = False
-    data_type: str = "fp32"
     all_to_all: str = "fp32"
     min_partition: int = 8
     memory_bytes: int | None = None
@@ -113,7 +110,6 @@ class ShardingCase:
             "name": name,
             "num_embeddings": TABLES[name],
             "embedding_dim": DIM,
-            "data_type": self.data_type,
             "constraints": {
                 "sharding_types": [sharding_type],
                 "min_partition": self.min_partition,
@@ -148,14 +144,13 @@ def _reduce(sequence: JaggedTensor, num_rows: int) -> torch.Tensor:
 
 
 def _configs(
-    kind: Callable[..., Any], tables: dict[str, int], features: dict[str, str], data_type: str
+    kind: Callable[..., Any], tables: dict[str, int], features: dict[str, str]
 ) -> list[Any]:
     return [
         kind(
             num_embeddings=rows,
             embedding_dim=DIM,
             name=name,
-            data_type=_DATA_TYPES[data_type],
             feature_names=[feature for feature, table in features.items() if table == name],
         )
         for name, rows in tables.items()
@@ -169,12 +164,12 @@ class Lookups(nn.Module):
         super().__init__()
         meta = torch.device("meta")
         self.pooled = EmbeddingBagCollection(
-            _configs(EmbeddingBagConfig, POOLED_TABLES, POOLED, case.data_type),
+            _configs(EmbeddingBagConfig, POOLED_TABLES, POOLED),
             is_weighted=case.weighted,
             device=meta,
         )
         self.sequences = EmbeddingCollection(
-            _configs(EmbeddingConfig, SEQUENCE_TABLES, SEQUENCES, case.data_type),
+            _configs(EmbeddingConfig, SEQUENCE_TABLES, SEQUENCES),
             device=meta,
         )
         self.head = Head()
@@ -286,7 +281,6 @@ def _train(case: ShardingCase) -> dict[str, Any]:
         "plans": table_plans(plan, spec),
         "tables": _gather(model, "weight"),
         "moments": _gather(model, "moment"),
-        "dtypes": {shard.table: shard.weight.dtype for shard in model.table_shards()},
         "head": model.module.head.weight.detach().clone(),
     }
 

@@ -67,9 +67,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
     [
         (4, 2, "inter_host"),
         (2, 1, "intra_host"),
-        pytest.param(4, 4, "intra_host", marks=pytest.mark.slow),
         pytest.param(2, 2, "intra_host", marks=pytest.mark.slow),
-        pytest.param(1, 1, "intra_host", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_loads_bitwise_at_another_layout(

@@ -36,9 +36,9 @@ TOLERANCE = 1e-6
 DENSE_LR = 0.05
 
 
-def _spec(case: Case, dense: str, optimizer: str, **table_types: str) -> JobSpec:
+def _spec(case: Case, optimizer: str, **table_types: str) -> JobSpec:
     document = spec_of(case).model_dump(mode="json")
-    document["parallelism"]["dense"] = dense
+    document["parallelism"]["dense"] = "at_sync"
     document["optimizer"]["dense"] = {"name": optimizer, "lr": DENSE_LR}
     for table in document["embedding_tables"]:
         if table["name"] in table_types:
@@ -49,12 +49,8 @@ def _spec(case: Case, dense: str, optimizer: str, **table_types: str) -> JobSpec
 def _build(spec: JobSpec, case: Case) -> tuple[TwoDParallel, Optimizers, Sync]:
     model, _ = build_parallel_model(spec, form_groups(case))
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
-    at_sync = spec.parallelism.dense == "at_sync"
-    return (
-        model,
-        optimizers,
-        build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=at_sync)),
-    )
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
+    return model, optimizers, sync
 
 
 def _step(model: TwoDParallel, optimizers: Optimizers, case: Case, step: int) -> None:
@@ -64,9 +60,9 @@ def _step(model: TwoDParallel, optimizers: Optimizers, case: Case, step: int) ->
     optimizers.step()
 
 
-def _train(case: Case, dense: str, optimizer: str) -> dict[str, Any]:
+def _train(case: Case, optimizer: str) -> dict[str, Any]:
     """Train `case` on this rank; its copies of tables and dense part."""
-    spec = _spec(case, dense, optimizer)
+    spec = _spec(case, optimizer)
     model, optimizers, sync = _build(spec, case)
     set_tables(model)
     start = dense_parameters(model)
@@ -135,16 +131,11 @@ class LocalReference(DenseReference):
     ("case", "optimizer"),
     [
         (Case(4, 2, sync_every=3, num_steps=7), "adam"),
-        pytest.param(
-            Case(4, 2, placement="inter_host", sync_every=2, num_steps=4),
-            "sgd",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(Case(3, 1, sync_every=2, num_steps=4), "adam", marks=pytest.mark.slow),
+        pytest.param(Case(3, 1, sync_every=2, num_steps=4), "sgd", marks=pytest.mark.slow),
     ],
 )
 def test_copies_trained_apart_and_averaged_equal_the_reference(case: Case, optimizer: str) -> None:
-    ranks = run_ranks(_train, case.world_size, case, "at_sync", optimizer)
+    ranks = run_ranks(_train, case.world_size, case, optimizer)
     reference = LocalReference(case, ranks[0]["dense_start"], optimizer)
     reference.run()
     for result in ranks:
@@ -160,22 +151,9 @@ def test_copies_trained_apart_and_averaged_equal_the_reference(case: Case, optim
         assert any(not torch.equal(value, last[name]) for name, value in first.items())
 
 
-def _train_both_ways(case: Case) -> list[dict[str, Any]]:
-    return [_train(case, dense, "sgd") for dense in ("every_step", "at_sync")]
-
-
-@pytest.mark.slow
-def test_a_sync_at_every_step_equals_averaged_gradients_under_sgd() -> None:
-    for every_step, at_sync in run_ranks(_train_both_ways, 4, Case(4, 2, sync_every=1)):
-        for name, parameter in every_step["dense"].items():
-            torch.testing.assert_close(at_sync["dense"][name], parameter, atol=TOLERANCE, rtol=0)
-        for name, table in every_step["tables"].items():
-            torch.testing.assert_close(at_sync["tables"][name], table, atol=TOLERANCE, rtol=0)
-
-
 def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
-    spec = _spec(case, "at_sync", "adam", genres="data_parallel")
+    spec = _spec(case, "adam", genres="data_parallel")
     model, optimizers, sync = _build(spec, case)
     assert model.data_parallel_tables()
     store = dist.distributed_c10d._get_default_store()
@@ -209,7 +187,7 @@ def test_between_syncs_no_group_waits_for_another() -> None:
 
 def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
     groups = form_groups(case)
-    spec = _spec(case, "at_sync", "sgd")
+    spec = _spec(case, "sgd")
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
     network.register_buffer("counts", torch.full((3,), float(groups.rank)))

@@ -7,20 +7,99 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec import JaggedTensor
 
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assemble
-from tests.integration.ranks.dynamic_cases import (
-    NUM_ROWS,
-    dynamic_config,
-    load_dynamic,
-    replace_ids,
-    train_dynamic,
-    whole_ids,
-)
+from tests.harness.sessions import assemble, make_config, open_session, snapshot, told
 from trainer.models.managed_collision import NO_ID
+from trainer.parallel.sharding import ids_by_table, settle
+from trainer.protocol.events import Metrics
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.session import Session
+from trainer.training.worker import train
 
+NUM_ROWS = 64
+# A table of pooled features, and one of a sequence.
+DYNAMIC = (
+    "parallelism.sync=null",
+    # Measured ones make another plan now and then, and with it other initial weights.
+    "parallelism.planner.bandwidths=default",
+    f"embedding_tables[1]={{name: movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
+    "dynamic: {eviction: distance_lfu, eviction_interval: 3, num_buckets: 4}}",
+    f"embedding_tables[4]={{name: liked_movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
+    "dynamic: {eviction: lru, eviction_interval: 5, num_buckets: 8}}",
+    "features[4].type=sequence",
+    "training.epochs=1",
+    "training.validate_every_steps=1000",
+)
 STEPS = ("training.max_steps=14", "checkpoint.every_steps=7", "checkpoint.keep_last=5")
+
+
+def dynamic_config(
+    data: Path, run_dir: Path, size: int, *overrides: str, run_index: int = 0
+) -> WorkerConfig:
+    """The demo job with a dynamic table of movies, one copy over `size` workers."""
+    sizes = (f"parallelism.workers={size}", f"parallelism.shard_group_size={size}")
+    return make_config(data, run_dir, *sizes, *DYNAMIC, *overrides, run_index=run_index)
+
+
+def train_dynamic(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end; the model and the ids of each row."""
+    session = open_session(config)
+    train(session)
+    return {**snapshot(session), "ids": ids_of(session)}
+
+
+def replace_ids(config: WorkerConfig) -> dict[str, float]:
+    """Train, then let ids that are new take the place of those that have rows.
+
+    What is left of these: the largest moment and weight of the rows that have new ids, and of those
+    rows before.
+    """
+    session = open_session(config)
+    train(session)
+    ids = dict(ids_by_table(session.model))["movies"]
+    (shard,) = (each for each in session.model.table_shards() if each.table == "movies")
+    (moments,) = shard.states.values()
+    before, weights = moments.clone(), shard.weight.clone()
+    for _ in range(50):
+        seen = JaggedTensor(values=torch.arange(10**6, 10**6 + 5000), lengths=torch.tensor([5000]))
+        ids.profile(ids.preprocess({"movies": seen}))
+    settle(session.model)
+    is_new = (weights != shard.weight).any(dim=1)
+    return {
+        "new": int(is_new.sum()),
+        "moment_before": float(before[is_new].max()),
+        "moment": float(moments[is_new].max()),
+        "weight": float(shard.weight[is_new].abs().max()),
+    }
+
+
+def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
+    """Restore from the newest checkpoint only."""
+    session = open_session(config)
+    session.restore()
+    return {**snapshot(session), "ids": ids_of(session)}
+
+
+def ids_of(session: Session) -> dict[str, tuple[int, torch.Tensor]]:
+    """By name: first place, and what this rank holds of the state of the ids."""
+    found = {}
+    for table, ids in ids_by_table(session.model):
+        assert ids.output_size() * session.world_size == NUM_ROWS
+        for name, buffer in ids.named_buffers():
+            if not name.startswith("_"):
+                found[f"{table}.{name}"] = (int(ids.rows.min()), buffer.clone())
+    return found
+
+
+def whole_ids(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The state of the ids of the whole table, out of all ranks' parts."""
+    names = ranks[0]["ids"]
+    return {
+        name: torch.cat([part for _, part in sorted(r["ids"][name] for r in ranks)])
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +111,16 @@ def trained(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_ids_have_rows_of_their_own_and_are_evicted_when_the_table_is_full(trained: Any) -> None:
-    _, ranks = trained
+    run_dir, ranks = trained
     state = whole_ids(ranks)
     for table in ("movies", "liked_movies"):
         ids, rows = state[f"{table}.ids"], state[f"{table}.rows"]
         known = ids[ids != NO_ID]
         assert len(known) == len(known.unique()), "an id has two rows"
         assert sorted(rows.tolist()) == list(range(NUM_ROWS)), "two ids have one row"
-    reports = ranks[0]["reports"]
+    reports = [
+        each.values for each in told(run_dir, Metrics) if "dynamic/movies/fill" in each.values
+    ]
     for table in ("movies", "liked_movies"):
         assert reports[-1][f"dynamic/{table}/fill"] > 0.8
         assert sum(each[f"dynamic/{table}/evicted"] for each in reports) > 10

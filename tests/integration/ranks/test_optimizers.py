@@ -1,8 +1,7 @@
-"""All optimizers of a model together on gloo ranks, against plain torch and resumed runs."""
+"""All optimizers of a model together on gloo ranks, against plain torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import TABLE_ROWS, Case, form_groups, make_batch, spec_of
-from trainer.checkpoint import save_load
 from trainer.models.networks import build_model
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
@@ -24,7 +22,6 @@ NUM_STEPS, BATCH_SIZE = 6, 8
 NAMES = ("sgd", "adagrad", "row_wise_adagrad")
 # L = 1: each rank trains its own copy of the tables, so a plain model beside it is the reference.
 ALONE = Case(2, 1, batch_size=BATCH_SIZE)
-TOGETHER = Case(2, 2, batch_size=BATCH_SIZE)
 
 
 def scheduled_spec(
@@ -212,46 +209,3 @@ def test_half_precision_tables_train_alike_when_whole_on_every_rank(
             assert expected.dtype == torch.float16
             # A few roundings of fp16 values below 1.
             torch.testing.assert_close(whole["tables"][table], expected, atol=2e-3, rtol=0)
-
-
-def checkpoint_state(model: TwoDParallel, optimizers: Optimizers) -> dict[str, Any]:
-    """What a checkpoint holds."""
-    return {"model": model.state_dict(), "optim": optimizers.combined.state_dict()}
-
-
-def resume(folder: Path, spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
-    """A new model that continues from a checkpoint."""
-    model, optimizers = start(spec, groups)
-    optimizers.init_state()
-    state = checkpoint_state(model, optimizers)
-    save_load.load(folder, state)
-    model.load_state_dict(state["model"])
-    optimizers.combined.load_state_dict(state["optim"])
-    return model, optimizers
-
-
-def resume_here_and_elsewhere(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Final state of a whole run, of a resumed one, and of one that moved to other sharding."""
-    groups = form_groups(TOGETHER)
-    original = scheduled_spec(TOGETHER, "row_wise_adagrad", data_parallel=("movies",))
-    other = scheduled_spec(TOGETHER, "row_wise_adagrad", data_parallel=("users",))
-    straight = start(original, groups)
-    train(*straight, range(1, 4))
-    save_load.save(folder / "middle", checkpoint_state(*straight))
-    resumed, moved = (resume(folder / "middle", spec, groups) for spec in (original, other))
-    for run in (straight, resumed, moved):
-        train(*run, range(4, NUM_STEPS + 1))
-    save_load.save(folder / "end", checkpoint_state(*moved))
-    returned = resume(folder / "end", original, groups)
-    return [plain_values(checkpoint_state(*run)) for run in (straight, resumed, returned)]
-
-
-def test_a_resumed_schedule_goes_on_exactly_also_where_tables_are_sharded_otherwise(
-    tmp_path: Path,
-) -> None:
-    for straight, resumed, returned in run_ranks(resume_here_and_elsewhere, 2, tmp_path):
-        assert any("users.momentum1" in path for path in straight)
-        assert straight.keys() == resumed.keys() == returned.keys()
-        for path, tensor in straight.items():
-            assert torch.equal(resumed[path], tensor), path
-            torch.testing.assert_close(returned[path], tensor, atol=1e-6, rtol=0)

@@ -165,26 +165,18 @@ def measure_steps(sharding: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[("row_wise",), ("table_wise", "data_parallel")])
-def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """`measure_steps` of each rank."""
-    return run_ranks(measure_steps, 2, request.param)
-
-
 @pytest.mark.slow
-def test_phases_are_seen_and_take_no_more_than_the_time_that_passed(
-    measured: list[dict[str, Any]],
+@pytest.mark.parametrize("sharding", [("row_wise",), ("table_wise", "data_parallel")])
+def test_phases_are_seen_in_order_and_take_no_more_than_the_time_that_passed(
+    sharding: tuple[str, ...],
 ) -> None:
+    measured = run_ranks(measure_steps, 2, sharding)
     for rank in measured:
         seconds = {phase: rank["metrics"][f"phase/{phase}_s"] for phase in PHASES}
         never = {"data_wait"}  # nothing is read here
         assert {phase for phase, value in seconds.items() if value <= 0} == never
         longest_s = max(other["elapsed_s"] for other in measured)
         assert sum(seconds.values()) * NUM_STEPS <= longest_s
-
-
-@pytest.mark.slow
-def test_the_forward_pass_goes_through_its_phases_in_order(measured: list[dict[str, Any]]) -> None:
     first_step = measured[0]["entered"][: measured[0]["entered"].index("backward")]
     changes = [p for i, p in enumerate(first_step) if i == 0 or first_step[i - 1] != p]
     assert changes[:2] == ["dense", "input_dist"]
@@ -193,10 +185,6 @@ def test_the_forward_pass_goes_through_its_phases_in_order(measured: list[dict[s
     middle = changes[2:-2]
     assert middle == ["lookup", "output_dist"] * (len(middle) // 2)
     assert middle
-
-
-@pytest.mark.slow
-def test_all_ranks_report_the_same_means(measured: list[dict[str, Any]]) -> None:
     assert measured[0]["metrics"] == measured[1]["metrics"]
     assert 1.0 <= measured[0]["metrics"]["balance/step"] <= 2.0
     assert torch.equal(measured[0]["gathered"], torch.tensor([[0.0, 5.0], [1.0, 5.0]]).double())

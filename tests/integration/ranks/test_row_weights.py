@@ -14,7 +14,7 @@ import torch
 
 from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assemble, load_session, train_restored, train_session
+from tests.harness.sessions import assemble, load_session, train_session
 from tests.harness.wait import scaled
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
@@ -77,8 +77,8 @@ def test_rows_count_alike_on_one_rank_and_on_two(
     tmp_path: Path, bad_rows: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
     data = write_rows(tmp_path / "data", bad_rows)
-    alone = run_ranks(train_restored, 1, job(data, tmp_path / "one", 1, **changes))
-    shared = run_ranks(train_restored, 2, job(data, tmp_path / "two", 2, **changes))
+    alone = run_ranks(train_session, 1, job(data, tmp_path / "one", 1, **changes))
+    shared = run_ranks(train_session, 2, job(data, tmp_path / "two", 2, **changes))
     for name, value in alone[0]["dense"].items():
         torch.testing.assert_close(shared[0]["dense"][name], value, atol=1e-6, rtol=1e-5, msg=name)
     tables = assemble(alone)

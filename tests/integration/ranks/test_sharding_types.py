@@ -104,12 +104,6 @@ def test_two_replicas_of_two_shards_equal_the_reference_for_every_type(
     )
 
 
-@pytest.mark.slow
-def test_two_replicas_over_two_hosts_of_four_equal_the_reference_for_every_type() -> None:
-    cases = _every_type(ShardingCase(8, 4, hosts="abababab", weighted=True))
-    _check(cases)
-
-
 def _largest_difference(result: dict[str, Any], other: dict[str, Any]) -> float:
     return max(
         (table - other["tables"][name]).abs().max().item()
@@ -127,16 +121,6 @@ def test_half_precision_on_the_way_rounds_every_type_by_its_own_precision() -> N
         # fp16 has a mantissa of 10 bits, bf16 one of 7. TorchRec means fp16 by bf16 on CPU.
         assert 0 < _largest_difference(fp16, exact) < 0.02
         assert _largest_difference(fp16, exact) < _largest_difference(bf16, exact) < 0.1
-
-
-@pytest.mark.slow
-def test_fp16_tables_train_within_their_rounding() -> None:
-    case = ShardingCase(2, 2, hosts="aa", optimizer="sgd", weighted=True)
-    cases = [replace(each, data_type=d) for each in _every_type(case) for d in ("fp32", "fp16")]
-    results = run_ranks(train_sharded, 2, cases)[0]
-    for exact, half in zip(results[::2], results[1::2], strict=True):
-        assert set(half["dtypes"].values()) == {torch.float16}
-        assert 0 < _largest_difference(half, exact) < 0.02
 
 
 def test_every_rank_learns_why_there_is_no_plan() -> None:

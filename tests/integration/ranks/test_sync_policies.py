@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.ranks import run_ranks
-from tests.integration.ranks import sync_policy_cases as cases
 from tests.integration.ranks.sync_cases import (
     SyncCase,
     Table,
+    Training,
+    assert_bitwise,
     check_cases,
     check_resharded,
+    clones,
+    make_batch,
     random_case,
     untouched_rows,
 )
@@ -22,6 +27,234 @@ CASES_A_RUN = 10
 TABLES = (Table(300), Table(20, num_features=2), Table(6, sharding="data_parallel"))
 CASE = SyncCase(2, 1, tables=TABLES, batch_size=3)
 MODES = ({"mode": "touched_rows", "full_above": 1.0}, {"mode": "full"})
+
+
+def overlapped_equals_immediate(case: SyncCase) -> None:
+    """Finished before another step, an overlapped sync has the result of one that does not."""
+    training = Training(case)
+    sync = training.build_sync(overlap=True)
+    for _ in range(2):
+        training.train(2)
+        tensors = [*training.weights(), *training.moments()]
+        means = training.mean_of(tensors)
+        before = clones(tensors)
+        sync()
+        assert_bitwise(tensors, before)  # nothing is applied yet
+        sync.finish()
+        assert_bitwise(tensors, means)
+    sync.close()
+
+
+def overlapped_keeps_what_was_learned(case: SyncCase) -> int:
+    """Means land as a difference after the next step; the number of values that had moved on."""
+    training = Training(case)
+    sync = training.build_sync(overlap=True)
+    moved = 0
+    for _ in range(3):
+        training.train()
+        tensors = [*training.weights(), *training.moments()]
+        snapshots, means = clones(tensors), training.mean_of(tensors)
+        sync()
+        training.train()
+        currents = clones(tensors)
+        sync.finish()
+        for tensor, mean, current, start in zip(tensors, means, currents, snapshots, strict=True):
+            stayed = current == start
+            assert torch.equal(tensor[stayed], mean[stayed])
+            torch.testing.assert_close(tensor, mean + (current - start), rtol=1e-6, atol=1e-7)
+            moved += int((~stayed).sum())
+    _check_flush(training, sync)
+    sync.close()
+    return moved
+
+
+def delayed_moments_lag_one_sync(case: SyncCase) -> bool:
+    """Weights are averaged at once, moments of shards a sync later; whether these differed at all.
+
+    State of what is averaged whole may shrink, so it never comes late.
+    """
+    training = Training(case)
+    sync = training.build_sync(optimizer_state="delayed")
+    training.train()
+    moments = training.shard_moments()
+    snapshots, means = clones(moments), training.mean_of(moments)
+    weight_means = training.mean_of(training.weights())
+    state_means = training.mean_of(training.whole_states())
+    sync()
+    assert_bitwise(training.weights(), weight_means)
+    assert_bitwise(training.whole_states(), state_means)
+    assert_bitwise(moments, snapshots)
+    training.train()
+    currents = clones(moments)
+    sync()
+    training.assert_copies_equal(training.weights())
+    assert_bitwise(
+        moments,
+        [
+            mean + (current - start)
+            for mean, current, start in zip(means, currents, snapshots, strict=True)
+        ],
+    )
+    training.train()
+    _check_flush(training, sync)
+    sync.close()
+    pairs = zip(means, snapshots, strict=True)
+    return any(not torch.equal(mean, start) for mean, start in pairs)
+
+
+def moments_stay_until_a_flush(case: SyncCase) -> None:
+    """Under `never` syncs leave moments alone, and a flush averages all that differ."""
+    training = Training(case)
+    sync = training.build_sync(optimizer_state="never")
+    for _ in range(2):
+        training.train()
+        before = clones(training.moments())
+        sync()
+        training.assert_copies_equal(training.weights())
+        assert_bitwise(training.moments(), before)
+    means = training.mean_of(training.moments())
+    sync.flush()
+    assert_bitwise(training.moments(), means)
+    assert sync.flush().density == 0
+    sync.close()
+
+
+def _check_flush(training: Training, sync: Any) -> None:
+    sync.flush()
+    training.assert_copies_equal([*training.weights(), *training.moments()])
+
+
+def flush_is_exact(case: SyncCase) -> None:
+    """In the middle of everything a flush makes all copies equal, moments included."""
+    for state in ("every", "delayed", "never"):
+        for overlap in (False, True):
+            training = Training(case)
+            sync = training.build_sync(optimizer_state=state, overlap=overlap)
+            training.train()
+            sync()
+            training.train()
+            _check_flush(training, sync)
+            training.train(2)
+            sync()
+            _check_flush(training, sync)
+            sync.close()
+
+
+def errors_of_changes(case: SyncCase, overlap: bool) -> list[tuple[float, float]]:
+    """(largest error against the exact mean, largest change) of each sync in half precision."""
+    training = Training(case)
+    sync = training.build_sync(overlap=overlap)
+    tensors = [*training.weights(), *training.moments()]
+    errors = []
+    for _ in range(3):
+        starts = clones(tensors)
+        training.train()
+        means = training.mean_of(tensors)
+        # What travels is a copy's own change, so errors are relative to the largest of those.
+        copies = [
+            training.copies_of(tensor - start)
+            for tensor, start in zip(tensors, starts, strict=True)
+        ]
+        largest = max(changes.abs().max().item() for changes in copies)
+        sync()
+        sync.finish()
+        pairs = zip(tensors, means, strict=True)
+        errors.append((max((t - m).abs().max().item() for t, m in pairs), largest))
+        training.assert_copies_equal(tensors)
+    sync.close()
+    assert not training.warnings
+    return errors
+
+
+def overlapped_changes_agree_later(case: SyncCase) -> None:
+    """Overlapped syncs in half precision keep one base on all copies, so copies come together."""
+    training = Training(case)
+    sync = training.build_sync(overlap=True)
+    for _ in range(4):
+        training.train()
+        sync.finish()
+        sync()
+    sync.finish()
+    training.assert_copies_equal([*training.weights(), *training.moments()])
+    sync.close()
+
+
+def small_updates_survive(case: SyncCase) -> tuple[float, float]:
+    """(mean change applied, mean change meant) where weights are large and updates small."""
+    training = Training(case)
+    with torch.no_grad():
+        for weight in training.weights():
+            weight.fill_(8.0)
+    sync = training.build_sync()
+    sync.reset()
+    training.train()
+    means = training.mean_of(training.weights())
+    sync()
+    sync.close()
+    applied = sum((weight - 8.0).abs().sum().item() for weight in training.weights())
+    meant = sum((mean - 8.0).abs().sum().item() for mean in means)
+    return applied, meant
+
+
+def overflow_falls_back(case: SyncCase) -> list[str]:
+    """Changes beyond fp16 travel exactly; the warnings of twelve such syncs."""
+    training = Training(case)
+    sync = training.build_sync()
+    tensors = training.weights()
+    for _ in range(12):
+        with torch.no_grad():
+            # Only one copy overflows; all of them must fall back together.
+            for shard in training.model.table_shards():
+                shard.weight.fill_(0.0)
+        sync.reset()
+        training.train()
+        if training.copy == 0:
+            for shard in training.model.table_shards():
+                shard.weight.mul_(1e12)
+        means = training.mean_of(tensors)
+        sync()
+        assert_bitwise(tensors, means)
+        training.assert_copies_equal(tensors)
+    sync.close()
+    return training.warnings
+
+
+def weight_decay_is_full(case: SyncCase) -> tuple[float, list[str]]:
+    """(density, warnings) where every step changes every row; the copies end equal."""
+    training = Training(case)
+    sync = training.build_sync()
+    training.train(3)
+    report = sync()
+    training.assert_copies_equal([*training.weights(), *training.moments()])
+    sync.close()
+    return report.density, training.warnings
+
+
+def price_of_syncs(case: SyncCase) -> list[tuple[float, int]]:
+    """(density, bytes) of a sync after a step, of one after none, and of a dense one."""
+    training = Training(case)
+    sync = training.build_sync()
+    training.train()
+    first = sync()
+    second = sync()
+    training.train(40)
+    third = sync()
+    sync.close()
+    return [(each.density, each.num_bytes) for each in (first, second, third)]
+
+
+def evaluation_touches_nothing(case: SyncCase) -> float:
+    """Density of a sync after a forward pass without gradients and one in eval mode."""
+    training = Training(case)
+    sync = training.build_sync()
+    batch = make_batch(case, 1, training.groups.rank, training.copy)
+    with torch.no_grad():
+        training.model(batch)
+    training.model.eval()
+    training.model(batch)
+    density = sync().density
+    sync.close()
+    return density
 
 
 @pytest.fixture(params=MODES, ids=["touched_rows", "full"])
@@ -33,28 +266,26 @@ def case(request: pytest.FixtureRequest) -> SyncCase:
 def test_an_overlapped_sync_equals_an_immediate_one_when_nothing_happens_meanwhile(
     case: SyncCase,
 ) -> None:
-    run_ranks(cases.overlapped_equals_immediate, 2, case)
+    run_ranks(overlapped_equals_immediate, 2, case)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_overlapped_means_land_as_a_difference(case: SyncCase, optimizer: str) -> None:
-    moved = run_ranks(
-        cases.overlapped_keeps_what_was_learned, 2, replace(case, optimizer=optimizer)
-    )
+    moved = run_ranks(overlapped_keeps_what_was_learned, 2, replace(case, optimizer=optimizer))
     assert all(number > 0 for number in moved)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "row_wise_adagrad"])
 def test_delayed_moments_lag_one_sync(case: SyncCase, optimizer: str) -> None:
-    assert all(run_ranks(cases.delayed_moments_lag_one_sync, 2, replace(case, optimizer=optimizer)))
+    assert all(run_ranks(delayed_moments_lag_one_sync, 2, replace(case, optimizer=optimizer)))
 
 
 def test_moments_that_are_never_synced_are_equal_after_a_flush() -> None:
-    run_ranks(cases.moments_stay_until_a_flush, 2, replace(CASE, sync=MODES[0]))
+    run_ranks(moments_stay_until_a_flush, 2, replace(CASE, sync=MODES[0]))
 
 
 def test_a_flush_makes_all_copies_equal_whatever_the_policy(case: SyncCase) -> None:
-    run_ranks(cases.flush_is_exact, 3, replace(case, world_size=3))
+    run_ranks(flush_is_exact, 3, replace(case, world_size=3))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -63,7 +294,7 @@ def test_changes_in_half_precision_err_by_a_rounding_on_the_way_and_one_back(
     case: SyncCase, dtype: str, precision: float, overlap: bool
 ) -> None:
     half = replace(case, optimizer="sgd", sync=case.sync | {"dtype": dtype})
-    for errors in run_ranks(cases.errors_of_changes, 2, half, overlap):
+    for errors in run_ranks(errors_of_changes, 2, half, overlap):
         for error, largest in errors:
             assert largest > 0
             # Half a unit each, and fp32's own rounding of weights below 1.
@@ -72,19 +303,19 @@ def test_changes_in_half_precision_err_by_a_rounding_on_the_way_and_one_back(
 
 def test_overlapped_changes_in_half_precision_bring_copies_together(case: SyncCase) -> None:
     half = replace(case, optimizer="adagrad", sync=case.sync | {"dtype": "bf16"})
-    run_ranks(cases.overlapped_changes_agree_later, 2, half)
+    run_ranks(overlapped_changes_agree_later, 2, half)
 
 
 def test_small_updates_of_large_weights_survive_bf16(case: SyncCase) -> None:
     half = replace(case, optimizer="sgd", lr=1e-3, sync=case.sync | {"dtype": "bf16"})
-    for applied, meant in run_ranks(cases.small_updates_survive, 2, half):
+    for applied, meant in run_ranks(small_updates_survive, 2, half):
         assert meant > 0
         assert applied == pytest.approx(meant, rel=0.02)
 
 
 def test_a_change_too_large_for_fp16_travels_in_fp32_on_all_copies(case: SyncCase) -> None:
     half = replace(case, optimizer="sgd", sync=case.sync | {"dtype": "fp16"})
-    first, other = run_ranks(cases.overflow_falls_back, 2, half)
+    first, other = run_ranks(overflow_falls_back, 2, half)
     # Told by one rank of the replica group, at the first such sync and at the tenth.
     assert ["so far: 1." in first[0], "so far: 10." in first[1]] == [True, True]
     assert len(first) == 2 and other == []
@@ -92,7 +323,7 @@ def test_a_change_too_large_for_fp16_travels_in_fp32_on_all_copies(case: SyncCas
 
 def test_weight_decay_switches_touched_rows_off_with_a_warning() -> None:
     decayed = replace(CASE, weight_decay=0.1, sync=MODES[0])
-    (density, (warning,)), other = run_ranks(cases.weight_decay_is_full, 2, decayed)
+    (density, (warning,)), other = run_ranks(weight_decay_is_full, 2, decayed)
     assert density == 1.0
     assert "weight_decay" in warning
     assert other == (1.0, [])
@@ -100,7 +331,7 @@ def test_weight_decay_switches_touched_rows_off_with_a_warning() -> None:
 
 def test_a_sync_costs_what_was_touched_and_falls_back_to_full_when_that_is_most() -> None:
     tables = (Table(3000), Table(500))
-    for prices in run_ranks(cases.price_of_syncs, 2, replace(CASE, tables=tables, batch_size=60)):
+    for prices in run_ranks(price_of_syncs, 2, replace(CASE, tables=tables, batch_size=60)):
         (some, some_bytes), (none, none_bytes), (all_, all_bytes) = prices
         assert 0 < some < 0.2
         assert none == 0
@@ -110,7 +341,7 @@ def test_a_sync_costs_what_was_touched_and_falls_back_to_full_when_that_is_most(
 
 
 def test_lookups_without_training_touch_nothing() -> None:
-    assert run_ranks(cases.evaluation_touches_nothing, 2, CASE) == [0.0, 0.0]
+    assert run_ranks(evaluation_touches_nothing, 2, CASE) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,36 @@
-"""A cluster that grows by itself, really: nodes come when a job wants them, and leave when idle."""
+"""A cluster that grows by itself, really: nodes come when a job wants them, and leave when idle.
+
+Nodes come from `tests.harness.loopback_nodes` when Ray's autoscaler (v2) wants them. Everything is
+started and ended by process id.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
+from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
-from tests.conftest import EXAMPLE_SPEC
-from tests.harness.ray_growing import PATIENCE_S, GrowingStack, growing_stack
-from tests.harness.wait import Found, wait_for
+from service.local.ray_node import NODE_IP, RayPorts, RayState, choose_ports, ray_executable
+from tests.conftest import EXAMPLE_SPEC, REPO
+from tests.harness.ray_hosts import RAY_SETTINGS, kill_tree, processes_below
+from tests.harness.service_process import ServiceProcess
+from tests.harness.wait import Found, free_port, wait_for
+from trainer.fault_injection import FAULTS, VARIABLE, Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,10 +44,247 @@ COMMON = (
 )
 
 
+MAX_NODES = 3
+IDLE_S = 12
+# Nodes, trainers and workers start on a machine that others may use, too.
+PATIENCE_S = 420
+_STORE_BYTES = 80_000_000
+# A step takes a while whatever the machine, so that a job outlives what happens around it.
+_SLOW_STEPS = [
+    Fault(
+        kind="slow",
+        group=group,
+        rank=rank,
+        step=0,
+        phase="lookup",
+        incarnation=incarnation,
+        arg=0.3,
+        times=10**6,
+    )
+    for group in range(MAX_NODES + 1)
+    for rank in range(2)
+    for incarnation in range(3)
+]
+_UNUSED: dict[str, Any] = {
+    "docker": {},
+    "initialization_commands": [],
+    "setup_commands": [],
+    "head_setup_commands": [],
+    "worker_setup_commands": [],
+    "head_start_ray_commands": [],
+    "worker_start_ray_commands": [],
+    "file_mounts": {},
+    "cluster_synced_files": [],
+    "file_mounts_sync_continuously": False,
+    "rsync_exclude": [],
+    "rsync_filter": [],
+}
+
+
+def autoscaling_config(gcs_port: int) -> dict[str, Any]:
+    """At most `MAX_NODES` nodes with room for one worker each, none to begin with."""
+    return _UNUSED | {
+        "cluster_name": "loopback",
+        "max_workers": MAX_NODES,
+        "provider": {
+            "type": "external",
+            "module": "tests.harness.loopback_nodes.LoopbackNodes",
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "launch_multiple": True,
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "gcs_address": f"{NODE_IP}:{gcs_port}",
+        },
+        "head_node_type": "ray.head.default",
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": IDLE_S / 60,
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": {
+                "resources": {"CPU": 1, "object_store_memory": _STORE_BYTES},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": MAX_NODES,
+            },
+        },
+    }
+
+
+def _environment(token: str, ports: RayPorts) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return (
+        kept
+        | RAY_SETTINGS
+        | {
+            # Where the monitor finds the provider, and drivers find the trainer.
+            "PYTHONPATH": str(REPO),
+            "RAY_enable_autoscaler_v2": "1",
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "AUTOSCALER_METRIC_PORT": str(free_port()),
+            "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+            "RAY_AUTH_TOKEN": token,
+            "RAY_health_check_timeout_ms": "10000",
+            "RAY_agent_register_timeout_ms": "400000",
+            "RAY_raylet_start_wait_time_s": "60",
+            VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
+        }
+    )
+
+
+@dataclass
+class GrowingRay:
+    """The head, and below it the nodes that its autoscaler adds."""
+
+    temp_dir: Path
+    ports: RayPorts = field(default_factory=choose_ports)
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    _head: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The Jobs API."""
+        return f"http://127.0.0.1:{self.ports.dashboard}"
+
+    def start(self) -> None:
+        """Start the head and wait until it answers."""
+        wait_for(self._is_up, "the head", limit_s=PATIENCE_S)
+
+    def _is_up(self) -> bool:
+        """Whether the head is there; starts it, again where Ray gave up on a busy machine."""
+        if self._head is None or self._head.poll() is not None:
+            self._end_leftovers()
+            # Others may have taken a port meanwhile, which is why a start fails at times.
+            self.ports = choose_ports()
+            self._start()
+        return NODE_IP in self._live_addresses()
+
+    def _start(self) -> None:
+        config = self.temp_dir.with_suffix(".json")
+        config.write_text(json.dumps(autoscaling_config(self.ports.gcs)))
+        executable = ray_executable()
+        command = [
+            executable,
+            "start",
+            "--head",
+            "--block",
+            f"--autoscaling-config={config}",
+            f"--node-ip-address={NODE_IP}",
+            f"--port={self.ports.gcs}",
+            f"--ray-client-server-port={free_port()}",
+            f"--dashboard-agent-listen-port={self.ports.agent_http}",
+            # A raylet that is given its agents' ports need not wait for them, for 15 s at most.
+            f"--dashboard-agent-grpc-port={free_port()}",
+            f"--metrics-export-port={free_port()}",
+            f"--runtime-env-agent-port={free_port()}",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self.ports.dashboard}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            "--num-cpus=0",
+            f"--object-store-memory={_STORE_BYTES}",
+            f"--temp-dir={self.temp_dir}",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+        ]
+        with self.temp_dir.with_suffix(".log").open("wb") as output:
+            self._head = subprocess.Popen(
+                command,
+                env=_environment(self.token, self.ports),
+                cwd=REPO,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def nodes(self) -> set[str]:
+        """Addresses of the nodes that are there beside the head."""
+        assert self._head is not None
+        assert self._head.poll() is None, self.temp_dir.with_suffix(".log").read_text()
+        return self._live_addresses() - {NODE_IP}
+
+    def _live_addresses(self) -> set[str]:
+        return {node.address for node in RayState(self.url, self.token).live_nodes() or ()}
+
+    def kill(self, address: str) -> None:
+        """SIGKILL everything that runs on a node."""
+        assert self._head is not None
+        for pid in processes_below(self._head.pid):
+            if _is_raylet_of(pid, address):
+                kill_tree(pid)
+
+    def end(self) -> None:
+        """SIGKILL everything."""
+        if self._head is not None:
+            kill_tree(self._head.pid)
+            self._head.wait()
+            self._end_leftovers()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+        for suffix in (".json", ".log"):
+            self.temp_dir.with_suffix(suffix).unlink(missing_ok=True)
+
+    def _end_leftovers(self) -> None:
+        """SIGKILL what a head that died has left, which is below no process of ours any more."""
+        for pid in started_with(f"RAY_AUTH_TOKEN={self.token}"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def started_with(setting: str) -> list[int]:
+    """Processes of this user that were started with a variable, as in `NAME=value`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _is_raylet_of(pid: int, address: str) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return words[0].endswith(b"/raylet") and f"--node_ip_address={address}".encode() in words
+    return False
+
+
+@dataclass
+class GrowingStack:
+    """Ray, the service on it, and its client."""
+
+    ray: GrowingRay
+    service: ServiceProcess
+    client: ShardloomClient
+
+    def timeline(self, job_id: str, *kinds: str) -> list[dict[str, Any]]:
+        """Data of all timeline events of some kinds."""
+        return [each.data for each in self.client.iter_events(job_id) if each.kind in kinds]
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrowingStack]:
-    with growing_stack(tmp_path_factory.mktemp("growing")) as stack:
-        yield stack
+    """A stack whose cluster grows to room for `MAX_NODES` workers."""
+    # Ray's sockets lie below it, and their names may not be long.
+    ray = GrowingRay(Path(tempfile.mkdtemp(prefix="ray-grow-")))
+    service: ServiceProcess | None = None
+    try:
+        ray.start()
+        settings = {
+            "SHARDLOOM_BACKEND": "ray_jobs",
+            "SHARDLOOM_RAY_ADDRESS": ray.url,
+            "SHARDLOOM_RAY_AUTH_TOKEN": ray.token,
+            "SHARDLOOM_CLUSTER_MAX_WORKERS": str(MAX_NODES),
+            "SHARDLOOM_RECONCILE_INTERVAL_S": "1",
+        }
+        service = ServiceProcess(tmp_path_factory.mktemp("growing"), free_port(), settings)
+        service.start()
+        client = ShardloomClient(service.url)
+        yield GrowingStack(ray, service, client)
+        client.close()
+    finally:
+        if service is not None:
+            service.kill()
+        ray.end()
 
 
 def shardloom(stack: GrowingStack, *arguments: str) -> str:

@@ -19,7 +19,7 @@ from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.kube.backends import KubeRayBackends, rules
-from tests.harness.kube.cluster import operator_for
+from tests.harness.kube.operator import operator_for
 from tests.harness.service_process import ServiceProcess
 from tests.harness.stack import Stack
 from tests.harness.wait import free_port, wait_for

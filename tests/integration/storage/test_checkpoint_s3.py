@@ -36,7 +36,7 @@ from trainer.checkpoint import save_load
 from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.resume import warm_start
-from trainer.checkpoint.save_load import CheckpointError, list_committed, remove_uncommitted
+from trainer.checkpoint.save_load import list_committed, remove_uncommitted
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.protocol import events
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
@@ -169,17 +169,6 @@ def _look_at(kind: str, run_dir: Path, path: str) -> dict[str, Any]:
     found = look_for_newest({}, run_dir, path)
     again = look_for_newest({}, run_dir, path)
     return {"kind": kind, "is_kept": bool(newer.list()), "again": again} | found
-
-
-def refusal_of_start(environment: Mapping[str, str], run_dir: Path, path: str) -> tuple[str, str]:
-    """Kind and message of the error with which a start is refused."""
-    os.environ.update(environment)
-    saver = Saver.open(run_dir, path=path)
-    try:
-        saver.checkpoints.newest()
-    except CheckpointError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("checkpoints can be written")
 
 
 def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) -> None:
@@ -401,24 +390,3 @@ def test_groups_that_start_together_probe_clear_away_and_set_aside_together(stor
         at_once(lambda folder=damaged: set_aside(folder))
         assert names_in(folder) == {f"{damaged.name}/COMMIT.damaged.json"}
         assert (damaged / "COMMIT.damaged.json").read_bytes() == b"what it held"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "path", "said"),
-    [
-        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "s3://data/runs", "access was denied; set AWS_ACCESS"),
-        ({"AWS_ACCESS_KEY_ID": "nobody"}, "s3://data/runs", "access was denied; set AWS_ACCESS"),
-        ({}, "s3://elsewhere/runs", "there is no bucket 'elsewhere'; make it or name another"),
-    ],
-)
-def test_wrong_credentials_and_buckets_are_refused_at_once_on_every_rank(
-    store, run_dir, changes, path, said
-):
-    arguments = (store.environment | changes, run_dir, path)
-    answers = run_ranks(refusal_of_start, 2, *arguments)
-    assert len(set(answers)) == 1
-    kind, message = answers[0]
-    assert kind == "CheckpointRefused"
-    assert f"checkpoints cannot be written: {path}/{run_dir.name}/checkpoints/.probe" in message
-    assert said in message

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.files import digest
 from trainer.datasets.io.journal import JOURNAL_NAME
 from trainer.datasets.movielens.synthetic import generate_movielens
 
@@ -18,14 +19,6 @@ OPTIONS = ("--unit-rows", "1000", "--num-partitions", "8")
 def command(source: Path, out: Path) -> list[str]:
     code = "from trainer.datasets.cli import app; app()"
     return [sys.executable, "-c", code, "prepare", "movielens", str(source), str(out), *OPTIONS]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def num_parts(journal: Path) -> int:
@@ -73,5 +66,5 @@ def test_a_run_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
         assert not out.exists()
         done = found
     subprocess.run(command(source, out), check=True, capture_output=True)
-    assert contents(out) == contents(whole)
+    assert digest(out) == digest(whole)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.object_store import ObjectStore, run_object_store
-from trainer.data.manifest import MANIFEST_NAME, Manifest
+from trainer.data.manifest import MANIFEST_NAME
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
 from trainer.errors import BadValueError, OutputExistsError, SourceMissingError, StorageError
@@ -67,19 +67,6 @@ def test_from_and_to_an_object_store_the_bytes_are_those_of_a_local_run(
 
 
 @pytest.mark.slow
-def test_a_folder_is_replaced_only_when_told_and_keeps_no_older_files(store, remote_csv, expected):
-    out = Location.parse(store.url("again"))
-    prepare_movielens(remote_csv, out, options=OPTIONS)
-    with pytest.raises(OutputExistsError, match="--overwrite"):
-        prepare_movielens(remote_csv, out, options=OPTIONS)
-    fewer = OPTIONS.model_copy(update={"num_partitions": 2})
-    manifest = prepare_movielens(remote_csv, out, options=fewer, overwrite=True)
-    assert Manifest.model_validate_json((out / MANIFEST_NAME).read_bytes()) == manifest
-    parts = {name for name in contents(out) if name.startswith("train/")}
-    assert parts == {file.path for file in manifest.splits["train"].files}
-
-
-@pytest.mark.slow
 def test_bad_data_leaves_an_older_folder_as_it_was(store, remote_csv, expected, tmp_path):
     out, broken = Location.parse(store.url("kept")), tmp_path / "broken"
     prepare_movielens(remote_csv, out, options=OPTIONS)
@@ -135,15 +122,20 @@ def test_what_is_not_ours_below_the_output_is_never_written_over_or_deleted(stor
     assert set(contents(out)) == {"checkpoints/best.bin", MANIFEST_NAME}
 
 
-def test_a_prepared_folder_is_replaced_but_not_what_others_put_there(store, remote_csv, expected):
+def test_a_prepared_folder_is_replaced_when_told_without_what_others_put_there(
+    store, remote_csv, expected
+):
     out = Location.parse(store.url("guests"))
     fewer = OPTIONS.model_copy(update={"num_partitions": 2})
     prepare_movielens(remote_csv, out, options=OPTIONS)
     (out / "train/notes.md").write_bytes(b"precious")
-    prepare_movielens(remote_csv, out, options=fewer, overwrite=True)
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        prepare_movielens(remote_csv, out, options=OPTIONS)
+    manifest = prepare_movielens(remote_csv, out, options=fewer, overwrite=True)
     found = contents(out)
     assert found.pop("train/notes.md") == b"precious"
-    assert sum(name.startswith("train/") for name in found) == 2, "older parts are gone"
+    parts = {name for name in found if name.startswith("train/")}
+    assert parts == {file.path for file in manifest.splits["train"].files}, "older ones are gone"
 
 
 @pytest.mark.slow

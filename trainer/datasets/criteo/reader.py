@@ -2,8 +2,7 @@
 
 Tab-separated without a header: a label, 13 integers and 26 hexadecimal ids; any integer or id may
 be empty. Blocks of whole lines are parsed at once; only a faulty block is read again line by line,
-to say where. Where bad lines are to be skipped, a faulty block is halved until they are found: good
-lines are still parsed in bulk. Raises a `DataError` that names file and line.
+to say where. Raises a `DataError` that names file and line.
 """
 
 from __future__ import annotations
@@ -181,15 +180,16 @@ MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
 Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 _Rule = tuple[Kind, str, re.Pattern[str]]
-_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
-_ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", re.compile("([0-9a-fA-F]{1,8})?"))
+_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"(?:[+-]?[0-9]{1,18})?"))
+_HEXADECIMAL = re.compile("(?:[0-9a-fA-F]{1,8})?")
+_ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
 _WANTED: dict[str, _Rule] = {
     LABEL: ("label", "0 or 1", re.compile(r"[01]")),
     **dict.fromkeys(DENSE_NAMES, _COUNT),
     **dict.fromkeys(ID_NAMES, _ID),
 }
 # A line without fault, all of it at once: many times faster than cell by cell.
-_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for *_, cell in _WANTED.values()).encode())
+_GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\z"
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
 
 
@@ -251,13 +251,8 @@ class LineFault:
     error: DataError
 
 
-def line_fault(line: bytes, source: str, number: int) -> LineFault | None:
-    """The first fault of a line without its end; None where it is good."""
-    return None if _GOOD_LINE.fullmatch(line) else _fault_of(line, source, number)
-
-
-def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
-    """The same, cell by cell."""
+def _fault_of(line: bytes, source: str, number: int) -> LineFault:
+    """The first fault of a bad line without its end."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -271,13 +266,15 @@ def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
     if len(cells) != NUM_COLUMNS:
         cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
         return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
-    for cell, (name, (kind, wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
-        if not pattern.fullmatch(cell):
-            if number == 1 and name == LABEL and cell and not cell.isdigit():
-                wanted += "; Criteo's files have no header: remove the first line"
-            fault = BadValueError(source, f"line {number}", name, cell, wanted)
-            return LineFault(kind, fault)
-    return None
+    name, cell = next(
+        (name, cell)
+        for cell, (name, (_, _, pattern)) in zip(cells, _WANTED.items(), strict=True)
+        if not pattern.fullmatch(cell)
+    )
+    kind, wanted, _ = _WANTED[name]
+    if number == 1 and name == LABEL and cell and not cell.isdigit():
+        wanted += "; Criteo's files have no header: remove the first line"
+    return LineFault(kind, BadValueError(source, f"line {number}", name, cell, wanted))
 
 
 def _column_fault(text: str, num_cells: int) -> str:
@@ -296,10 +293,6 @@ def _column_fault(text: str, num_cells: int) -> str:
 
 
 NUM_SHOWN = 5
-# A faulty block of no more lines is gone through line by line, which takes as long as a few dozen
-# calls of the parser: halving further would cost more where faults are spread.
-_FEW_LINES = 4096
-_Part = tuple[RawClicks, IntArray]
 
 
 @dataclass
@@ -339,52 +332,28 @@ def parse_lines(
     `source` and `first_line` (from 1) name lines in errors. Lines at fault are counted in `bad`;
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
-    parts = list(_good_parts(with_plain_ends(block), source, first_line, bad))
-    if not parts:
-        return _NOTHING, np.zeros(0, dtype=np.int64)
-    clicks = RawClicks(
-        label=np.concatenate([part.label for part, _ in parts]),
-        counts=np.concatenate([part.counts for part, _ in parts]),
-        ids=np.concatenate([part.ids for part, _ in parts]),
-    )
-    return clicks, np.concatenate([line for _, line in parts]) - first_line
+    block = with_plain_ends(block)
+    found = try_parse(block)
+    if isinstance(found, RawClicks):
+        return found, np.arange(len(found))
+    lines = block.removesuffix(b"\n").split(b"\n")
+    texts = pl.Series([line.decode(errors="replace") for line in lines])
+    is_good = texts.str.contains(_GOOD_LINE).to_numpy()
+    for number in np.flatnonzero(~is_good):
+        fault = _fault_of(lines[number], source, first_line + int(number))
+        if bad is None:
+            raise fault.error
+        bad.add(fault)
+    good = np.flatnonzero(is_good)
+    rows = try_parse(b"".join(lines[number] + b"\n" for number in good)) if len(good) else _NOTHING
+    if isinstance(rows, str):
+        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
+    return rows, good
 
 
 _NOTHING = RawClicks(
     np.zeros(0, dtype=np.uint8), np.zeros((0, 13)), np.zeros((0, 26), dtype=np.int64)
 )
-
-
-def _good_parts(
-    lines: bytes, source: str, first_line: int, bad: BadLines | None
-) -> Iterator[_Part]:
-    """The rows of `lines` and the numbers of their lines, in parts."""
-    found = try_parse(lines)
-    if isinstance(found, RawClicks):
-        yield found, np.arange(first_line, first_line + len(found))
-        return
-    middle = lines.find(b"\n", len(lines) // 2) + 1
-    if _num_lines(lines) > _FEW_LINES and 0 < middle < len(lines):
-        yield from _good_parts(lines[:middle], source, first_line, bad)
-        yield from _good_parts(
-            lines[middle:], source, first_line + lines.count(b"\n", 0, middle), bad
-        )
-        return
-    good, numbers = [], []
-    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first_line):
-        if (fault := line_fault(line, source, number)) is None:
-            good.append(line)
-            numbers.append(number)
-        elif bad is None:
-            raise fault.error
-        else:
-            bad.add(fault)
-    if not good:
-        return
-    rows = try_parse(b"\n".join(good) + b"\n")
-    if isinstance(rows, str):
-        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
-    yield rows, np.array(numbers, dtype=np.int64)
 
 
 def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from trainer.data.transforms import Moments
-from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, LineBlock, find_sources, read_blocks
-from trainer.datasets.io.csv_reader import last_line_end
+from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
+from trainer.datasets.io.csv_reader import read_blocks, whole_rows
 from trainer.errors import CorruptFileError, SourceMissingError
 from trainer.storage import Location
 
@@ -232,7 +232,7 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
 
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
-_MAX_CELL_BYTES = 4 * _BLOCK_BYTES
+_MAX_ROW_BYTES = 4 * _BLOCK_BYTES
 _DELIMITERS = "\t,;|"
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
@@ -376,10 +376,10 @@ def _is_number(cell: str) -> bool:
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
     blocks = read_blocks(file, _BLOCK_BYTES)
-    for block in _whole_rows(blocks) if text.has_quotes else blocks:
+    for block in whole_rows(blocks, _MAX_ROW_BYTES) if text.has_quotes else blocks:
         lines = block.lines
         if text.has_header and block.first_line == 1:
-            lines = lines.split(b"\n", 1)[1]
+            lines = lines.partition(b"\n")[2]
         if not lines:
             continue
         try:
@@ -396,26 +396,6 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
                 f"{file}, between lines {block.first_line} and {last}: cannot be read as "
                 f"{text.text}, {len(text.columns)} columns: {str(error).splitlines()[0]}"
             ) from None
-
-
-def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
-    """The same lines in blocks that end where a row does: after an even number of quotes.
-
-    Where a quote opens and no other follows for long, it is not meant as one: then, as ever, rows
-    end with lines.
-    """
-    rest = LineBlock(b"", 1)
-    for block in blocks:
-        lines = rest.lines + block.lines
-        end = last_line_end(lines)
-        if not end and len(lines) > _MAX_CELL_BYTES:
-            end = len(lines)
-        if end:
-            yield LineBlock(lines[:end], rest.first_line)
-        num_lines = lines.count(b"\n", 0, end)
-        rest = LineBlock(lines[end:], rest.first_line + num_lines)
-    if rest.lines:
-        yield rest
 
 
 def _open_parquet(file: Location) -> pq.ParquetFile:

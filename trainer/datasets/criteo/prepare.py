@@ -50,14 +50,13 @@ from trainer.datasets.criteo.encode import (
 from trainer.datasets.criteo.reader import (
     ID_NAMES,
     BadLines,
-    LineBlock,
     check_bound,
     check_distinct,
     count_lines,
     find_sources,
     parse_lines,
-    read_blocks,
 )
+from trainer.datasets.io.csv_reader import LineBlock, read_blocks
 from trainer.datasets.io.journal import Facts, Part, progress_bars
 from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
 from trainer.errors import (

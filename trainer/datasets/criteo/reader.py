@@ -10,16 +10,16 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
+from trainer.datasets.io.csv_reader import COMPRESSIONS, count_of_lines, read_blocks
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -28,25 +28,6 @@ from trainer.errors import (
     TooManyBadRowsError,
 )
 from trainer.storage import Location
-
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-
-
-@dataclass(frozen=True)
-class LineBlock:
-    """Whole lines of a file; `first_line` counts from 1."""
-
-    lines: bytes
-    first_line: int
-
-    @property
-    def num_lines(self) -> int:
-        return _num_lines(self.lines)
-
-
-def _num_lines(lines: bytes) -> int:
-    """The last line of a file may lack its line feed."""
-    return lines.count(b"\n") + (not lines.endswith(b"\n"))
 
 
 def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
@@ -98,7 +79,7 @@ def _identity(file: Location) -> object:
 
 def _plain_name(name: str) -> str:
     """The name without the ending of a compressed file."""
-    return next((name.removesuffix(end) for end in _COMPRESSIONS if name.endswith(end)), name)
+    return next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
 
 
 def _is_data(name: str) -> bool:
@@ -113,49 +94,9 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
-    """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
-
-    Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
-    is longer than a block; `StorageError` where a remote file cannot be read for now.
-    """
-    first_line, rest = 1, b""
-    try:
-        with _open(source) as stream:
-            while block := stream.read(block_bytes):
-                end = block.rfind(b"\n") + 1
-                if not end and len(block) == block_bytes:
-                    raise CorruptFileError(
-                        f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
-                        "tab-separated text file?"
-                    )
-                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
-                if lines:
-                    found = LineBlock(lines, first_line)
-                    first_line += found.num_lines
-                    yield found
-    except (OSError, pa.ArrowException) as error:
-        raise CorruptFileError(
-            f"{source} cannot be read to its end ({error}); was the download cut short? "
-            "Copy it again"
-        ) from None
-    if rest:
-        yield LineBlock(rest, first_line)
-    elif first_line == 1:
-        raise CorruptFileError(f"{source} is empty; was the download cut short?")
-
-
 def count_lines(source: Location, block_bytes: int) -> int:
     """Number of lines, read as `read_blocks` does and with its errors."""
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
-
-
-def _open(source: Location) -> io.BufferedReader:
-    file = source.open_input()
-    suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
-    # A compressed stream may give less than was asked for; buffered, only at the end.
-    stream = pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
-    return io.BufferedReader(stream)
 
 
 NUM_DENSE = 13
@@ -215,7 +156,7 @@ def with_plain_ends(block: bytes) -> bytes:
 
 def try_parse(block: bytes) -> RawClicks | str:
     """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
-    num_lines = _num_lines(block)
+    num_lines = count_of_lines(block)
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
         return "other bytes or columns than wanted"
     try:

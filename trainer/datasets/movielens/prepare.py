@@ -163,7 +163,7 @@ def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[p
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
-VERSION = 5
+VERSION = 6
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -252,13 +252,12 @@ class _Preparation:
 
     def run(self) -> Manifest:
         """Read, sort, fit, build histories and write; gives the unwritten manifest."""
-        reader = BlockReader(
-            self.source / "ratings.csv", RATING_COLUMNS, delimiter=self.options.delimiter
-        )
+        ratings = self.source / "ratings.csv"
+        reader = BlockReader(ratings, RATING_COLUMNS, delimiter=self.options.delimiter)
         movies = read_movies(self.source / "movies.csv", self.options.delimiter)
-        self.counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
-        task = self.progress.add_task("reading ratings", total=reader.size_bytes)
+        task = self.progress.add_task("reading ratings", total=ratings.size_bytes())
         blocks = read_blocks(reader, self.staging, partial(self.progress.advance, task))
+        self.counts["ratings_last_line_unfinished"] = int(not blocks.has_line_end)
         self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
         units = self._sort(reader, blocks, movie_ids)

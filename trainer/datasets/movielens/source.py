@@ -18,7 +18,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, Ragged, offsets_of
-from trainer.datasets.io.csv_reader import BlockReader, integer, number, read_csv, text, timestamp
+from trainer.datasets.io.csv_reader import (
+    BlockReader,
+    LineBlock,
+    integer,
+    number,
+    read_csv,
+    text,
+    timestamp,
+)
 from trainer.datasets.io.journal import Advance, Facts
 from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
 from trainer.datasets.io.vocabulary import Vocabulary
@@ -138,31 +146,30 @@ class Blocks:
     """The blocks of the csv file, and who and what is in them.
 
     `users` and `movies` are distinct raw ids in ascending order, `rows_per_user` as long as
-    `users`.
+    `users`. A file without `has_line_end` may have been cut short, inside its last number.
     """
 
     paths: tuple[Path, ...]
     users: IntArray
     rows_per_user: IntArray
     movies: IntArray
+    has_line_end: bool
 
 
 def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Blocks:
     """Put all rows aside, block by block; `advance` is told the bytes that were read."""
     paths: list[Path] = []
-    start, line = reader.first, 2
-    while start < reader.size_bytes:
+    has_line_end = True
+    for block in reader.blocks():
 
-        def make(path: Path, start: int = start, line: int = line) -> Facts:
-            block, frame = reader.read(start, line)
-            write_columns(path, _sorted_by_user(frame))
-            return {"end": block.end, "next_line": block.next_line}
+        def make(path: Path, block: LineBlock = block) -> None:
+            write_columns(path, _sorted_by_user(reader.parse(block)))
 
-        path, facts = staging.scratch(f"blocks/{len(paths):05d}.arrow", make)
-        advance(facts["end"] - start)
-        start, line = facts["end"], facts["next_line"]
+        path, _ = staging.scratch(f"blocks/{len(paths):05d}.arrow", make)
+        advance(len(block.lines))
         paths.append(path)
-    return _index(paths)
+        has_line_end = block.lines.endswith(b"\n")
+    return _index(paths, has_line_end)
 
 
 def _sorted_by_user(frame: pl.DataFrame) -> Columns:
@@ -178,7 +185,7 @@ def _sorted_by_user(frame: pl.DataFrame) -> Columns:
     }
 
 
-def _index(paths: Sequence[Path]) -> Blocks:
+def _index(paths: Sequence[Path], has_line_end: bool) -> Blocks:
     users, counts, movies = [], [], []
     for path in paths:
         block = map_columns(path)
@@ -188,7 +195,7 @@ def _index(paths: Sequence[Path]) -> Blocks:
         movies.append(pl.Series(block["movie"]).unique().to_numpy())
     distinct, place = np.unique(np.concatenate(users), return_inverse=True)
     rows = np.bincount(place, np.concatenate(counts)).astype(np.int64)
-    return Blocks(tuple(paths), distinct, rows, np.unique(np.concatenate(movies)))
+    return Blocks(tuple(paths), distinct, rows, np.unique(np.concatenate(movies)), has_line_end)
 
 
 def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
@@ -305,8 +312,8 @@ def read_tag_words(
         block_bytes=_TAG_BLOCK_BYTES,
         may_lack_rows=True,
     )
-    for _, frame in reader.blocks():
-        tags = _training_tags(frame, users, begins, split)
+    for block in reader.blocks():
+        tags = _training_tags(reader.parse(block), users, begins, split)
         counted = pl.concat([total, count_tag_words(tags)])
         total = counted.group_by("movieId", "word").agg(pl.col("len").sum())
         num_tags += len(tags)
@@ -329,9 +336,9 @@ def name_duplicate(
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
     wanted = (pl.col("userId") == found.user) & (pl.col("movieId") == found.movie)
     rows = (
-        block.line + row
-        for block, frame in reader.blocks()
-        for row in frame.with_row_index().filter(wanted)["index"]
+        block.first_line + row
+        for block in reader.blocks()
+        for row in reader.parse(block).with_row_index().filter(wanted)["index"]
     )
     lines = list(islice(rows, 2))
     return BadValueError(

@@ -105,11 +105,11 @@ def reader_of(folder: Path, body: str, block_bytes: int) -> BlockReader:
 
 
 def read_all(reader: BlockReader) -> list[tuple[int, str]]:
-    return [row for _, frame in reader.blocks() for row in frame.rows()]
+    return [row for block in reader.blocks() for row in reader.parse(block).rows()]
 
 
 @given(st.lists(st.sampled_from([b'"', b"\n", b"x"]), max_size=30).map(b"".join))
-def test_thelast_line_ends_at_the_last_newline_outside_quotes(content):
+def test_the_last_line_ends_at_the_last_newline_outside_quotes(content):
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     whole = [end for end in ends if content.count(b'"', 0, end) % 2 == 0]
     assert last_line_end(content) == max(whole, default=0)

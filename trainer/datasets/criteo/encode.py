@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.data.transforms import HashEncoder
+from trainer.data.transforms import HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.reader import (
     DENSE_NAMES,
     ID_NAMES,
@@ -35,7 +36,7 @@ from trainer.datasets.criteo.reader import (
     RawClicks,
 )
 from trainer.datasets.io.journal import Facts
-from trainer.datasets.io.vocabulary import UNKNOWN
+from trainer.datasets.io.vocabulary import UNKNOWN, vocabulary_of
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -57,14 +58,12 @@ class KnownIds:
     def size(self) -> int:
         return len(self.values) + 1
 
+    @cached_property
+    def _encoder(self) -> VocabularyEncoder:
+        return vocabulary_of(self.values)
+
     def encode(self, raw: IntArray) -> IntArray:
-        if not len(self.values):
-            return np.full(len(raw), UNKNOWN, dtype=np.int64)
-        # Sorted needles find their places in the cache; a column repeats few values very often.
-        distinct, places = np.unique(raw, return_inverse=True)
-        positions = np.searchsorted(self.values, distinct)
-        found = self.values[np.minimum(positions, len(self.values) - 1)] == distinct
-        return np.where(found, positions + 1, UNKNOWN)[places]
+        return self._encoder.encode(pa.array(raw))
 
     def write(self, path: Path) -> None:
         """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""

@@ -31,10 +31,11 @@ from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry, read_footer
 from trainer.data.ragged import IntArray
+from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
 from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
-from trainer.datasets.io.vocabulary import Vocabulary, fit_vocabulary
+from trainer.datasets.io.vocabulary import fit_vocabulary, vocabulary_of, write_vocabulary
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
@@ -331,34 +332,32 @@ class _Preparation:
         tag_words: pl.DataFrame,
         units: Units,
         statistics: RatingStatistics,
-    ) -> tuple[dict[str, Vocabulary], Fitted]:
+    ) -> tuple[dict[str, VocabularyEncoder], Fitted]:
         options = self.options
         every_id = pl.Series("movieId", movie_ids)
         described = describe_movies(movies, tag_words, every_id, options.max_tokens_per_movie)
         is_known = statistics.training_rows_of_movie > 0
         seen = described.filter(pl.Series(is_known))
-        genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
+        genres = fit_vocabulary(seen["genres"].explode().drop_nulls())
         tokens = fit_vocabulary(
-            "tokens",
             seen["tokens"].explode().drop_nulls(),
             min_count=options.min_token_count,
             max_size=options.max_tokens,
         )
-        users = Vocabulary(
-            "user_id", pl.Series("value", blocks.users[statistics.training_rows_of_user > 0])
-        )
-        rated = Vocabulary("movie_id", pl.Series("value", movie_ids[is_known]))
+        users = vocabulary_of(blocks.users[statistics.training_rows_of_user > 0])
+        rated = vocabulary_of(movie_ids[is_known])
         fitted = Fitted(
             units=units,
             statistics=statistics,
             catalogue=encode_catalogue(described, genres, tokens),
-            user_index=users.encode(pl.Series(blocks.users)),
-            movie_index=rated.encode(every_id),
+            user_index=users.encode(pa.array(blocks.users)),
+            movie_index=rated.encode(pa.array(movie_ids)),
             user_mean=options.user_mean,
             history_length=options.history_length,
             validation_past=options.validation_past,
         )
-        return {v.name: v for v in (users, rated, genres, tokens)}, fitted
+        found = {"user_id": users, "movie_id": rated, "genres": genres, "tokens": tokens}
+        return found, fitted
 
     def _build_histories(self, fitted: Fitted) -> UnitRows:
         moments: dict[str, Moments] = {}
@@ -379,9 +378,12 @@ class _Preparation:
         return UnitRows(fitted, exchange, folds, moments | of_folds)
 
     def _write(
-        self, vocabularies: dict[str, Vocabulary], statistics: RatingStatistics, rows: UnitRows
+        self,
+        vocabularies: dict[str, VocabularyEncoder],
+        statistics: RatingStatistics,
+        rows: UnitRows,
     ) -> Manifest:
-        sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
+        sizes = {name: vocabulary.num_ids for name, vocabulary in vocabularies.items()}
         histories = ("history_movies", "history_liked", "history_disliked")
         return Manifest(
             source="movielens",
@@ -397,8 +399,10 @@ class _Preparation:
             },
             vocabularies={
                 name: vocabulary_entry(
-                    self.staging.result(f"vocab/{name}.parquet", vocabulary.write_file),
-                    vocabulary.size - 1,
+                    self.staging.result(
+                        f"vocab/{name}.parquet", partial(write_vocabulary, vocabulary=vocabulary)
+                    ),
+                    len(vocabulary.values),
                 )
                 for name, vocabulary in vocabularies.items()
             },

@@ -18,6 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, Ragged, offsets_of
+from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import (
     BlockReader,
     LineBlock,
@@ -29,7 +30,6 @@ from trainer.datasets.io.csv_reader import (
 )
 from trainer.datasets.io.journal import Advance, Facts
 from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
-from trainer.datasets.io.vocabulary import Vocabulary
 from trainer.datasets.movielens.statistics import NEVER, Split, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
@@ -106,7 +106,9 @@ def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabulary) -> Catalogue:
+def encode_catalogue(
+    described: pl.DataFrame, genres: VocabularyEncoder, tokens: VocabularyEncoder
+) -> Catalogue:
     """Turn the words of `describe_movies` into indices."""
     return Catalogue(
         year=described["year"].fill_null(float("nan")).to_numpy(),
@@ -115,11 +117,11 @@ def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabu
     )
 
 
-def _encode_lists(lists: pl.Series, vocabulary: Vocabulary) -> Ragged:
+def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> Ragged:
     lengths = lists.list.len().to_numpy().astype(np.int64)
     # Empty lists would explode to one null each.
     values = lists.filter(lists.list.len() > 0).explode()
-    return Ragged(vocabulary.encode(values), offsets_of(lengths))
+    return Ragged(vocabulary.encode(values.to_arrow()), offsets_of(lengths))
 
 
 OnDuplicate = Literal["fail", "last"]

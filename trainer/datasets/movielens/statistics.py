@@ -50,23 +50,15 @@ def range_sums(values: NDArray, starts: IntArray, ends: IntArray) -> NDArray[np.
     return totals[ends] - totals[starts]
 
 
-def mark_validation(
-    user: IntArray, time: IntArray, split: Split, fraction: float
-) -> NDArray[np.bool_]:
-    """Mark the last `fraction` of all rows by time, or of each user's rows, rounded down.
+def mark_validation(user: IntArray, fraction: float) -> NDArray[np.bool_]:
+    """Mark the last `fraction` of each user's rows, rounded down, of rows by user and time.
 
-    Rows must be sorted by (user, time). A user with too few rows for one stays in training.
+    A user with too few rows for one stays in training.
     """
-    num_rows = len(user)
-    if split == "global":
-        marked = np.zeros(num_rows, dtype=bool)
-        by_time = np.lexsort((user, time))
-        marked[by_time[num_rows - int(num_rows * fraction) :]] = True
-        return marked
     begins = np.flatnonzero(np.r_[True, user[1:] != user[:-1]])
-    counts = np.diff(np.r_[begins, num_rows])
+    counts = np.diff(np.r_[begins, len(user)])
     first_held_out = begins + counts - (counts * fraction).astype(np.int64)
-    return np.arange(num_rows) >= np.repeat(first_held_out, counts)
+    return np.arange(len(user)) >= np.repeat(first_held_out, counts)
 
 
 def order_by(*keys: IntArray) -> IntArray:
@@ -173,21 +165,16 @@ class Units:
     def load(self, number: int) -> Ratings:
         """The ratings of unit `number`; `user` and `movie` hold numbers."""
         columns = map_columns(self._paths[number])
-        return Ratings(
-            user=columns["user"],
-            movie=columns["movie"],
-            stars=columns["stars"].astype(np.float64),
-            timestamp=columns["timestamp"],
-            is_validation=self._mark(number, columns["user"], columns["timestamp"]),
-        )
+        user, time = columns["user"], columns["timestamp"]
+        if self._cut is None:
+            held_out = mark_validation(user, self._fraction)
+        else:
+            held_out = self._cut.mark(time, self._num_before[number])
+        stars = columns["stars"].astype(np.float64)
+        return Ratings(user, columns["movie"], stars, time, held_out)
 
     def __iter__(self) -> Iterator[Ratings]:
         return (self.load(number) for number in range(len(self)))
-
-    def _mark(self, number: int, user: IntArray, time: IntArray) -> NDArray[np.bool_]:
-        if self._cut is None:
-            return mark_validation(user, time, "per_user", self._fraction)
-        return self._cut.mark(time, self._num_before[number])
 
     def _times(self) -> Iterable[IntArray]:
         return (map_columns(path)["timestamp"] for path in self._paths)

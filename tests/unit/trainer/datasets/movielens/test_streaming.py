@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from tests.harness.files import digest
+from tests.unit.trainer.datasets.movielens.test_features import last_of_all
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.io.journal import JOURNAL_NAME
 from trainer.datasets.movielens import prepare
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
-from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
+from trainer.datasets.movielens.statistics import Moments, find_cut
 from trainer.errors import BadValueError, OutputExistsError
 
 IN_UNITS = MovieLensOptions(unit_rows=300, num_partitions=5, row_group_rows=64)
@@ -223,13 +224,12 @@ EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, m
 
 @given(EVENTS, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
 def test_a_cut_over_units_marks_what_a_sort_of_all_rows_would(events, fraction, num_units, scale):
-    user = np.array([user for user, _ in events])
     time = np.array([time << scale for _, time in events])
     units = np.array_split(time, num_units)
     cut = find_cut(lambda: units, int(len(events) * fraction))
     before = np.cumsum([0, *(int((unit == cut.time).sum()) for unit in units)])
     marks = [cut.mark(unit, before[number]) for number, unit in enumerate(units)]
-    expected = mark_validation(user, time, "global", fraction)
+    expected = last_of_all(time, fraction)
     assert np.concatenate(marks).tolist() == expected.tolist()
 
 

@@ -8,7 +8,7 @@ but a fault of the export (`NotExportable`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,13 +99,7 @@ def measure(
     The rows are those of `spec`, whose data is on this host. Raises `NotExportable` where the
     program does not compute what it was traced from.
     """
-    manifest = predictor.manifest
-    report = Report(
-        job=manifest.job,
-        checkpoint=manifest.checkpoint,
-        step=manifest.step,
-        quantize=manifest.quantize,
-    )
+    report = Report(**predictor.manifest.model_dump(include={*Report.model_fields}))
     split = spec.data.split.validation
     try:
         if split is None:
@@ -168,8 +162,17 @@ def _compare(
     label = np.concatenate(labels)
     for index, task in enumerate(spec.model.tasks):
         found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
+        error = np.abs(found.astype(np.float64) - wanted)
         name, metric = _METRICS[task.loss]
-        report.tasks[task.name] = _task_error(found, wanted, label[:, index], name, metric)
+        report.tasks[task.name] = TaskError(
+            mean_abs_error=float(error.mean()),
+            max_abs_error=float(error.max()),
+            p99_abs_error=float(np.quantile(error, 0.99)),
+            prediction_std=float(wanted.std()),
+            metric=name,
+            trainer_metric=metric(wanted, label[:, index]),
+            export_metric=metric(found, label[:, index]),
+        )
 
 
 def _decoded(table: pa.Table, layout: RowLayout) -> Rows:
@@ -199,25 +202,6 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
             "changes, randomness, branches on values)"
         )
     return error
-
-
-def _task_error(
-    found: NDArray[np.float32],
-    wanted: NDArray[np.float32],
-    label: NDArray[np.float32],
-    name: str,
-    metric: Callable[[NDArray[np.float32], NDArray[np.float32]], float],
-) -> TaskError:
-    error = np.abs(found.astype(np.float64) - wanted)
-    return TaskError(
-        mean_abs_error=float(error.mean()),
-        max_abs_error=float(error.max()),
-        p99_abs_error=float(np.quantile(error, 0.99)),
-        prediction_std=float(wanted.std()),
-        metric=name,
-        trainer_metric=metric(wanted, label),
-        export_metric=metric(found, label),
-    )
 
 
 def _rmse(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:

@@ -8,7 +8,8 @@ so nothing that is known only at the moment of a rating leaks into its features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -95,33 +96,20 @@ class Cut:
         return marked
 
 
-_BINS_BITS = 16
-
-
 def find_cut(times: Callable[[], Iterable[IntArray]], num_held_out: int) -> Cut:
     """The cut that holds out the last `num_held_out` rows of all slices.
 
-    `times()` gives the slices anew each time it is called: every pass counts the rows in 2^16
-    bins of time and the next one looks into the bin where the cut lies.
+    `times()` gives the slices anew each time it is called, once for each halving of their range.
     """
+
+    def num_later(time: int) -> int:
+        return sum(int((slice_ > time).sum()) for slice_ in times())
+
     low = min(int(slice_.min()) for slice_ in times() if len(slice_))
     high = max(int(slice_.max()) for slice_ in times() if len(slice_))
-    if not num_held_out:
-        return Cut(high + 1, 0)
-    wanted = num_held_out
-    while True:
-        shift = max(0, (high - low).bit_length() - _BINS_BITS)
-        counts = np.zeros(((high - low) >> shift) + 1, dtype=np.int64)
-        for slice_ in times():
-            inside = slice_[(slice_ >= low) & (slice_ <= high)]
-            counts += np.bincount((inside - low) >> shift, minlength=len(counts))
-        from_last = np.cumsum(counts[::-1])
-        place = int(np.searchsorted(from_last, wanted))
-        chosen = len(counts) - 1 - place
-        wanted -= int(from_last[place] - counts[chosen])
-        if shift == 0:
-            return Cut(low + chosen, int(counts[chosen]) - wanted)
-        low, high = low + (chosen << shift), low + ((chosen + 1) << shift) - 1
+    # The first time that fewer rows are later than; none for no rows.
+    time = bisect_left(range(low, high + 1), True, key=lambda time: num_later(time) < num_held_out)
+    return Cut(low + time, num_later(low + time - 1) - num_held_out)
 
 
 @dataclass(frozen=True)
@@ -172,9 +160,6 @@ class Units:
             held_out = self._cut.mark(time, self._num_before[number])
         stars = columns["stars"].astype(np.float64)
         return Ratings(user, columns["movie"], stars, time, held_out)
-
-    def __iter__(self) -> Iterator[Ratings]:
-        return (self.load(number) for number in range(len(self)))
 
     def _times(self) -> Iterable[IntArray]:
         return (map_columns(path)["timestamp"] for path in self._paths)

@@ -7,7 +7,6 @@ imported inside the commands, so that `--help` stays quick.
 from __future__ import annotations
 
 import errno
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -238,10 +238,11 @@ def inspect_command(
         verified = _verify(sources) if verify else {}
         if as_json:
             documents = [
-                report.as_json() | {"num_verified_files": verified.get(_folder(report))}
+                report.document() | {"num_verified_files": verified.get(_folder(report))}
                 for report in reports
             ]
-            print(json.dumps(documents, indent=2))
+            # JSON knows no infinities.
+            print(to_json(documents, indent=2, inf_nan_mode="null").decode())
         elif spec:
             print("\n".join(report.suggestion.yaml() for report in reports), end="")
         else:

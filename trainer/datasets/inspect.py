@@ -7,10 +7,9 @@ the largest cardinality, rounded up to a power of two from 8 to 128.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -193,29 +192,18 @@ class DataReport:
     columns: tuple[ColumnReport, ...]
     suggestion: Suggestion
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for `--json`; None for numbers that JSON does not know."""
-        document = {
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
             "title": self.data.title,
             "format": self.data.text.text if self.data.text else "parquet",
             "num_files": len(self.data.files),
             "size_bytes": self.data.size_bytes,
             "num_rows": self.num_rows,
-            "columns": [asdict(column) for column in self.columns],
-            "manifest": self.data.manifest.model_dump() if self.data.manifest else None,
-            "suggested": asdict(self.suggestion),
+            "columns": self.columns,
+            "manifest": self.data.manifest,
+            "suggested": self.suggestion,
         }
-        plain: dict[str, Any] = _without_non_finite(document)
-        return plain
-
-
-def _without_non_finite(value: Any) -> Any:
-    """The value with None for infinities and NaN, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from trainer.data.batches import make_batch
-from trainer.data.decode import RowLayout, decode, layout_of
+from trainer.data.decode import decode, layout_of
 from trainer.data.parquet import ParquetSource
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
@@ -104,8 +104,8 @@ def measure(
     try:
         if split is None:
             raise SourceMissingError("the spec has no validation rows (data.split.validation)")
-        tables = list(_tables(spec, Path(spec.data.path) / split, max_rows))
-        _compare(report, predictor, trained, traced, spec, tables)
+        pieces = list(_pieces(spec, Path(spec.data.path) / split, max_rows))
+        _compare(report, predictor, trained, traced, spec, pieces)
     except DataError as error:
         report.not_measured = str(error)
         # The program can be wrong without validation rows, too.
@@ -116,27 +116,27 @@ def measure(
     return report
 
 
-def _tables(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[pa.Table]:
-    """The first `max_rows` rows in pieces, without those that training leaves out."""
-    source = ParquetSource(folder, [column.name for column in layout_of(spec).columns])
-    num_left = max_rows
+def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
+    """The first `max_rows` rows, raw and decoded, without those that training leaves out."""
+    layout, num_left = layout_of(spec), max_rows
+    source = ParquetSource(folder, [column.name for column in layout.columns])
     for number in range(len(source.group_rows)):
-        table = source.read_group(number).slice(0, num_left)
-        for start in range(0, len(table), _BATCH_ROWS):
-            if len(usable := _usable(table.slice(start, _BATCH_ROWS), spec)):
-                yield usable
-        num_left -= len(table)
+        group = source.read_group(number).slice(0, num_left)
+        for start in range(0, len(group), _BATCH_ROWS):
+            table = group.slice(start, _BATCH_ROWS)
+            if spec.data.on_bad_rows == "quarantine":
+                marks = FaultMarks(len(table), FaultLog(), lambda rows: [(_VALIDATION, rows)])
+                decode(table, layout, _locate, marks)
+                table = table.filter(pa.array(marks.faults == 0))
+            if len(table):
+                yield table, decode(table, layout, _locate)
+        num_left -= len(group)
         if not num_left:
             return
 
 
-def _usable(table: pa.Table, spec: JobSpec) -> pa.Table:
-    """The rows of a table that training uses; all of them where a bad one ends the job."""
-    if spec.data.on_bad_rows != "quarantine":
-        return table
-    marks = FaultMarks(len(table), FaultLog(), lambda rows: [(_VALIDATION, rows)])
-    decode(table, layout_of(spec), lambda row: (_VALIDATION, row), marks)
-    return table.filter(pa.array(marks.faults == 0))
+def _locate(row: int) -> tuple[Path, int]:
+    return _VALIDATION, row
 
 
 def _compare(
@@ -145,20 +145,17 @@ def _compare(
     trained: nn.Module,
     traced: nn.Module,
     spec: JobSpec,
-    tables: list[pa.Table],
+    pieces: list[tuple[pa.Table, Rows]],
 ) -> None:
-    if not tables:
+    if not pieces:
         raise SourceMissingError("there is no validation row that can be used")
-    layout = layout_of(spec)
     ours, theirs, labels = [], [], []
-    for table in tables:
-        rows = _decoded(table, layout)
+    for table, rows in pieces:
         ours.append(predictor.predict(table))
         theirs.append(in_own_unit(outputs_of(trained, rows, spec), rows, spec))
         labels.append(rows.label * rows.scale + rows.offset)
-    rows = _decoded(tables[0], layout)
-    report.program_error = _program_error(predictor, traced, rows)
-    report.num_rows = sum(len(table) for table in tables)
+    report.program_error = _program_error(predictor, traced, pieces[0][1])
+    report.num_rows = sum(len(rows) for _, rows in pieces)
     label = np.concatenate(labels)
     for index, task in enumerate(spec.model.tasks):
         found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
@@ -173,10 +170,6 @@ def _compare(
             trainer_metric=metric(wanted, label[:, index]),
             export_metric=metric(found, label[:, index]),
         )
-
-
-def _decoded(table: pa.Table, layout: RowLayout) -> Rows:
-    return decode(table, layout, lambda row: (_VALIDATION, row))
 
 
 def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float32]:

@@ -62,7 +62,6 @@ from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
-    DataError,
     TooFewRowsError,
     TooManyBadRowsError,
 )
@@ -262,9 +261,22 @@ class _Preparation:
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
                 run = _Run(len(paths), line, str(file), version)
-                path, facts = self._finished_run(run, taken, buckets)
-                bad.merge(facts["bad"])
-                self._check_bad(run, num_lines, bad)
+                self.origins.append(f"{run} {buckets}")
+                make = partial(self._write_run, run, taken, buckets)
+                try:
+                    path, facts = self.staging.scratch(
+                        f"runs/{run.number:06d}.npy", make, self.origins[-1]
+                    )
+                    bad.merge(facts["bad"])
+                    self._check_bad(run, num_lines, bad)
+                except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
+                    if run.number:
+                        error.add_note(
+                            f"What was read before stays in {self.staging.keep_work()}: mend the "
+                            "file and run the same command again, or leave such lines out with "
+                            "--on-bad-line skip"
+                        )
+                    raise
                 # Blocks of a run that is already there are still to be passed over.
                 deque(taken, maxlen=0)
                 line += facts["lines"]
@@ -281,36 +293,13 @@ class _Preparation:
             )
         return Runs(paths, np.array(offsets, dtype=np.int64))
 
-    def _finished_run(
-        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets
-    ) -> tuple[Path, Facts]:
-        """The file of a run; where a line ends the preparation, earlier runs stay."""
-        self.origins.append(f"{run} {buckets}")
-        name, make = f"runs/{run.number:06d}.npy", partial(self._write_run, run, blocks, buckets)
-        try:
-            return self.staging.scratch(name, make, self.origins[-1])
-        except (BadValueError, CorruptFileError) as error:
-            self._keep_work(run, error)
-            raise
-
     def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
         """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
         if not bad.total:
             return
-        try:
-            if self.options.on_bad_line == "fail":
-                raise CorruptFileError(bad.shown[0])
-            check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
-        except (CorruptFileError, TooManyBadRowsError) as error:
-            self._keep_work(run, error)
-            raise
-
-    def _keep_work(self, run: _Run, error: DataError) -> None:
-        if run.number:
-            error.add_note(
-                f"What was read before stays in {self.staging.keep_work()}: mend the file and run "
-                "the same command again, or leave such lines out with --on-bad-line skip"
-            )
+        if self.options.on_bad_line == "fail":
+            raise CorruptFileError(bad.shown[0])
+        check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
 
     def _write_run(
         self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path

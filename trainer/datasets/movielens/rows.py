@@ -104,36 +104,20 @@ class RowBuilder:
     """Builds Arrow tables of the prepared rows of some users.
 
     `ratings.movie` holds positions in `catalogue`. All arrays have one entry per rating:
-    `user_index`, `movie_index` (of the vocabularies), `offset` and `scale` (of the label, stars)
-    and `dense` (standardised features).
+    `movie_index` (of the vocabulary) and the columns that are no lists, `numbers`.
     """
 
     ratings: Ratings
     history: UserHistory
-    user_index: IntArray
     movie_index: IntArray
     catalogue: Catalogue
-    offset: NDArray
-    scale: NDArray
-    dense: dict[str, NDArray[np.float32]]
+    numbers: Mapping[str, NDArray]
     history_length: int
 
     def build(self, rows: IntArray) -> pa.Table:
-        columns = {name: pa.array(values[rows]) for name, values in self._numbers.items()}
+        columns = {name: pa.array(values[rows]) for name, values in self.numbers.items()}
         columns |= {name: _list_array(lists) for name, lists in self._lists(rows).items()}
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
-
-    @cached_property
-    def _numbers(self) -> dict[str, NDArray]:
-        return {
-            "user_id": self.user_index,
-            "movie_id": self.movie_index,
-            **self.dense,
-            "rating": self.ratings.stars.astype(np.float32),
-            "user_mean": self.offset.astype(np.float32),
-            "user_scale": self.scale.astype(np.float32),
-            "timestamp": self.ratings.timestamp,
-        }
 
     @cached_property
     def _residual(self) -> NDArray[np.float32]:
@@ -353,16 +337,18 @@ class UnitRows:
         dense = dense_of_users(ratings, history, fitted.catalogue)
         dense |= dense_of_movies(self._exchange.history(unit))
         dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
+        movie_index = fitted.movie_index[ratings.movie]
+        numbers = {
+            "user_id": fitted.user_index[ratings.user],
+            "movie_id": movie_index,
+            **{name: self._moments[name].standardise(values) for name, values in dense.items()},
+            "rating": ratings.stars.astype(np.float32),
+            "user_mean": offset.astype(np.float32),
+            "user_scale": scale.astype(np.float32),
+            "timestamp": ratings.timestamp,
+        }
         return RowBuilder(
-            ratings=ratings,
-            history=history,
-            user_index=fitted.user_index[ratings.user],
-            movie_index=fitted.movie_index[ratings.movie],
-            catalogue=fitted.catalogue,
-            offset=offset,
-            scale=scale,
-            dense={name: self._moments[name].standardise(dense[name]) for name in dense},
-            history_length=fitted.history_length,
+            ratings, history, movie_index, fitted.catalogue, numbers, fitted.history_length
         )
 
     def _label_units(

@@ -228,17 +228,14 @@ def write_unit(
         first = int(repeated.argmax())
         own = int(blocks.users[users.start + user[first]])
         raise DuplicateRating(own, int(movie_ids[movie[first]]))
-    kept = ~repeated
     columns = {
         "user": (user + users.start).astype(np.int32),
         "movie": movie.astype(np.int32),
         "stars": rows["stars"][order],
         "timestamp": rows["timestamp"][order],
     }
-    if repeated.any():
-        columns = {name: values[kept] for name, values in columns.items()}
-    write_columns(path, columns)
-    return {"num_rows": int(kept.sum()), "num_repeated": int(repeated.sum())}
+    write_columns(path, {name: values[~repeated] for name, values in columns.items()})
+    return {"num_repeated": int(repeated.sum())}
 
 
 def _gather(blocks: Blocks, users: range) -> Columns:

@@ -150,7 +150,7 @@ def test_the_process_ends_when_its_export_is_deleted(
 ) -> None:
     folder = ask_for(RunDir(tmp_path), "newest", "int8")
 
-    def never_ends(_request: object, _tell: object) -> None:
+    def never_ends(*_: object, **__: object) -> None:
         folder.mark_deleted()
         assert not folder.remove()  # its process holds the lock
         threading.Event().wait(60)

@@ -131,17 +131,19 @@ def build(ratings: Ratings) -> pl.DataFrame:
     folds, fold = MovieFolds.empty(len(every_movie)), fold_of(ratings.user)
     folds.add(position, fold, history.residual, training)
     dense |= folds.dense(position, fold)
-    builder = RowBuilder(
-        ratings=ratings,
-        history=history,
-        user_index=users.encode(pa.array(ratings.user)),
-        movie_index=movie_index,
-        catalogue=catalogue,
-        offset=history.user_mean,
-        scale=history_scale(ratings, history, Moments.of(ratings.stars[training])),
-        dense={name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
-        history_length=3,
-    )
+    labels = {
+        "rating": ratings.stars,
+        "user_mean": history.user_mean,
+        "user_scale": history_scale(ratings, history, Moments.of(ratings.stars[training])),
+    }
+    numbers = {
+        "user_id": users.encode(pa.array(ratings.user)),
+        "movie_id": movie_index,
+        "timestamp": ratings.timestamp,
+        **{name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
+        **{name: values.astype(np.float32) for name, values in labels.items()},
+    }
+    builder = RowBuilder(ratings, history, movie_index, catalogue, numbers, history_length=3)
     return pl.DataFrame(builder.build(np.arange(len(ratings.user))))
 
 

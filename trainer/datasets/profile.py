@@ -115,6 +115,7 @@ class ColumnSketch:
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = self._num_distinct()
         std = self._moments.deviation  # infinite where squares were too large to be added up
+        minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -122,8 +123,8 @@ class ColumnSketch:
             num_nulls=self._num_nulls,
             num_distinct=num_distinct,
             is_estimate=self._level > 0,
-            minimum=self._bounds[0] if is_number and self._bounds else None,
-            maximum=self._bounds[1] if is_number and self._bounds else None,
+            minimum=minimum,
+            maximum=maximum,
             mean=self._moments.mean if is_number else None,
             std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
@@ -262,12 +263,16 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Files with the same columns. `text` is None for Parquet, `manifest` for raw files."""
+    """Files with the same columns. `text` is None for Parquet.
+
+    `folder` and `manifest` are those of a prepared folder, None for raw files.
+    """
 
     title: str
     files: tuple[Location, ...]
     columns: tuple[str, ...]
     text: TextFormat | None = None
+    folder: Location | None = None
     manifest: Manifest | None = None
     size_bytes: int = 0
 
@@ -285,12 +290,12 @@ def find_data(texts: Sequence[str]) -> list[DataSet]:
     found: list[DataSet] = []
     for text in texts:
         location = Location.parse(text)
-        manifest = find_manifest(location)
+        manifest = _find_manifest(location)
         found += [_prepared(location, manifest)] if manifest else _raw(location)
     return found
 
 
-def find_manifest(folder: Location) -> Manifest | None:
+def _find_manifest(folder: Location) -> Manifest | None:
     """The manifest of a prepared folder, None for anything else; raises `ManifestError`."""
     path = folder / MANIFEST_NAME
     if not folder.is_folder() or not path.exists():
@@ -305,6 +310,7 @@ def _prepared(folder: Location, manifest: Manifest) -> DataSet:
         title=f"{folder}, part {name}",
         files=tuple(folder / entry.path for entry in split.files),
         columns=tuple(manifest.columns),
+        folder=folder,
         manifest=manifest,
         size_bytes=sum(entry.size_bytes for entry in split.files),
     )

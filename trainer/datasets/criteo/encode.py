@@ -239,7 +239,7 @@ _ENCODED_ROWS = 131_072
 def transform_counts(counts: NDArray, *, keep_sign: bool) -> NDArray[np.float32]:
     """log(1 + count) of counts [n, 13]; NaN (not given) becomes 0.
 
-    A negative count becomes 0 or, with `keep_sign`, -log(1 - count).
+    A negative count becomes 0, as in the DLRM reference, or with `keep_sign` -log(1 - count).
     """
     given = np.nan_to_num(counts)
     sizes = np.abs(given) if keep_sign else np.maximum(given, 0)

@@ -9,10 +9,7 @@ Every finished file is recorded in a journal, so that a killed preparation resum
 the same to the byte. Until it is done the disk needs 164 bytes a row besides the result. A line
 that cannot be read ends it, and what was read before stays: once the file is mended, the same
 command reads that file's lines alone anew (all lines, if their number has changed, as each row's
-place depends on it). With `on_bad_line: skip` such lines are skipped and counted.
-
-Counts become log(1 + count), where a missing one is 0. A negative count is 0 too, as in the DLRM
-reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
+place depends on it).
 """
 
 from __future__ import annotations
@@ -69,13 +66,8 @@ from trainer.storage import Location
 
 
 class CriteoOptions(BaseModel):
-    """How to prepare Criteo files; recorded in the manifest.
+    """What `shardloom data prepare criteo --help` explains; recorded in the manifest.
 
-    `ids`: `vocabulary` gives each value seen `min_count` times in training an id of its own, at
-    most `max_ids` a column; `hashing` maps values to `num_hash_buckets` ids. `split`: validation is
-    the last `validation_fraction` of all rows, or the whole last file (the last day).
-    `on_bad_line`: a line that cannot be read is a fault, or left out, up to `max_bad_lines`: below
-    1 a share of each file's lines, else a number of lines in all.
     The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
     """
 
@@ -96,17 +88,6 @@ class CriteoOptions(BaseModel):
     block_bytes: PositiveInt = 32 * 1024 * 1024
     run_blocks: PositiveInt = 8
     bucket_rows: PositiveInt = 2_000_000
-
-
-def check_rows_left(runs: Runs, buckets: Buckets) -> None:
-    """Raise `TooFewRowsError` where all lines of a split were left out."""
-    num_training = int(runs.offsets[:, buckets.training_buckets].sum())
-    num_rows = int(runs.offsets[:, -1].sum())
-    if not 0 < num_training < num_rows:
-        raise TooFewRowsError(
-            f"{num_training} training rows and {num_rows - num_training} validation rows are left "
-            "without the bad lines; mend the files or choose another --validation-fraction"
-        )
 
 
 def plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:
@@ -203,7 +184,13 @@ class _Preparation:
         buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
         self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
         runs = self._read(buckets, lines, versions)
-        check_rows_left(runs, buckets)
+        num_training = int(runs.offsets[:, buckets.training_buckets].sum())
+        num_rows = int(runs.offsets[:, -1].sum())
+        if not 0 < num_training < num_rows:
+            raise TooFewRowsError(
+                f"{num_training} training rows and {num_rows - num_training} validation rows are "
+                "left without the bad lines; mend the files or choose another --validation-fraction"
+            )
         encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
         writer = PartitionWriter(
             runs, buckets, tuple(encoders.values()), self.options.row_group_rows

@@ -149,11 +149,6 @@ class RawClicks:
         return len(self.label)
 
 
-def with_plain_ends(block: bytes) -> bytes:
-    """The lines without the carriage returns of Windows."""
-    return block.replace(b"\r\n", b"\n") if b"\r" in block else block
-
-
 def try_parse(block: bytes) -> RawClicks | str:
     """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
     num_lines = count_of_lines(block)
@@ -184,16 +179,8 @@ def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
     )
 
 
-@dataclass(frozen=True)
-class LineFault:
-    """What is wrong with a line, in a word and in the words of an error."""
-
-    kind: Kind
-    error: DataError
-
-
-def _fault_of(line: bytes, source: str, number: int) -> LineFault:
-    """The first fault of a bad line without its end."""
+def _fault_of(line: bytes, source: str, number: int) -> tuple[Kind, DataError]:
+    """The first fault of a bad line without its end, in a word and as an error."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -202,11 +189,11 @@ def _fault_of(line: bytes, source: str, number: int) -> LineFault:
             f"(0x{line[error.start]:02x}) is not UTF-8; is this a text file, and was it copied "
             "in binary mode?"
         )
-        return LineFault("encoding", CorruptFileError(cause))
+        return "encoding", CorruptFileError(cause)
     cells = text.split("\t")
     if len(cells) != NUM_COLUMNS:
         cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
-        return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
+        return "columns" if text.strip() else "empty", CorruptFileError(cause)
     name, cell = next(
         (name, cell)
         for cell, (name, (_, _, pattern)) in zip(cells, _WANTED.items(), strict=True)
@@ -215,7 +202,7 @@ def _fault_of(line: bytes, source: str, number: int) -> LineFault:
     kind, wanted, _ = _WANTED[name]
     if number == 1 and name == LABEL and cell and not cell.isdigit():
         wanted += "; Criteo's files have no header: remove the first line"
-    return LineFault(kind, BadValueError(source, f"line {number}", name, cell, wanted))
+    return kind, BadValueError(source, f"line {number}", name, cell, wanted)
 
 
 def _column_fault(text: str, num_cells: int) -> str:
@@ -233,7 +220,7 @@ def _column_fault(text: str, num_cells: int) -> str:
     return f"{wanted}; was the file cut or edited?"
 
 
-NUM_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 @dataclass
@@ -247,15 +234,15 @@ class BadLines:
     def total(self) -> int:
         return self.num_of_kind.total()
 
-    def add(self, fault: LineFault) -> None:
-        self.num_of_kind[fault.kind] += 1
-        if len(self.shown) < NUM_SHOWN:
-            self.shown.append(str(fault.error))
+    def add(self, kind: Kind, error: DataError) -> None:
+        self.num_of_kind[kind] += 1
+        if len(self.shown) < _NUM_SHOWN:
+            self.shown.append(str(error))
 
     def merge(self, facts: dict[str, Any]) -> None:
         """Count what `facts` gave of later lines."""
         self.num_of_kind.update(facts["num_of_kind"])
-        self.shown = [*self.shown, *facts["shown"]][:NUM_SHOWN]
+        self.shown = [*self.shown, *facts["shown"]][:_NUM_SHOWN]
 
     def facts(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -273,7 +260,7 @@ def parse_lines(
     `source` and `first_line` (from 1) name lines in errors. Lines at fault are counted in `bad`;
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
-    block = with_plain_ends(block)
+    block = block.replace(b"\r\n", b"\n")
     found = try_parse(block)
     if isinstance(found, RawClicks):
         return found, np.arange(len(found))
@@ -281,10 +268,10 @@ def parse_lines(
     texts = pl.Series([line.decode(errors="replace") for line in lines])
     is_good = texts.str.contains(_GOOD_LINE).to_numpy()
     for number in np.flatnonzero(~is_good):
-        fault = _fault_of(lines[number], source, first_line + int(number))
+        kind, error = _fault_of(lines[number], source, first_line + int(number))
         if bad is None:
-            raise fault.error
-        bad.add(fault)
+            raise error
+        bad.add(kind, error)
     good = np.flatnonzero(is_good)
     rows = try_parse(b"".join(lines[number] + b"\n" for number in good)) if len(good) else _NOTHING
     if isinstance(rows, str):

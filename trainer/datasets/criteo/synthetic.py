@@ -186,11 +186,7 @@ _ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
 
 
 class CriteoGeneratorOptions(BaseModel):
-    """What to generate. `tsv` writes the raw format, `parquet` a prepared folder to train on.
-
-    `num_days` 1 gives one `train.txt` as on Kaggle, more give `day_0`, `day_1`, ... as Terabyte;
-    `max_ids` caps the 26 columns' numbers of values, which are Criteo's own.
-    """
+    """What `shardloom data generate criteo --help` explains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

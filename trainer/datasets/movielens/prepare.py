@@ -8,7 +8,7 @@ name says `others`, from training rows of other users alone.
 Ratings stream through files in units of whole users, so that memory does not grow with their
 number; only what there is one of per user, movie or tag stays in memory. Rows of a unit are
 shuffled, units follow one another, and the whole is cut into files of equal size. Every file on the
-way is a recorded part (`io/journal.py`): a run that was killed resumes.
+way is a recorded part (`io/journal.py`): a run that was killed resumes, to the same bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from rich.progress import Progress
 
-from trainer.data.manifest import Manifest, SplitEntry, read_footer
+from trainer.data.manifest import Manifest, SplitEntry
 from trainer.data.ragged import IntArray
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
@@ -42,17 +41,15 @@ from trainer.datasets.movielens.rows import (
     SCHEMA,
     Fitted,
     MovieExchange,
+    MovieLensOptions,
     SplitName,
     UnitRows,
-    UserMean,
-    ValidationPast,
     cut_movies,
 )
 from trainer.datasets.movielens.source import (
     RATING_COLUMNS,
     Blocks,
     DuplicateRating,
-    OnDuplicate,
     cut_users,
     describe_movies,
     encode_catalogue,
@@ -65,7 +62,6 @@ from trainer.datasets.movielens.source import (
 from trainer.datasets.movielens.statistics import (
     Moments,
     RatingStatistics,
-    Split,
     Units,
 )
 from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
@@ -91,15 +87,8 @@ _ENCODINGS: dict[str, Any] = {
 BuildRows = Callable[[int, int, int], pa.Table]
 
 
-@dataclass(frozen=True)
-class Partition:
-    """One file: rows `[start, end)` of some units, counted in each unit's own order."""
-
-    slices: tuple[tuple[int, int, int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(end - start for _, start, end in self.slices)
+# One file: rows `[start, end)` of some units, counted in each unit's own order.
+Partition = Sequence[tuple[int, int, int]]
 
 
 def cut_partitions(
@@ -115,13 +104,11 @@ def cut_partitions(
     cuts = [num_rows * number // num_files for number in range(num_files + 1)]
     starts = ends - rows_of_units
     return [
-        Partition(
-            tuple(
-                (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
-                for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
-                if start < last and end > first
-            )
-        )
+        [
+            (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
+            for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
+            if start < last and end > first
+        ]
         for first, last in pairwise(cuts)
     ]
 
@@ -145,7 +132,7 @@ def write_partition(
 
 def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:
     size = _GROUPS_PER_BATCH * row_group_rows
-    for unit, start, end in partition.slices:
+    for unit, start, end in partition:
         for first in range(start, end, size):
             yield build(unit, first, min(first + size, end))
 
@@ -168,35 +155,6 @@ VERSION = 6
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
-class MovieLensOptions(BaseModel):
-    """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time.
-
-    `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
-    of the user's training ratings (`training`), which holds the rating itself. `validation_past`:
-    held-out rows use all of a user's earlier ratings, as one who serves can (`all`), or
-    at those of training only, as static models do that they are compared with. `on_duplicate`: a
-    second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
-    that are held, sorted and shuffled at a time; memory follows it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    split: Split = "per_user"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    user_mean: UserMean = "past"
-    validation_past: ValidationPast = "all"
-    history_length: PositiveInt = 10
-    min_token_count: PositiveInt = 2
-    max_tokens: PositiveInt = 20_000
-    max_tokens_per_movie: PositiveInt = 24
-    on_duplicate: OnDuplicate = "fail"
-    on_missing_movie: Literal["keep", "fail"] = "keep"
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
-    unit_rows: PositiveInt = 1 << 20
-
-
 def prepare_movielens(
     source: Path | str | Location,
     out: Path | str | Location,
@@ -207,8 +165,7 @@ def prepare_movielens(
 ) -> Manifest:
     """Read the csv folder `source` and write the prepared folder `out`, all or nothing.
 
-    Both may be local paths or URLs. Run again after a kill, it goes on where it was, and the
-    result has the same bytes. Shows progress on stderr where that is a terminal. Raises a
+    Both may be local paths or URLs. Shows progress on stderr where that is a terminal. Raises a
     `DataError` that names file, line and column of a bad value.
     """
     options = options or MovieLensOptions()
@@ -217,7 +174,16 @@ def prepare_movielens(
         raise SourceMissingError(
             f"{source} is not a folder; name the folder that holds ratings.csv"
         )
-    out, work = Location.parse(out), _describe_work(source, options)
+    out = Location.parse(out)
+    # What the result's bytes depend on: unfinished work is resumed only where all is equal.
+    work = {
+        "kind": "movielens",
+        "version": VERSION,
+        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
+        "source": str(source),
+        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
+        "options": options.model_dump(),
+    }
     with (
         staged(
             out, work, overwrite=overwrite, sources=[source], work_folder=work_folder
@@ -227,18 +193,6 @@ def prepare_movielens(
         manifest = _Preparation(source, options, staging, progress).run()
         staging.publish(manifest)
     return manifest
-
-
-def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any]:
-    """What the result's bytes depend on; unfinished work is resumed only where all is equal."""
-    return {
-        "kind": "movielens",
-        "version": VERSION,
-        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
-        "source": str(source),
-        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
-        "options": options.model_dump(),
-    }
 
 
 @dataclass(frozen=True)
@@ -352,9 +306,7 @@ class _Preparation:
             catalogue=encode_catalogue(described, genres, tokens),
             user_index=users.encode(pa.array(blocks.users)),
             movie_index=rated.encode(pa.array(movie_ids)),
-            user_mean=options.user_mean,
-            history_length=options.history_length,
-            validation_past=options.validation_past,
+            options=options,
         )
         found = {"user_id": users, "movie_id": rated, "genres": genres, "tokens": tokens}
         return found, fitted
@@ -422,17 +374,20 @@ class _Preparation:
             )
         ]
         # In the order of units, so that each unit is gathered about once.
-        files.sort(key=lambda file: file[2].slices[0])
+        files.sort(key=lambda file: file[2][0])
         parts: dict[str, list[Part]] = {split: [] for split in num_rows}
         task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
         for split, number, partition in files:
             make = partial(self._write_file, split=split, partition=partition, rows=rows)
-            parts[split].append(self.staging.result(f"{split}/part-{number:05d}.parquet", make))
-            self.progress.advance(task, partition.num_rows)
+            part = self.staging.result(f"{split}/part-{number:05d}.parquet", make)
+            parts[split].append(part)
+            self.progress.advance(task, part.facts["rows"])
         return {split: split_entry(found) for split, found in parts.items()}
 
     def _write_file(
         self, path: Path, split: SplitName, partition: Partition, rows: UnitRows
     ) -> Facts:
-        write_partition(path, partition, partial(rows.build, split), self.options.row_group_rows)
-        return {"rows": partition.num_rows, "row_groups": read_footer(path).num_row_groups}
+        num_rows = sum(end - start for _, start, end in partition)
+        group_rows = self.options.row_group_rows
+        write_partition(path, partition, partial(rows.build, split), group_rows)
+        return {"rows": num_rows, "row_groups": -(-num_rows // group_rows)}

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trainer.data.ragged import IntArray, Ragged, gather
 from trainer.datasets.io.journal import Advance, Facts
@@ -32,12 +33,13 @@ from trainer.datasets.movielens.features import (
     training_mean_and_scale,
     user_history,
 )
-from trainer.datasets.movielens.source import Catalogue
+from trainer.datasets.movielens.source import Catalogue, OnDuplicate
 from trainer.datasets.movielens.statistics import (
     FloatArray,
     Moments,
     Ratings,
     RatingStatistics,
+    Split,
     Units,
 )
 
@@ -256,38 +258,51 @@ class MovieExchange:
         return {name: np.concatenate(parts) for name, parts in pieces.items()}
 
 
-UserMean = Literal["past", "training"]
-ValidationPast = Literal["all", "training"]
 SplitName = Literal["train", "validation"]
 _SHUFFLE_SEED = 0
 # A file may begin in one unit and end in the next.
 _UNITS_IN_MEMORY = 2
 
 
+class MovieLensOptions(BaseModel):
+    """What `shardloom data prepare movielens --help` explains; recorded in the manifest.
+
+    Of `user_mean`, `training` counts the rating itself; of `validation_past`, `all` is what one who
+    serves knows, `training` what static models do that are compared with.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: Split = "per_user"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    user_mean: Literal["past", "training"] = "past"
+    validation_past: Literal["all", "training"] = "all"
+    history_length: PositiveInt = 10
+    min_token_count: PositiveInt = 2
+    max_tokens: PositiveInt = 20_000
+    max_tokens_per_movie: PositiveInt = 24
+    on_duplicate: OnDuplicate = "fail"
+    on_missing_movie: Literal["keep", "fail"] = "keep"
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+    unit_rows: PositiveInt = 1 << 20
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """What was fitted on the training part.
-
-    `user_index` and `movie_index` map numbers to vocabulary indices; `user_mean` says what the
-    label is taken relative to: the user's earlier ratings, or all of the user's training ratings;
-    `validation_past` which of a user's earlier ratings a held-out row may use.
-    """
+    """What was fitted on the training part; the indices map numbers to those of vocabularies."""
 
     units: Units
     statistics: RatingStatistics
     catalogue: Catalogue
     user_index: IntArray
     movie_index: IntArray
-    user_mean: UserMean
-    history_length: int
-    validation_past: ValidationPast = "all"
+    options: MovieLensOptions
 
     def user_history(self, ratings: Ratings) -> UserHistory:
-        return user_history(
-            ratings,
-            self.statistics.overall.mean,
-            hide_validation=self.validation_past == "training",
-        )
+        hide_validation = self.options.validation_past == "training"
+        return user_history(ratings, self.statistics.overall.mean, hide_validation=hide_validation)
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
         """Put a unit aside for the exchange; gives moments of its users' dense features."""
@@ -348,7 +363,7 @@ class UnitRows:
             "timestamp": ratings.timestamp,
         }
         return RowBuilder(
-            ratings, history, movie_index, fitted.catalogue, numbers, fitted.history_length
+            ratings, history, movie_index, fitted.catalogue, numbers, fitted.options.history_length
         )
 
     def _label_units(
@@ -356,7 +371,7 @@ class UnitRows:
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
         overall = self._fitted.statistics.overall
-        if self._fitted.user_mean == "past":
+        if self._fitted.options.user_mean == "past":
             return history.user_mean, history_scale(ratings, history, overall)
         users, training = self._fitted.units.users[unit], ~ratings.is_validation
         user = ratings.user - users.start

@@ -55,11 +55,10 @@ class Catalogue:
 def describe_movies(
     movies: pl.DataFrame, tag_words: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
 ) -> pl.DataFrame:
-    """One row per movie of `every_id` (distinct, ascending), in that order.
+    """`movieId`, `year`, `genres` and `tokens` of the movies `every_id` (distinct, ascending).
 
-    `tag_words` are those of `count_tag_words`.
-    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
-    title, then those of its tags, most used first.
+    Tokens are the distinct words of the title, then those of its tags (`count_tag_words`), most
+    used first.
     """
     described = (
         every_id.alias("movieId")
@@ -75,8 +74,13 @@ def describe_movies(
             _words(pl.col("title").str.replace(_YEAR, "")).alias("title_words"),
         )
     )
+    most_used_first = (
+        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
+        .group_by("movieId", maintain_order=True)
+        .agg(pl.col("word").alias("tag_words"))
+    )
     return (
-        described.join(_most_used_first(tag_words), on="movieId", how="left", maintain_order="left")
+        described.join(most_used_first, on="movieId", how="left", maintain_order="left")
         .with_columns(
             pl.concat_list(pl.col("title_words", "tag_words").fill_null([]))
             .list.unique(maintain_order=True)
@@ -95,15 +99,6 @@ def count_tag_words(tags: pl.DataFrame) -> pl.DataFrame:
     """Number of tags of each movie that hold each word: `movieId`, `word`, `len`."""
     words = tags.select("movieId", _words(pl.col("tag")).alias("word"))
     return words.explode("word").drop_nulls().group_by("movieId", "word").len()
-
-
-def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
-    """Words of each movie's tags, those of most tags first: `movieId`, `tag_words`."""
-    return (
-        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
-        .group_by("movieId", maintain_order=True)
-        .agg(pl.col("word").alias("tag_words"))
-    )
 
 
 def encode_catalogue(

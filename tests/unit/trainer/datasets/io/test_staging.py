@@ -71,6 +71,15 @@ def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, mo
     assert (tmp_path / ".out.partial/scratch/work.txt").exists()
 
 
+def test_two_processes_do_not_prepare_the_same_folder(tmp_path):
+    out = tmp_path / "out"
+    with (
+        staged(Location.parse(out), {}, overwrite=False),
+        pytest.raises(OutputExistsError, match="is in use by another process"),
+    ):
+        prepare(out)
+
+
 def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
     out = tmp_path / "website"
     out.mkdir()

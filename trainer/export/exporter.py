@@ -278,26 +278,21 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     Raises `DataError` where rows could not be scored without it.
     """
     try:
-        return _fetch_data(resolve_inputs(spec)), []
+        resolved = resolve_inputs(spec)
+        split = resolved.data.split
+        # Of remote data only what is needed: an export compares validation rows; of training rows
+        # it wants the types, which both share.
+        compared = split.model_copy(update={"train": split.validation or split.train})
+        data = resolved.data.model_copy(update={"split": compared})
+        here = on_this_node(resolved.model_copy(update={"data": data})).data.path
+        found = resolved.data.model_copy(update={"path": here})
+        return resolved.model_copy(update={"data": found}), []
     except DataError as error:
         for each in spec.features:
             lacks_statistics = each.transform == "standardise" and None in (each.mean, each.std)
             if each.vocabulary or lacks_statistics:
                 raise
         return spec, [f"the job's data is not there: {error}"]
-
-
-def _fetch_data(spec: JobSpec) -> JobSpec:
-    """`spec` with the path of its data on this host: of what is remote, only what is needed.
-
-    An export compares validation rows; of training rows it wants the types, which both share.
-    """
-    split = spec.data.split
-    compared = split.model_copy(update={"train": split.validation or split.train})
-    data = spec.data.model_copy(update={"split": compared})
-    here = on_this_node(spec.model_copy(update={"data": data}))
-    found = spec.data.model_copy(update={"path": here.data.path})
-    return spec.model_copy(update={"data": found})
 
 
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:

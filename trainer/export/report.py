@@ -105,7 +105,9 @@ def measure(
         if split is None:
             raise SourceMissingError("the spec has no validation rows (data.split.validation)")
         pieces = list(_pieces(spec, Path(spec.data.path) / split, max_rows))
-        _compare(report, predictor, trained, traced, spec, pieces)
+        if not pieces:
+            raise SourceMissingError("there is no validation row that can be used")
+        ours = [predictor.predict(table) for table, _ in pieces]
     except DataError as error:
         report.not_measured = str(error)
         # The program can be wrong without validation rows, too.
@@ -113,6 +115,23 @@ def measure(
         report.program_error = _program_error(predictor, traced, sample)
         return report
     report.rows_from = f"{spec.data.path}/{split}"
+    report.num_rows = sum(len(rows) for _, rows in pieces)
+    report.program_error = _program_error(predictor, traced, pieces[0][1])
+    theirs = [in_own_unit(outputs_of(trained, rows, spec), rows, spec) for _, rows in pieces]
+    label = np.concatenate([rows.label * rows.scale + rows.offset for _, rows in pieces])
+    for index, task in enumerate(spec.model.tasks):
+        found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
+        errors = np.abs(found.astype(np.float64) - wanted)
+        name, metric = _METRICS[task.loss]
+        report.tasks[task.name] = TaskError(
+            mean_abs_error=float(errors.mean()),
+            max_abs_error=float(errors.max()),
+            p99_abs_error=float(np.quantile(errors, 0.99)),
+            prediction_std=float(wanted.std()),
+            metric=name,
+            trainer_metric=metric(wanted, label[:, index]),
+            export_metric=metric(found, label[:, index]),
+        )
     return report
 
 
@@ -137,39 +156,6 @@ def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Tab
 
 def _locate(row: int) -> tuple[Path, int]:
     return _VALIDATION, row
-
-
-def _compare(
-    report: Report,
-    predictor: Predictor,
-    trained: nn.Module,
-    traced: nn.Module,
-    spec: JobSpec,
-    pieces: list[tuple[pa.Table, Rows]],
-) -> None:
-    if not pieces:
-        raise SourceMissingError("there is no validation row that can be used")
-    ours, theirs, labels = [], [], []
-    for table, rows in pieces:
-        ours.append(predictor.predict(table))
-        theirs.append(in_own_unit(outputs_of(trained, rows, spec), rows, spec))
-        labels.append(rows.label * rows.scale + rows.offset)
-    report.program_error = _program_error(predictor, traced, pieces[0][1])
-    report.num_rows = sum(len(rows) for _, rows in pieces)
-    label = np.concatenate(labels)
-    for index, task in enumerate(spec.model.tasks):
-        found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
-        error = np.abs(found.astype(np.float64) - wanted)
-        name, metric = _METRICS[task.loss]
-        report.tasks[task.name] = TaskError(
-            mean_abs_error=float(error.mean()),
-            max_abs_error=float(error.max()),
-            p99_abs_error=float(np.quantile(error, 0.99)),
-            prediction_std=float(wanted.std()),
-            metric=name,
-            trainer_metric=metric(wanted, label[:, index]),
-            export_metric=metric(found, label[:, index]),
-        )
 
 
 def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float32]:

@@ -14,9 +14,6 @@ done, so a service that was restarted may run it again. Deleting marks first and
 lock, renames to `.x-ID.gone` and removes; an interrupted deletion is found by these names
 (`remove_deleted`). Jobs write to run storage: no link is followed out of the job's folder, lest a
 service shows files of its host, or writes to them. No torch here: the service imports it.
-
-`export_on_success` is the driver's last work after the job has succeeded: if it fails, the timeline
-says why, and `shardloom export JOB` may try again.
 """
 
 from __future__ import annotations
@@ -274,7 +271,10 @@ def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
 
 
 def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], None]) -> None:
-    """Export in a subprocess if `spec.export` says so, and emit the outcome as a `Note`."""
+    """Export in a subprocess if `spec.export` says so, and emit the outcome as a `Note`.
+
+    The driver's last work after success: if it fails, `shardloom export JOB` may try again.
+    """
     wanted = spec.export
     if wanted is None or not wanted.on_success:
         return

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.data.transforms import HashEncoder, VocabularyEncoder
+from trainer.data.transforms import MISSING_ID, HashEncoder
 from trainer.datasets.criteo.reader import (
     DENSE_NAMES,
     ID_NAMES,
@@ -36,7 +35,6 @@ from trainer.datasets.criteo.reader import (
     RawClicks,
 )
 from trainer.datasets.io.journal import Facts
-from trainer.datasets.io.vocabulary import UNKNOWN, vocabulary_of
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -58,12 +56,14 @@ class KnownIds:
     def size(self) -> int:
         return len(self.values) + 1
 
-    @cached_property
-    def _encoder(self) -> VocabularyEncoder:
-        return vocabulary_of(self.values)
-
     def encode(self, raw: IntArray) -> IntArray:
-        return self._encoder.encode(pa.array(raw))
+        if not len(self.values):
+            return np.full(len(raw), MISSING_ID, dtype=np.int64)
+        # Sorted needles find their places in the cache; a column repeats few values very often.
+        distinct, places = np.unique(raw, return_inverse=True)
+        positions = np.searchsorted(self.values, distinct)
+        found = self.values[np.minimum(positions, len(self.values) - 1)] == distinct
+        return np.where(found, positions + 1, MISSING_ID)[places]
 
     def write(self, path: Path) -> None:
         """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""
@@ -288,7 +288,7 @@ class PartitionWriter:
             ids = [
                 encoder.encode(ids_of(part, column)) for column, encoder in enumerate(self.encoders)
             ]
-            unknown += sum(int((column == UNKNOWN).sum()) for column in ids)
+            unknown += sum(int((column == MISSING_ID).sum()) for column in ids)
             dense = part[1:_FIRST_ID].view(np.float32)
             table = pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)
             writer.write_table(table, row_group_size=self.row_group_rows)

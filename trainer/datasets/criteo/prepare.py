@@ -142,8 +142,8 @@ def prepare_criteo(
     """Read files and folders `sources` in time order and write the prepared folder `out`.
 
     Either may be local or remote, files may end in .gz, .zst or .bz2. Working files lie in
-    `work_folder`, else beside a local `out` or in the folder for temporary files. Shows progress
-    on stderr where that is a terminal. Raises a `DataError` that names file and line of a fault.
+    `work_folder`, else beside a local `out` or in the folder for temporary files. Raises a
+    `DataError` that names file and line of a fault.
     """
     options = options or CriteoOptions()
     target, files = Location.parse(out), find_sources([str(source) for source in sources])

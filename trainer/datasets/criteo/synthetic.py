@@ -206,8 +206,8 @@ def generate_criteo(
 ) -> dict[str, Any]:
     """Write the local folder `out`, all or nothing; gives what `teacher.json` holds.
 
-    Shows progress on stderr where that is a terminal. Raises `OutputExistsError`, `StorageError`
-    for a remote `out`, or `TooFewRowsError` where some file would stay empty.
+    Raises `OutputExistsError`, `StorageError` for a remote `out`, or `TooFewRowsError` where some
+    file would stay empty.
     """
     if options.num_rows < max(10, options.num_days):
         raise TooFewRowsError(

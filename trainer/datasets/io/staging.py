@@ -239,7 +239,9 @@ def staged(
     Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
     `OutputExistsError`, also where another process is preparing the same folder.
     """
-    _check_apart(out, sources)
+    for source in sources:
+        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
+            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
     folder = _working_folder(out, work_folder)
     if out.is_local:
         _drop_leftovers(folder, out.local_path)
@@ -297,13 +299,6 @@ def _drop_leftovers(folder: Path, out: Path) -> None:
             _drop_retired(out)
 
 
-def _check_apart(out: Location, sources: Sequence[Location]) -> None:
-    """Raise where the folder to write is, or holds, something that is to be read."""
-    for source in sources:
-        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
-            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
-
-
 def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> None:
     """Raise unless `out` is free or ours; `uploaded` are files below it that we put there."""
     if out.is_local:
@@ -315,7 +310,13 @@ def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> 
             f"{out} is a whole bucket; choose a folder in it, such as {out}/mine"
         )
     if not (out / MANIFEST_NAME).exists():
-        _check_no_strangers(out, uploaded)
+        for file in out.list(recursive=True):
+            if file.relative_to(out) not in {*uploaded, _PROBE}:
+                raise OutputExistsError(
+                    f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; "
+                    "choose another folder, or delete it if an unfinished preparation from "
+                    "elsewhere left it"
+                )
     elif not overwrite:
         raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
     else:
@@ -324,15 +325,6 @@ def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> 
     probe = out / _PROBE
     probe.write_bytes(b"")
     probe.delete()
-
-
-def _check_no_strangers(out: Location, uploaded: frozenset[str]) -> None:
-    for file in out.list(recursive=True):
-        if file.relative_to(out) not in {*uploaded, _PROBE}:
-            raise OutputExistsError(
-                f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; choose "
-                "another folder, or delete it if an unfinished preparation from elsewhere left it"
-            )
 
 
 def _old_files(out: Location) -> list[str]:
@@ -380,21 +372,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _take_name(folder: Path, out: Path) -> None:
     """Put the finished folder in the place of `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = _on_disk_of(out, folder)
+    if folder.stat().st_dev != out.parent.stat().st_dev:
+        # It can move only within a disk.
+        copy = out.with_name(f".{out.name}.copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        folder = shutil.copytree(folder, copy)
     if out.exists():
         out.rename(out.with_name(f".{out.name}.old-{os.getpid()}"))
     folder.rename(out)
     _drop_retired(out)
-
-
-def _on_disk_of(out: Path, folder: Path) -> Path:
-    """The folder, or a copy beside `out` where it lies on another disk: only then can it move."""
-    if folder.stat().st_dev == out.parent.stat().st_dev:
-        return folder
-    copy = out.with_name(f".{out.name}.copy")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    return copy
 
 
 def _drop_retired(out: Path) -> None:

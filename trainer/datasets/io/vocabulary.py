@@ -8,9 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from trainer.data.transforms import MISSING_ID, VocabularyEncoder
-
-UNKNOWN = MISSING_ID
+from trainer.data.transforms import VocabularyEncoder
 
 
 def vocabulary_of(values: pl.Series | NDArray) -> VocabularyEncoder:

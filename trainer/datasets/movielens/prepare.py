@@ -165,8 +165,8 @@ def prepare_movielens(
 ) -> Manifest:
     """Read the csv folder `source` and write the prepared folder `out`, all or nothing.
 
-    Both may be local paths or URLs. Shows progress on stderr where that is a terminal. Raises a
-    `DataError` that names file, line and column of a bad value.
+    Both may be local paths or URLs. Raises a `DataError` that names file, line and column of a bad
+    value.
     """
     options = options or MovieLensOptions()
     source = Location.parse(source)
@@ -257,7 +257,7 @@ class _Preparation:
             try:
                 path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
             except DuplicateRating as found:
-                raise name_duplicate(self.source / "ratings.csv", reader, found) from None
+                raise name_duplicate(self.source / "ratings.csv", reader, *found.args) from None
             paths.append(path)
             repeated += facts["num_repeated"]
         self.counts.update(users=len(blocks.users), duplicates_dropped=repeated)

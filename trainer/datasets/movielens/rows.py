@@ -172,22 +172,6 @@ def _list_array(lists: Ragged) -> pa.Array:
     )
 
 
-def write_by_movie(path: Path, unit: Ratings, history: UserHistory) -> None:
-    """Put the rows of a unit aside in the order of their movies."""
-    order = np.argsort(unit.movie, kind="stable")
-    write_columns(
-        path,
-        {
-            "order": order.astype(np.int32),
-            "movie": unit.movie[order],
-            "timestamp": unit.timestamp[order],
-            "residual": history.residual[order].astype(np.float32),
-            "is_training": (~unit.is_validation[order]).astype(np.uint8),
-            "fold": fold_of(unit.user[order]),
-        },
-    )
-
-
 def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
     """First movie number of each range of about `range_rows` rows, and the number of movies."""
     num_ranges = max(1, round(int(rows_of_movie.sum()) / range_rows))
@@ -201,7 +185,7 @@ class MovieExchange:
     """Histories of movies, written once and read unit by unit."""
 
     def __init__(self, by_movie: Sequence[Path], bounds: IntArray) -> None:
-        """`by_movie` are the files of `write_by_movie`, `bounds` those of `cut_movies`."""
+        """`by_movie` are the files of `Fitted.write_by_movie`, `bounds` those of `cut_movies`."""
         self._by_movie = by_movie
         # Row of unit u where range m begins: [units, ranges + 1].
         self._cuts = np.array(
@@ -305,12 +289,21 @@ class Fitted:
         return user_history(ratings, self.statistics.overall.mean, hide_validation=hide_validation)
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
-        """Put a unit aside for the exchange; gives moments of its users' dense features."""
+        """Put a unit's rows aside by movie; gives moments of its users' dense features."""
         ratings = self.units.load(unit)
         history = self.user_history(ratings)
-        write_by_movie(path, ratings, history)
-        dense = dense_of_users(ratings, history, self.catalogue)
         training = ~ratings.is_validation
+        order = np.argsort(ratings.movie, kind="stable")
+        columns = {
+            "order": order.astype(np.int32),
+            "movie": ratings.movie[order],
+            "timestamp": ratings.timestamp[order],
+            "residual": history.residual[order].astype(np.float32),
+            "is_training": training[order].astype(np.uint8),
+            "fold": fold_of(ratings.user[order]),
+        }
+        write_columns(path, columns)
+        dense = dense_of_users(ratings, history, self.catalogue)
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
 

@@ -130,12 +130,7 @@ _LARGEST_TABLE = 1 << 22
 
 
 class DuplicateRating(Exception):
-    """A user rated a movie twice, and that was not to be; raw ids."""
-
-    def __init__(self, user: int, movie: int) -> None:
-        super().__init__(f"user {user} rated movie {movie} more than once")
-        self.user = user
-        self.movie = movie
+    """A user rated a movie twice, and that was not to be; the arguments are their raw ids."""
 
 
 @dataclass(frozen=True)
@@ -324,11 +319,9 @@ def _training_tags(
     return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
 
 
-def name_duplicate(
-    location: Location, reader: BlockReader, found: DuplicateRating
-) -> BadValueError:
+def name_duplicate(location: Location, reader: BlockReader, user: int, movie: int) -> BadValueError:
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
-    wanted = (pl.col("userId") == found.user) & (pl.col("movieId") == found.movie)
+    wanted = (pl.col("userId") == user) & (pl.col("movieId") == movie)
     rows = (
         block.first_line + row
         for block in reader.blocks()
@@ -339,7 +332,7 @@ def name_duplicate(
         str(location),
         f"line {lines[1]}",
         "movieId",
-        found.movie,
-        f"rated once by user {found.user}: line {lines[0]} rates it too; remove one of them or "
+        movie,
+        f"rated once by user {user}: line {lines[0]} rates it too; remove one of them or "
         "keep the latest with --on-duplicate last",
     )

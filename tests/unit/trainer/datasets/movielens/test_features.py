@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from trainer.data.ragged import Ragged, offsets_of
 from trainer.datasets.movielens.features import (
     MovieFolds,
-    MovieHistory,
     UserHistory,
     fold_of,
     genre_affinity,
@@ -34,15 +33,6 @@ EVENTS = st.sets(
 ).map(sorted)
 
 
-def look_back(ratings: Ratings, global_mean: float) -> tuple[UserHistory, MovieHistory]:
-    """What was known of user and movie at each rating."""
-    history = user_history(ratings, global_mean)
-    movies = movie_history(
-        ratings.movie, ratings.timestamp, history.residual, ~ratings.is_validation
-    )
-    return history, movies
-
-
 def last_of_all(time: np.ndarray, fraction: float) -> np.ndarray:
     """Marks the last rows by time, of rows by user and time."""
     marked = np.zeros(len(time), dtype=bool)
@@ -62,7 +52,10 @@ def ratings_of_all(draw) -> Ratings:
 
 @given(ratings_of_all())
 def test_the_past_is_what_a_loop_would_find(ratings):
-    history, movies = look_back(ratings, GLOBAL_MEAN)
+    history = user_history(ratings, GLOBAL_MEAN)
+    movies = movie_history(
+        ratings.movie, ratings.timestamp, history.residual, ~ratings.is_validation
+    )
     scale = history_scale(ratings, history, Moments(10, GLOBAL_MEAN, 10.0))
     columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
     for row, (user, movie, time) in enumerate(columns):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from tests.harness.files import digest
-from tests.unit.trainer.datasets.movielens.test_features import last_of_all
+from tests.unit.trainer.datasets.movielens.test_features import TIMED, last_of_all
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.io.journal import JOURNAL_NAME
 from trainer.datasets.movielens import prepare
@@ -233,12 +233,7 @@ def test_the_manifest_holds_checksums_of_vocabularies_too(whole):
     assert not (whole / JOURNAL_NAME).exists()
 
 
-EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=40).map(
-    sorted
-)
-
-
-@given(EVENTS, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
+@given(TIMED, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
 def test_a_cut_over_units_marks_what_a_sort_of_all_rows_would(events, fraction, num_units, scale):
     time = np.array([time << scale for _, time in events])
     units = np.array_split(time, num_units)

@@ -199,6 +199,8 @@ class _Preparation:
             _TRAIN: self._write(writer, _TRAIN, 0, buckets.training_buckets),
             _VALIDATION: self._write(writer, _VALIDATION, buckets.training_buckets, buckets.total),
         }
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
+        bad_lines = {"bad_lines": self.bad.total, **kinds}
         return Manifest(
             source="criteo",
             splits={name: split_entry(found) for name, found in parts.items()},
@@ -206,7 +208,7 @@ class _Preparation:
             vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
             options=self.options.model_dump(),
             statistics=_statistics(parts),
-            counts=self._bad_counts(),
+            counts=bad_lines if self.options.on_bad_line == "skip" else {},
             bad_lines=tuple(self.bad.shown),
             vocabularies={
                 name: vocabulary_entry(
@@ -217,13 +219,6 @@ class _Preparation:
                 if isinstance(encoder, KnownIds)
             },
         )
-
-    def _bad_counts(self) -> dict[str, int]:
-        """Lines that were left out, by the kind of their fault; none where a fault ends it all."""
-        if self.options.on_bad_line == "fail":
-            return {}
-        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
-        return {"bad_lines": self.bad.total, **kinds}
 
     def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
         for number, file in enumerate(self._tracked(self.files, "counting lines")):

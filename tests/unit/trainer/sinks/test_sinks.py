@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tests.harness.builders import NOW, workers_started
 from tests.harness.wait import scaled
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter, read_batch
@@ -21,7 +22,6 @@ from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
 from trainer.spec.training import SinksSpec
 
-NOW = 1_800_000_000.0
 JOB = "job-0000000000ab"
 _STARTED = events_module.AttemptStarted(time=NOW, world_size=2)
 TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
@@ -169,21 +169,7 @@ def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(run_dir: RunDi
 
 
 def _resumed(step: int) -> events_module.WorkersStarted:
-    return events_module.WorkersStarted(
-        time=NOW,
-        run_index=0,
-        world_size=2,
-        shard_group_size=2,
-        num_replicas=1,
-        placement="intra_host",
-        backend="gloo",
-        sharding_groups=[[0, 1]],
-        replica_groups=[[0], [1]],
-        hosts=["a", "a"],
-        table_shards={},
-        total_steps=100,
-        resumed_step=step,
-    )
+    return workers_started().model_copy(update={"resumed_step": step})
 
 
 def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path) -> None:

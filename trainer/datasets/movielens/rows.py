@@ -294,7 +294,7 @@ class Fitted:
         history = self.user_history(ratings)
         training = ~ratings.is_validation
         order = np.argsort(ratings.movie, kind="stable")
-        columns = {
+        columns: Columns = {
             "order": order.astype(np.int32),
             "movie": ratings.movie[order],
             "timestamp": ratings.timestamp[order],
@@ -346,7 +346,7 @@ class UnitRows:
         dense |= dense_of_movies(self._exchange.history(unit))
         dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
         movie_index = fitted.movie_index[ratings.movie]
-        numbers = {
+        numbers: dict[str, NDArray] = {
             "user_id": fitted.user_index[ratings.user],
             "movie_id": movie_index,
             **{name: self._moments[name].standardise(values) for name, values in dense.items()},

@@ -98,9 +98,9 @@ def whole_rows(blocks: Iterable[LineBlock], max_row_bytes: int) -> Iterator[Line
         if not end and len(lines) > max_row_bytes:
             end = len(lines)
         # Blank lines wait for what comes after them.
-        text = lines[:end].rstrip(b"\r\n")
-        end = lines.find(b"\n", len(text), end) + 1 or end
-        if text:
+        length = len(lines[:end].rstrip(b"\r\n"))
+        end = lines.find(b"\n", length, end) + 1 or end
+        if length:
             yield LineBlock(lines[:end], rest.first_line)
         else:
             end = 0

@@ -121,3 +121,11 @@ def test_a_stray_quote_in_a_large_block_is_named_at_once(tmp_path):
         read_all(reader)
     # Milliseconds; counting again for each line took minutes.
     assert time.process_time() - begin_s < 10
+
+
+def test_blank_lines_count_where_something_follows_them(tmp_path):
+    for block_bytes in (16, 64, 1024):
+        body = "1,a\n2,b\n" + "\n" * 40
+        assert read_all(reader_of(tmp_path, body, block_bytes)) == [(1, "a"), (2, "b")]
+        with pytest.raises(CorruptFileError, match="line 4: the line is blank"):
+            read_all(reader_of(tmp_path, f"{body}3,c\n", block_bytes))

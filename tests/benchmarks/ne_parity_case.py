@@ -153,13 +153,13 @@ def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankR
     order = np.random.default_rng(seed).permutation(num_train)
     share = settings.num_held_out_rows // settings.world_size
     first = num_train + rank * share
-    return RankRows(rows.take(order[rank :: settings.world_size]), rows.slice(first, first + share))
+    return RankRows(rows[order[rank :: settings.world_size]], rows[first : first + share])
 
 
 def batches(rows: ClickRows, batch_size: int) -> Iterator[Batch]:
     """`rows` in batches of `batch_size`; the last one may be smaller."""
     for start in range(0, len(rows), batch_size):
-        part = rows.slice(start, start + batch_size)
+        part = rows[start : start + batch_size]
         yield clicks_batch(FEATURES, part.dense, part.ids.T, part.label)
 
 

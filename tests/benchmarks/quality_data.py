@@ -70,8 +70,7 @@ def read_ratings(source: Path) -> pl.DataFrame:
 
 def held_out_rows(ratings: pl.DataFrame) -> NDArray[np.bool_]:
     """Which of the sorted ratings are each user's last tenth, [n]."""
-    user, time = ratings["userId"].to_numpy(), ratings["timestamp"].to_numpy()
-    return mark_validation(user, time, "per_user", HELD_OUT_FRACTION)
+    return mark_validation(ratings["userId"].to_numpy(), HELD_OUT_FRACTION)
 
 
 def make_fold(source: Path, ratings: pl.DataFrame, folder: Path, options: MovieLensOptions) -> Fold:

@@ -7,7 +7,6 @@ imported inside the commands, so that `--help` stays quick.
 from __future__ import annotations
 
 import errno
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -235,13 +235,14 @@ def inspect_command(
         if not (as_json or spec):
             for report in reports:
                 _show(report)
-        verified = _verify(sources) if verify else {}
+        verified = _verify(reports) if verify else {}
         if as_json:
             documents = [
-                report.as_json() | {"num_verified_files": verified.get(_folder(report))}
+                report.document() | {"num_verified_files": verified.get(str(report.data.folder))}
                 for report in reports
             ]
-            print(json.dumps(documents, indent=2))
+            # JSON knows no infinities.
+            print(to_json(documents, indent=2, inf_nan_mode="null").decode())
         elif spec:
             print("\n".join(report.suggestion.yaml() for report in reports), end="")
         else:
@@ -269,28 +270,21 @@ def _inspect(sources: list[str]) -> list[DataReport]:
     return reports
 
 
-def _folder(report: DataReport) -> str:
-    """What the report is about, without the name of its part."""
-    return report.data.title.rsplit(", part ", 1)[0]
-
-
-def _verify(sources: list[str]) -> dict[str, int]:
-    """Check the files of those sources that are prepared folders; gives their numbers of files."""
+def _verify(reports: list[DataReport]) -> dict[str, int]:
+    """Check the files of those that are prepared folders; gives their numbers of files."""
     from trainer.data.manifest import verify_checksums
-    from trainer.datasets.profile import find_manifest
-    from trainer.storage import Location
 
     found = {}
-    for folder in map(Location.parse, sources):
-        if (manifest := find_manifest(folder)) is not None:
-            found[str(folder)] = verify_checksums(folder, manifest)
+    for data in (report.data for report in reports):
+        if data.folder and data.manifest:
+            found[str(data.folder)] = verify_checksums(data.folder, data.manifest)
     return found
 
 
 def _show(report: DataReport) -> None:
     data = report.data
     if data.manifest is not None:
-        show_summary(_folder(report), data.manifest)
+        show_summary(data.folder, data.manifest)
     kind = data.text.text if data.text else "Parquet"
     files = "1 file" if len(data.files) == 1 else f"{len(data.files)} files"
     size_mb = data.size_bytes / 1e6

@@ -7,10 +7,9 @@ the largest cardinality, rounded up to a power of two from 8 to 128.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -193,29 +192,18 @@ class DataReport:
     columns: tuple[ColumnReport, ...]
     suggestion: Suggestion
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for `--json`; None for numbers that JSON does not know."""
-        document = {
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
             "title": self.data.title,
             "format": self.data.text.text if self.data.text else "parquet",
             "num_files": len(self.data.files),
             "size_bytes": self.data.size_bytes,
             "num_rows": self.num_rows,
-            "columns": [asdict(column) for column in self.columns],
-            "manifest": self.data.manifest.model_dump() if self.data.manifest else None,
-            "suggested": asdict(self.suggestion),
+            "columns": self.columns,
+            "manifest": self.data.manifest,
+            "suggested": self.suggestion,
         }
-        plain: dict[str, Any] = _without_non_finite(document)
-        return plain
-
-
-def _without_non_finite(value: Any) -> Any:
-    """The value with None for infinities and NaN, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:
@@ -271,17 +259,22 @@ def _table(report: DataReport, *, is_wide: bool) -> Table:
 def _cells(column: ColumnReport, *, is_wide: bool) -> dict[str, str]:
     about = "~" if column.is_estimate else ""
     is_id = column.kind in ("integer", "text")
-    kind = f"{column.kind} lists" if column.lists else column.kind
     zipf = "" if column.zipf_exponent is None else f"{column.zipf_exponent:.2f}"
+    bounds = lengths = ""
+    if column.minimum is not None and column.maximum is not None:
+        bounds = f"{_number(column.minimum)} … {_number(column.maximum)}"
+    if lists := column.lists:
+        empty = f", {lists.num_empty:,} empty" if lists.num_empty else ""
+        lengths = f"mean {lists.mean:.1f}, max {lists.longest}{empty}"
     return {
         "column": f"[cyan]{escape(column.name)}[/]",
-        "holds": kind,
+        "holds": f"{column.kind} lists" if lists else column.kind,
         "distinct": f"{about}{column.num_distinct:,}",
         "nulls": _nulls(column),
-        "range": _range(column),
+        "range": bounds,
         "top 1%": _share(column.top_share, has_bar=is_wide) if is_id else "",
         "Zipf": zipf if is_id else "",
-        "lists": _lengths(column),
+        "lists": lengths,
     }
 
 
@@ -291,12 +284,6 @@ def _nulls(column: ColumnReport) -> str:
     share = column.num_nulls / column.num_rows
     text = f"{share:.1%}" if share >= 0.001 else f"{column.num_nulls:,}"
     return f"[yellow]{text}[/]" if share > _MANY_NULLS else text
-
-
-def _range(column: ColumnReport) -> str:
-    if column.minimum is None or column.maximum is None:
-        return ""
-    return f"{_number(column.minimum)} … {_number(column.maximum)}"
 
 
 def _number(value: float) -> str:
@@ -309,13 +296,6 @@ def _share(share: float | None, *, has_bar: bool) -> str:
     filled = round(share * _BAR_WIDTH)
     bar = "█" * filled + f"[dim]{'░' * (_BAR_WIDTH - filled)}[/] "
     return f"{bar if has_bar else ''}{share:4.0%}"
-
-
-def _lengths(column: ColumnReport) -> str:
-    if (lists := column.lists) is None:
-        return ""
-    empty = f", {lists.num_empty:,} empty" if lists.num_empty else ""
-    return f"mean {lists.mean:.1f}, max {lists.longest}{empty}"
 
 
 def _roles(report: DataReport, *, is_wide: bool) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from trainer.data.transforms import Moments
-from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, LineBlock, find_sources, read_blocks
-from trainer.datasets.io.csv_reader import last_line_end
+from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
+from trainer.datasets.io.csv_reader import read_blocks, whole_rows
 from trainer.errors import CorruptFileError, SourceMissingError
 from trainer.storage import Location
 
@@ -115,6 +115,7 @@ class ColumnSketch:
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = self._num_distinct()
         std = self._moments.deviation  # infinite where squares were too large to be added up
+        minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -122,8 +123,8 @@ class ColumnSketch:
             num_nulls=self._num_nulls,
             num_distinct=num_distinct,
             is_estimate=self._level > 0,
-            minimum=self._bounds[0] if is_number and self._bounds else None,
-            maximum=self._bounds[1] if is_number and self._bounds else None,
+            minimum=minimum,
+            maximum=maximum,
             mean=self._moments.mean if is_number else None,
             std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
@@ -232,7 +233,7 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
 
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
-_MAX_CELL_BYTES = 4 * _BLOCK_BYTES
+_MAX_ROW_BYTES = 4 * _BLOCK_BYTES
 _DELIMITERS = "\t,;|"
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
@@ -262,12 +263,16 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Files with the same columns. `text` is None for Parquet, `manifest` for raw files."""
+    """Files with the same columns. `text` is None for Parquet.
+
+    `folder` and `manifest` are those of a prepared folder, None for raw files.
+    """
 
     title: str
     files: tuple[Location, ...]
     columns: tuple[str, ...]
     text: TextFormat | None = None
+    folder: Location | None = None
     manifest: Manifest | None = None
     size_bytes: int = 0
 
@@ -285,12 +290,12 @@ def find_data(texts: Sequence[str]) -> list[DataSet]:
     found: list[DataSet] = []
     for text in texts:
         location = Location.parse(text)
-        manifest = find_manifest(location)
+        manifest = _find_manifest(location)
         found += [_prepared(location, manifest)] if manifest else _raw(location)
     return found
 
 
-def find_manifest(folder: Location) -> Manifest | None:
+def _find_manifest(folder: Location) -> Manifest | None:
     """The manifest of a prepared folder, None for anything else; raises `ManifestError`."""
     path = folder / MANIFEST_NAME
     if not folder.is_folder() or not path.exists():
@@ -305,6 +310,7 @@ def _prepared(folder: Location, manifest: Manifest) -> DataSet:
         title=f"{folder}, part {name}",
         files=tuple(folder / entry.path for entry in split.files),
         columns=tuple(manifest.columns),
+        folder=folder,
         manifest=manifest,
         size_bytes=sum(entry.size_bytes for entry in split.files),
     )
@@ -376,10 +382,10 @@ def _is_number(cell: str) -> bool:
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
     blocks = read_blocks(file, _BLOCK_BYTES)
-    for block in _whole_rows(blocks) if text.has_quotes else blocks:
+    for block in whole_rows(blocks, _MAX_ROW_BYTES) if text.has_quotes else blocks:
         lines = block.lines
         if text.has_header and block.first_line == 1:
-            lines = lines.split(b"\n", 1)[1]
+            lines = lines.partition(b"\n")[2]
         if not lines:
             continue
         try:
@@ -396,26 +402,6 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
                 f"{file}, between lines {block.first_line} and {last}: cannot be read as "
                 f"{text.text}, {len(text.columns)} columns: {str(error).splitlines()[0]}"
             ) from None
-
-
-def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
-    """The same lines in blocks that end where a row does: after an even number of quotes.
-
-    Where a quote opens and no other follows for long, it is not meant as one: then, as ever, rows
-    end with lines.
-    """
-    rest = LineBlock(b"", 1)
-    for block in blocks:
-        lines = rest.lines + block.lines
-        end = last_line_end(lines)
-        if not end and len(lines) > _MAX_CELL_BYTES:
-            end = len(lines)
-        if end:
-            yield LineBlock(lines[:end], rest.first_line)
-        num_lines = lines.count(b"\n", 0, end)
-        rest = LineBlock(lines[end:], rest.first_line + num_lines)
-    if rest.lines:
-        yield rest
 
 
 def _open_parquet(file: Location) -> pq.ParquetFile:

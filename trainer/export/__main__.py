@@ -17,16 +17,18 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.save_load import CheckpointError
 from trainer.errors import DataError
 from trainer.export.artifact import ExportError
-from trainer.export.exporter import ExportRequest, Tell, export
+from trainer.export.exporter import Tell, export
 from trainer.export.report import DEFAULT_ROWS
 from trainer.export.requests import ExportFolder
 from trainer.failures import UserCodeError
+from trainer.protocol.run_dir import RunDir
 
 _REFUSALS = (
     ExportError,
@@ -61,15 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_requested(ExportFolder(options.request), not options.no_user_code)
     if not (options.run_dir and options.to):
         parser.error("give --run-dir and --to, or --request")
-    request = ExportRequest(
-        run_dir=options.run_dir,
-        to=options.to,
-        checkpoint=options.checkpoint,
-        quantize=options.quantize,
+    failure = _attempt(
+        _print,
+        options.run_dir,
+        options.to,
+        options.checkpoint,
+        options.quantize,
         max_report_rows=options.report_rows,
         may_run_code=not options.no_user_code,
     )
-    failure = _attempt(request, _print)
     if failure is not None:
         _print(f"export failed: {failure}")
     return 0 if failure is None else 1
@@ -82,14 +84,14 @@ def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
     with folder.hold() as is_open, _ended_when_deleted(folder):
         if is_open:
             wanted = folder.wanted
-            request = ExportRequest(
+            failure = _attempt(
+                folder.tell,
                 folder.run_dir,
                 folder.artifact,
                 wanted.checkpoint,
                 wanted.quantize,
                 may_run_code=may_run_code,
             )
-            failure = _attempt(request, folder.tell)
             if failure is not None:
                 folder.fail(failure)
     return 0 if folder.status == "succeeded" else 1
@@ -117,17 +119,17 @@ def _ended_when_deleted(folder: ExportFolder) -> Iterator[None]:
         done.set()
 
 
-def _attempt(request: ExportRequest, tell: Tell) -> str | None:
-    """Export; returns the error, None if there is none."""
+def _attempt(tell: Tell, run_dir: Path, to: Path, *wanted: Any, **options: Any) -> str | None:
+    """`export`; returns the error, None if there is none."""
     try:
-        report = export(request, tell)
+        report = export(RunDir(run_dir), to, *wanted, **options, tell=tell)
     except _REFUSALS as error:
         return str(error) or type(error).__name__
     except Exception as error:  # the message goes to whoever waits for the export
         logging.getLogger(__name__).exception("the export failed")
         return f"{type(error).__name__}: {error}"
     tell(report.text)
-    tell(f"exported to {request.to} ({report.program_bytes / 1e6:.1f} MB program)")
+    tell(f"exported to {to} ({report.program_bytes / 1e6:.1f} MB program)")
     return None
 
 

@@ -66,7 +66,6 @@ FEATURES = "features.json"
 REPORT = "report.json"
 README = "README.md"
 VOCABULARIES = "vocabularies"
-FORMAT: Literal[1] = 1
 
 
 class Manifest(BaseModel):
@@ -74,7 +73,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     job: str
     checkpoint: str
     step: int

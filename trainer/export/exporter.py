@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,53 +150,51 @@ after `import fbgemm_gpu`. Its inputs are described in `trainer/export/program.p
 """
 
 
-@dataclass(frozen=True)
-class ExportRequest:
-    """What to export where: a checkpoint of the job in `run_dir`, into the new folder `to`.
+def export(
+    run_dir: RunDir,
+    to: Path,
+    checkpoint: str = "newest",
+    quantize: Quantization = "int8",
+    *,
+    max_report_rows: int = DEFAULT_ROWS,
+    may_run_code: bool = True,
+    tell: Tell = logger.info,
+) -> Report:
+    """Export a checkpoint of the job in `run_dir` into the new folder `to`.
 
     `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder. Without
-    `may_run_code` a model that is a module of the user's own is refused.
+    `may_run_code` a model that is a module of the user's own is refused. Lines of progress go to
+    `tell`. Raises `ExportError`.
     """
-
-    run_dir: Path
-    to: Path
-    checkpoint: str = "newest"
-    quantize: Quantization = "int8"
-    max_report_rows: int = DEFAULT_ROWS
-    may_run_code: bool = True
-
-
-def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
-    """Write the export, with lines of progress to `tell`; raises `ExportError`."""
-    if request.to.exists():
-        raise ArtifactError(f"{request.to} exists already; name a folder that does not")
-    if "/" in request.checkpoint:
-        found = checkpoint_at(folder_at(request.checkpoint))
+    if to.exists():
+        raise ArtifactError(f"{to} exists already; name a folder that does not")
+    if "/" in checkpoint:
+        found = checkpoint_at(folder_at(checkpoint))
     else:
-        found = find_checkpoint(RunDir(request.run_dir), request.checkpoint)
-    written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
+        found = find_checkpoint(run_dir, checkpoint)
+    written = with_table_sizes(read_run_spec(run_dir), stored_weights(found.path))
     if written.dynamic_tables:
         raise NotExportable(
             f"embedding_tables '{next(iter(written.dynamic_tables))}' is dynamic: which id has "
             "which row is kept in TorchRec's managed collision modules, which torch.export cannot "
             "trace; export needs tables of a fixed vocabulary"
         )
-    if written.model.module is not None and not request.may_run_code:
+    if written.model.module is not None and not may_run_code:
         raise NotExportable(
             f"the model is the user's own module {written.model.module}, and no user code may run "
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
     spec, notes = with_data(written)
-    check_memory(spec, request.quantize, available_bytes())
-    with _users_code(RunDir(request.run_dir), spec.model.code):
+    check_memory(spec, quantize, available_bytes())
+    with _users_code(run_dir, spec.model.code):
         tell(f"loading checkpoint {found.path.name}")
         trained = load_model(spec, found.path)
-        staging = request.to.with_name(f".{request.to.name}.partial")
+        staging = to.with_name(f".{to.name}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
-            report = _write(request, spec, found, trained, notes, staging, tell)
-            staging.rename(request.to)
+            report = _write(quantize, max_report_rows, spec, found, trained, notes, staging, tell)
+            staging.rename(to)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return report
@@ -225,7 +222,8 @@ def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
 
 
 def _write(
-    request: ExportRequest,
+    quantize: Quantization,
+    max_report_rows: int,
     spec: JobSpec,
     found: CommittedCheckpoint,
     trained: nn.Module,
@@ -237,11 +235,11 @@ def _write(
         "job": spec.name,
         "checkpoint": found.path.name,
         "step": found.commit.step,
-        "quantize": request.quantize,
+        "quantize": quantize,
         "versions": installed_versions(),
     }
-    tell(f"quantising the tables: {request.quantize}")
-    traced = quantized(trained, request.quantize)
+    tell(f"quantising the tables: {quantize}")
+    traced = quantized(trained, quantize)
     tell("tracing the model with torch.export")
     write_program(traced, spec, folder / artifact.PROGRAM)
     _write_json(folder / artifact.SPEC, spec.model_dump(mode="json"))
@@ -251,7 +249,7 @@ def _write(
     _write_json(folder / artifact.FEATURES, features)
     write_manifest(folder, **what)
     tell("comparing with the trainer's predictions")
-    report = measure(Predictor(folder), trained, traced, spec, request.max_report_rows)
+    report = measure(Predictor(folder), trained, traced, spec, max_report_rows)
     report.notes, report.recorded_metrics = notes, dict(found.commit.metrics)
     report.program_bytes = (folder / artifact.PROGRAM).stat().st_size
     report.table_bytes = 4 * num_table_elements(spec)
@@ -278,26 +276,21 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     Raises `DataError` where rows could not be scored without it.
     """
     try:
-        return _fetch_data(resolve_inputs(spec)), []
+        resolved = resolve_inputs(spec)
+        split = resolved.data.split
+        # Of remote data only what is needed: an export compares validation rows; of training rows
+        # it wants the types, which both share.
+        compared = split.model_copy(update={"train": split.validation or split.train})
+        data = resolved.data.model_copy(update={"split": compared})
+        here = on_this_node(resolved.model_copy(update={"data": data})).data.path
+        found = resolved.data.model_copy(update={"path": here})
+        return resolved.model_copy(update={"data": found}), []
     except DataError as error:
         for each in spec.features:
             lacks_statistics = each.transform == "standardise" and None in (each.mean, each.std)
             if each.vocabulary or lacks_statistics:
                 raise
         return spec, [f"the job's data is not there: {error}"]
-
-
-def _fetch_data(spec: JobSpec) -> JobSpec:
-    """`spec` with the path of its data on this host: of what is remote, only what is needed.
-
-    An export compares validation rows; of training rows it wants the types, which both share.
-    """
-    split = spec.data.split
-    compared = split.model_copy(update={"train": split.validation or split.train})
-    data = spec.data.model_copy(update={"split": compared})
-    here = on_this_node(spec.model_copy(update={"data": data}))
-    found = spec.data.model_copy(update={"path": here.data.path})
-    return spec.model_copy(update={"data": found})
 
 
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:

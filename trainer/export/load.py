@@ -7,6 +7,7 @@ process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `Not
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import json
@@ -274,28 +275,16 @@ def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) ->
 
 def available_bytes() -> int:
     """Memory that this process may still take: the host's free part, within its cgroup's limit."""
-    limits = [1024 * _statistics(Path("/proc/meminfo"))["MemAvailable:"]]
+    limits = [1024 * _numbers_in(Path("/proc/meminfo"))["MemAvailable:"]]
     group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
+    with contextlib.suppress(OSError, ValueError):  # no such files, or "max"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         # Files that can be read again hold no memory.
-        cached = _statistics(group / "memory.stat").get("inactive_file", 0)
-        limits.append(limit - used + cached)
+        limits.append(limit - used + _numbers_in(group / "memory.stat").get("inactive_file", 0))
     return min(limits)
 
 
-def _statistics(path: Path) -> dict[str, int]:
-    """The numbers in a file with a name and a number a line; none where there is no file."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+def _numbers_in(path: Path) -> dict[str, int]:
+    """The numbers in a file with a name and a number a line; raises OSError."""
+    lines = (line.split() for line in path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none, as in `max`."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -269,22 +269,16 @@ def _encode(rows: Sequence[dict[str, Any]], column: str, encoder: VocabularyEnco
     places = [place for place, row in enumerate(rows) if row.get(column) is not None]
     cells = [rows[place][column] for place in places]
     lists = [cell if isinstance(cell, list) else [cell] for cell in cells]
-    ids = iter(_ids([item for items in lists for item in items], column, encoder))
-    for place, cell, items in zip(places, cells, lists, strict=True):
-        taken = [next(ids) for _ in items]
-        rows[place][column] = taken if isinstance(cell, list) else taken[0]
-
-
-def _ids(items: list[Any], column: str, encoder: VocabularyEncoder) -> list[int]:
-    if not items:
-        return []
     try:
-        values = array_of(items)
+        values = array_of([item for items in lists for item in items])
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         raise BadRow(0, column, f"has values of several kinds, not {encoder.wanted}") from None
     if not (pa.types.is_null(values.type) or encoder.accepts(values.type)):
         raise BadRow(0, column, f"has {values.type} values, not {encoder.wanted} as its vocabulary")
-    return encoder.encode(values).tolist()
+    ids = iter(encoder.encode(values).tolist())
+    for place, cell, items in zip(places, cells, lists, strict=True):
+        taken = [next(ids) for _ in items]
+        rows[place][column] = taken if isinstance(cell, list) else taken[0]
 
 
 class Predictor:

@@ -8,7 +8,7 @@ but a fault of the export (`NotExportable`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from trainer.data.batches import make_batch
-from trainer.data.decode import RowLayout, decode, layout_of
+from trainer.data.decode import decode, layout_of
 from trainer.data.parquet import ParquetSource
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
@@ -99,19 +99,15 @@ def measure(
     The rows are those of `spec`, whose data is on this host. Raises `NotExportable` where the
     program does not compute what it was traced from.
     """
-    manifest = predictor.manifest
-    report = Report(
-        job=manifest.job,
-        checkpoint=manifest.checkpoint,
-        step=manifest.step,
-        quantize=manifest.quantize,
-    )
+    report = Report(**predictor.manifest.model_dump(include={*Report.model_fields}))
     split = spec.data.split.validation
     try:
         if split is None:
             raise SourceMissingError("the spec has no validation rows (data.split.validation)")
-        tables = list(_tables(spec, Path(spec.data.path) / split, max_rows))
-        _compare(report, predictor, trained, traced, spec, tables)
+        pieces = list(_pieces(spec, Path(spec.data.path) / split, max_rows))
+        if not pieces:
+            raise SourceMissingError("there is no validation row that can be used")
+        ours = [predictor.predict(table) for table, _ in pieces]
     except DataError as error:
         report.not_measured = str(error)
         # The program can be wrong without validation rows, too.
@@ -119,62 +115,51 @@ def measure(
         report.program_error = _program_error(predictor, traced, sample)
         return report
     report.rows_from = f"{spec.data.path}/{split}"
+    report.num_rows = sum(len(rows) for _, rows in pieces)
+    report.program_error = _program_error(predictor, traced, pieces[0][1])
+    theirs = [in_own_unit(outputs_of(trained, rows, spec), rows, spec) for _, rows in pieces]
+    label = np.concatenate([rows.label * rows.scale + rows.offset for _, rows in pieces])
+    for index, task in enumerate(spec.model.tasks):
+        found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
+        errors = np.abs(found.astype(np.float64) - wanted)
+        name, metric = _METRICS[task.loss]
+        report.tasks[task.name] = TaskError(
+            mean_abs_error=float(errors.mean()),
+            max_abs_error=float(errors.max()),
+            p99_abs_error=float(np.quantile(errors, 0.99)),
+            prediction_std=float(wanted.std()),
+            metric=name,
+            trainer_metric=metric(wanted, label[:, index]),
+            export_metric=metric(found, label[:, index]),
+        )
     return report
 
 
-def _tables(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[pa.Table]:
-    """The first `max_rows` rows in pieces, without those that training leaves out."""
-    source = ParquetSource(folder, [column.name for column in layout_of(spec).columns])
-    num_left = max_rows
+def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
+    """The first `max_rows` rows, raw and decoded, without those that training leaves out."""
+    layout, num_left = layout_of(spec), max_rows
+    source = ParquetSource(folder, [column.name for column in layout.columns])
     for number in range(len(source.group_rows)):
-        table = source.read_group(number).slice(0, num_left)
-        for start in range(0, len(table), _BATCH_ROWS):
-            if len(usable := _usable(table.slice(start, _BATCH_ROWS), spec)):
-                yield usable
-        num_left -= len(table)
+        group = source.read_group(number).slice(0, num_left)
+        for start in range(0, len(group), _BATCH_ROWS):
+            table = group.slice(start, _BATCH_ROWS)
+            if spec.data.on_bad_rows == "quarantine":
+                marks = FaultMarks(np.arange(len(table)), FaultLog(), _in_one_file)
+                decode(table, layout, _locate, marks)
+                table = table.filter(pa.array(marks.faults == 0))
+            if len(table):
+                yield table, decode(table, layout, _locate)
+        num_left -= len(group)
         if not num_left:
             return
 
 
-def _usable(table: pa.Table, spec: JobSpec) -> pa.Table:
-    """The rows of a table that training uses; all of them where a bad one ends the job."""
-    if spec.data.on_bad_rows != "quarantine":
-        return table
-    rows = np.arange(len(table))
-    marks = FaultMarks(rows, FaultLog(), lambda found: [(_VALIDATION, rows[: len(found)])])
-    decode(table, layout_of(spec), lambda row: (_VALIDATION, row), marks)
-    return table.filter(pa.array(marks.faults == 0))
+def _locate(row: int) -> tuple[Path, int]:
+    return _VALIDATION, row
 
 
-def _compare(
-    report: Report,
-    predictor: Predictor,
-    trained: nn.Module,
-    traced: nn.Module,
-    spec: JobSpec,
-    tables: list[pa.Table],
-) -> None:
-    if not tables:
-        raise SourceMissingError("there is no validation row that can be used")
-    layout = layout_of(spec)
-    ours, theirs, labels = [], [], []
-    for table in tables:
-        rows = _decoded(table, layout)
-        ours.append(predictor.predict(table))
-        theirs.append(in_own_unit(outputs_of(trained, rows, spec), rows, spec))
-        labels.append(rows.label * rows.scale + rows.offset)
-    rows = _decoded(tables[0], layout)
-    report.program_error = _program_error(predictor, traced, rows)
-    report.num_rows = sum(len(table) for table in tables)
-    label = np.concatenate(labels)
-    for index, task in enumerate(spec.model.tasks):
-        found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
-        name, metric = _METRICS[task.loss]
-        report.tasks[task.name] = _task_error(found, wanted, label[:, index], name, metric)
-
-
-def _decoded(table: pa.Table, layout: RowLayout) -> Rows:
-    return decode(table, layout, lambda row: (_VALIDATION, row))
+def _in_one_file(rows: NDArray[np.int64]) -> list[tuple[Path, NDArray[np.int64]]]:
+    return [(_VALIDATION, np.arange(len(rows)))]
 
 
 def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float32]:
@@ -200,25 +185,6 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
             "changes, randomness, branches on values)"
         )
     return error
-
-
-def _task_error(
-    found: NDArray[np.float32],
-    wanted: NDArray[np.float32],
-    label: NDArray[np.float32],
-    name: str,
-    metric: Callable[[NDArray[np.float32], NDArray[np.float32]], float],
-) -> TaskError:
-    error = np.abs(found.astype(np.float64) - wanted)
-    return TaskError(
-        mean_abs_error=float(error.mean()),
-        max_abs_error=float(error.max()),
-        p99_abs_error=float(np.quantile(error, 0.99)),
-        prediction_std=float(wanted.std()),
-        metric=name,
-        trainer_metric=metric(wanted, label),
-        export_metric=metric(found, label),
-    )
 
 
 def _rmse(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:

@@ -14,9 +14,6 @@ done, so a service that was restarted may run it again. Deleting marks first and
 lock, renames to `.x-ID.gone` and removes; an interrupted deletion is found by these names
 (`remove_deleted`). Jobs write to run storage: no link is followed out of the job's folder, lest a
 service shows files of its host, or writes to them. No torch here: the service imports it.
-
-`export_on_success` is the driver's last work after the job has succeeded: if it fails, the timeline
-says why, and `shardloom export JOB` may try again.
 """
 
 from __future__ import annotations
@@ -33,9 +30,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from trainer.export.artifact import MARKER, REPORT
 from trainer.protocol import events
@@ -47,23 +46,22 @@ from trainer.spec.training import Quantization
 logger = logging.getLogger(__name__)
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 _ID = re.compile(r"x-[0-9a-f]{8}")
-_CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
 _MAX_BYTES = 2**22
 _DELETING = "deleting"
-_SEAL = re.compile(r"[0-9a-f]*")
 
 
-@dataclass(frozen=True)
-class RequestedExport:
+class RequestedExport(BaseModel):
     """The request: `checkpoint` is `newest`, `best` or a step; `created` in Unix seconds.
 
     `seal` is the service's signature over `text_of`, empty where a driver asked.
     """
 
-    checkpoint: str
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint: Annotated[str, Field(pattern=r"^(newest|best|[0-9]{1,18})$")]
     quantize: Quantization
     created: float
-    seal: str = ""
+    seal: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
 
     def text_of(self, folder: ExportFolder) -> str:
         """The signed text: the whole request, and its place."""
@@ -93,18 +91,8 @@ class ExportFolder:
     @property
     def wanted(self) -> RequestedExport:
         """The request; raises OSError or ValueError where it cannot be read."""
-        document = json.loads(self._read("request.json"))
         # User code may have written the file.
-        try:
-            request = RequestedExport(**document)
-            texts = ((_CHECKPOINT, request.checkpoint), (_SEAL, request.seal))
-            is_known = all(pattern.fullmatch(text) for pattern, text in texts)
-        except TypeError as error:
-            raise ValueError(f"{self.root}/request.json is none: {error}") from error
-        is_known = is_known and request.quantize in get_args(Quantization)
-        if not is_known or not isinstance(request.created, float):
-            raise ValueError(f"there is no export of {request}")
-        return request
+        return RequestedExport.model_validate_json(self._read("request.json"))
 
     @property
     def status(self) -> ExportStatus:
@@ -127,11 +115,9 @@ class ExportFolder:
         return self._last_line("export.log")
 
     def _last_line(self, name: str) -> str:
-        try:
-            lines = self._read(name).splitlines()
-        except OSError:
-            lines = []
-        return lines[-1] if lines else ""
+        with contextlib.suppress(OSError, IndexError):
+            return self._read(name).splitlines()[-1]
+        return ""
 
     def read_report(self) -> dict[str, Any] | None:
         """The report of the export; None until it is done."""
@@ -240,10 +226,10 @@ def ask_for(
     if not folder._is_own(folder.root):
         raise PermissionError(f"{run_dir.exports_dir} leads out of the job's folder")
     folder.root.mkdir(parents=True)
-    wanted = RequestedExport(checkpoint, quantize, time.time())
+    wanted = RequestedExport(checkpoint=checkpoint, quantize=quantize, created=time.time())
     if seal is not None:
-        wanted = replace(wanted, seal=seal(wanted.text_of(folder)))
-    folder._write("request.json", asdict(wanted))
+        wanted = wanted.model_copy(update={"seal": seal(wanted.text_of(folder))})
+    folder._write("request.json", wanted.model_dump())
     return folder
 
 
@@ -285,7 +271,10 @@ def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
 
 
 def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], None]) -> None:
-    """Export in a subprocess if `spec.export` says so, and emit the outcome as a `Note`."""
+    """Export in a subprocess if `spec.export` says so, and emit the outcome as a `Note`.
+
+    The driver's last work after success: if it fails, `shardloom export JOB` may try again.
+    """
     wanted = spec.export
     if wanted is None or not wanted.on_success:
         return

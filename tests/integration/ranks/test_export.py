@@ -34,7 +34,7 @@ from tests.unit.trainer.export.export_case import make_spec, rows, write_data, w
 from trainer.data.batches import validation_batches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
-from trainer.export.exporter import ExportRequest, export
+from trainer.export.exporter import export
 from trainer.export.predict import predict
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
@@ -145,9 +145,10 @@ def test_a_job_whose_groups_are_failure_domains_is_exported_as_it_was_validated(
     config = elastic_config(small_movielens, tmp_path / "run", 2, 2, "training.epochs=1")
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         harness.wait_to_end()
-    spec_path = RunDir(tmp_path / "run").attempt(config.attempt_id).spec_path
+    run_dir = RunDir(tmp_path / "run")
+    spec_path = run_dir.attempt(config.attempt_id).spec_path
     spec_path.write_text(config.spec.model_dump_json())
-    report = export(ExportRequest(tmp_path / "run", tmp_path / "out", quantize="none"))
+    report = export(run_dir, tmp_path / "out", quantize="none")
     assert config.spec.parallelism.failure_domain == "replica_group"
     assert report.tasks["rating"].max_abs_error < 1e-4
     recorded = report.recorded_metrics["validation/rmse"]

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.data.transforms import HashEncoder
+from trainer.data.transforms import MISSING_ID, HashEncoder
 from trainer.datasets.criteo.reader import (
     DENSE_NAMES,
     ID_NAMES,
@@ -35,7 +35,6 @@ from trainer.datasets.criteo.reader import (
     RawClicks,
 )
 from trainer.datasets.io.journal import Facts
-from trainer.datasets.io.vocabulary import UNKNOWN
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -59,12 +58,12 @@ class KnownIds:
 
     def encode(self, raw: IntArray) -> IntArray:
         if not len(self.values):
-            return np.full(len(raw), UNKNOWN, dtype=np.int64)
+            return np.full(len(raw), MISSING_ID, dtype=np.int64)
         # Sorted needles find their places in the cache; a column repeats few values very often.
         distinct, places = np.unique(raw, return_inverse=True)
         positions = np.searchsorted(self.values, distinct)
         found = self.values[np.minimum(positions, len(self.values) - 1)] == distinct
-        return np.where(found, positions + 1, UNKNOWN)[places]
+        return np.where(found, positions + 1, MISSING_ID)[places]
 
     def write(self, path: Path) -> None:
         """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""
@@ -240,7 +239,7 @@ _ENCODED_ROWS = 131_072
 def transform_counts(counts: NDArray, *, keep_sign: bool) -> NDArray[np.float32]:
     """log(1 + count) of counts [n, 13]; NaN (not given) becomes 0.
 
-    A negative count becomes 0 or, with `keep_sign`, -log(1 - count).
+    A negative count becomes 0, as in the DLRM reference, or with `keep_sign` -log(1 - count).
     """
     given = np.nan_to_num(counts)
     sizes = np.abs(given) if keep_sign else np.maximum(given, 0)
@@ -289,7 +288,7 @@ class PartitionWriter:
             ids = [
                 encoder.encode(ids_of(part, column)) for column, encoder in enumerate(self.encoders)
             ]
-            unknown += sum(int((column == UNKNOWN).sum()) for column in ids)
+            unknown += sum(int((column == MISSING_ID).sum()) for column in ids)
             dense = part[1:_FIRST_ID].view(np.float32)
             table = pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)
             writer.write_table(table, row_group_size=self.row_group_rows)

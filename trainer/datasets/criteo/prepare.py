@@ -9,10 +9,7 @@ Every finished file is recorded in a journal, so that a killed preparation resum
 the same to the byte. Until it is done the disk needs 164 bytes a row besides the result. A line
 that cannot be read ends it, and what was read before stays: once the file is mended, the same
 command reads that file's lines alone anew (all lines, if their number has changed, as each row's
-place depends on it). With `on_bad_line: skip` such lines are skipped and counted.
-
-Counts become log(1 + count), where a missing one is 0. A negative count is 0 too, as in the DLRM
-reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
+place depends on it).
 """
 
 from __future__ import annotations
@@ -50,20 +47,18 @@ from trainer.datasets.criteo.encode import (
 from trainer.datasets.criteo.reader import (
     ID_NAMES,
     BadLines,
-    LineBlock,
     check_bound,
     check_distinct,
     count_lines,
     find_sources,
     parse_lines,
-    read_blocks,
 )
+from trainer.datasets.io.csv_reader import LineBlock, read_blocks
 from trainer.datasets.io.journal import Facts, Part, progress_bars
 from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
-    DataError,
     TooFewRowsError,
     TooManyBadRowsError,
 )
@@ -71,13 +66,8 @@ from trainer.storage import Location
 
 
 class CriteoOptions(BaseModel):
-    """How to prepare Criteo files; recorded in the manifest.
+    """What `shardloom data prepare criteo --help` explains; recorded in the manifest.
 
-    `ids`: `vocabulary` gives each value seen `min_count` times in training an id of its own, at
-    most `max_ids` a column; `hashing` maps values to `num_hash_buckets` ids. `split`: validation is
-    the last `validation_fraction` of all rows, or the whole last file (the last day).
-    `on_bad_line`: a line that cannot be read is a fault, or left out, up to `max_bad_lines`: below
-    1 a share of each file's lines, else a number of lines in all.
     The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
     """
 
@@ -98,17 +88,6 @@ class CriteoOptions(BaseModel):
     block_bytes: PositiveInt = 32 * 1024 * 1024
     run_blocks: PositiveInt = 8
     bucket_rows: PositiveInt = 2_000_000
-
-
-def check_rows_left(runs: Runs, buckets: Buckets) -> None:
-    """Raise `TooFewRowsError` where all lines of a split were left out."""
-    num_training = int(runs.offsets[:, buckets.training_buckets].sum())
-    num_rows = int(runs.offsets[:, -1].sum())
-    if not 0 < num_training < num_rows:
-        raise TooFewRowsError(
-            f"{num_training} training rows and {num_rows - num_training} validation rows are left "
-            "without the bad lines; mend the files or choose another --validation-fraction"
-        )
 
 
 def plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:
@@ -163,8 +142,8 @@ def prepare_criteo(
     """Read files and folders `sources` in time order and write the prepared folder `out`.
 
     Either may be local or remote, files may end in .gz, .zst or .bz2. Working files lie in
-    `work_folder`, else beside a local `out` or in the folder for temporary files. Shows progress
-    on stderr where that is a terminal. Raises a `DataError` that names file and line of a fault.
+    `work_folder`, else beside a local `out` or in the folder for temporary files. Raises a
+    `DataError` that names file and line of a fault.
     """
     options = options or CriteoOptions()
     target, files = Location.parse(out), find_sources([str(source) for source in sources])
@@ -205,7 +184,13 @@ class _Preparation:
         buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
         self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
         runs = self._read(buckets, lines, versions)
-        check_rows_left(runs, buckets)
+        num_training = int(runs.offsets[:, buckets.training_buckets].sum())
+        num_rows = int(runs.offsets[:, -1].sum())
+        if not 0 < num_training < num_rows:
+            raise TooFewRowsError(
+                f"{num_training} training rows and {num_rows - num_training} validation rows are "
+                "left without the bad lines; mend the files or choose another --validation-fraction"
+            )
         encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
         writer = PartitionWriter(
             runs, buckets, tuple(encoders.values()), self.options.row_group_rows
@@ -214,6 +199,8 @@ class _Preparation:
             _TRAIN: self._write(writer, _TRAIN, 0, buckets.training_buckets),
             _VALIDATION: self._write(writer, _VALIDATION, buckets.training_buckets, buckets.total),
         }
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
+        bad_lines = {"bad_lines": self.bad.total, **kinds}
         return Manifest(
             source="criteo",
             splits={name: split_entry(found) for name, found in parts.items()},
@@ -221,7 +208,7 @@ class _Preparation:
             vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
             options=self.options.model_dump(),
             statistics=_statistics(parts),
-            counts=self._bad_counts(),
+            counts=bad_lines if self.options.on_bad_line == "skip" else {},
             bad_lines=tuple(self.bad.shown),
             vocabularies={
                 name: vocabulary_entry(
@@ -232,13 +219,6 @@ class _Preparation:
                 if isinstance(encoder, KnownIds)
             },
         )
-
-    def _bad_counts(self) -> dict[str, int]:
-        """Lines that were left out, by the kind of their fault; none where a fault ends it all."""
-        if self.options.on_bad_line == "fail":
-            return {}
-        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
-        return {"bad_lines": self.bad.total, **kinds}
 
     def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
         for number, file in enumerate(self._tracked(self.files, "counting lines")):
@@ -263,9 +243,22 @@ class _Preparation:
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
                 run = _Run(len(paths), line, str(file), version)
-                path, facts = self._finished_run(run, taken, buckets)
-                bad.merge(facts["bad"])
-                self._check_bad(run, num_lines, bad)
+                self.origins.append(f"{run} {buckets}")
+                make = partial(self._write_run, run, taken, buckets)
+                try:
+                    path, facts = self.staging.scratch(
+                        f"runs/{run.number:06d}.npy", make, self.origins[-1]
+                    )
+                    bad.merge(facts["bad"])
+                    self._check_bad(run, num_lines, bad)
+                except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
+                    if run.number:
+                        error.add_note(
+                            f"What was read before stays in {self.staging.keep_work()}: mend the "
+                            "file and run the same command again, or leave such lines out with "
+                            "--on-bad-line skip"
+                        )
+                    raise
                 # Blocks of a run that is already there are still to be passed over.
                 deque(taken, maxlen=0)
                 line += facts["lines"]
@@ -282,36 +275,13 @@ class _Preparation:
             )
         return Runs(paths, np.array(offsets, dtype=np.int64))
 
-    def _finished_run(
-        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets
-    ) -> tuple[Path, Facts]:
-        """The file of a run; where a line ends the preparation, earlier runs stay."""
-        self.origins.append(f"{run} {buckets}")
-        name, make = f"runs/{run.number:06d}.npy", partial(self._write_run, run, blocks, buckets)
-        try:
-            return self.staging.scratch(name, make, self.origins[-1])
-        except (BadValueError, CorruptFileError) as error:
-            self._keep_work(run, error)
-            raise
-
     def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
         """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
         if not bad.total:
             return
-        try:
-            if self.options.on_bad_line == "fail":
-                raise CorruptFileError(bad.shown[0])
-            check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
-        except (CorruptFileError, TooManyBadRowsError) as error:
-            self._keep_work(run, error)
-            raise
-
-    def _keep_work(self, run: _Run, error: DataError) -> None:
-        if run.number:
-            error.add_note(
-                f"What was read before stays in {self.staging.keep_work()}: mend the file and run "
-                "the same command again, or leave such lines out with --on-bad-line skip"
-            )
+        if self.options.on_bad_line == "fail":
+            raise CorruptFileError(bad.shown[0])
+        check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
 
     def _write_run(
         self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path

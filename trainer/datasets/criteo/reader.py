@@ -2,8 +2,7 @@
 
 Tab-separated without a header: a label, 13 integers and 26 hexadecimal ids; any integer or id may
 be empty. Blocks of whole lines are parsed at once; only a faulty block is read again line by line,
-to say where. Where bad lines are to be skipped, a faulty block is halved until they are found: good
-lines are still parsed in bulk. Raises a `DataError` that names file and line.
+to say where. Raises a `DataError` that names file and line.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
+from trainer.datasets.io.csv_reader import COMPRESSIONS, count_of_lines, read_blocks
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -29,25 +28,6 @@ from trainer.errors import (
     TooManyBadRowsError,
 )
 from trainer.storage import Location
-
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-
-
-@dataclass(frozen=True)
-class LineBlock:
-    """Whole lines of a file; `first_line` counts from 1."""
-
-    lines: bytes
-    first_line: int
-
-    @property
-    def num_lines(self) -> int:
-        return _num_lines(self.lines)
-
-
-def _num_lines(lines: bytes) -> int:
-    """The last line of a file may lack its line feed."""
-    return lines.count(b"\n") + (not lines.endswith(b"\n"))
 
 
 def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
@@ -99,7 +79,7 @@ def _identity(file: Location) -> object:
 
 def _plain_name(name: str) -> str:
     """The name without the ending of a compressed file."""
-    return next((name.removesuffix(end) for end in _COMPRESSIONS if name.endswith(end)), name)
+    return next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
 
 
 def _is_data(name: str) -> bool:
@@ -114,49 +94,9 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
-    """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
-
-    Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
-    is longer than a block; `StorageError` where a remote file cannot be read for now.
-    """
-    first_line, rest = 1, b""
-    try:
-        with _open(source) as stream:
-            while block := stream.read(block_bytes):
-                end = block.rfind(b"\n") + 1
-                if not end and len(block) == block_bytes:
-                    raise CorruptFileError(
-                        f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
-                        "tab-separated text file?"
-                    )
-                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
-                if lines:
-                    found = LineBlock(lines, first_line)
-                    first_line += found.num_lines
-                    yield found
-    except (OSError, pa.ArrowException) as error:
-        raise CorruptFileError(
-            f"{source} cannot be read to its end ({error}); was the download cut short? "
-            "Copy it again"
-        ) from None
-    if rest:
-        yield LineBlock(rest, first_line)
-    elif first_line == 1:
-        raise CorruptFileError(f"{source} is empty; was the download cut short?")
-
-
 def count_lines(source: Location, block_bytes: int) -> int:
     """Number of lines, read as `read_blocks` does and with its errors."""
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
-
-
-def _open(source: Location) -> io.BufferedReader:
-    file = source.open_input()
-    suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
-    # A compressed stream may give less than was asked for; buffered, only at the end.
-    stream = pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
-    return io.BufferedReader(stream)
 
 
 NUM_DENSE = 13
@@ -181,15 +121,16 @@ MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
 Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 _Rule = tuple[Kind, str, re.Pattern[str]]
-_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
-_ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", re.compile("([0-9a-fA-F]{1,8})?"))
+_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"(?:[+-]?[0-9]{1,18})?"))
+_HEXADECIMAL = re.compile("(?:[0-9a-fA-F]{1,8})?")
+_ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
 _WANTED: dict[str, _Rule] = {
     LABEL: ("label", "0 or 1", re.compile(r"[01]")),
     **dict.fromkeys(DENSE_NAMES, _COUNT),
     **dict.fromkeys(ID_NAMES, _ID),
 }
 # A line without fault, all of it at once: many times faster than cell by cell.
-_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for *_, cell in _WANTED.values()).encode())
+_GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\z"
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
 
 
@@ -208,14 +149,9 @@ class RawClicks:
         return len(self.label)
 
 
-def with_plain_ends(block: bytes) -> bytes:
-    """The lines without the carriage returns of Windows."""
-    return block.replace(b"\r\n", b"\n") if b"\r" in block else block
-
-
 def try_parse(block: bytes) -> RawClicks | str:
     """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
-    num_lines = _num_lines(block)
+    num_lines = count_of_lines(block)
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
         return "other bytes or columns than wanted"
     try:
@@ -243,21 +179,8 @@ def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
     )
 
 
-@dataclass(frozen=True)
-class LineFault:
-    """What is wrong with a line, in a word and in the words of an error."""
-
-    kind: Kind
-    error: DataError
-
-
-def line_fault(line: bytes, source: str, number: int) -> LineFault | None:
-    """The first fault of a line without its end; None where it is good."""
-    return None if _GOOD_LINE.fullmatch(line) else _fault_of(line, source, number)
-
-
-def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
-    """The same, cell by cell."""
+def _fault_of(line: bytes, source: str, number: int) -> tuple[Kind, DataError]:
+    """The first fault of a bad line without its end, in a word and as an error."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -266,18 +189,20 @@ def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
             f"(0x{line[error.start]:02x}) is not UTF-8; is this a text file, and was it copied "
             "in binary mode?"
         )
-        return LineFault("encoding", CorruptFileError(cause))
+        return "encoding", CorruptFileError(cause)
     cells = text.split("\t")
     if len(cells) != NUM_COLUMNS:
         cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
-        return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
-    for cell, (name, (kind, wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
-        if not pattern.fullmatch(cell):
-            if number == 1 and name == LABEL and cell and not cell.isdigit():
-                wanted += "; Criteo's files have no header: remove the first line"
-            fault = BadValueError(source, f"line {number}", name, cell, wanted)
-            return LineFault(kind, fault)
-    return None
+        return "columns" if text.strip() else "empty", CorruptFileError(cause)
+    name, cell = next(
+        (name, cell)
+        for cell, (name, (_, _, pattern)) in zip(cells, _WANTED.items(), strict=True)
+        if not pattern.fullmatch(cell)
+    )
+    kind, wanted, _ = _WANTED[name]
+    if number == 1 and name == LABEL and cell and not cell.isdigit():
+        wanted += "; Criteo's files have no header: remove the first line"
+    return kind, BadValueError(source, f"line {number}", name, cell, wanted)
 
 
 def _column_fault(text: str, num_cells: int) -> str:
@@ -295,11 +220,7 @@ def _column_fault(text: str, num_cells: int) -> str:
     return f"{wanted}; was the file cut or edited?"
 
 
-NUM_SHOWN = 5
-# A faulty block of no more lines is gone through line by line, which takes as long as a few dozen
-# calls of the parser: halving further would cost more where faults are spread.
-_FEW_LINES = 4096
-_Part = tuple[RawClicks, IntArray]
+_NUM_SHOWN = 5
 
 
 @dataclass
@@ -313,15 +234,15 @@ class BadLines:
     def total(self) -> int:
         return self.num_of_kind.total()
 
-    def add(self, fault: LineFault) -> None:
-        self.num_of_kind[fault.kind] += 1
-        if len(self.shown) < NUM_SHOWN:
-            self.shown.append(str(fault.error))
+    def add(self, kind: Kind, error: DataError) -> None:
+        self.num_of_kind[kind] += 1
+        if len(self.shown) < _NUM_SHOWN:
+            self.shown.append(str(error))
 
     def merge(self, facts: dict[str, Any]) -> None:
         """Count what `facts` gave of later lines."""
         self.num_of_kind.update(facts["num_of_kind"])
-        self.shown = [*self.shown, *facts["shown"]][:NUM_SHOWN]
+        self.shown = [*self.shown, *facts["shown"]][:_NUM_SHOWN]
 
     def facts(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -339,52 +260,28 @@ def parse_lines(
     `source` and `first_line` (from 1) name lines in errors. Lines at fault are counted in `bad`;
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
-    parts = list(_good_parts(with_plain_ends(block), source, first_line, bad))
-    if not parts:
-        return _NOTHING, np.zeros(0, dtype=np.int64)
-    clicks = RawClicks(
-        label=np.concatenate([part.label for part, _ in parts]),
-        counts=np.concatenate([part.counts for part, _ in parts]),
-        ids=np.concatenate([part.ids for part, _ in parts]),
-    )
-    return clicks, np.concatenate([line for _, line in parts]) - first_line
+    block = block.replace(b"\r\n", b"\n")
+    found = try_parse(block)
+    if isinstance(found, RawClicks):
+        return found, np.arange(len(found))
+    lines = block.removesuffix(b"\n").split(b"\n")
+    texts = pl.Series([line.decode(errors="replace") for line in lines])
+    is_good = texts.str.contains(_GOOD_LINE).to_numpy()
+    for number in np.flatnonzero(~is_good):
+        kind, error = _fault_of(lines[number], source, first_line + int(number))
+        if bad is None:
+            raise error
+        bad.add(kind, error)
+    good = np.flatnonzero(is_good)
+    rows = try_parse(b"".join(lines[number] + b"\n" for number in good)) if len(good) else _NOTHING
+    if isinstance(rows, str):
+        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
+    return rows, good
 
 
 _NOTHING = RawClicks(
     np.zeros(0, dtype=np.uint8), np.zeros((0, 13)), np.zeros((0, 26), dtype=np.int64)
 )
-
-
-def _good_parts(
-    lines: bytes, source: str, first_line: int, bad: BadLines | None
-) -> Iterator[_Part]:
-    """The rows of `lines` and the numbers of their lines, in parts."""
-    found = try_parse(lines)
-    if isinstance(found, RawClicks):
-        yield found, np.arange(first_line, first_line + len(found))
-        return
-    middle = lines.find(b"\n", len(lines) // 2) + 1
-    if _num_lines(lines) > _FEW_LINES and 0 < middle < len(lines):
-        yield from _good_parts(lines[:middle], source, first_line, bad)
-        yield from _good_parts(
-            lines[middle:], source, first_line + lines.count(b"\n", 0, middle), bad
-        )
-        return
-    good, numbers = [], []
-    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first_line):
-        if (fault := line_fault(line, source, number)) is None:
-            good.append(line)
-            numbers.append(number)
-        elif bad is None:
-            raise fault.error
-        else:
-            bad.add(fault)
-    if not good:
-        return
-    rows = try_parse(b"\n".join(good) + b"\n")
-    if isinstance(rows, str):
-        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
-    yield rows, np.array(numbers, dtype=np.int64)
 
 
 def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:

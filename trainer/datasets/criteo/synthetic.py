@@ -70,14 +70,9 @@ class ClickRows:
     def __len__(self) -> int:
         return len(self.label)
 
-    def slice(self, start: int, stop: int) -> ClickRows:
-        part = slice(start, stop)
-        probability = None if self.probability is None else self.probability[part]
-        return ClickRows(self.dense[part], self.ids[part], self.label[part], probability)
-
-    def take(self, order: IntArray) -> ClickRows:
-        probability = None if self.probability is None else self.probability[order]
-        return ClickRows(self.dense[order], self.ids[order], self.label[order], probability)
+    def __getitem__(self, rows: slice | IntArray) -> ClickRows:
+        probability = None if self.probability is None else self.probability[rows]
+        return ClickRows(self.dense[rows], self.ids[rows], self.label[rows], probability)
 
 
 def table_sizes(max_rows: int) -> tuple[int, ...]:
@@ -149,13 +144,14 @@ class TeacherScore:
         self._views = np.zeros(_NUM_BINS, dtype=np.int64)
         self._loss = 0.0
 
-    def add(self, probability: NDArray[np.float32], label: NDArray[np.float32]) -> None:
-        """Count rows: `probability` [n] of a click in (0, 1), `label` [n] of 0 and 1."""
-        exact = probability.astype(np.float64)
-        self._loss -= float(np.log(np.where(label > 0, exact, 1 - exact)).sum())
+    def add(self, rows: ClickRows) -> None:
+        """Count rows of a known teacher, whose probabilities are inside of (0, 1)."""
+        assert rows.probability is not None, "generated rows know their teacher"
+        exact = rows.probability.astype(np.float64)
+        self._loss -= float(np.log(np.where(rows.label > 0, exact, 1 - exact)).sum())
         bins = np.minimum((exact * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
         self._views += np.bincount(bins, minlength=_NUM_BINS)
-        self._clicks += np.bincount(bins, label, minlength=_NUM_BINS).astype(np.int64)
+        self._clicks += np.bincount(bins, rows.label, minlength=_NUM_BINS).astype(np.int64)
 
     def as_dict(self) -> dict[str, float | None]:
         """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None where clicks or others are lacking."""
@@ -190,11 +186,7 @@ _ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
 
 
 class CriteoGeneratorOptions(BaseModel):
-    """What to generate. `tsv` writes the raw format, `parquet` a prepared folder to train on.
-
-    `num_days` 1 gives one `train.txt` as on Kaggle, more give `day_0`, `day_1`, ... as Terabyte;
-    `max_ids` caps the 26 columns' numbers of values, which are Criteo's own.
-    """
+    """What `shardloom data generate criteo --help` explains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -214,8 +206,8 @@ def generate_criteo(
 ) -> dict[str, Any]:
     """Write the local folder `out`, all or nothing; gives what `teacher.json` holds.
 
-    Shows progress on stderr where that is a terminal. Raises `OutputExistsError`, `StorageError`
-    for a remote `out`, or `TooFewRowsError` where some file would stay empty.
+    Raises `OutputExistsError`, `StorageError` for a remote `out`, or `TooFewRowsError` where some
+    file would stay empty.
     """
     if options.num_rows < max(10, options.num_days):
         raise TooFewRowsError(
@@ -276,10 +268,9 @@ def _write_raw(
         ):
             row = start
             for block, rows in enumerate(draw((options.seed, 2, day), end - start)):
-                held_out = rows.slice(max(0, last_tenth - row), len(rows))
-                for score, part in ((own, rows), (scores["all"], rows)):
-                    _add(score, part)
-                _add(scores["last_tenth"], held_out)
+                own.add(rows)
+                scores["all"].add(rows)
+                scores["last_tenth"].add(rows[max(0, last_tenth - row) :])
                 file.write(raw_table(rows, (options.seed, 3, day, block)))
                 row += len(rows)
     return scores
@@ -294,11 +285,6 @@ _RAW_SCHEMA = pa.schema(
 )
 # Nulls are empty cells.
 _RAW_FORMAT = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-
-
-def _add(score: TeacherScore, rows: ClickRows) -> None:
-    assert rows.probability is not None, "generated rows know their teacher"
-    score.add(rows.probability, rows.label)
 
 
 def raw_table(rows: ClickRows, seed: tuple[int, ...]) -> pa.Table:
@@ -367,7 +353,7 @@ def _write_split(
         seed = (options.seed, 4 if folder.name == "train" else 5, part)
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
             for rows in draw(seed, end - start):
-                _add(score, rows)
+                score.add(rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
         files.append(describe_file(path, folder.parent))
     return SplitEntry(num_rows=num_rows, files=tuple(files))

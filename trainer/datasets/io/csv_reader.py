@@ -1,4 +1,4 @@
-"""Typed reading of csv files, whole or in blocks; a fault is named by file, line, column and value.
+"""Text files in blocks of whole lines, and csv with types: faults by file, line, column and value.
 
 Polars reads the text with the wanted types. Only when that fails, or finds an empty or forbidden
 cell, is the text searched line by line to say where the fault is.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 
 from trainer.errors import (
     BadValueError,
@@ -24,10 +25,109 @@ from trainer.errors import (
 )
 from trainer.storage import Location
 
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines of a file; `first_line` counts from 1."""
+
+    lines: bytes
+    first_line: int
+
+    @property
+    def num_lines(self) -> int:
+        return count_of_lines(self.lines)
+
+
+def count_of_lines(lines: bytes) -> int:
+    """Number of lines, of which the last may lack its line feed."""
+    return lines.count(b"\n") + (not lines.endswith(b"\n"))
+
+
+def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
+    """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
+
+    Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
+    is longer than a block; `StorageError` where a remote file cannot be read for now.
+    """
+    first_line, rest = 1, b""
+    try:
+        with _open(source) as stream:
+            while block := stream.read(block_bytes):
+                end = block.rfind(b"\n") + 1
+                if not end and len(block) == block_bytes:
+                    raise CorruptFileError(
+                        f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
+                        "text file?"
+                    )
+                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+                if lines:
+                    found = LineBlock(lines, first_line)
+                    first_line += found.num_lines
+                    yield found
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"{source} cannot be read to its end ({error}); was the download cut short? "
+            "Copy it again"
+        ) from None
+    if rest:
+        yield LineBlock(rest, first_line)
+    elif first_line == 1:
+        raise CorruptFileError(f"{source} is empty; was the download cut short?")
+
+
+def _open(source: Location) -> io.BufferedReader:
+    file = source.open_input()
+    suffix = next((end for end in COMPRESSIONS if source.name.endswith(end)), None)
+    # A compressed stream may give less than was asked for; buffered, only at the end.
+    stream = pa.CompressedInputStream(file, COMPRESSIONS[suffix]) if suffix else file
+    return io.BufferedReader(stream)
+
+
+def whole_rows(blocks: Iterable[LineBlock], max_row_bytes: int) -> Iterator[LineBlock]:
+    """The same lines in blocks that end where a row does: after an even number of quotes.
+
+    Blank lines at the end are left out. Lines of more than `max_row_bytes` without an end of a row
+    are a block as they are.
+    """
+    rest = LineBlock(b"", 1)
+    for block in blocks:
+        lines = rest.lines + block.lines
+        end = last_line_end(lines)
+        if not end and len(lines) > max_row_bytes:
+            end = len(lines)
+        # Blank lines wait for what comes after them.
+        length = len(lines[:end].rstrip(b"\r\n"))
+        end = lines.find(b"\n", length, end) + 1 or end
+        if length:
+            yield LineBlock(lines[:end], rest.first_line)
+        else:
+            end = 0
+        rest = LineBlock(lines[end:], rest.first_line + lines.count(b"\n", 0, end))
+    if rest.lines.strip(b"\r\n"):
+        yield rest
+
+
+def last_line_end(content: bytes) -> int:
+    """Where the last whole line ends: after a newline that is not inside quotes; 0 for none."""
+    end = content.rfind(b"\n") + 1
+    num_quotes = content.count(b'"', 0, end)
+    while end and num_quotes % 2:
+        # Back over the quote, as every newline after it is inside quotes too.
+        quote = content.rfind(b'"', 0, end)
+        earlier = content.rfind(b"\n", 0, quote) + 1
+        num_quotes -= content.count(b'"', earlier, end)
+        end = earlier
+    return end
+
+
 _PATTERNS = {
     "a whole number": re.compile(r"\d{1,18}"),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
 }
+# What stands for a byte that is not UTF-8.
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 # 2100-01-01 UTC.
 _YEAR_2100_S = 4_102_444_800
 
@@ -104,14 +204,7 @@ def read_csv(
     is empty or cannot be parsed at all.
     """
     reader = BlockReader(Location.parse(path), columns, delimiter=delimiter)
-    return pl.concat(frame for _, frame in reader.blocks())
-
-
-def without_blank_end(content: bytes) -> bytes:
-    """The text without blank lines at its end; its last line keeps its own end."""
-    text = content.rstrip(b"\r\n")
-    end = content[len(text) :].find(b"\n") + 1
-    return content[: len(text) + end] if end else content
+    return pl.concat(map(reader.parse, reader.blocks()))
 
 
 def _delimiter_hint(line: str, delimiter: str) -> str:
@@ -121,56 +214,9 @@ def _delimiter_hint(line: str, delimiter: str) -> str:
     return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
 
 
-def _fault_of(
-    path: str,
-    line: int,
-    record: Sequence[str],
-    columns: Sequence[CsvColumn],
-    header: Sequence[str],
-) -> DataError | None:
-    if not record:
-        return CorruptFileError(f"{path}, line {line}: the line is blank; remove it")
-    cells = dict(zip(header, record, strict=False))
-    for column in columns:
-        cell = cells.get(column.name)
-        if cell is not None and not _is_utf8(cell):
-            return CorruptFileError(
-                f"{path}, line {line}, column '{column.name}': bytes that are not UTF-8 "
-                f"({cell.encode('utf-8', 'surrogateescape')!r}); save the file as UTF-8"
-            )
-        if not column.accepts(cell):
-            return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
-    if len(record) > len(header):
-        return CorruptFileError(
-            f"{path}, line {line}: more cells than columns: the header has {len(header)}; "
-            "is the delimiter right, and is text with delimiters in it quoted?"
-        )
-    return None
-
-
-def _is_utf8(cell: str) -> bool:
-    try:
-        cell.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 _BLOCK_BYTES = 32 * 1024 * 1024
-# Lines are short; a "line" of several blocks is a quote that was never closed.
-_MAX_BLOCKS_PER_LINE = 4
-# Where blank lines at the end are looked for.
-_END_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Block:
-    """Where a block lies: bytes `[start, end)` and lines `[line, next_line)` of the file."""
-
-    start: int
-    end: int
-    line: int
-    next_line: int
+# Rows are short; a "row" of several blocks is a quote that was never closed.
+_MAX_BLOCKS_PER_ROW = 4
 
 
 class BlockReader:
@@ -187,7 +233,7 @@ class BlockReader:
     ) -> None:
         """Look at the header; raises `SourceMissingError`, `ColumnError` or `CorruptFileError`.
 
-        `may_lack_rows`: a header alone is no fault. Blank lines at the end do not count.
+        `may_lack_rows`: a header alone is no fault.
         """
         if not location.exists():
             raise SourceMissingError(
@@ -197,48 +243,37 @@ class BlockReader:
         self._columns = columns
         self._delimiter = delimiter
         self._block_bytes = block_bytes
-        size_bytes = location.size_bytes()
-        with location.open_input() as file:
-            header = file.read(min(block_bytes, size_bytes)).split(b"\n", 1)[0]
-            file.seek(max(0, size_bytes - _END_BYTES))
-            end = file.read(_END_BYTES)
-        self.size_bytes = size_bytes - len(end) + len(without_blank_end(end))
-        # A file that was cut short may still end in a number, of which digits are missing.
-        self.has_line_end = end.endswith(b"\n")
-        self._header = header + b"\n"
-        if not header.strip():
-            raise CorruptFileError(f"{location} is empty; was the download cut short?")
+        self._may_lack_rows = may_lack_rows
+        first = next(read_blocks(location, block_bytes))
+        self._header = first.lines.partition(b"\n")[0] + b"\n"
         self._check_header()
-        if self.size_bytes <= len(self._header) and not may_lack_rows:
+
+    def blocks(self) -> Iterator[LineBlock]:
+        """Blocks of whole rows, without the header; always the same for the same file.
+
+        Blank lines at the end do not count. Raises `CorruptFileError`.
+        """
+        max_row_bytes, has_rows = _MAX_BLOCKS_PER_ROW * self._block_bytes, self._may_lack_rows
+        for block in whole_rows(read_blocks(self._location, self._block_bytes), max_row_bytes):
+            if block.first_line == 1:
+                block = LineBlock(block.lines.partition(b"\n")[2], 2)
+            if len(block.lines) > max_row_bytes and not last_line_end(block.lines):
+                raise CorruptFileError(
+                    f"{self._location}, line {block.first_line}: no end of line in "
+                    f"{len(block.lines)} bytes; is a quote left open, or is it no text file?"
+                )
+            if block.lines:
+                has_rows = True
+                yield block
+        if not has_rows:
             raise CorruptFileError(
-                f"{location} has a header but no rows; was the download cut short?"
+                f"{self._location} has a header but no rows; was the download cut short?"
             )
 
-    @property
-    def first(self) -> int:
-        """Where the first block begins: after the header."""
-        return len(self._header)
-
-    def read(self, start: int, line: int) -> tuple[Block, pl.DataFrame]:
-        """The block that begins at byte `start`, on line `line`; raises a `DataError`."""
-        content = self._read(start, line)
-        block = Block(start, start + len(content), line, line + content.count(b"\n"))
+    def parse(self, block: LineBlock) -> pl.DataFrame:
+        """The wanted columns of a block; raises `BadValueError` or `CorruptFileError`."""
         # The header is line 1 of what is parsed, and the block's first line is line 2.
-        return block, self._parse(self._header + content, line_offset=line - 2)
-
-    def blocks(self) -> Iterator[tuple[Block, pl.DataFrame]]:
-        """All blocks, one after the other; raises what `read` does."""
-        start, line = self.first, 2
-        while start < self.size_bytes:
-            block, frame = self.read(start, line)
-            yield block, frame
-            start, line = block.end, block.next_line
-
-    def _parse(self, content: bytes, line_offset: int) -> pl.DataFrame:
-        """Read a csv text that begins with the header, of which line n is `line_offset` + n here.
-
-        Raises `BadValueError` or `CorruptFileError`.
-        """
+        content, line_offset = self._header + block.lines, block.first_line - 2
         columns = self._columns
         try:
             frame = pl.read_csv(
@@ -278,7 +313,7 @@ class BlockReader:
         line = 1 + reader.line_num + line_offset
         try:
             for record in reader:
-                if fault := _fault_of(str(self._location), line, record, self._columns, header):
+                if fault := self._fault_of(record, header, line):
                     return fault
                 line = 1 + reader.line_num + line_offset
         except csv.Error as error:
@@ -297,32 +332,26 @@ class BlockReader:
             f"{cause}"
         )
 
-    def _read(self, start: int, line: int) -> bytes:
-        """Whole lines from `start` on: about one block, and at least one line."""
-        with self._location.open_input() as file:
-            file.seek(start)
-            content = b""
-            for _ in range(_MAX_BLOCKS_PER_LINE):
-                left = self.size_bytes - start - len(content)
-                content += file.read(min(self._block_bytes, left))
-                if start + len(content) == self.size_bytes:
-                    return content
-                if end := last_line_end(content):
-                    return content[:end]
-        raise CorruptFileError(
-            f"{self._location}, line {line}: no end of line in {len(content)} bytes; is a quote "
-            "left open, or is it no text file?"
-        )
-
-
-def last_line_end(content: bytes) -> int:
-    """Where the last whole line ends: after a newline that is not inside quotes; 0 for none."""
-    end = content.rfind(b"\n") + 1
-    num_quotes = content.count(b'"', 0, end)
-    while end and num_quotes % 2:
-        # Back over the quote, as every newline after it is inside quotes too.
-        quote = content.rfind(b'"', 0, end)
-        earlier = content.rfind(b"\n", 0, quote) + 1
-        num_quotes -= content.count(b'"', earlier, end)
-        end = earlier
-    return end
+    def _fault_of(
+        self, record: Sequence[str], header: Sequence[str], line: int
+    ) -> DataError | None:
+        place = f"{self._location}, line {line}"
+        if not record:
+            return CorruptFileError(f"{place}: the line is blank; remove it")
+        cells = dict(zip(header, record, strict=False))
+        for column in self._columns:
+            cell = cells.get(column.name)
+            if cell is not None and _ESCAPED_BYTE.search(cell):
+                return CorruptFileError(
+                    f"{place}, column '{column.name}': bytes that are not UTF-8 "
+                    f"({cell.encode('utf-8', 'surrogateescape')!r}); save the file as UTF-8"
+                )
+            if not column.accepts(cell):
+                path = str(self._location)
+                return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
+        if len(record) > len(header):
+            return CorruptFileError(
+                f"{place}: more cells than columns: the header has {len(header)}; "
+                "is the delimiter right, and is text with delimiters in it quoted?"
+            )
+        return None

@@ -65,7 +65,9 @@ class Journal:
         header = json.dumps(dict(work))
         known = _read(self._path, header)
         if known is None:
-            _empty(folder, keep)
+            for path in folder.iterdir():
+                if path.name not in keep:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._parts = known or {}
         # The names that were asked for since it was opened: what else is recorded is stale.
         self.used: set[str] = set()
@@ -117,16 +119,6 @@ def _read(path: Path, header: str) -> dict[str, Part] | None:
             part = Part(**json.loads(line))
             parts[part.name] = part
     return parts
-
-
-def _empty(folder: Path, keep: Collection[str]) -> None:
-    for path in folder.iterdir():
-        if path.name in keep:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 Advance = Callable[[float], object]

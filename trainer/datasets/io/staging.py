@@ -58,29 +58,24 @@ def map_columns(path: Path) -> Columns:
     }
 
 
-_NAME = "uploads.txt"
-UPLOADS_NAMES = (_NAME, f".{_NAME}.partial")
+_UPLOADS = "uploads.txt"
+_UPLOADS_NAMES = (_UPLOADS, f".{_UPLOADS}.partial")
 
 
-class Uploads:
+def _uploads_in(folder: Path) -> frozenset[str]:
     """Paths relative to the remote folder, one a line of `uploads.txt` in the working folder.
 
     A path is noted before its file is uploaded. The list outlives the journal: work with other
     options still knows what the work before it left at the same place.
     """
+    path = folder / _UPLOADS
+    return frozenset(path.read_text("utf-8").splitlines()) if path.is_file() else frozenset()
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    def names(self) -> frozenset[str]:
-        """All paths noted."""
-        path = self._folder / _NAME
-        return frozenset(path.read_text("utf-8").splitlines()) if path.is_file() else frozenset()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Note paths; they are on the disk when this returns, all or none."""
-        lines = [f"{name}\n" for name in sorted({*self.names(), *names})]
-        write_whole(self._folder / _NAME, "".join(lines).encode())
+def _note_uploads(folder: Path, names: Iterable[str]) -> None:
+    """Note paths; they are on the disk when this returns, all or none."""
+    lines = [f"{name}\n" for name in sorted({*_uploads_in(folder), *names})]
+    write_whole(folder / _UPLOADS, "".join(lines).encode())
 
 
 @contextmanager
@@ -93,14 +88,10 @@ def staged_folder(out: Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
     check_replaceable(out, overwrite=overwrite, proof=proof)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    retired = out.with_name(f".{out.name}.old-{os.getpid()}")
     staging.mkdir()
     try:
         yield staging
-        if out.exists():
-            out.rename(retired)
-        staging.rename(out)
-        shutil.rmtree(retired, ignore_errors=True)
+        _take_name(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -131,7 +122,6 @@ class Staging:
     def __init__(self, out: Location, journal: Journal) -> None:
         self._out = out
         self._journal = journal
-        self._uploads = Uploads(journal.folder)
         self._is_begun = False
         self.is_work_kept = False
 
@@ -161,7 +151,7 @@ class Staging:
         facts = make(path) or {}
         part = Part(part_name, path.stat().st_size, sha256_of(path), facts, made_of)
         self._begin_upload()
-        self._uploads.add([name])
+        _note_uploads(self._journal.folder, [name])
         target.upload(path)
         self._journal.record(part)
         path.unlink()
@@ -194,7 +184,7 @@ class Staging:
                     path.unlink()
             _take_name(folder, self._out.local_path)
             return
-        stale = self._uploads.names() - wanted
+        stale = _uploads_in(self._journal.folder) - wanted
         for file in self._out.list(recursive=True):
             if file.relative_to(self._out) in stale:
                 file.delete()
@@ -206,7 +196,7 @@ class Staging:
         The files that it names are noted first: without it nothing else says that they are ours.
         """
         if not self._is_begun:
-            self._uploads.add(_old_files(self._out))
+            _note_uploads(self._journal.folder, _old_files(self._out))
             (self._out / MANIFEST_NAME).delete()
             self._is_begun = True
 
@@ -249,15 +239,17 @@ def staged(
     Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
     `OutputExistsError`, also where another process is preparing the same folder.
     """
-    _check_apart(out, sources)
+    for source in sources:
+        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
+            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
     folder = _working_folder(out, work_folder)
     if out.is_local:
         _drop_leftovers(folder, out.local_path)
-    _check_free(out, Uploads(folder).names(), overwrite=overwrite)
+    _check_free(out, _uploads_in(folder), overwrite=overwrite)
     _make_private(folder)
     with _alone_in(folder):
         _check_ours(folder)
-        journal = Journal(folder, {"out": str(out), **work}, keep=UPLOADS_NAMES)
+        journal = Journal(folder, {"out": str(out), **work}, keep=_UPLOADS_NAMES)
         staging = Staging(out, journal)
         try:
             yield staging
@@ -267,7 +259,7 @@ def staged(
             raise
         except DataError:
             # What was uploaded must still be known as ours.
-            if not staging.is_work_kept and not Uploads(folder).names():
+            if not staging.is_work_kept and not _uploads_in(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
@@ -307,13 +299,6 @@ def _drop_leftovers(folder: Path, out: Path) -> None:
             _drop_retired(out)
 
 
-def _check_apart(out: Location, sources: Sequence[Location]) -> None:
-    """Raise where the folder to write is, or holds, something that is to be read."""
-    for source in sources:
-        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
-            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
-
-
 def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> None:
     """Raise unless `out` is free or ours; `uploaded` are files below it that we put there."""
     if out.is_local:
@@ -325,7 +310,13 @@ def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> 
             f"{out} is a whole bucket; choose a folder in it, such as {out}/mine"
         )
     if not (out / MANIFEST_NAME).exists():
-        _check_no_strangers(out, uploaded)
+        for file in out.list(recursive=True):
+            if file.relative_to(out) not in {*uploaded, _PROBE}:
+                raise OutputExistsError(
+                    f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; "
+                    "choose another folder, or delete it if an unfinished preparation from "
+                    "elsewhere left it"
+                )
     elif not overwrite:
         raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
     else:
@@ -334,15 +325,6 @@ def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> 
     probe = out / _PROBE
     probe.write_bytes(b"")
     probe.delete()
-
-
-def _check_no_strangers(out: Location, uploaded: frozenset[str]) -> None:
-    for file in out.list(recursive=True):
-        if file.relative_to(out) not in {*uploaded, _PROBE}:
-            raise OutputExistsError(
-                f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; choose "
-                "another folder, or delete it if an unfinished preparation from elsewhere left it"
-            )
 
 
 def _old_files(out: Location) -> list[str]:
@@ -364,7 +346,7 @@ def _check_ours(folder: Path) -> None:
 
     The journal itself may be missing: a kill can come while it is first written or removed.
     """
-    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, *UPLOADS_NAMES}
+    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, *_UPLOADS_NAMES}
     if strangers := sorted({path.name for path in folder.iterdir()} - ours):
         raise OutputExistsError(
             f"{folder} holds '{strangers[0]}', so it is not ours to empty; remove or rename it"
@@ -390,21 +372,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _take_name(folder: Path, out: Path) -> None:
     """Put the finished folder in the place of `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = _on_disk_of(out, folder)
+    if folder.stat().st_dev != out.parent.stat().st_dev:
+        # It can move only within a disk.
+        copy = out.with_name(f".{out.name}.copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        folder = shutil.copytree(folder, copy)
     if out.exists():
         out.rename(out.with_name(f".{out.name}.old-{os.getpid()}"))
     folder.rename(out)
     _drop_retired(out)
-
-
-def _on_disk_of(out: Path, folder: Path) -> Path:
-    """The folder, or a copy beside `out` where it lies on another disk: only then can it move."""
-    if folder.stat().st_dev == out.parent.stat().st_dev:
-        return folder
-    copy = out.with_name(f".{out.name}.copy")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    return copy
 
 
 def _drop_retired(out: Path) -> None:

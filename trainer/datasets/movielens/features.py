@@ -81,7 +81,7 @@ class MovieFolds:
 def gather_folds(
     by_movie: Sequence[Path], num_movies: int
 ) -> tuple[MovieFolds, dict[str, Moments]]:
-    """The folds of all units' rows as `write_by_movie` put them aside, and training moments."""
+    """Folds and training moments of all units, as `Fitted.write_by_movie` put them aside."""
     folds = MovieFolds.empty(num_movies)
     for path in by_movie:
         rows = map_columns(path)
@@ -119,11 +119,7 @@ class UserHistory:
 
 @dataclass(frozen=True)
 class MovieHistory:
-    """What came before each of n ratings of the same movie; both arrays have shape [n].
-
-    `count` and `mean` are over earlier training ratings by anybody, the latter of their residuals,
-    leaning on 0.
-    """
+    """Number, and mean residual leaning on 0, of the training ratings before each of n ratings."""
 
     count: FloatArray
     mean: FloatArray

@@ -8,7 +8,7 @@ name says `others`, from training rows of other users alone.
 Ratings stream through files in units of whole users, so that memory does not grow with their
 number; only what there is one of per user, movie or tag stays in memory. Rows of a unit are
 shuffled, units follow one another, and the whole is cut into files of equal size. Every file on the
-way is a recorded part (`io/journal.py`): a run that was killed resumes.
+way is a recorded part (`io/journal.py`): a run that was killed resumes, to the same bytes.
 """
 
 from __future__ import annotations
@@ -20,38 +20,36 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from rich.progress import Progress
 
-from trainer.data.manifest import Manifest, SplitEntry, read_footer
+from trainer.data.manifest import Manifest, SplitEntry
 from trainer.data.ragged import IntArray
+from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
 from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
-from trainer.datasets.io.vocabulary import Vocabulary, fit_vocabulary
+from trainer.datasets.io.vocabulary import fit_vocabulary, vocabulary_of, write_vocabulary
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
     SCHEMA,
     Fitted,
     MovieExchange,
+    MovieLensOptions,
     SplitName,
     UnitRows,
-    UserMean,
-    ValidationPast,
     cut_movies,
 )
 from trainer.datasets.movielens.source import (
     RATING_COLUMNS,
     Blocks,
     DuplicateRating,
-    OnDuplicate,
     cut_users,
     describe_movies,
     encode_catalogue,
@@ -64,7 +62,6 @@ from trainer.datasets.movielens.source import (
 from trainer.datasets.movielens.statistics import (
     Moments,
     RatingStatistics,
-    Split,
     Units,
 )
 from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
@@ -90,15 +87,8 @@ _ENCODINGS: dict[str, Any] = {
 BuildRows = Callable[[int, int, int], pa.Table]
 
 
-@dataclass(frozen=True)
-class Partition:
-    """One file: rows `[start, end)` of some units, counted in each unit's own order."""
-
-    slices: tuple[tuple[int, int, int], ...]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(end - start for _, start, end in self.slices)
+# One file: rows `[start, end)` of some units, counted in each unit's own order.
+Partition = Sequence[tuple[int, int, int]]
 
 
 def cut_partitions(
@@ -114,13 +104,11 @@ def cut_partitions(
     cuts = [num_rows * number // num_files for number in range(num_files + 1)]
     starts = ends - rows_of_units
     return [
-        Partition(
-            tuple(
-                (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
-                for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
-                if start < last and end > first
-            )
-        )
+        [
+            (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
+            for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
+            if start < last and end > first
+        ]
         for first, last in pairwise(cuts)
     ]
 
@@ -144,7 +132,7 @@ def write_partition(
 
 def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:
     size = _GROUPS_PER_BATCH * row_group_rows
-    for unit, start, end in partition.slices:
+    for unit, start, end in partition:
         for first in range(start, end, size):
             yield build(unit, first, min(first + size, end))
 
@@ -163,37 +151,8 @@ def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[p
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
-VERSION = 5
+VERSION = 6
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
-
-
-class MovieLensOptions(BaseModel):
-    """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time.
-
-    `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
-    of the user's training ratings (`training`), which holds the rating itself. `validation_past`:
-    held-out rows use all of a user's earlier ratings, as one who serves can (`all`), or
-    at those of training only, as static models do that they are compared with. `on_duplicate`: a
-    second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
-    that are held, sorted and shuffled at a time; memory follows it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    split: Split = "per_user"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    user_mean: UserMean = "past"
-    validation_past: ValidationPast = "all"
-    history_length: PositiveInt = 10
-    min_token_count: PositiveInt = 2
-    max_tokens: PositiveInt = 20_000
-    max_tokens_per_movie: PositiveInt = 24
-    on_duplicate: OnDuplicate = "fail"
-    on_missing_movie: Literal["keep", "fail"] = "keep"
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
-    unit_rows: PositiveInt = 1 << 20
 
 
 def prepare_movielens(
@@ -206,9 +165,8 @@ def prepare_movielens(
 ) -> Manifest:
     """Read the csv folder `source` and write the prepared folder `out`, all or nothing.
 
-    Both may be local paths or URLs. Run again after a kill, it goes on where it was, and the
-    result has the same bytes. Shows progress on stderr where that is a terminal. Raises a
-    `DataError` that names file, line and column of a bad value.
+    Both may be local paths or URLs. Raises a `DataError` that names file, line and column of a bad
+    value.
     """
     options = options or MovieLensOptions()
     source = Location.parse(source)
@@ -216,7 +174,16 @@ def prepare_movielens(
         raise SourceMissingError(
             f"{source} is not a folder; name the folder that holds ratings.csv"
         )
-    out, work = Location.parse(out), _describe_work(source, options)
+    out = Location.parse(out)
+    # What the result's bytes depend on: unfinished work is resumed only where all is equal.
+    work = {
+        "kind": "movielens",
+        "version": VERSION,
+        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
+        "source": str(source),
+        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
+        "options": options.model_dump(),
+    }
     with (
         staged(
             out, work, overwrite=overwrite, sources=[source], work_folder=work_folder
@@ -226,18 +193,6 @@ def prepare_movielens(
         manifest = _Preparation(source, options, staging, progress).run()
         staging.publish(manifest)
     return manifest
-
-
-def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any]:
-    """What the result's bytes depend on; unfinished work is resumed only where all is equal."""
-    return {
-        "kind": "movielens",
-        "version": VERSION,
-        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
-        "source": str(source),
-        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
-        "options": options.model_dump(),
-    }
 
 
 @dataclass(frozen=True)
@@ -252,13 +207,12 @@ class _Preparation:
 
     def run(self) -> Manifest:
         """Read, sort, fit, build histories and write; gives the unwritten manifest."""
-        reader = BlockReader(
-            self.source / "ratings.csv", RATING_COLUMNS, delimiter=self.options.delimiter
-        )
+        ratings = self.source / "ratings.csv"
+        reader = BlockReader(ratings, RATING_COLUMNS, delimiter=self.options.delimiter)
         movies = read_movies(self.source / "movies.csv", self.options.delimiter)
-        self.counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
-        task = self.progress.add_task("reading ratings", total=reader.size_bytes)
+        task = self.progress.add_task("reading ratings", total=ratings.size_bytes())
         blocks = read_blocks(reader, self.staging, partial(self.progress.advance, task))
+        self.counts["ratings_last_line_unfinished"] = int(not blocks.has_line_end)
         self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
         units = self._sort(reader, blocks, movie_ids)
@@ -303,7 +257,7 @@ class _Preparation:
             try:
                 path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
             except DuplicateRating as found:
-                raise name_duplicate(self.source / "ratings.csv", reader, found) from None
+                raise name_duplicate(self.source / "ratings.csv", reader, *found.args) from None
             paths.append(path)
             repeated += facts["num_repeated"]
         self.counts.update(users=len(blocks.users), duplicates_dropped=repeated)
@@ -332,34 +286,30 @@ class _Preparation:
         tag_words: pl.DataFrame,
         units: Units,
         statistics: RatingStatistics,
-    ) -> tuple[dict[str, Vocabulary], Fitted]:
+    ) -> tuple[dict[str, VocabularyEncoder], Fitted]:
         options = self.options
         every_id = pl.Series("movieId", movie_ids)
         described = describe_movies(movies, tag_words, every_id, options.max_tokens_per_movie)
         is_known = statistics.training_rows_of_movie > 0
         seen = described.filter(pl.Series(is_known))
-        genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
+        genres = fit_vocabulary(seen["genres"].explode().drop_nulls())
         tokens = fit_vocabulary(
-            "tokens",
             seen["tokens"].explode().drop_nulls(),
             min_count=options.min_token_count,
             max_size=options.max_tokens,
         )
-        users = Vocabulary(
-            "user_id", pl.Series("value", blocks.users[statistics.training_rows_of_user > 0])
-        )
-        rated = Vocabulary("movie_id", pl.Series("value", movie_ids[is_known]))
+        users = vocabulary_of(blocks.users[statistics.training_rows_of_user > 0])
+        rated = vocabulary_of(movie_ids[is_known])
         fitted = Fitted(
             units=units,
             statistics=statistics,
             catalogue=encode_catalogue(described, genres, tokens),
-            user_index=users.encode(pl.Series(blocks.users)),
-            movie_index=rated.encode(every_id),
-            user_mean=options.user_mean,
-            history_length=options.history_length,
-            validation_past=options.validation_past,
+            user_index=users.encode(pa.array(blocks.users)),
+            movie_index=rated.encode(pa.array(movie_ids)),
+            options=options,
         )
-        return {v.name: v for v in (users, rated, genres, tokens)}, fitted
+        found = {"user_id": users, "movie_id": rated, "genres": genres, "tokens": tokens}
+        return found, fitted
 
     def _build_histories(self, fitted: Fitted) -> UnitRows:
         moments: dict[str, Moments] = {}
@@ -380,9 +330,12 @@ class _Preparation:
         return UnitRows(fitted, exchange, folds, moments | of_folds)
 
     def _write(
-        self, vocabularies: dict[str, Vocabulary], statistics: RatingStatistics, rows: UnitRows
+        self,
+        vocabularies: dict[str, VocabularyEncoder],
+        statistics: RatingStatistics,
+        rows: UnitRows,
     ) -> Manifest:
-        sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
+        sizes = {name: vocabulary.num_ids for name, vocabulary in vocabularies.items()}
         histories = ("history_movies", "history_liked", "history_disliked")
         return Manifest(
             source="movielens",
@@ -398,8 +351,10 @@ class _Preparation:
             },
             vocabularies={
                 name: vocabulary_entry(
-                    self.staging.result(f"vocab/{name}.parquet", vocabulary.write_file),
-                    vocabulary.size - 1,
+                    self.staging.result(
+                        f"vocab/{name}.parquet", partial(write_vocabulary, vocabulary=vocabulary)
+                    ),
+                    len(vocabulary.values),
                 )
                 for name, vocabulary in vocabularies.items()
             },
@@ -419,17 +374,20 @@ class _Preparation:
             )
         ]
         # In the order of units, so that each unit is gathered about once.
-        files.sort(key=lambda file: file[2].slices[0])
+        files.sort(key=lambda file: file[2][0])
         parts: dict[str, list[Part]] = {split: [] for split in num_rows}
         task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
         for split, number, partition in files:
             make = partial(self._write_file, split=split, partition=partition, rows=rows)
-            parts[split].append(self.staging.result(f"{split}/part-{number:05d}.parquet", make))
-            self.progress.advance(task, partition.num_rows)
+            part = self.staging.result(f"{split}/part-{number:05d}.parquet", make)
+            parts[split].append(part)
+            self.progress.advance(task, part.facts["rows"])
         return {split: split_entry(found) for split, found in parts.items()}
 
     def _write_file(
         self, path: Path, split: SplitName, partition: Partition, rows: UnitRows
     ) -> Facts:
-        write_partition(path, partition, partial(rows.build, split), self.options.row_group_rows)
-        return {"rows": partition.num_rows, "row_groups": read_footer(path).num_row_groups}
+        num_rows = sum(end - start for _, start, end in partition)
+        group_rows = self.options.row_group_rows
+        write_partition(path, partition, partial(rows.build, split), group_rows)
+        return {"rows": num_rows, "row_groups": -(-num_rows // group_rows)}

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trainer.data.ragged import IntArray, Ragged, gather
 from trainer.datasets.io.journal import Advance, Facts
@@ -32,12 +33,13 @@ from trainer.datasets.movielens.features import (
     training_mean_and_scale,
     user_history,
 )
-from trainer.datasets.movielens.source import Catalogue
+from trainer.datasets.movielens.source import Catalogue, OnDuplicate
 from trainer.datasets.movielens.statistics import (
     FloatArray,
     Moments,
     Ratings,
     RatingStatistics,
+    Split,
     Units,
 )
 
@@ -104,36 +106,20 @@ class RowBuilder:
     """Builds Arrow tables of the prepared rows of some users.
 
     `ratings.movie` holds positions in `catalogue`. All arrays have one entry per rating:
-    `user_index`, `movie_index` (of the vocabularies), `offset` and `scale` (of the label, stars)
-    and `dense` (standardised features).
+    `movie_index` (of the vocabulary) and the columns that are no lists, `numbers`.
     """
 
     ratings: Ratings
     history: UserHistory
-    user_index: IntArray
     movie_index: IntArray
     catalogue: Catalogue
-    offset: NDArray
-    scale: NDArray
-    dense: dict[str, NDArray[np.float32]]
+    numbers: Mapping[str, NDArray]
     history_length: int
 
     def build(self, rows: IntArray) -> pa.Table:
-        columns = {name: pa.array(values[rows]) for name, values in self._numbers.items()}
+        columns = {name: pa.array(values[rows]) for name, values in self.numbers.items()}
         columns |= {name: _list_array(lists) for name, lists in self._lists(rows).items()}
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
-
-    @cached_property
-    def _numbers(self) -> dict[str, NDArray]:
-        return {
-            "user_id": self.user_index,
-            "movie_id": self.movie_index,
-            **self.dense,
-            "rating": self.ratings.stars.astype(np.float32),
-            "user_mean": self.offset.astype(np.float32),
-            "user_scale": self.scale.astype(np.float32),
-            "timestamp": self.ratings.timestamp,
-        }
 
     @cached_property
     def _residual(self) -> NDArray[np.float32]:
@@ -186,22 +172,6 @@ def _list_array(lists: Ragged) -> pa.Array:
     )
 
 
-def write_by_movie(path: Path, unit: Ratings, history: UserHistory) -> None:
-    """Put the rows of a unit aside in the order of their movies."""
-    order = np.argsort(unit.movie, kind="stable")
-    write_columns(
-        path,
-        {
-            "order": order.astype(np.int32),
-            "movie": unit.movie[order],
-            "timestamp": unit.timestamp[order],
-            "residual": history.residual[order].astype(np.float32),
-            "is_training": (~unit.is_validation[order]).astype(np.uint8),
-            "fold": fold_of(unit.user[order]),
-        },
-    )
-
-
 def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
     """First movie number of each range of about `range_rows` rows, and the number of movies."""
     num_ranges = max(1, round(int(rows_of_movie.sum()) / range_rows))
@@ -215,7 +185,7 @@ class MovieExchange:
     """Histories of movies, written once and read unit by unit."""
 
     def __init__(self, by_movie: Sequence[Path], bounds: IntArray) -> None:
-        """`by_movie` are the files of `write_by_movie`, `bounds` those of `cut_movies`."""
+        """`by_movie` are the files of `Fitted.write_by_movie`, `bounds` those of `cut_movies`."""
         self._by_movie = by_movie
         # Row of unit u where range m begins: [units, ranges + 1].
         self._cuts = np.array(
@@ -272,46 +242,68 @@ class MovieExchange:
         return {name: np.concatenate(parts) for name, parts in pieces.items()}
 
 
-UserMean = Literal["past", "training"]
-ValidationPast = Literal["all", "training"]
 SplitName = Literal["train", "validation"]
 _SHUFFLE_SEED = 0
 # A file may begin in one unit and end in the next.
 _UNITS_IN_MEMORY = 2
 
 
+class MovieLensOptions(BaseModel):
+    """What `shardloom data prepare movielens --help` explains; recorded in the manifest.
+
+    Of `user_mean`, `training` counts the rating itself; of `validation_past`, `all` is what one who
+    serves knows, `training` what static models do that are compared with.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: Split = "per_user"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    user_mean: Literal["past", "training"] = "past"
+    validation_past: Literal["all", "training"] = "all"
+    history_length: PositiveInt = 10
+    min_token_count: PositiveInt = 2
+    max_tokens: PositiveInt = 20_000
+    max_tokens_per_movie: PositiveInt = 24
+    on_duplicate: OnDuplicate = "fail"
+    on_missing_movie: Literal["keep", "fail"] = "keep"
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+    unit_rows: PositiveInt = 1 << 20
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """What was fitted on the training part.
-
-    `user_index` and `movie_index` map numbers to vocabulary indices; `user_mean` says what the
-    label is taken relative to: the user's earlier ratings, or all of the user's training ratings;
-    `validation_past` which of a user's earlier ratings a held-out row may use.
-    """
+    """What was fitted on the training part; the indices map numbers to those of vocabularies."""
 
     units: Units
     statistics: RatingStatistics
     catalogue: Catalogue
     user_index: IntArray
     movie_index: IntArray
-    user_mean: UserMean
-    history_length: int
-    validation_past: ValidationPast = "all"
+    options: MovieLensOptions
 
     def user_history(self, ratings: Ratings) -> UserHistory:
-        return user_history(
-            ratings,
-            self.statistics.overall.mean,
-            hide_validation=self.validation_past == "training",
-        )
+        hide_validation = self.options.validation_past == "training"
+        return user_history(ratings, self.statistics.overall.mean, hide_validation=hide_validation)
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
-        """Put a unit aside for the exchange; gives moments of its users' dense features."""
+        """Put a unit's rows aside by movie; gives moments of its users' dense features."""
         ratings = self.units.load(unit)
         history = self.user_history(ratings)
-        write_by_movie(path, ratings, history)
-        dense = dense_of_users(ratings, history, self.catalogue)
         training = ~ratings.is_validation
+        order = np.argsort(ratings.movie, kind="stable")
+        columns: Columns = {
+            "order": order.astype(np.int32),
+            "movie": ratings.movie[order],
+            "timestamp": ratings.timestamp[order],
+            "residual": history.residual[order].astype(np.float32),
+            "is_training": training[order].astype(np.uint8),
+            "fold": fold_of(ratings.user[order]),
+        }
+        write_columns(path, columns)
+        dense = dense_of_users(ratings, history, self.catalogue)
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
 
@@ -353,16 +345,18 @@ class UnitRows:
         dense = dense_of_users(ratings, history, fitted.catalogue)
         dense |= dense_of_movies(self._exchange.history(unit))
         dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
+        movie_index = fitted.movie_index[ratings.movie]
+        numbers: dict[str, NDArray] = {
+            "user_id": fitted.user_index[ratings.user],
+            "movie_id": movie_index,
+            **{name: self._moments[name].standardise(values) for name, values in dense.items()},
+            "rating": ratings.stars.astype(np.float32),
+            "user_mean": offset.astype(np.float32),
+            "user_scale": scale.astype(np.float32),
+            "timestamp": ratings.timestamp,
+        }
         return RowBuilder(
-            ratings=ratings,
-            history=history,
-            user_index=fitted.user_index[ratings.user],
-            movie_index=fitted.movie_index[ratings.movie],
-            catalogue=fitted.catalogue,
-            offset=offset,
-            scale=scale,
-            dense={name: self._moments[name].standardise(dense[name]) for name in dense},
-            history_length=fitted.history_length,
+            ratings, history, movie_index, fitted.catalogue, numbers, fitted.options.history_length
         )
 
     def _label_units(
@@ -370,7 +364,7 @@ class UnitRows:
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
         overall = self._fitted.statistics.overall
-        if self._fitted.user_mean == "past":
+        if self._fitted.options.user_mean == "past":
             return history.user_mean, history_scale(ratings, history, overall)
         users, training = self._fitted.units.users[unit], ~ratings.is_validation
         user = ratings.user - users.start

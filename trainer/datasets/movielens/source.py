@@ -18,10 +18,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, Ragged, offsets_of
-from trainer.datasets.io.csv_reader import BlockReader, integer, number, read_csv, text, timestamp
+from trainer.data.transforms import VocabularyEncoder
+from trainer.datasets.io.csv_reader import (
+    BlockReader,
+    LineBlock,
+    integer,
+    number,
+    read_csv,
+    text,
+    timestamp,
+)
 from trainer.datasets.io.journal import Advance, Facts
 from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
-from trainer.datasets.io.vocabulary import Vocabulary
 from trainer.datasets.movielens.statistics import NEVER, Split, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
@@ -47,11 +55,10 @@ class Catalogue:
 def describe_movies(
     movies: pl.DataFrame, tag_words: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
 ) -> pl.DataFrame:
-    """One row per movie of `every_id` (distinct, ascending), in that order.
+    """`movieId`, `year`, `genres` and `tokens` of the movies `every_id` (distinct, ascending).
 
-    `tag_words` are those of `count_tag_words`.
-    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
-    title, then those of its tags, most used first.
+    Tokens are the distinct words of the title, then those of its tags (`count_tag_words`), most
+    used first.
     """
     described = (
         every_id.alias("movieId")
@@ -67,8 +74,13 @@ def describe_movies(
             _words(pl.col("title").str.replace(_YEAR, "")).alias("title_words"),
         )
     )
+    most_used_first = (
+        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
+        .group_by("movieId", maintain_order=True)
+        .agg(pl.col("word").alias("tag_words"))
+    )
     return (
-        described.join(_most_used_first(tag_words), on="movieId", how="left", maintain_order="left")
+        described.join(most_used_first, on="movieId", how="left", maintain_order="left")
         .with_columns(
             pl.concat_list(pl.col("title_words", "tag_words").fill_null([]))
             .list.unique(maintain_order=True)
@@ -89,16 +101,9 @@ def count_tag_words(tags: pl.DataFrame) -> pl.DataFrame:
     return words.explode("word").drop_nulls().group_by("movieId", "word").len()
 
 
-def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
-    """Words of each movie's tags, those of most tags first: `movieId`, `tag_words`."""
-    return (
-        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
-        .group_by("movieId", maintain_order=True)
-        .agg(pl.col("word").alias("tag_words"))
-    )
-
-
-def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabulary) -> Catalogue:
+def encode_catalogue(
+    described: pl.DataFrame, genres: VocabularyEncoder, tokens: VocabularyEncoder
+) -> Catalogue:
     """Turn the words of `describe_movies` into indices."""
     return Catalogue(
         year=described["year"].fill_null(float("nan")).to_numpy(),
@@ -107,11 +112,11 @@ def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabu
     )
 
 
-def _encode_lists(lists: pl.Series, vocabulary: Vocabulary) -> Ragged:
+def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> Ragged:
     lengths = lists.list.len().to_numpy().astype(np.int64)
     # Empty lists would explode to one null each.
     values = lists.filter(lists.list.len() > 0).explode()
-    return Ragged(vocabulary.encode(values), offsets_of(lengths))
+    return Ragged(vocabulary.encode(values.to_arrow()), offsets_of(lengths))
 
 
 OnDuplicate = Literal["fail", "last"]
@@ -125,12 +130,7 @@ _LARGEST_TABLE = 1 << 22
 
 
 class DuplicateRating(Exception):
-    """A user rated a movie twice, and that was not to be; raw ids."""
-
-    def __init__(self, user: int, movie: int) -> None:
-        super().__init__(f"user {user} rated movie {movie} more than once")
-        self.user = user
-        self.movie = movie
+    """A user rated a movie twice, and that was not to be; the arguments are their raw ids."""
 
 
 @dataclass(frozen=True)
@@ -138,31 +138,30 @@ class Blocks:
     """The blocks of the csv file, and who and what is in them.
 
     `users` and `movies` are distinct raw ids in ascending order, `rows_per_user` as long as
-    `users`.
+    `users`. A file without `has_line_end` may have been cut short, inside its last number.
     """
 
     paths: tuple[Path, ...]
     users: IntArray
     rows_per_user: IntArray
     movies: IntArray
+    has_line_end: bool
 
 
 def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Blocks:
     """Put all rows aside, block by block; `advance` is told the bytes that were read."""
     paths: list[Path] = []
-    start, line = reader.first, 2
-    while start < reader.size_bytes:
+    has_line_end = True
+    for block in reader.blocks():
 
-        def make(path: Path, start: int = start, line: int = line) -> Facts:
-            block, frame = reader.read(start, line)
-            write_columns(path, _sorted_by_user(frame))
-            return {"end": block.end, "next_line": block.next_line}
+        def make(path: Path, block: LineBlock = block) -> None:
+            write_columns(path, _sorted_by_user(reader.parse(block)))
 
-        path, facts = staging.scratch(f"blocks/{len(paths):05d}.arrow", make)
-        advance(facts["end"] - start)
-        start, line = facts["end"], facts["next_line"]
+        path, _ = staging.scratch(f"blocks/{len(paths):05d}.arrow", make)
+        advance(len(block.lines))
         paths.append(path)
-    return _index(paths)
+        has_line_end = block.lines.endswith(b"\n")
+    return _index(paths, has_line_end)
 
 
 def _sorted_by_user(frame: pl.DataFrame) -> Columns:
@@ -178,7 +177,7 @@ def _sorted_by_user(frame: pl.DataFrame) -> Columns:
     }
 
 
-def _index(paths: Sequence[Path]) -> Blocks:
+def _index(paths: Sequence[Path], has_line_end: bool) -> Blocks:
     users, counts, movies = [], [], []
     for path in paths:
         block = map_columns(path)
@@ -188,7 +187,7 @@ def _index(paths: Sequence[Path]) -> Blocks:
         movies.append(pl.Series(block["movie"]).unique().to_numpy())
     distinct, place = np.unique(np.concatenate(users), return_inverse=True)
     rows = np.bincount(place, np.concatenate(counts)).astype(np.int64)
-    return Blocks(tuple(paths), distinct, rows, np.unique(np.concatenate(movies)))
+    return Blocks(tuple(paths), distinct, rows, np.unique(np.concatenate(movies)), has_line_end)
 
 
 def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
@@ -219,17 +218,14 @@ def write_unit(
         first = int(repeated.argmax())
         own = int(blocks.users[users.start + user[first]])
         raise DuplicateRating(own, int(movie_ids[movie[first]]))
-    kept = ~repeated
     columns = {
         "user": (user + users.start).astype(np.int32),
         "movie": movie.astype(np.int32),
         "stars": rows["stars"][order],
         "timestamp": rows["timestamp"][order],
     }
-    if repeated.any():
-        columns = {name: values[kept] for name, values in columns.items()}
-    write_columns(path, columns)
-    return {"num_rows": int(kept.sum()), "num_repeated": int(repeated.sum())}
+    write_columns(path, {name: values[~repeated] for name, values in columns.items()})
+    return {"num_repeated": int(repeated.sum())}
 
 
 def _gather(blocks: Blocks, users: range) -> Columns:
@@ -305,8 +301,8 @@ def read_tag_words(
         block_bytes=_TAG_BLOCK_BYTES,
         may_lack_rows=True,
     )
-    for _, frame in reader.blocks():
-        tags = _training_tags(frame, users, begins, split)
+    for block in reader.blocks():
+        tags = _training_tags(reader.parse(block), users, begins, split)
         counted = pl.concat([total, count_tag_words(tags)])
         total = counted.group_by("movieId", "word").agg(pl.col("len").sum())
         num_tags += len(tags)
@@ -323,22 +319,20 @@ def _training_tags(
     return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
 
 
-def name_duplicate(
-    location: Location, reader: BlockReader, found: DuplicateRating
-) -> BadValueError:
+def name_duplicate(location: Location, reader: BlockReader, user: int, movie: int) -> BadValueError:
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
-    wanted = (pl.col("userId") == found.user) & (pl.col("movieId") == found.movie)
+    wanted = (pl.col("userId") == user) & (pl.col("movieId") == movie)
     rows = (
-        block.line + row
-        for block, frame in reader.blocks()
-        for row in frame.with_row_index().filter(wanted)["index"]
+        block.first_line + row
+        for block in reader.blocks()
+        for row in reader.parse(block).with_row_index().filter(wanted)["index"]
     )
     lines = list(islice(rows, 2))
     return BadValueError(
         str(location),
         f"line {lines[1]}",
         "movieId",
-        found.movie,
-        f"rated once by user {found.user}: line {lines[0]} rates it too; remove one of them or "
+        movie,
+        f"rated once by user {user}: line {lines[0]} rates it too; remove one of them or "
         "keep the latest with --on-duplicate last",
     )

@@ -8,7 +8,8 @@ so nothing that is known only at the moment of a rating leaks into its features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,23 +51,15 @@ def range_sums(values: NDArray, starts: IntArray, ends: IntArray) -> NDArray[np.
     return totals[ends] - totals[starts]
 
 
-def mark_validation(
-    user: IntArray, time: IntArray, split: Split, fraction: float
-) -> NDArray[np.bool_]:
-    """Mark the last `fraction` of all rows by time, or of each user's rows, rounded down.
+def mark_validation(user: IntArray, fraction: float) -> NDArray[np.bool_]:
+    """Mark the last `fraction` of each user's rows, rounded down, of rows by user and time.
 
-    Rows must be sorted by (user, time). A user with too few rows for one stays in training.
+    A user with too few rows for one stays in training.
     """
-    num_rows = len(user)
-    if split == "global":
-        marked = np.zeros(num_rows, dtype=bool)
-        by_time = np.lexsort((user, time))
-        marked[by_time[num_rows - int(num_rows * fraction) :]] = True
-        return marked
     begins = np.flatnonzero(np.r_[True, user[1:] != user[:-1]])
-    counts = np.diff(np.r_[begins, num_rows])
+    counts = np.diff(np.r_[begins, len(user)])
     first_held_out = begins + counts - (counts * fraction).astype(np.int64)
-    return np.arange(num_rows) >= np.repeat(first_held_out, counts)
+    return np.arange(len(user)) >= np.repeat(first_held_out, counts)
 
 
 def order_by(*keys: IntArray) -> IntArray:
@@ -103,33 +96,20 @@ class Cut:
         return marked
 
 
-_BINS_BITS = 16
-
-
 def find_cut(times: Callable[[], Iterable[IntArray]], num_held_out: int) -> Cut:
     """The cut that holds out the last `num_held_out` rows of all slices.
 
-    `times()` gives the slices anew each time it is called: every pass counts the rows in 2^16
-    bins of time and the next one looks into the bin where the cut lies.
+    `times()` gives the slices anew each time it is called, once for each halving of their range.
     """
+
+    def num_later(time: int) -> int:
+        return sum(int((slice_ > time).sum()) for slice_ in times())
+
     low = min(int(slice_.min()) for slice_ in times() if len(slice_))
     high = max(int(slice_.max()) for slice_ in times() if len(slice_))
-    if not num_held_out:
-        return Cut(high + 1, 0)
-    wanted = num_held_out
-    while True:
-        shift = max(0, (high - low).bit_length() - _BINS_BITS)
-        counts = np.zeros(((high - low) >> shift) + 1, dtype=np.int64)
-        for slice_ in times():
-            inside = slice_[(slice_ >= low) & (slice_ <= high)]
-            counts += np.bincount((inside - low) >> shift, minlength=len(counts))
-        from_last = np.cumsum(counts[::-1])
-        place = int(np.searchsorted(from_last, wanted))
-        chosen = len(counts) - 1 - place
-        wanted -= int(from_last[place] - counts[chosen])
-        if shift == 0:
-            return Cut(low + chosen, int(counts[chosen]) - wanted)
-        low, high = low + (chosen << shift), low + ((chosen + 1) << shift) - 1
+    # The first time that fewer rows are later than; none for no rows.
+    time = bisect_left(range(low, high + 1), True, key=lambda time: num_later(time) < num_held_out)
+    return Cut(low + time, num_later(low + time - 1) - num_held_out)
 
 
 @dataclass(frozen=True)
@@ -173,21 +153,13 @@ class Units:
     def load(self, number: int) -> Ratings:
         """The ratings of unit `number`; `user` and `movie` hold numbers."""
         columns = map_columns(self._paths[number])
-        return Ratings(
-            user=columns["user"],
-            movie=columns["movie"],
-            stars=columns["stars"].astype(np.float64),
-            timestamp=columns["timestamp"],
-            is_validation=self._mark(number, columns["user"], columns["timestamp"]),
-        )
-
-    def __iter__(self) -> Iterator[Ratings]:
-        return (self.load(number) for number in range(len(self)))
-
-    def _mark(self, number: int, user: IntArray, time: IntArray) -> NDArray[np.bool_]:
+        user, time = columns["user"], columns["timestamp"]
         if self._cut is None:
-            return mark_validation(user, time, "per_user", self._fraction)
-        return self._cut.mark(time, self._num_before[number])
+            held_out = mark_validation(user, self._fraction)
+        else:
+            held_out = self._cut.mark(time, self._num_before[number])
+        stars = columns["stars"].astype(np.float64)
+        return Ratings(user, columns["movie"], stars, time, held_out)
 
     def _times(self) -> Iterable[IntArray]:
         return (map_columns(path)["timestamp"] for path in self._paths)

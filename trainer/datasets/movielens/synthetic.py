@@ -36,24 +36,6 @@ _LEVELS = np.arange(1, 11) / 2
 _GRID = np.arange(-6.0, 13.0, 0.005)
 
 
-def expected_stars(
-    rng: np.random.Generator,
-    user: IntArray,
-    num_users: int,
-    movie_bias: FloatArray,
-    movie_factors: FloatArray,
-) -> FloatArray:
-    """Stars before noise and rounding, shape [n]; draws the users' biases and factors.
-
-    `user` [n] is below `num_users`; `movie_bias` [n] and `movie_factors` [n, NUM_FACTORS] are
-    those of each rating's movie.
-    """
-    factors = rng.normal(size=(num_users, NUM_FACTORS))
-    bias = rng.normal(scale=USER_BIAS_STD, size=num_users)
-    affinity = np.einsum("rf,rf->r", factors[user], movie_factors)
-    return MEAN_STARS + bias[user] + movie_bias + affinity * AFFINITY_STD / np.sqrt(NUM_FACTORS)
-
-
 def observed_stars(rng: np.random.Generator, expected: FloatArray) -> FloatArray:
     """Stars as a user gives them: with noise, in halves from 0.5 to 5."""
     noisy = expected + rng.normal(scale=NOISE_STD, size=len(expected))
@@ -300,7 +282,11 @@ def _make_ratings(
 ) -> pl.DataFrame:
     """The ratings of some users as in ratings.csv, and `movie`, the place in `movies`."""
     user, movie = _draw_pairs(rng, counts[users.start : users.stop], movies)
-    expected = expected_stars(rng, user, len(users), movies.bias[movie], movies.factors[movie])
+    factors = rng.normal(size=(len(users), NUM_FACTORS))
+    bias = rng.normal(scale=USER_BIAS_STD, size=len(users))
+    affinity = np.einsum("rf,rf->r", factors[user], movies.factors[movie])
+    expected = MEAN_STARS + bias[user] + movies.bias[movie]
+    expected = expected + affinity * AFFINITY_STD / np.sqrt(NUM_FACTORS)
     stars = observed_stars(rng, expected)
     score.add(expected, stars)
     return pl.DataFrame(

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
-from trainer.export.exporter import ExportRequest, export
+from trainer.export.exporter import export
 from trainer.export.report import Report
 from trainer.protocol.run_dir import RunDir
 
@@ -42,7 +42,7 @@ def exports(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Export
     def exported(quantize: Any) -> tuple[Path, Report]:
         if quantize not in made:
             folder = tmp_path_factory.mktemp("exports") / quantize
-            report = export(ExportRequest(run_dir.root, folder, quantize=quantize))
+            report = export(run_dir, folder, quantize=quantize)
             made[quantize] = folder, report
         return made[quantize]
 

@@ -13,7 +13,7 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.unit.trainer.export.export_case import write_run
 from trainer.data.inputs import resolve_inputs
 from trainer.export.artifact import NotExportable
-from trainer.export.exporter import ExportRequest, export
+from trainer.export.exporter import export
 from trainer.protocol.code_archive import id_of, pack
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import load_spec
@@ -30,7 +30,7 @@ def example(name: str, data: Path, *overrides: str) -> JobSpec:
 
 def exported_error(run_dir: RunDir, folder: Path) -> float:
     """Largest difference from the trainer's predictions, on validation rows, without quantising."""
-    report = export(ExportRequest(run_dir.root, folder, quantize="none"))
+    report = export(run_dir, folder, quantize="none")
     (task,) = report.tasks.values()
     assert report.num_rows > 100
     assert task.prediction_std > 0.01
@@ -85,8 +85,8 @@ def test_code_that_was_changed_since_is_not_run(
     run_dir, path = with_code
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(NotExportable, match="changed or cut short since it was uploaded"):
-        export(ExportRequest(run_dir.root, tmp_path / "out"))
+        export(run_dir, tmp_path / "out")
     assert "two_towers" not in sys.modules
     path.unlink()
     with pytest.raises(NotExportable, match="the code of the job cannot be had"):
-        export(ExportRequest(run_dir.root, tmp_path / "out"))
+        export(run_dir, tmp_path / "out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from torchrec import (
 )
 
 from tests.unit.trainer.export.export_case import NUM_IDS, make_spec, random_model, spec_document
-from trainer.export import predict
 from trainer.export.artifact import BadRow
 from trainer.export.predict import PAD_ROWS, program_arrays, rows_of_table, scoring_layout
 from trainer.export.predict import table_of_dicts as table_of
@@ -29,7 +27,6 @@ from trainer.spec import validate_spec
 
 SPEC = make_spec(Path("unused"))
 LAYOUT = scoring_layout(SPEC, Path("unused"))
-SEEN = predict.input_columns(LAYOUT)["seen"]
 NUM_TABLE_ROWS, DIM = 50, 8
 
 ids = st.integers(0, NUM_IDS - 1)
@@ -81,14 +78,6 @@ def test_the_first_value_that_does_not_fit_is_named(values: list[Any]) -> None:
     with pytest.raises(BadRow) as caught:
         table_of(rows, LAYOUT)
     assert (caught.value.row, caught.value.column) == (fits.index(False), "seen")
-
-
-def test_a_bad_value_is_found_in_a_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Mock(side_effect=predict._converted)
-    monkeypatch.setattr(predict, "_converted", looks)
-    with pytest.raises(BadRow):
-        predict._array([{"seen": [1]}] * 4095 + [{"seen": ["x"]}], SEEN, None)
-    assert looks.call_count <= 14
 
 
 def tables() -> torch.nn.ModuleDict:

@@ -31,7 +31,7 @@ from trainer.export.artifact import (
     NotExportable,
     read_manifest,
 )
-from trainer.export.exporter import ExportRequest, export
+from trainer.export.exporter import export
 from trainer.export.load import (
     bytes_needed,
     check_memory,
@@ -93,7 +93,7 @@ def test_several_tasks_of_dcn_v2_come_in_their_own_units(data: Path, tmp_path: P
     spec = make_spec(data, model=DCN)
     run_dir = write_run(tmp_path / "run", spec, 3)
     # The validation rows have no column `liked`: the report says so instead of failing.
-    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
+    report = export(run_dir, tmp_path / "out", quantize="none")
     assert report.not_measured is not None
     assert "liked" in report.not_measured
     found = predict(tmp_path / "out", rows())
@@ -104,7 +104,7 @@ def test_several_tasks_of_dcn_v2_come_in_their_own_units(data: Path, tmp_path: P
 def test_the_job_may_be_exported_without_its_data(data: Path, tmp_path: Path) -> None:
     spec = make_spec(tmp_path / "gone")
     run_dir = write_run(tmp_path / "run", spec, 3)
-    report = export(ExportRequest(run_dir.root, tmp_path / "out"))
+    report = export(run_dir, tmp_path / "out")
     assert report.not_measured is not None
     assert "gone" in report.notes[0]
     # The program is checked where no row can be compared.
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir: RunDir, tmp_path: Pat
     other = write_run(tmp_path / "run", validate_spec(document))
     other.checkpoints_dir.symlink_to(run_dir.checkpoints_dir)
     with pytest.raises(NotExportable, match="another model"):
-        export(ExportRequest(other.root, tmp_path / "out"))
+        export(other, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -198,18 +198,18 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(data: Path, tmp_path
     dynamic["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
     path.write_text(json.dumps(validate_spec(dynamic).model_dump(mode="json")))
     with pytest.raises(NotExportable, match="managed collision"):
-        export(ExportRequest(run_dir.root, tmp_path / "out"))
+        export(run_dir, tmp_path / "out")
     own["model"]["module"] = "mine:Net"
     path.write_text(json.dumps(own))
     with pytest.raises(NotExportable, match="no user code may run here"):
-        export(ExportRequest(run_dir.root, tmp_path / "out", may_run_code=False))
+        export(run_dir, tmp_path / "out", may_run_code=False)
 
 
 def test_an_export_replaces_nothing_and_says_what_changed_since(
     run_dir: RunDir, exported: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ArtifactError, match="exists already"):
-        export(ExportRequest(run_dir.root, exported))
+        export(run_dir, exported)
     with pytest.raises(ArtifactError, match=r"no EXPORT\.json"):
         Predictor(tmp_path)
     manifest = read_manifest(exported)
@@ -279,7 +279,7 @@ def test_of_remote_data_only_what_is_compared_is_fetched(
     run_dir = write_run(tmp_path / "run", make_spec(Path("s3://bucket/data")), 3)
     path = run_dir.attempt("job-x-a0").spec_path
     path.write_text(path.read_text().replace("s3:/bucket", "s3://bucket"))
-    report = export(ExportRequest(run_dir.root, tmp_path / "out"))
+    report = export(run_dir, tmp_path / "out")
     assert report.num_rows == len(rows())
     assert not any("train" in each for each in fetched)
     features = json.loads((tmp_path / "out" / "features.json").read_text())
@@ -304,7 +304,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Re
     score = {"name": "score", "type": "id", "table": "users"}
     document["features"].append(score | {"bucketize": {"boundaries": [0.7, 3.3]}})
     run_dir = write_run(folder / "run", validate_spec(document), 3)
-    report = export(ExportRequest(run_dir.root, folder / "out", quantize="none"))
+    report = export(run_dir, folder / "out", quantize="none")
     return folder / "out", table, report
 
 

@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from tests.harness.builders import NOW, attempt_ended, workers_lost, workers_started
 from tests.harness.wait import scaled
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter, read_batch
@@ -21,7 +22,6 @@ from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
 from trainer.spec.training import SinksSpec
 
-NOW = 1_800_000_000.0
 JOB = "job-0000000000ab"
 _STARTED = events_module.AttemptStarted(time=NOW, world_size=2)
 TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
@@ -169,21 +169,7 @@ def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(run_dir: RunDi
 
 
 def _resumed(step: int) -> events_module.WorkersStarted:
-    return events_module.WorkersStarted(
-        time=NOW,
-        run_index=0,
-        world_size=2,
-        shard_group_size=2,
-        num_replicas=1,
-        placement="intra_host",
-        backend="gloo",
-        sharding_groups=[[0, 1]],
-        replica_groups=[[0], [1]],
-        hosts=["a", "a"],
-        table_shards={},
-        total_steps=100,
-        resumed_step=step,
-    )
+    return workers_started().model_copy(update={"resumed_step": step})
 
 
 def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path) -> None:
@@ -196,7 +182,7 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
         "features": [{"name": "a"}],
         "training": {"epochs": 3},
     }
-    _write(run_dir, 0, _STARTED, _metrics(10), _ended("workers_lost"), stream="driver")
+    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("workers_lost"), stream="driver")
     _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("recommenders")
@@ -208,7 +194,7 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     feed = _feed(again, run_dir, 1)
     feed.feed()
     assert client.get_run(run.info.run_id).info.status == "RUNNING"
-    _write(run_dir, 1, *(_metrics(step) for step in range(20, 1300)), _ended("completed"))
+    _write(run_dir, 1, *(_metrics(step) for step in range(20, 1300)), attempt_ended("completed"))
     feed.feed()
     [same] = client.search_runs([experiment.experiment_id])
     assert (same.info.run_id, same.info.status) == (run.info.run_id, "FINISHED")
@@ -231,7 +217,7 @@ def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    _write(run_dir, 0, _STARTED, _metrics(10), _ended("paused"), stream="driver")
+    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("paused"), stream="driver")
     _feed(MlflowSink(uri, "e", JOB, {}), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("e")
@@ -245,20 +231,15 @@ def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
     assert (going_on.info.run_id, going_on.info.status) == (paused.info.run_id, "RUNNING")
 
 
-def _ended(reason: str) -> events_module.AttemptEnded:
-    return events_module.AttemptEnded(time=NOW + 99, reason=reason, message="because")
-
-
 def test_an_attempt_is_a_span_in_the_trace_of_its_job(run_dir: RunDir) -> None:
     exporter = InMemorySpanExporter()
     sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
     saved = events_module.CheckpointCommitted(
         time=NOW + 50, step=10, path="p", size_bytes=7, duration_s=2.0
     )
-    lost = events_module.WorkersLost(
-        time=NOW + 60, run_index=0, reason="hang", message="rank 1", will_restart=True
+    _write(
+        run_dir, 0, _STARTED, _resumed(0), _metrics(1), saved, workers_lost(), attempt_ended("hang")
     )
-    _write(run_dir, 0, _STARTED, _resumed(0), _metrics(1), saved, lost, _ended("hang"))
     assert _feed(sink, run_dir).feed()
     sink.close()
     spans = {span.name: span for span in exporter.get_finished_spans()}
@@ -276,7 +257,7 @@ def test_only_a_span_of_an_attempt_that_failed_is_an_error(tmp_path: Path) -> No
     for reason, is_error in (("paused", False), ("cancelled", False), ("hang", True)):
         run_dir, exporter = RunDir(tmp_path / reason), InMemorySpanExporter()
         sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
-        _write(run_dir, 0, _STARTED, _ended(reason))
+        _write(run_dir, 0, _STARTED, attempt_ended(reason))
         _feed(sink, run_dir).feed()
         [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt"]
         assert (attempt.status.status_code is StatusCode.ERROR) == is_error

@@ -12,8 +12,9 @@ from pyarrow import fs
 
 from trainer.datasets.criteo import prepare
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
-from trainer.datasets.criteo.reader import check_distinct, find_sources, read_blocks
+from trainer.datasets.criteo.reader import check_distinct, find_sources
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+from trainer.datasets.io.csv_reader import read_blocks
 from trainer.errors import SourceMissingError, StorageAwayError
 from trainer.storage import Location, retry
 

@@ -19,6 +19,7 @@ from trainer.datasets.criteo import synthetic as generator
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import MISSING, parse_lines
 from trainer.datasets.criteo.synthetic import (
+    ClickRows,
     CriteoGeneratorOptions,
     Teacher,
     TeacherScore,
@@ -93,7 +94,7 @@ def test_scores_are_those_of_the_definitions(seed, num_parts):
     label[:2] = 0, 1
     score = TeacherScore()
     for part in np.array_split(np.arange(60), num_parts):
-        score.add(probability[part], label[part])
+        score.add(ClickRows(part, part, label[part], probability[part]))
     found = score.as_dict()
     p, rate = probability.astype(np.float64), label.mean(dtype=np.float64)
     logloss = -np.mean(np.where(label > 0, np.log(p), np.log1p(-p)))

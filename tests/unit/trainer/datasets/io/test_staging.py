@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from pyarrow import fs
@@ -69,6 +70,15 @@ def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, mo
     with pytest.raises(OutputExistsError, match="--overwrite"):
         prepare(out)
     assert (tmp_path / ".out.partial/scratch/work.txt").exists()
+
+
+def test_two_processes_do_not_prepare_the_same_folder(tmp_path):
+    out = tmp_path / "out"
+    with (
+        staged(Location.parse(out), {}, overwrite=False),
+        pytest.raises(OutputExistsError, match="is in use by another process"),
+    ):
+        prepare(out)
 
 
 def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
@@ -143,49 +153,41 @@ def test_a_disk_that_refuses_is_a_message_and_no_traceback(raw, tmp_path, monkey
 WORK = {"options": {"a": 1}}
 
 
-class Maker:
-    """Writes a part and counts how often it was asked to."""
-
-    def __init__(self, content: str = "part") -> None:
-        self.calls = 0
-        self._content = content
-
-    def __call__(self, path: Path) -> Facts:
-        self.calls += 1
-        path.write_text(self._content)
-        return {"rows": 3}
+def maker() -> Mock:
+    """Writes a part, and knows how often it was asked to."""
+    return Mock(side_effect=lambda path: path.write_text("part") and {"rows": 3})
 
 
 def test_a_finished_part_is_not_made_again_unless_the_work_is_another(tmp_path):
-    make = Maker()
+    make = maker()
     first = Journal(tmp_path, WORK).part("deep/one", make)
     journal = Journal(tmp_path, WORK)
     assert journal.part("deep/one", make) == first
-    assert (make.calls, first.facts) == (1, {"rows": 3})
+    assert (make.call_count, first.facts) == (1, {"rows": 3})
     assert (tmp_path / "deep" / "one").read_text() == "part"
     journal = Journal(tmp_path, {"options": {"a": 2}})
     assert (journal.find("deep/one"), (tmp_path / "deep/one").exists()) == (None, False)
 
 
 def test_a_part_that_is_damaged_or_gone_is_made_again(tmp_path):
-    make = Maker()
+    make = maker()
     Journal(tmp_path, WORK).part("one", make)
     for calls, damage in enumerate(["PART", "cut", None], start=2):
         (tmp_path / "one").write_text(damage or "")
         if not damage:
             (tmp_path / "one").unlink()
         Journal(tmp_path, WORK).part("one", make)
-        assert make.calls == calls
+        assert make.call_count == calls
         assert (tmp_path / "one").read_text() == "part"
 
 
 def test_a_line_cut_by_a_kill_costs_only_its_part(tmp_path):
     journal = Journal(tmp_path, WORK)
     for name in ("one", "two"):
-        journal.part(name, Maker())
+        journal.part(name, maker())
     path = tmp_path / JOURNAL_NAME
     path.write_text(path.read_text()[:-20])
-    again = Maker()
+    again = maker()
     resumed = Journal(tmp_path, WORK)
     assert resumed.find("one") and not resumed.find("two")
     resumed.part("two", again)

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.ragged import Ragged, offsets_of
-from trainer.datasets.io.vocabulary import fit_vocabulary
 from trainer.datasets.movielens.features import (
     MovieFolds,
-    MovieHistory,
     UserHistory,
     fold_of,
-    gather_folds,
     genre_affinity,
     history_scale,
     movie_history,
     user_history,
 )
-from trainer.datasets.movielens.rows import (
-    COLUMN_TYPES,
-    RowBuilder,
-    dense_of_movies,
-    dense_of_users,
-    write_by_movie,
-)
-from trainer.datasets.movielens.source import count_tag_words, describe_movies, encode_catalogue
 from trainer.datasets.movielens.statistics import (
     Moments,
     Ratings,
@@ -45,18 +31,14 @@ STARS = st.integers(1, 10).map(lambda halves: halves / 2)
 EVENTS = st.sets(
     st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 3)), min_size=4, max_size=40
 ).map(sorted)
-NOT_FEATURES = {"rating", "user_mean", "user_scale"}
-# What others say of a movie is from all of training.
-NOT_OF_THE_PAST = {"movie_others_mean", "movie_others_count"}
 
 
-def look_back(ratings: Ratings, global_mean: float) -> tuple[UserHistory, MovieHistory]:
-    """What was known of user and movie at each rating."""
-    history = user_history(ratings, global_mean)
-    movies = movie_history(
-        ratings.movie, ratings.timestamp, history.residual, ~ratings.is_validation
-    )
-    return history, movies
+def last_of_all(time: np.ndarray, fraction: float) -> np.ndarray:
+    """Marks the last rows by time, of rows by user and time."""
+    marked = np.zeros(len(time), dtype=bool)
+    order = np.argsort(time, kind="stable")
+    marked[order[len(time) - int(len(time) * fraction) :]] = True
+    return marked
 
 
 @st.composite
@@ -64,14 +46,16 @@ def ratings_of_all(draw) -> Ratings:
     """Ratings of a few users; the last ones by time are held out, globally or per user."""
     user, time, movie = np.array(draw(EVENTS)).T
     stars = draw(st.lists(STARS, min_size=len(user), max_size=len(user)))
-    split = draw(st.sampled_from(["global", "per_user"]))
-    held_out = mark_validation(user, time, split, 0.25)
+    held_out = draw(st.sampled_from([mark_validation(user, 0.25), last_of_all(time, 0.25)]))
     return Ratings(user, movie, np.array(stars), time, held_out)
 
 
 @given(ratings_of_all())
 def test_the_past_is_what_a_loop_would_find(ratings):
-    history, movies = look_back(ratings, GLOBAL_MEAN)
+    history = user_history(ratings, GLOBAL_MEAN)
+    movies = movie_history(
+        ratings.movie, ratings.timestamp, history.residual, ~ratings.is_validation
+    )
     scale = history_scale(ratings, history, Moments(10, GLOBAL_MEAN, 10.0))
     columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
     for row, (user, movie, time) in enumerate(columns):
@@ -97,70 +81,6 @@ def test_held_out_ratings_can_be_hidden_from_every_past(ratings):
         assert list(range(history.starts[row], history.ends[row])) == np.flatnonzero(seen).tolist()
         stars = ratings.stars[seen]
         assert history.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
-
-
-def build(ratings: Ratings) -> pl.DataFrame:
-    """All prepared columns of all rows, in the order of `ratings`."""
-    every_movie = pl.Series("movieId", np.unique(ratings.movie))
-    movies = pl.DataFrame(
-        {"movieId": every_movie, "title": ["A Night (1999)"] * len(every_movie), "genres": "Drama"}
-    )
-    tags = pl.DataFrame(schema={"movieId": pl.Int64, "tag": pl.String})
-    words = count_tag_words(tags)
-    described = describe_movies(movies, words, every_movie, max_tokens_per_movie=4)
-    training = ~ratings.is_validation
-    users = fit_vocabulary("user_id", pl.Series(ratings.user[training]))
-    rated = fit_vocabulary("movie_id", pl.Series(ratings.movie[training]))
-    words = [
-        fit_vocabulary(name, described[name].explode().drop_nulls())
-        for name in ("genres", "tokens")
-    ]
-    history, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
-    catalogue = encode_catalogue(described, *words)
-    position = np.searchsorted(every_movie.to_numpy(), ratings.movie)
-    movie_index = rated.encode(pl.Series(ratings.movie))
-    ratings = replace(ratings, movie=position)
-    dense = dense_of_users(ratings, history, catalogue) | dense_of_movies(movie_past)
-    folds, fold = MovieFolds.empty(len(every_movie)), fold_of(ratings.user)
-    folds.add(position, fold, history.residual, training)
-    dense |= folds.dense(position, fold)
-    builder = RowBuilder(
-        ratings=ratings,
-        history=history,
-        user_index=users.encode(pl.Series(ratings.user)),
-        movie_index=movie_index,
-        catalogue=catalogue,
-        offset=history.user_mean,
-        scale=history_scale(ratings, history, Moments.of(ratings.stars[training])),
-        dense={name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
-        history_length=3,
-    )
-    return pl.DataFrame(builder.build(np.arange(len(ratings.user))))
-
-
-def restandardised(values: np.ndarray) -> np.ndarray:
-    """The same values whatever shift and scale they were stored with."""
-    centred = values - values.mean()
-    return centred / spread if (spread := centred.std()) > 1e-4 else np.zeros(len(values))
-
-
-@pytest.mark.slow
-@given(ratings_of_all(), st.data())
-def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(ratings, data):
-    # A swap among training rows keeps the one thing fitted on all stars: their global mean.
-    since = data.draw(st.sampled_from(np.unique(ratings.timestamp).tolist()))
-    movable = np.flatnonzero((ratings.timestamp >= since) & ~ratings.is_validation)
-    stars = ratings.stars.copy()
-    stars[movable] = stars[data.draw(st.permutations(movable.tolist()))]
-    early = ratings.timestamp <= since
-    before = build(ratings).filter(early)
-    after = build(replace(ratings, stars=stars)).filter(early)
-    for name in COLUMN_TYPES.keys() - NOT_FEATURES - NOT_OF_THE_PAST:
-        if COLUMN_TYPES[name] == "float32":
-            one, other = (restandardised(frame[name].to_numpy()) for frame in (before, after))
-            assert one == pytest.approx(other, abs=1e-2), name
-        else:
-            assert before[name].to_list() == after[name].to_list(), name
 
 
 def test_standardising_fits_the_training_rows_and_blows_up_no_rounding():
@@ -206,27 +126,6 @@ def test_a_row_sees_training_ratings_by_users_of_other_folds(rows):
         expected = residual[others].sum() / (others.sum() + 5)
         assert dense["movie_others_mean"][row] == pytest.approx(expected, abs=1e-9)
         assert dense["movie_others_count"][row] == pytest.approx(np.log1p(others.sum()))
-
-
-def test_units_on_disk_give_the_same_as_rows_in_memory(tmp_path):
-    rng = np.random.default_rng(0)
-    folds, paths = MovieFolds.empty(NUM_MOVIES), []
-    values = []
-    for unit in range(3):
-        user, movie = rng.integers(unit * 10, unit * 10 + 10, 50), rng.integers(0, NUM_MOVIES, 50)
-        stars, is_validation = rng.normal(size=50).astype(np.float32), rng.random(50) < 0.2
-        ratings = Ratings(user, movie, stars, np.arange(50), is_validation)
-        nothing = np.zeros(50, dtype=np.int64)
-        history = UserHistory(nothing, nothing, stars, stars, ~is_validation)
-        paths.append(tmp_path / f"{unit}.arrow")
-        write_by_movie(paths[-1], ratings, history)
-        folds.add(movie, fold_of(user), stars, ~is_validation)
-        values.append((movie, fold_of(user), ~is_validation))
-    found, moments = gather_folds(paths, NUM_MOVIES)
-    np.testing.assert_allclose(found.total, folds.total, rtol=1e-5)
-    np.testing.assert_array_equal(found.count, folds.count)
-    means = [folds.dense(m, f)["movie_others_mean"][training] for m, f, training in values]
-    assert moments["movie_others_mean"].mean == pytest.approx(np.concatenate(means).mean())
 
 
 rows_of_users = st.lists(
@@ -292,13 +191,12 @@ def test_earlier_rows_are_of_the_same_group_and_strictly_before(events):
 
 
 @given(TIMED, st.sampled_from([0.1, 0.25, 0.5]))
-def test_a_split_holds_out_the_last_ratings_of_all_or_of_each_user(events, fraction):
+def test_a_split_holds_out_the_last_ratings_of_each_user(events, fraction):
     user, time = columns(events)
-    for split, users in (("global", np.zeros_like(user)), ("per_user", user)):
-        held_out = mark_validation(user, time, split, fraction)
-        for one in np.unique(users):
-            own = users == one
-            # A user with too few ratings stays in training.
-            assert held_out[own].sum() == int(own.sum() * fraction)
-            if held_out[own].any():
-                assert time[own & held_out].min() >= time[own & ~held_out].max()
+    held_out = mark_validation(user, fraction)
+    for one in np.unique(user):
+        own = user == one
+        # A user with too few ratings stays in training.
+        assert held_out[own].sum() == int(own.sum() * fraction)
+        if held_out[own].any():
+            assert time[own & held_out].min() >= time[own & ~held_out].max()

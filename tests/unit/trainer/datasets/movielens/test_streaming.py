@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,12 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from tests.harness.files import digest
+from tests.unit.trainer.datasets.movielens.test_features import TIMED, last_of_all
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.io.journal import JOURNAL_NAME
 from trainer.datasets.movielens import prepare
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.datasets.movielens.rows import COLUMN_TYPES
 from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
 from trainer.errors import BadValueError, OutputExistsError
 
@@ -91,6 +92,44 @@ def test_the_order_of_the_lines_does_not_matter(csv_folder, whole, tmp_path):
     assert digest(tmp_path / "out") == digest(whole)
 
 
+def test_later_stars_change_no_feature_of_earlier_rows(csv_folder, whole, tmp_path):
+    since = pl.read_csv(csv_folder / "ratings.csv")["timestamp"].median()
+
+    # A swap among training rows keeps the one thing fitted on all stars: their moments.
+    def swap_later(ratings: pl.DataFrame) -> pl.DataFrame:
+        ratings = ratings.sort("userId", "timestamp", "movieId")
+        held_out = mark_validation(ratings["userId"].to_numpy(), IN_UNITS.validation_fraction)
+        movable = (ratings["timestamp"] >= since).to_numpy() & ~held_out
+        stars = ratings["rating"].to_numpy().copy()
+        stars[movable] = np.random.default_rng(0).permutation(stars[movable])
+        return ratings.with_columns(rating=pl.Series(stars))
+
+    prepare_movielens(
+        copied(csv_folder, tmp_path / "csv", swap_later), tmp_path / "out", options=IN_UNITS
+    )
+    frames = [
+        pl.concat([rows_of(out, part) for part in ("train", "validation")]).sort(
+            "user_id", "timestamp", "movie_id"
+        )
+        for out in (whole, tmp_path / "out")
+    ]
+    assert not frames[0].equals(frames[1])
+    one, other = (frame.filter(pl.col("timestamp") <= since) for frame in frames)
+    # What others say of a movie is from all of training.
+    for name in COLUMN_TYPES.keys() - {"rating", "movie_others_mean", "movie_others_count"}:
+        if COLUMN_TYPES[name] == "float32":
+            values = [restandardised(frame[name].to_numpy()) for frame in (one, other)]
+            assert values[0] == pytest.approx(values[1], abs=1e-2), name
+        else:
+            assert one[name].to_list() == other[name].to_list(), name
+
+
+def restandardised(values: np.ndarray) -> np.ndarray:
+    """The same values whatever shift and scale they were stored with."""
+    centred = values - values.mean()
+    return centred / spread if (spread := centred.std()) > 1e-4 else np.zeros(len(values))
+
+
 def test_files_are_of_equal_size_and_their_users_are_mixed(whole):
     train = load_manifest(whole).splits["train"]
     sizes = [file.num_rows for file in train.files]
@@ -153,28 +192,6 @@ def test_other_options_or_inputs_start_anew(csv_folder, tmp_path, monkeypatch, c
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
 
 
-def test_two_processes_do_not_prepare_the_same_folder(csv_folder, tmp_path, monkeypatch):
-    refused, write = [], prepare.write_partition
-
-    def try_too(*arguments):
-        if not refused:
-            with multiprocessing.get_context("fork").Pool(1) as pool:
-                refused.append(pool.apply(_refusal, (csv_folder, tmp_path / "out")))
-        return write(*arguments)
-
-    monkeypatch.setattr(prepare, "write_partition", try_too)
-    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
-    assert "is in use by another process" in refused[0]
-
-
-def _refusal(source: Path, out: Path) -> str:
-    try:
-        prepare_movielens(source, out, options=IN_UNITS)
-    except OutputExistsError as error:
-        return str(error)
-    return ""
-
-
 def test_working_files_can_lie_elsewhere_and_spare_what_is_there(csv_folder, whole, tmp_path):
     work = tmp_path / "fast-disk"
     work.mkdir()
@@ -216,20 +233,14 @@ def test_the_manifest_holds_checksums_of_vocabularies_too(whole):
     assert not (whole / JOURNAL_NAME).exists()
 
 
-EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=40).map(
-    sorted
-)
-
-
-@given(EVENTS, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
+@given(TIMED, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
 def test_a_cut_over_units_marks_what_a_sort_of_all_rows_would(events, fraction, num_units, scale):
-    user = np.array([user for user, _ in events])
     time = np.array([time << scale for _, time in events])
     units = np.array_split(time, num_units)
     cut = find_cut(lambda: units, int(len(events) * fraction))
     before = np.cumsum([0, *(int((unit == cut.time).sum()) for unit in units)])
     marks = [cut.mark(unit, before[number]) for number, unit in enumerate(units)]
-    expected = mark_validation(user, time, "global", fraction)
+    expected = last_of_all(time, fraction)
     assert np.concatenate(marks).tolist() == expected.tolist()
 
 

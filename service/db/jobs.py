@@ -17,7 +17,7 @@ Every method raises `StoreUnavailable` if the database is away.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from service.db.engine import (
     repeated,
     stored_revision,
 )
+from service.db.queries import ALL_JOBS, JobFilter
 from service.db.tables import (
     LIVE,
     attempts,
@@ -41,6 +42,7 @@ from service.db.tables import (
     job_secrets,
     jobs,
     metadata,
+    metric_names,
     streams,
     timeline,
 )
@@ -145,26 +147,14 @@ class JobStore:
             return queries.read_job(connection, job_id)
 
     def list_jobs(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 50,
-        statuses: Sequence[JobStatus] = (),
-        name: str | None = None,
-        project: str | None = None,
-        projects: Collection[str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        created_after: float | None = None,
-        created_before: float | None = None,
+        self, wanted: JobFilter = ALL_JOBS, *, limit: int = 50
     ) -> tuple[list[Job], str | None]:
         """Newest first; the cursor is the id of the last job of the page."""
-        if project is not None:
-            projects = [project] if projects is None or project in projects else []
-        if projects is not None and not projects:
+        if wanted.project is not None:
+            may_be_seen = wanted.projects is None or wanted.project in wanted.projects
+            wanted = replace(wanted, projects=[wanted.project] if may_be_seen else [])
+        if wanted.projects is not None and not wanted.projects:
             return [], None
-        wanted = queries.JobFilter(
-            after, frozenset(statuses), name, projects, labels or {}, created_after, created_before
-        )
         found = self._transactions.rows(queries.select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
@@ -287,8 +277,9 @@ class JobStore:
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
-        with self._transactions.read() as connection:
-            return metrics.read_names(connection, job_id)
+        query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
+        # Sorted here: databases differ in how they sort texts.
+        return sorted(row["name"] for row in self._transactions.rows(query))
 
     def metric_points(
         self,

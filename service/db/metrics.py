@@ -96,13 +96,6 @@ def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def read_names(connection: Connection, job_id: str) -> list[str]:
-    """Names of every metric of a job, sorted."""
-    query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
-    # Sorted here: databases differ in how they sort texts.
-    return sorted(connection.execute(query).scalars())
-
-
 def read_points(
     connection: Connection,
     job_id: str,
@@ -111,7 +104,7 @@ def read_points(
     to_step: int | None,
     max_points: int,
 ) -> list[MetricPoint]:
-    """Points of one metric in step order, in at most `max_points` buckets of equal width."""
+    """Points of one metric in step order: as they are, or in `max_points` buckets of steps."""
     step = metric_points.c.step
     name_id = select(metric_names.c.id).where(
         metric_names.c.job_id == job_id, metric_names.c.name == name
@@ -125,21 +118,12 @@ def read_points(
     num_points, first, last = connection.execute(span).one()
     if num_points == 0:
         return []
-    if num_points <= max_points:
-        query = select(metric_points).where(wanted).order_by(step)
-        exact = [(row, _nan_if_null(row.value)) for row in connection.execute(query)]
-        return [MetricPoint(row.step, row.time, *[value] * 3) for row, value in exact]
-    bucket = (step - first) * max_points // (last - first + 1)
-    return _read_buckets(connection, wanted, bucket)
-
-
-def _read_buckets(
-    connection: Connection, wanted: ColumnElement[bool], bucket: ColumnElement[Any]
-) -> list[MetricPoint]:
+    is_exact = num_points <= max_points
+    bucket = step if is_exact else (step - first) * max_points // (last - first + 1)
     value = metric_points.c.value
     buckets = (
         select(
-            func.max(metric_points.c.step).label("last_step"),
+            func.max(step).label("last_step"),
             func.avg(value).label("mean"),
             func.min(value).label("low"),
             func.max(value).label("high"),
@@ -151,7 +135,7 @@ def _read_buckets(
     )
     query = (
         select(buckets, metric_points.c.time)
-        .join(metric_points, metric_points.c.step == buckets.c.last_step)
+        .join(metric_points, step == buckets.c.last_step)
         .where(wanted)
         .order_by(buckets.c.last_step)
     )

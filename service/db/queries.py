@@ -59,7 +59,7 @@ _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Which jobs are wanted; an empty filter wants all.
+    """Which jobs are wanted.
 
     `projects` are those whose jobs may be shown, None for all; `labels` must all be there.
     `created_after` (inclusive) and `created_before` (exclusive) are Unix seconds; `after` is the
@@ -69,10 +69,14 @@ class JobFilter:
     after: str | None = None
     statuses: Collection[JobStatus] = ()
     name: str | None = None
+    project: str | None = None
     projects: Collection[str] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     created_after: float | None = None
     created_before: float | None = None
+
+
+ALL_JOBS = JobFilter()
 
 
 def select_jobs() -> Select[Any]:
@@ -92,7 +96,7 @@ def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
 
 def _kinds(wanted: JobFilter) -> list[Kind]:
     """One kind for each walk: its jobs lie newest first in an index."""
-    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(wanted.statuses)]
+    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(set(wanted.statuses))]
     projects: list[Collection[str] | None] = [(name,) for name in sorted(wanted.projects or ())]
     if len(statuses) * len(projects) > _MAX_WALKS:
         return [(wanted.statuses, wanted.projects)]

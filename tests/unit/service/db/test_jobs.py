@@ -16,6 +16,7 @@ from sqlalchemy import inspect
 
 from service.db.engine import migrate, migration_config, open_engine
 from service.db.jobs import JobStore
+from service.db.queries import JobFilter
 from service.db.tables import metadata
 from service.domain.models import EndReason, JobStatus
 from service.errors import SequenceGap, StaleVersion, StoreUnavailable
@@ -41,8 +42,10 @@ pytestmark = pytest.mark.every_database
 def test_jobs_are_filtered_by_status_and_name(store: JobStore) -> None:
     other = store_job(store, queued_job(now=NOW + 1, name="other"))
     ended = store.update_job(replace(store_job(store), status=JobStatus.FAILED))
-    assert store.list_jobs(name="other")[0] == [other]
-    assert store.list_jobs(statuses=[JobStatus.FAILED, JobStatus.CANCELLED])[0] == [ended]
+    assert store.list_jobs(JobFilter(name="other"))[0] == [other]
+    assert store.list_jobs(JobFilter(statuses=[JobStatus.FAILED, JobStatus.CANCELLED]))[0] == [
+        ended
+    ]
     assert store.list_live_jobs() == [other]
 
 

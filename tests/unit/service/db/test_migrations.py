@@ -19,6 +19,7 @@ from service.db import rows
 from service.db.engine import migrate, migration_config, newest_revision, open_engine
 from service.db.jobs import JobStore
 from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revisions
+from service.db.queries import JobFilter
 from service.db.tables import job_progress, jobs, metric_names, metric_points
 from service.domain.models import EndReason, Job, ReportedEnd
 from tests.harness.builders import NOW, attempt_of, batch, membership_changed, queued_job
@@ -250,7 +251,7 @@ def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_u
         assert bounds.one() == (3, NOW)
     engine.dispose()
     store = JobStore.open(database_url)
-    assert [found.id for found in store.list_jobs(labels={"team": "ads"})[0]] == [job.id]
+    assert [found.id for found in store.list_jobs(JobFilter(labels={"team": "ads"}))[0]] == [job.id]
     assert store.get_job(job.id).queued_at == job.created_at
     store.close()
 

@@ -15,6 +15,7 @@ from sqlalchemy import event, func, insert, select
 
 from service.db.jobs import JobStore
 from service.db.metrics import Retention, steps_to_drop
+from service.db.queries import JobFilter
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
@@ -55,19 +56,21 @@ def test_jobs_are_found_by_all_of_their_labels(store: JobStore) -> None:
     both = _stored(store, 1, labels={"team": "ads", "tier": "gold"})
     _stored(store, 2, labels={"team": "ads", "tier": "iron"})
     _stored(store, 3, labels={"team": "feed"})
-    assert len(store.list_jobs(labels={"team": "ads"})[0]) == 2
-    assert store.list_jobs(labels={"team": "ads", "tier": "gold"})[0] == [both]
-    assert store.list_jobs(labels={"team": "ads", "tier": "none"})[0] == []
+    assert len(store.list_jobs(JobFilter(labels={"team": "ads"}))[0]) == 2
+    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "gold"}))[0] == [both]
+    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "none"}))[0] == []
     ended = _with_status(store, both, JobStatus.FAILED)
-    assert store.list_jobs(labels={"team": "ads"}, statuses=[JobStatus.FAILED])[0] == [ended]
+    assert store.list_jobs(JobFilter(labels={"team": "ads"}, statuses=[JobStatus.FAILED]))[0] == [
+        ended
+    ]
 
 
 def test_jobs_are_found_by_when_they_were_made(store: JobStore) -> None:
     made = [_stored(store, number) for number in range(4)]
     since, until = NOW + 1, NOW + 3
-    found, _ = store.list_jobs(created_after=since, created_before=until)
+    found, _ = store.list_jobs(JobFilter(created_after=since, created_before=until))
     assert found == [made[2], made[1]]
-    assert store.list_jobs(created_after=NOW + 3.5)[0] == []
+    assert store.list_jobs(JobFilter(created_after=NOW + 3.5))[0] == []
 
 
 def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) -> None:
@@ -75,17 +78,17 @@ def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) ->
     for number, project in enumerate(("a", "b", "c")):
         job = replace(queued_job(now=NOW + number), project=project)
         jobs[project] = store_job(store, job)
-    assert store.list_jobs(project="b")[0] == [jobs["b"]]
-    assert store.list_jobs(projects=["a", "c"])[0] == [jobs["c"], jobs["a"]]
-    assert store.list_jobs(project="b", projects=["a"])[0] == []
-    assert store.list_jobs(projects=[]) == ([], None)
+    assert store.list_jobs(JobFilter(project="b"))[0] == [jobs["b"]]
+    assert store.list_jobs(JobFilter(projects=["a", "c"]))[0] == [jobs["c"], jobs["a"]]
+    assert store.list_jobs(JobFilter(project="b", projects=["a"]))[0] == []
+    assert store.list_jobs(JobFilter(projects=[])) == ([], None)
 
 
 def test_somebody_may_see_very_many_projects(store: JobStore) -> None:
     job = _stored(store)
     projects = ["default", *(f"p{number}" for number in range(300))]
-    assert store.list_jobs(projects=projects, statuses=list(JobStatus))[0] == [job]
-    assert store.list_jobs(projects=projects[1:])[0] == []
+    assert store.list_jobs(JobFilter(projects=projects, statuses=list(JobStatus)))[0] == [job]
+    assert store.list_jobs(JobFilter(projects=projects[1:]))[0] == []
 
 
 def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
@@ -95,7 +98,7 @@ def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
     found: list[Job] = []
     cursor = None
     while len(found) < len(wanted):
-        page, cursor = store.list_jobs(after=cursor, limit=2, statuses=kinds[:2])
+        page, cursor = store.list_jobs(JobFilter(after=cursor, statuses=kinds[:2]), limit=2)
         found += page
     assert (found, cursor) == (wanted, None)
 
@@ -274,7 +277,7 @@ def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
         {"created_before": NOW, "name": "tiny", "after": "job-x"},
     ]
     for wanted in lists:
-        plan = _plan(tmp_path, lambda store, wanted=wanted: store.list_jobs(**wanted))
+        plan = _plan(tmp_path, lambda store, wanted=wanted: store.list_jobs(JobFilter(**wanted)))
         scans = [step for step in plan if "SCAN jobs" in step or "SCAN job_" in step]
         assert (bool(plan), scans) == (True, []), wanted
 

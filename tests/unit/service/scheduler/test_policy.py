@@ -110,14 +110,14 @@ def test_an_elastic_job_starts_with_what_there_is_between_its_bounds() -> None:
     elastic = job("elastic", {"min": 2, "max": 8})
     (start,) = decide([elastic], [running(workers=2)], cluster(6)).starts
     assert (start.workers, start.max_workers) == (4, None)
-    assert decide([elastic], [running(workers=5)], cluster(6)).starts == ()
+    assert decide([elastic], [running(workers=5)], cluster(6)).starts == []
 
 
 def test_workers_that_want_gpus_fit_where_gpus_are_free() -> None:
     wants = queued_job(
         parallelism={"workers": 2, "shard_group_size": 1}, resources={"device": "cuda"}
     )
-    assert decide([wants], capacity=cluster(16)).starts == ()
+    assert decide([wants], capacity=cluster(16)).starts == []
     assert len(decide([wants], capacity=cluster(16, gpus=2)).starts) == 1
 
 
@@ -155,11 +155,11 @@ def test_a_job_that_shall_survive_needs_hosts_for_its_groups() -> None:
     low = running(workers=4, priority=0)
     urgent = replace(asked, priority=5)
     found = decide([urgent], [low], cluster(4))
-    assert (found.starts, found.preemptions) == ((), ()), "nobody makes way for what cannot start"
+    assert (found.starts, found.preemptions) == ([], []), "nobody makes way for what cannot start"
     wanted = "needs 2 hosts with room for 2 workers each, to survive a lost one"
     assert reasons(found) == {"spread": wanted}
     assert len(decide([asked], [], cluster(3, 2)).starts) == 1
-    assert decide([asked], [], cluster(3, 1)).starts == ()
+    assert decide([asked], [], cluster(3, 1)).starts == []
 
 
 def test_a_job_that_its_quota_or_cluster_can_never_hold_blocks_nobody() -> None:
@@ -260,8 +260,8 @@ def test_the_least_important_and_latest_job_makes_way_and_no_more_than_needed() 
 def test_nobody_makes_way_in_vain_or_against_their_will() -> None:
     urgent = job("urgent", 6, priority=5)
     fixed = running("fixed", 2, preemptible=False)
-    assert decide([urgent], [running(workers=2), fixed], cluster(6)).preemptions == ()
-    assert decide([job("peer", 4)], [running(workers=2)], cluster(4)).preemptions == ()
+    assert decide([urgent], [running(workers=2), fixed], cluster(6)).preemptions == []
+    assert decide([job("peer", 4)], [running(workers=2)], cluster(4)).preemptions == []
 
 
 def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> None:
@@ -269,7 +269,7 @@ def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> Non
     held = [leaving, running("low", 2)]
     queued = [job("urgent", 4, priority=5), job("small", 1)]
     found = decide(queued, held, cluster(7))
-    assert (started(found), found.preemptions) == ([], ())
+    assert (started(found), found.preemptions) == ([], [])
 
 
 # ---- what holds for any queue

@@ -92,7 +92,6 @@ class JobStore:
         return self._engine
 
     def close(self) -> None:
-        """Release connections."""
         self._engine.dispose()
 
     def ping(self) -> dict[str, Any]:
@@ -113,33 +112,27 @@ class JobStore:
     ) -> Job:
         """Store a new job, or return the one that was created with this key before."""
         try:
-            return self._create_job(job, idempotency_key, request_hash, actor)
+            self._insert_job(job, actor, idempotency_key, request_hash)
         except IntegrityError:
             if idempotency_key is None:
                 raise
-            # Another request with this key was stored meanwhile.
-            return self._create_job(job, idempotency_key, request_hash, actor)
+            known = self.find_submitted(idempotency_key, request_hash, job.project)
+            if known is None:
+                raise
+            return known
+        return job
 
     @repeated
-    def _create_job(
-        self, job: Job, idempotency_key: str | None, request_hash: str, actor: str
-    ) -> Job:
+    def _insert_job(self, job: Job, actor: str, key: str | None, request_hash: str) -> None:
         with self._transactions.write() as connection:
-            known = queries.job_of_key(connection, job.project, idempotency_key, request_hash)
-            if known is not None:
-                return queries.read_job(connection, known)
-            queries.insert_job(connection, job, actor)
-            if idempotency_key is not None:
-                queries.keep_key(connection, job, idempotency_key, request_hash)
-        return job
+            queries.insert_job(connection, job, actor, key, request_hash)
 
     def find_submitted(
         self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
     ) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
         with self._transactions.read() as connection:
-            known = queries.job_of_key(connection, project, idempotency_key, request_hash)
-            return None if known is None else queries.read_job(connection, known)
+            return queries.job_of_key(connection, project, idempotency_key, request_hash)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
@@ -165,7 +158,6 @@ class JobStore:
         return self._readable(self._transactions.rows(query))
 
     def has_queued_jobs(self) -> bool:
-        """Whether any job is queued."""
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
         return bool(self._transactions.rows(query))
 
@@ -294,9 +286,12 @@ class JobStore:
         with self._transactions.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
 
-    def prune_metrics(self, retention: metrics.Retention, now: float) -> int:
-        """Delete points that `retention` does not keep; returns how many."""
-        return metrics.prune(self._transactions, retention, now)
+    def prune_metrics(self, *, days: float, max_points: int, now: float) -> int:
+        """Delete points older than `days` (0 keeps them), and thin metrics of above `max_points`.
+
+        `now` is Unix seconds. Returns how many points; some are left for the next call.
+        """
+        return metrics.prune(self._transactions, days, max_points, now)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""

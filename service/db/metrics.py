@@ -1,6 +1,6 @@
 """Metric points: stored once per (metric, step), read in buckets of steps, pruned by retention.
 
-Points older than `Retention.days` are deleted. A metric with more than `max_points` keeps the
+Points older than `days` are deleted. A metric with more than `max_points` keeps the
 newest half of that number, and every second of the older ones: the older, the coarser. Points to
 drop are chosen by position alone, so means do not shift; a NaN is never dropped for a neighbour.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
@@ -161,32 +160,21 @@ _MAX_METRICS = 100
 _DAY_S = 86_400.0
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Points older than `days` go; 0 keeps them. More than `max_points` of a metric are thinned."""
-
-    days: float
-    max_points: int
-
-
 def steps_to_drop(points: Sequence[tuple[int, bool]]) -> list[int]:
     """Of each two neighbours (step, is NaN) the second, or the first if only the second is NaN."""
     pairs = zip(points[::2], points[1::2], strict=False)
     return [first[0] if second[1] and not first[1] else second[0] for first, second in pairs]
 
 
-def prune(transactions: Transactions, retention: Retention, now: float) -> int:
-    """Delete what `retention` does not keep at `now` (Unix seconds); returns how many points.
-
-    Handles at most 100 metrics by age and 100 by count; the rest is left for the next call.
-    """
+def prune(transactions: Transactions, days: float, max_points: int, now: float) -> int:
+    """`JobStore.prune_metrics`, for at most 100 metrics by age and 100 by count."""
     num_deleted = 0
-    if retention.days > 0:
-        cutoff = now - retention.days * _DAY_S
+    if days > 0:
+        cutoff = now - days * _DAY_S
         for name_id in _read_ids(transactions, metric_names.c.oldest_at < cutoff):
             num_deleted += _drop_old(transactions, name_id, cutoff)
-    for name_id in _read_ids(transactions, metric_names.c.num_points > retention.max_points):
-        num_deleted += _thin(transactions, name_id, retention.max_points)
+    for name_id in _read_ids(transactions, metric_names.c.num_points > max_points):
+        num_deleted += _thin(transactions, name_id, max_points)
     return num_deleted
 
 

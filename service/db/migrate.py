@@ -32,7 +32,6 @@ class Revisions:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a migration is due."""
         return self.found != self.wanted
 
 

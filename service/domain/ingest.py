@@ -61,14 +61,11 @@ def apply_events(job: Job, attempt: Attempt, events: Iterable[Event], now: float
 
 
 def _apply(result: IngestResult, event: Event) -> None:
-    match event:
-        case Metrics():
-            for name, value in event.values.items():
-                result.points[name, event.step] = (value, event.time)
-        case Progress():
-            pass
-        case _:
-            result.timeline.append(_timeline_event(result, event))
+    if isinstance(event, Metrics):
+        for name, value in event.values.items():
+            result.points[name, event.step] = (value, event.time)
+    elif not isinstance(event, Progress):
+        result.timeline.append(_timeline_event(result, event))
     if isinstance(event, CheckpointCommitted | CheckpointDeleted):
         result.checkpoints.append(event)
     if result.steers:

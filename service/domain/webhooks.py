@@ -101,7 +101,6 @@ class Answer:
 
     @property
     def is_success(self) -> bool:
-        """Whether the receiver took the message."""
         return self.status_code is not None and 200 <= self.status_code < 300
 
 

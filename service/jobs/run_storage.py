@@ -28,7 +28,6 @@ _TRASH_PREFIX = ".deleted-"
 
 
 def run_dir_of(settings: Settings, job_id: str) -> RunDir:
-    """Where a job keeps its files."""
     return RunDir(settings.runs_dir / job_id)
 
 

@@ -44,10 +44,8 @@ def check_data(spec: JobSpec) -> None:
 
 def _data_problem(spec: JobSpec) -> FieldProblem | None:
     path = spec.data.path
-    if "://" in path:
-        return _url_problem(path, "data.path")
-    problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
-    if problem:
+    problem = _place_problem(path, "data.path", "prepare one with `shardloom data prepare`")
+    if problem or "://" in path:
         return problem
     manifest = Path(path) / _MANIFEST_NAME
     has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))

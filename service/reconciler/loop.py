@@ -80,7 +80,6 @@ class _ComputeSlot:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Compute in the slot."""
         self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
         try:
             yield
@@ -242,7 +241,6 @@ class Reconciler:
                 logger.debug("job %s: %s", job_id, error)
 
     def _reconcile(self, job_id: str) -> None:
-        """Observe, decide, store and act."""
         job, attempt = self._load(job_id)
         observation = self._observe(attempt)
         if attempt is not None and observation.state not in _ALIVE:

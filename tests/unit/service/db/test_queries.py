@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event, func, insert, select
 
 from service.db.jobs import JobStore
-from service.db.metrics import Retention, steps_to_drop
+from service.db.metrics import steps_to_drop
 from service.db.queries import JobFilter
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
@@ -200,6 +200,10 @@ def _with_losses(store: JobStore, losses: list[float], *, every_s: float = 1.0) 
     return job
 
 
+def _prune(store: JobStore, max_points: int) -> int:
+    return store.prune_metrics(days=0, max_points=max_points, now=NOW)
+
+
 def _steps(store: JobStore, job: Job) -> list[int]:
     points = store.metric_points(job.id, "train/loss", max_points=100_000)
     return [point.step for point in points]
@@ -207,11 +211,10 @@ def _steps(store: JobStore, job: Job) -> list[int]:
 
 def test_points_beyond_the_limit_thin_out_below_the_newest_half(store: JobStore) -> None:
     job = _with_losses(store, [1.0] * 21)
-    keep_all, keep_some = Retention(days=0, max_points=21), Retention(days=0, max_points=20)
-    assert store.prune_metrics(keep_all, NOW) == 0
-    assert store.prune_metrics(keep_some, NOW) == 5
+    assert _prune(store, max_points=21) == 0
+    assert _prune(store, max_points=20) == 5
     assert _steps(store, job) == [0, 2, 4, 6, 8, *range(10, 21)]
-    assert store.prune_metrics(keep_some, NOW) == 0
+    assert _prune(store, max_points=20) == 0
 
 
 def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -> None:
@@ -219,7 +222,7 @@ def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -
     for first in range(0, 1000, 50):
         records = [metrics(step, train_loss=1.0) for step in range(first, first + 50)]
         store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
-        store.prune_metrics(Retention(days=0, max_points=100), NOW)
+        _prune(store, max_points=100)
     steps = _steps(store, job)
     assert len(steps) <= 100
     assert (steps[0], steps[-50:]) == (0, list(range(950, 1000)))
@@ -227,11 +230,11 @@ def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -
 
 def test_points_older_than_the_retention_are_deleted(store: JobStore) -> None:
     job = _with_losses(store, [1.0] * 10, every_s=DAY_S)
-    retention = Retention(days=3.5, max_points=100)
-    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 6
+    retention = {"days": 3.5, "max_points": 100}
+    assert store.prune_metrics(**retention, now=NOW + 9 * DAY_S) == 6
     assert _steps(store, job) == [6, 7, 8, 9]
-    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 0
-    assert store.prune_metrics(retention, NOW + 100 * DAY_S) == 4
+    assert store.prune_metrics(**retention, now=NOW + 9 * DAY_S) == 0
+    assert store.prune_metrics(**retention, now=NOW + 100 * DAY_S) == 4
     assert store.metric_names(job.id) == ["train/loss"]
 
 
@@ -240,14 +243,14 @@ def test_a_rewritten_step_does_not_count_twice(store: JobStore) -> None:
     for first in (0, 10):
         records = [metrics(step, train_loss=1.0) for step in range(10)]
         store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
-    assert store.prune_metrics(Retention(days=0, max_points=15), NOW) == 0
+    assert _prune(store, max_points=15) == 0
     assert _steps(store, job) == list(range(10))
 
 
 def test_a_nan_outlives_its_neighbour(store: JobStore) -> None:
     losses = [1.0, math.nan, *([1.0] * 20)]
     job = _with_losses(store, losses)
-    store.prune_metrics(Retention(days=0, max_points=20), NOW)
+    _prune(store, max_points=20)
     assert _steps(store, job)[:2] == [1, 2]
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from service.db.jobs import JobStore
-from service.db.metrics import Retention
 from service.domain.models import Job, JobStatus
 from service.errors import StoreUnavailable
 from service.reconciler.housekeeping import Housekeeper
@@ -75,7 +74,7 @@ def test_points_are_thinned_once_a_minute(house: House) -> None:
 def test_a_database_that_is_away_is_tidied_up_later(
     store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_retention: Retention, _now: float) -> int:
+    def fail(**_: float) -> int:
         raise StoreUnavailable("away")
 
     monkeypatch.setattr(store, "prune_metrics", fail)

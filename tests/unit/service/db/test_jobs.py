@@ -35,22 +35,6 @@ from trainer.protocol.events import CheckpointDeleted, Note
 pytestmark = pytest.mark.every_database
 
 
-def test_started_workers_make_a_starting_job_run(store: JobStore) -> None:
-    job, attempt = store_attempt(store)
-    store.append_events(attempt.id, batch(workers_started(total_steps=70)), NOW + 5)
-    running = store.get_job(job.id)
-    assert (running.status, running.started_at) == (JobStatus.RUNNING, NOW + 5)
-    assert running.progress.total_steps == 70
-    assert running.version > job.version
-
-
-def test_started_workers_do_not_revive_a_stopping_job(store: JobStore) -> None:
-    job, attempt = store_attempt(store)
-    store.update_job(replace(job, status=JobStatus.STOPPING))
-    store.append_events(attempt.id, batch(workers_started()), NOW)
-    assert store.get_job(job.id).status is JobStatus.STOPPING
-
-
 def test_busy_training_never_makes_a_decision_stale(store: JobStore) -> None:
     job, attempt = store_attempt(store)
     told = batch(metrics(3, train_loss=0.1), progress(3, eta_s=math.nan))
@@ -71,15 +55,6 @@ def test_a_reported_end_makes_an_older_decision_stale(store: JobStore) -> None:
     assert read.num_worker_failures == 1
     assert read.reported_end is not None
     assert (read.reported_end.reason, read.reported_end.time) == (EndReason.DATA_ERROR, NOW + 1)
-
-
-def test_an_unknown_end_reason_counts_as_a_training_error(store: JobStore) -> None:
-    _, attempt = store_attempt(store)
-    store.append_events(attempt.id, batch(attempt_ended("cosmic_rays")), NOW)
-    report = store.get_attempt(attempt.id).reported_end
-    assert report is not None
-    assert report.reason is EndReason.TRAINING_ERROR
-    assert "cosmic_rays" in report.message
 
 
 def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:

@@ -295,7 +295,5 @@ class StoreMachine(RuleBasedStateMachine):
                     self._store.get_job(job_id)
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=examples(25, fast=8), stateful_step_count=25, deadline=None
-)
+StoreMachine.TestCase.settings = settings(max_examples=examples(25, fast=8), stateful_step_count=25)
 TestStoreMachine = StoreMachine.TestCase

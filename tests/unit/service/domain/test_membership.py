@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.views import summary_of
@@ -24,15 +24,15 @@ from service.domain.membership import (
     num_wanted,
     sizes_of_job,
 )
-from service.domain.models import Job, JobStatus, Membership
+from service.domain.models import Job, Membership
 from tests.harness.builders import (
     NOW,
-    attempt_of,
     folded_membership,
     group_joined,
     group_lost,
     group_member,
     layout_chosen,
+    live_job,
     membership_changed,
     queued_job,
     recovered,
@@ -43,13 +43,9 @@ from trainer.protocol.events import Event
 
 def running(membership: Membership | None) -> Job:
     """A running job with this membership of its only attempt."""
-    job = queued_job()
-    attempt = attempt_of(job)
-    if membership is not None:
-        membership = replace(membership, attempt_id=attempt.id)
-    return replace(
-        job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, membership=membership
-    )
+    job, attempt = live_job()
+    held = membership and replace(membership, attempt_id=attempt.id)
+    return replace(job, membership=held)
 
 
 def left(group: int, cause: str) -> events.GroupLeft:
@@ -217,7 +213,6 @@ _records = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(_records)
 def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
     membership = folded_membership(*records)

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.jobs.logs import (
@@ -166,11 +166,7 @@ def test_bytes_that_are_no_text_do_not_stop_the_reader(files: AttemptDir) -> Non
     assert [piece.text for piece in pieces] == ["\ufffd\ufffd\rbar", "ok"]
 
 
-@settings(
-    max_examples=examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(60))
 @given(
     lines=st.lists(st.integers(0, 30_000), max_size=12),
     num_lines=st.integers(0, 15),

@@ -310,7 +310,6 @@ def _run(admission: Admission, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
     return begun, [each for each in jobs if each.id not in notes]
 
 
-@settings(deadline=None)
 @given(st.lists(_jobs, max_size=6), st.lists(_jobs, max_size=8), _quotas, st.integers(0, 12))
 def test_no_queue_gives_away_more_than_there_is_or_than_a_quota_allows(
     first: list[Job], then: list[Job], quotas: dict[str, Project], cpus: int
@@ -336,7 +335,6 @@ def test_no_queue_gives_away_more_than_there_is_or_than_a_quota_allows(
             assert sizes.min_workers <= start.workers <= sizes.world_size
 
 
-@settings(deadline=None)
 @given(st.lists(_jobs, max_size=8), st.integers(1, 12))
 def test_room_is_left_unused_only_for_a_job_that_was_passed_long_enough(
     queued: list[Job], cpus: int
@@ -355,7 +353,7 @@ def test_room_is_left_unused_only_for_a_job_that_was_passed_long_enough(
         assert ahead, f"{each.name} fits and nobody is ahead of it"
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(
     st.lists(_jobs, min_size=1, max_size=8),
     st.integers(6, 12),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,9 +75,6 @@ def test_points_are_thinned_once_a_minute(house: House) -> None:
 def test_a_database_that_is_away_is_tidied_up_later(
     store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(**_: float) -> int:
-        raise StoreUnavailable("away")
-
-    monkeypatch.setattr(store, "prune_metrics", fail)
+    monkeypatch.setattr(store, "prune_metrics", Mock(side_effect=StoreUnavailable("away")))
     Housekeeper(store, Settings(), lambda: NOW).run()
     assert "trying again: away" in caplog.text

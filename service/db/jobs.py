@@ -49,7 +49,6 @@ from service.db.tables import (
 from service.db.webhooks import add_timeline
 from service.domain.ingest import apply_events
 from service.domain.models import (
-    DEFAULT_PROJECT,
     Attempt,
     Checkpoint,
     Job,
@@ -127,9 +126,7 @@ class JobStore:
         with self._transactions.write() as connection:
             queries.insert_job(connection, job, actor, key, request_hash)
 
-    def find_submitted(
-        self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
-    ) -> Job | None:
+    def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
         with self._transactions.read() as connection:
             return queries.job_of_key(connection, project, idempotency_key, request_hash)

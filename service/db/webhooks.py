@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, RowMapping, delete, exists, insert, o
 
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
+from service.domain.auth import ALL_PROJECTS
 from service.domain.models import TimelineEvent
 from service.domain.webhooks import (
-    ALL_PROJECTS,
     Claimed,
     Delivery,
     DeliveryState,

@@ -18,7 +18,6 @@ from enum import StrEnum
 
 from service.domain.models import TimelineEvent
 
-ALL_PROJECTS = "*"
 MAX_TRIES = 10
 FIRST_DELAY_S = 5.0
 MAX_DELAY_S = 6 * 3600.0

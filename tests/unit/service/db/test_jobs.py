@@ -102,17 +102,6 @@ def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> No
     assert found == [(2, False), (3, True)]
 
 
-def test_everything_survives_a_restart(database_url: str) -> None:
-    first = JobStore.open(database_url)
-    job, attempt = store_attempt(first)
-    first.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
-    first.close()
-    second = JobStore.open(database_url)
-    assert second.stream_positions(attempt.id) == {"rank-0": 1}
-    assert second.get_job(job.id).latest_metrics == {"train/loss": 1.0}
-    second.close()
-
-
 def test_a_commit_reaches_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
     engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
     with engine.connect() as connection:

@@ -79,10 +79,15 @@ def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient)
     assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
 
 
-def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
+@pytest.mark.parametrize("was_cut_off", [False, True])
+def test_files_stay_where_that_is_asked_for(
+    api: Api, client: ShardloomClient, cut_off: CutOff, was_cut_off: bool
+) -> None:
     job_id, folder = ended(api)
+    if was_cut_off:
+        cut_off(job_id, "rows")
     client.delete(job_id, artifacts=False)
-    assert (folder / "attempts").exists()
+    assert (folder / "checkpoints").exists()
     assert not (folder / "job.json").exists()
 
 
@@ -207,13 +212,3 @@ def test_what_was_buried_comes_back_beside_what_was_made_since(
     assert saved == ["step-00000100-a0-r0", "step-00000200-a1-r0"]
     assert (folder / "job.json").read_text() == "new"
     assert trashed_jobs(api.settings) == []
-
-
-def test_files_that_shall_stay_come_back_from_a_deletion_that_was_cut_off(
-    api: Api, client: ShardloomClient, cut_off: CutOff
-) -> None:
-    job_id, folder = ended(api)
-    cut_off(job_id, "rows")
-    client.delete(job_id, artifacts=False)
-    assert (folder / "checkpoints").exists()
-    assert not (folder / "job.json").exists()

@@ -16,10 +16,8 @@ from service.jobs.logs import (
     LogPosition,
     contains,
     following,
-    group_of,
     head_of,
     list_sources,
-    rank_of,
     read_new,
     tail_position,
 )
@@ -83,12 +81,6 @@ def test_lines_without_a_head_go_on_from_the_one_before() -> None:
     assert times[0] is None
     assert times[1:5] == [1795294319.0] * 4
     assert times[5:] == [1795294320.0] * 3
-
-
-def test_names_of_logs_say_rank_and_group() -> None:
-    names = ("rank-3", "group-2-rank-1", "driver")
-    assert [rank_of(name) for name in names] == [3, 1, None]
-    assert [group_of(name) for name in names] == [None, 2, None]
 
 
 def test_a_search_finds_text_and_what_lies_around_a_star() -> None:

@@ -14,7 +14,7 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -162,6 +162,12 @@ def insert_for(connection: Connection, table: Table) -> sqlite.Insert | postgres
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)
+
+
+def upsert(connection: Connection, table: Table, values: Mapping[str, Any], *keys: str) -> None:
+    """Write a row, new or known by its `keys`."""
+    statement = insert_for(connection, table).values(values)
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
 
 
 # Pages of 4 KiB at which a transaction has to move the log itself after all.

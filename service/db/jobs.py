@@ -255,7 +255,7 @@ class JobStore:
     # ---- timeline, metrics, checkpoints
 
     def list_timeline(
-        self, job_id: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
+        self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
         """Timeline events with an id above `after`, in order: of some kinds, or of all."""
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
@@ -282,13 +282,6 @@ class JobStore:
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
         with self._transactions.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
-
-    def prune_metrics(self, *, days: float, max_points: int, now: float) -> int:
-        """Delete points older than `days` (0 keeps them), and thin metrics of above `max_points`.
-
-        `now` is Unix seconds. Returns how many points; some are left for the next call.
-        """
-        return metrics.prune(self._transactions, days, max_points, now)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""

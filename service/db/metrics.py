@@ -18,6 +18,7 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Engine,
     Float,
     Integer,
     bindparam,
@@ -166,9 +167,13 @@ def steps_to_drop(points: Sequence[tuple[int, bool]]) -> list[int]:
     return [first[0] if second[1] and not first[1] else second[0] for first, second in pairs]
 
 
-def prune(transactions: Transactions, days: float, max_points: int, now: float) -> int:
-    """`JobStore.prune_metrics`, for at most 100 metrics by age and 100 by count."""
-    num_deleted = 0
+def prune(engine: Engine, *, days: float, max_points: int, now: float) -> int:
+    """Delete points older than `days` (0 keeps them), and thin metrics of above `max_points`.
+
+    `now` is Unix seconds. Returns how many points, of at most 100 metrics by age and 100 by count;
+    the rest is left for the next call. Raises `StoreUnavailable`.
+    """
+    transactions, num_deleted = Transactions(engine), 0
     if days > 0:
         cutoff = now - days * _DAY_S
         for name_id in _read_ids(transactions, metric_names.c.oldest_at < cutoff):

@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Select,
-    Table,
     Text,
     delete,
     insert,
@@ -27,7 +26,7 @@ from sqlalchemy import (
 )
 
 from service.db import metrics, rows
-from service.db.engine import insert_for
+from service.db.engine import upsert
 from service.db.tables import (
     attempts,
     checkpoints,
@@ -234,12 +233,7 @@ def write_job(connection: Connection, job: Job, *, expected_version: int) -> Non
 
 
 def write_attempt(connection: Connection, attempt: Attempt) -> None:
-    _upsert(connection, attempts, rows.attempt_values(attempt), "id")
-
-
-def _upsert(connection: Connection, table: Table, values: dict[str, Any], *keys: str) -> None:
-    statement = insert_for(connection, table).values(values)
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
+    upsert(connection, attempts, rows.attempt_values(attempt), "id")
 
 
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
@@ -258,7 +252,7 @@ def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
 
 def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
     values = {"attempt_id": attempt_id, "stream": stream, "next_seq": next_seq}
-    _upsert(connection, streams, values, "attempt_id", "stream")
+    upsert(connection, streams, values, "attempt_id", "stream")
 
 
 def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: IngestResult) -> None:
@@ -297,4 +291,4 @@ def _change_checkpoint(
         connection.execute(others.values(is_best=False))
     told = change.model_dump(exclude={"kind", "time", "duration_s"})
     values = {**told, "job_id": job_id, "created_at": change.time}
-    _upsert(connection, checkpoints, values, "job_id", "path")
+    upsert(connection, checkpoints, values, "job_id", "path")

@@ -61,10 +61,7 @@ _FINAL_STATUS = {
 
 
 class Action(StrEnum):
-    """What to do for an attempt once a decision is stored.
-
-    PAUSE asks the driver, by a file on run storage, to save and end.
-    """
+    """What to do for an attempt once a decision is stored; PAUSE asks it to save and end."""
 
     NONE = "none"
     SUBMIT = "submit"

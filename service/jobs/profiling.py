@@ -26,7 +26,7 @@ from service.errors import (
     TracePending,
 )
 from service.files import is_below
-from service.jobs.actions import read_timeline, retry_if_stale
+from service.jobs.actions import retry_if_stale
 from service.jobs.run_storage import write_json
 from trainer.protocol.run_dir import RunDir, trace_name
 from trainer.spec.base import FieldProblem
@@ -156,4 +156,4 @@ def find_trace(
 
 
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
-    return read_timeline(store, job_id, (REQUESTED, WRITTEN, WITHDRAWN))
+    return store.list_timeline(job_id, kinds=(REQUESTED, WRITTEN, WITHDRAWN))

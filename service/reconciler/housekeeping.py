@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from service.db.jobs import JobStore
+from service.db.metrics import prune
 from service.errors import StoreUnavailable
 from service.jobs.code_archives import remove_old_code
 from service.jobs.exports import remove_all_deleted, remove_old_exports
@@ -40,10 +41,10 @@ class Housekeeper:
         """Delete what is due; what fails is left for the next time."""
         store, settings, now = self._store, self._settings, self._clock()
         days, max_points = settings.metric_retention_days, settings.metric_max_points_per_series
-        prune = partial(store.prune_metrics, days=days, max_points=max_points, now=now)
+        prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
         try:
             for what, remove in (
-                ("metric points", prune),
+                ("metric points", prune_due),
                 ("uploads of code", lambda: remove_old_code(settings, now, self._named_code)),
                 ("exports", lambda: remove_old_exports(settings, now)),
             ):

@@ -63,10 +63,6 @@ logger = logging.getLogger(__name__)
 _SLOT_TIMEOUT_S = 0.05
 
 
-class _Held(threading.local):
-    is_held = False
-
-
 class _ComputeSlot:
     """Lets one thread compute at a time; one that has waited `timeout_s` goes ahead regardless.
 
@@ -76,7 +72,7 @@ class _ComputeSlot:
     def __init__(self, timeout_s: float = _SLOT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._slot = threading.Semaphore(1)
-        self._mine = _Held()
+        self._mine = threading.local()
 
     @contextmanager
     def taken(self) -> Iterator[None]:

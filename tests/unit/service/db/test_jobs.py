@@ -20,7 +20,6 @@ from service.errors import SequenceGap, StaleVersion, StoreUnavailable
 from tests.harness.builders import (
     NOW,
     attempt_ended,
-    attempt_of,
     batch,
     checkpoint,
     metrics,
@@ -30,6 +29,7 @@ from tests.harness.builders import (
 )
 from tests.harness.databases import store_attempt
 from tests.harness.properties import examples
+from tests.harness.service import replace_attempt
 from trainer.protocol.events import CheckpointDeleted, Note
 
 pytestmark = pytest.mark.every_database
@@ -59,11 +59,9 @@ def test_a_reported_end_makes_an_older_decision_stale(store: JobStore) -> None:
 
 def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:
     job, old = store_attempt(store)
-    ended = replace(old, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
-    job = store.update_job(job, attempt=ended)
-    new = attempt_of(job, index=1, submitted_at=NOW)
-    job = store.update_job(replace(job, current_attempt_id=new.id), attempt=new)
-    store.append_events(new.id, batch(metrics(5, train_loss=0.5)), NOW)
+    replace_attempt(store, job.id)
+    ended = store.get_attempt(old.id)
+    store.append_events(f"{job.id}-a1", batch(metrics(5, train_loss=0.5)), NOW)
     late = batch(workers_started(), metrics(5, train_loss=9.0), attempt_ended("data_error"))
     store.append_events(old.id, late, NOW)
     read = store.get_job(job.id)

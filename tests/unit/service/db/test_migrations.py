@@ -112,24 +112,6 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url
     store.close()
 
 
-def _downgraded_reasons(database_url: str, revision: str, *reasons: EndReason) -> list[set[str]]:
-    """The reasons that an earlier version finds of jobs and attempts that ended for these."""
-    store = JobStore.open(database_url)
-    for reason in reasons:
-        job = store_job(store)
-        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
-        ended = attempt_of(job, end_reason=reason, reported_end=report)
-        store.update_job(replace(job, reason=reason), attempt=ended)
-    store.close()
-    with _writing(database_url) as connection:
-        command.downgrade(migration_config(connection), revision)
-        found = connection.exec_driver_sql(
-            "select reason, end_reason, reported_reason from jobs join attempts "
-            "on attempts.job_id = jobs.id order by jobs.id"
-        )
-        return [set(row) for row in found]
-
-
 def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
     former = {
         EndReason.DIVERGED: "diverged",
@@ -142,8 +124,21 @@ def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) 
         EndReason.NON_FINITE: "training_error",
         EndReason.RUN_IN_USE: "storage_error",
     }
-    found = _downgraded_reasons(database_url, "0002", *former)
-    assert sorted(map(sorted, found)) == sorted([reason] for reason in former.values())
+    store = JobStore.open(database_url)
+    for reason in former:
+        job = store_job(store)
+        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
+        ended = attempt_of(job, end_reason=reason, reported_end=report)
+        store.update_job(replace(job, reason=reason), attempt=ended)
+    store.close()
+    with _writing(database_url) as connection:
+        command.downgrade(migration_config(connection), "0002")
+        found = connection.exec_driver_sql(
+            "select reason, end_reason, reported_reason from jobs join attempts "
+            "on attempts.job_id = jobs.id"
+        )
+        told = [sorted(set(row)) for row in found]
+    assert sorted(told) == sorted([reason] for reason in former.values())
     with _writing(database_url) as connection:
         command.downgrade(migration_config(connection), "0001")
         # The first version does not know `diverged` either.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event, func, insert, select
 
 from service.db.jobs import JobStore
+from service.db.metrics import prune
 from service.db.queries import JobFilter
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
@@ -251,7 +252,7 @@ def test_points_are_read_by_range_of_steps(store: JobStore) -> None:
 
 
 def _prune(store: JobStore, max_points: int) -> int:
-    return store.prune_metrics(days=0, max_points=max_points, now=NOW)
+    return prune(store.engine, days=0, max_points=max_points, now=NOW)
 
 
 def _steps(store: JobStore, job: Job) -> list[int]:
@@ -281,10 +282,10 @@ def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -
 def test_points_older_than_the_retention_are_deleted(store: JobStore) -> None:
     job = _with_losses(store, [1.0] * 10, every_s=DAY_S)
     retention = {"days": 3.5, "max_points": 100}
-    assert store.prune_metrics(**retention, now=NOW + 9 * DAY_S) == 6
+    assert prune(store.engine, **retention, now=NOW + 9 * DAY_S) == 6
     assert _steps(store, job) == [6, 7, 8, 9]
-    assert store.prune_metrics(**retention, now=NOW + 9 * DAY_S) == 0
-    assert store.prune_metrics(**retention, now=NOW + 100 * DAY_S) == 4
+    assert prune(store.engine, **retention, now=NOW + 9 * DAY_S) == 0
+    assert prune(store.engine, **retention, now=NOW + 100 * DAY_S) == 4
     assert store.metric_names(job.id) == ["train/loss"]
 
 

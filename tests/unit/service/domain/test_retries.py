@@ -54,6 +54,7 @@ def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_agai
 def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> None:
     spent, attempt = live_job(num_failures=99)
     for reason, wait_s in (
+        (EndReason.FORGOTTEN, 2.0),
         (EndReason.HOST_LOST, 2.0),
         (EndReason.PREEMPTED, 2.0),
         (EndReason.NO_ROOM, 10.0),

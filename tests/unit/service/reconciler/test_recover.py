@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -42,15 +43,6 @@ def trained(house: House, *observations: str) -> Job:
     return job
 
 
-def test_a_job_that_completed_while_the_cluster_forgot_it_has_succeeded(house: House) -> None:
-    job = trained(house, "running", "not_found")
-    house.leave(job, attempt_ended("completed"))
-    house.poll(2)
-    ended = house.store.get_job(job.id)
-    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, EndReason.COMPLETED)
-    assert ended.latest_metrics["train/loss"] == 0.5
-
-
 def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
     house: House, empty: House
 ) -> None:
@@ -59,11 +51,8 @@ def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
     assert found.recovered == [job.id]
     empty.poll(3)
     again = empty.store.get_job(job.id)
-    assert (again.status, again.spec, again.queued_at) == (
-        JobStatus.RUNNING,
-        job.spec,
-        job.waits_since,
-    )
+    assert (again.status, again.spec) == (JobStatus.RUNNING, job.spec)
+    assert again.queued_at == job.waits_since
     assert empty.store.metric_names(job.id) == ["train/loss"]
     assert len(empty.store.list_attempts(job.id)) == 1
     record = empty.record(job)
@@ -143,12 +132,8 @@ def test_a_job_that_failed_is_not_tried_again(house: House, empty: House) -> Non
     assert before.status.is_terminal
     house.backend.play(f"{job.id}-a0", Script(("not_found",)))
     after = recovered(empty, job)
-    assert (after.status, after.reason, after.message, after.num_failures) == (
-        before.status,
-        before.reason,
-        before.message,
-        before.num_failures,
-    )
+    told = attrgetter("status", "reason", "message", "num_failures")
+    assert told(after) == told(before)
     assert [each.end_reason for each in empty.store.list_attempts(job.id)] == [before.reason]
     assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
 

@@ -10,7 +10,6 @@ from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.db.projects import Locks, ProjectStore
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
-from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
@@ -75,9 +74,7 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     house.poll()
     waiting = submit(house, 4)
     house.poll()
-    attempt_id = house.store.get_job(elastic.id).current_attempt_id
-    assert attempt_id is not None
-    files = run_dir_of(house.settings, elastic.id).attempt(attempt_id)
+    files = house.files(elastic)
     assert ResizeRequests(files).poll().growth_limit == 4
     offer(house, 8)
     house.poll(2, every_s=5)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from service.dashboard import charts
 from service.db.jobs import JobStore
+from service.db.queries import JobFilter
 from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
 
 MAX_LISTED_JOBS = 100
@@ -61,7 +62,9 @@ class ListFeed:
             if snapshot is None or now >= expires_at:
                 # Readers with other projects come and go; what is stale need not be kept.
                 self._read = {key: kept for key, kept in self._read.items() if kept[0] > now}
-                jobs, cursor = self._store.list_jobs(limit=MAX_LISTED_JOBS, projects=projects)
+                jobs, cursor = self._store.list_jobs(
+                    JobFilter(projects=projects), limit=MAX_LISTED_JOBS
+                )
                 snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
                 self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
             return snapshot

@@ -26,7 +26,6 @@ class KeyStore:
     # ---- keys
 
     def add_key(self, key: ApiKey, secret_hash: str) -> None:
-        """Store a new key."""
         values = {**vars(key), "roles": role_names(key.roles), "secret_hash": secret_hash}
         self.transactions.execute(insert(api_keys), values)
 
@@ -61,7 +60,6 @@ class KeyStore:
         return _key_of(row)
 
     def note_use(self, key_id: str, now: float) -> None:
-        """Note that a key was used."""
         statement = update(api_keys).where(api_keys.c.id == key_id)
         self.transactions.execute(statement.values(last_used_at=now))
 
@@ -81,7 +79,6 @@ class KeyStore:
         return Session(**rows[0]) if rows else None
 
     def end_session(self, token_hash: str) -> None:
-        """Forget a session."""
         self.transactions.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
 
     # ---- secrets of jobs
@@ -102,9 +99,7 @@ class KeyStore:
         return {row["name"]: row["sealed"] for row in rows}
 
     def secret_names(self, job_id: str) -> list[str]:
-        """Names of a job's secrets."""
-        query = select(job_secrets.c.name).where(job_secrets.c.job_id == job_id)
-        return [row["name"] for row in self.transactions.rows(query.order_by(job_secrets.c.name))]
+        return list(self.secrets_of(job_id))
 
     def forget_orphans(self, before: float) -> int:
         """Delete secrets stored before a time whose job does not exist; how many."""

@@ -14,7 +14,7 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -58,19 +58,10 @@ _CONFLICTS = frozenset({"40001", "40P01"})
 _this_thread = threading.local()
 
 
-class _WriteLocks:
-    """Locks over a SQLite file: one for its writer, one for the background thread that is next.
-
-    SQLite's own waiting polls at ever longer intervals. With a queue of their own for background
-    threads, a request waits for at most one of them.
-    """
-
-    def __init__(self) -> None:
-        self.writer = threading.Lock()
-        self.background = threading.Lock()
-
-
-_write_locks: WeakKeyDictionary[Engine, _WriteLocks] = WeakKeyDictionary()
+# Over a SQLite file: the lock of the background thread that is next, and that of the writer.
+# SQLite's own waiting polls at ever longer intervals. With a queue of their own for background
+# threads, a request waits for at most one of them.
+_write_locks: WeakKeyDictionary[Engine, tuple[threading.Lock, threading.Lock]] = WeakKeyDictionary()
 
 
 def write_in_background() -> None:
@@ -83,9 +74,9 @@ def _write_turn(engine: Engine) -> Iterator[None]:
     """Hold the right to write, among all stores over an engine; raises `StoreUnavailable`."""
     with ExitStack() as held:
         if engine.dialect.name == "sqlite":
-            locks = _write_locks.setdefault(engine, _WriteLocks())
+            locks = _write_locks.setdefault(engine, (threading.Lock(), threading.Lock()))
             is_background = getattr(_this_thread, "is_background", False)
-            for lock in (locks.background, locks.writer) if is_background else (locks.writer,):
+            for lock in locks if is_background else locks[1:]:
                 if not lock.acquire(timeout=_WRITE_LOCK_TIMEOUT_S):
                     raise StoreUnavailable(
                         f"other writers held the database for {_WRITE_LOCK_TIMEOUT_S:g} s; "
@@ -119,7 +110,6 @@ class Transactions:
             yield connection
 
     def rows(self, query: Select[Any]) -> Sequence[RowMapping]:
-        """All rows of one query."""
         with self.read() as connection:
             return connection.execute(query).mappings().all()
 
@@ -172,6 +162,12 @@ def insert_for(connection: Connection, table: Table) -> sqlite.Insert | postgres
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)
+
+
+def upsert(connection: Connection, table: Table, values: Mapping[str, Any], *keys: str) -> None:
+    """Write a row, new or known by its `keys`."""
+    statement = insert_for(connection, table).values(values)
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
 
 
 # Pages of 4 KiB at which a transaction has to move the log itself after all.

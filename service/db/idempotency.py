@@ -56,7 +56,6 @@ class IdempotencyStore:
             )
 
     def finish(self, principal: str, key: str, response: StoredResponse) -> None:
-        """Store the response."""
         values = {
             "status": response.status,
             "headers": [list(header) for header in response.headers],

@@ -17,7 +17,7 @@ Every method raises `StoreUnavailable` if the database is away.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from service.db.engine import (
     repeated,
     stored_revision,
 )
+from service.db.queries import ALL_JOBS, JobFilter
 from service.db.tables import (
     LIVE,
     attempts,
@@ -41,13 +42,13 @@ from service.db.tables import (
     job_secrets,
     jobs,
     metadata,
+    metric_names,
     streams,
     timeline,
 )
 from service.db.webhooks import add_timeline
 from service.domain.ingest import apply_events
 from service.domain.models import (
-    DEFAULT_PROJECT,
     Attempt,
     Checkpoint,
     Job,
@@ -90,7 +91,6 @@ class JobStore:
         return self._engine
 
     def close(self) -> None:
-        """Release connections."""
         self._engine.dispose()
 
     def ping(self) -> dict[str, Any]:
@@ -111,33 +111,25 @@ class JobStore:
     ) -> Job:
         """Store a new job, or return the one that was created with this key before."""
         try:
-            return self._create_job(job, idempotency_key, request_hash, actor)
+            self._insert_job(job, actor, idempotency_key, request_hash)
         except IntegrityError:
             if idempotency_key is None:
                 raise
-            # Another request with this key was stored meanwhile.
-            return self._create_job(job, idempotency_key, request_hash, actor)
-
-    @repeated
-    def _create_job(
-        self, job: Job, idempotency_key: str | None, request_hash: str, actor: str
-    ) -> Job:
-        with self._transactions.write() as connection:
-            known = queries.job_of_key(connection, job.project, idempotency_key, request_hash)
-            if known is not None:
-                return queries.read_job(connection, known)
-            queries.insert_job(connection, job, actor)
-            if idempotency_key is not None:
-                queries.keep_key(connection, job, idempotency_key, request_hash)
+            known = self.find_submitted(idempotency_key, request_hash, job.project)
+            if known is None:
+                raise
+            return known
         return job
 
-    def find_submitted(
-        self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
-    ) -> Job | None:
+    @repeated
+    def _insert_job(self, job: Job, actor: str, key: str | None, request_hash: str) -> None:
+        with self._transactions.write() as connection:
+            queries.insert_job(connection, job, actor, key, request_hash)
+
+    def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
         with self._transactions.read() as connection:
-            known = queries.job_of_key(connection, project, idempotency_key, request_hash)
-            return None if known is None else queries.read_job(connection, known)
+            return queries.job_of_key(connection, project, idempotency_key, request_hash)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
@@ -145,26 +137,14 @@ class JobStore:
             return queries.read_job(connection, job_id)
 
     def list_jobs(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 50,
-        statuses: Sequence[JobStatus] = (),
-        name: str | None = None,
-        project: str | None = None,
-        projects: Collection[str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        created_after: float | None = None,
-        created_before: float | None = None,
+        self, wanted: JobFilter = ALL_JOBS, *, limit: int = 50
     ) -> tuple[list[Job], str | None]:
         """Newest first; the cursor is the id of the last job of the page."""
-        if project is not None:
-            projects = [project] if projects is None or project in projects else []
-        if projects is not None and not projects:
+        if wanted.project is not None:
+            may_be_seen = wanted.projects is None or wanted.project in wanted.projects
+            wanted = replace(wanted, projects=[wanted.project] if may_be_seen else [])
+        if wanted.projects is not None and not wanted.projects:
             return [], None
-        wanted = queries.JobFilter(
-            after, frozenset(statuses), name, projects, labels or {}, created_after, created_before
-        )
         found = self._transactions.rows(queries.select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
@@ -175,7 +155,6 @@ class JobStore:
         return self._readable(self._transactions.rows(query))
 
     def has_queued_jobs(self) -> bool:
-        """Whether any job is queued."""
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
         return bool(self._transactions.rows(query))
 
@@ -276,7 +255,7 @@ class JobStore:
     # ---- timeline, metrics, checkpoints
 
     def list_timeline(
-        self, job_id: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
+        self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
         """Timeline events with an id above `after`, in order: of some kinds, or of all."""
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
@@ -287,8 +266,9 @@ class JobStore:
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
-        with self._transactions.read() as connection:
-            return metrics.read_names(connection, job_id)
+        query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
+        # Sorted here: databases differ in how they sort texts.
+        return sorted(row["name"] for row in self._transactions.rows(query))
 
     def metric_points(
         self,
@@ -302,10 +282,6 @@ class JobStore:
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
         with self._transactions.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
-
-    def prune_metrics(self, retention: metrics.Retention, now: float) -> int:
-        """Delete points that `retention` does not keep; returns how many."""
-        return metrics.prune(self._transactions, retention, now)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""

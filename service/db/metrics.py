@@ -1,6 +1,6 @@
 """Metric points: stored once per (metric, step), read in buckets of steps, pruned by retention.
 
-Points older than `Retention.days` are deleted. A metric with more than `max_points` keeps the
+Points older than `days` are deleted. A metric with more than `max_points` keeps the
 newest half of that number, and every second of the older ones: the older, the coarser. Points to
 drop are chosen by position alone, so means do not shift; a NaN is never dropped for a neighbour.
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Engine,
     Float,
     Integer,
     bindparam,
@@ -96,13 +96,6 @@ def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def read_names(connection: Connection, job_id: str) -> list[str]:
-    """Names of every metric of a job, sorted."""
-    query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
-    # Sorted here: databases differ in how they sort texts.
-    return sorted(connection.execute(query).scalars())
-
-
 def read_points(
     connection: Connection,
     job_id: str,
@@ -111,7 +104,7 @@ def read_points(
     to_step: int | None,
     max_points: int,
 ) -> list[MetricPoint]:
-    """Points of one metric in step order, in at most `max_points` buckets of equal width."""
+    """Points of one metric in step order: as they are, or in `max_points` buckets of steps."""
     step = metric_points.c.step
     name_id = select(metric_names.c.id).where(
         metric_names.c.job_id == job_id, metric_names.c.name == name
@@ -125,21 +118,12 @@ def read_points(
     num_points, first, last = connection.execute(span).one()
     if num_points == 0:
         return []
-    if num_points <= max_points:
-        query = select(metric_points).where(wanted).order_by(step)
-        exact = [(row, _nan_if_null(row.value)) for row in connection.execute(query)]
-        return [MetricPoint(row.step, row.time, *[value] * 3) for row, value in exact]
-    bucket = (step - first) * max_points // (last - first + 1)
-    return _read_buckets(connection, wanted, bucket)
-
-
-def _read_buckets(
-    connection: Connection, wanted: ColumnElement[bool], bucket: ColumnElement[Any]
-) -> list[MetricPoint]:
+    is_exact = num_points <= max_points
+    bucket = step if is_exact else (step - first) * max_points // (last - first + 1)
     value = metric_points.c.value
     buckets = (
         select(
-            func.max(metric_points.c.step).label("last_step"),
+            func.max(step).label("last_step"),
             func.avg(value).label("mean"),
             func.min(value).label("low"),
             func.max(value).label("high"),
@@ -151,7 +135,7 @@ def _read_buckets(
     )
     query = (
         select(buckets, metric_points.c.time)
-        .join(metric_points, metric_points.c.step == buckets.c.last_step)
+        .join(metric_points, step == buckets.c.last_step)
         .where(wanted)
         .order_by(buckets.c.last_step)
     )
@@ -177,32 +161,25 @@ _MAX_METRICS = 100
 _DAY_S = 86_400.0
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Points older than `days` go; 0 keeps them. More than `max_points` of a metric are thinned."""
-
-    days: float
-    max_points: int
-
-
 def steps_to_drop(points: Sequence[tuple[int, bool]]) -> list[int]:
     """Of each two neighbours (step, is NaN) the second, or the first if only the second is NaN."""
     pairs = zip(points[::2], points[1::2], strict=False)
     return [first[0] if second[1] and not first[1] else second[0] for first, second in pairs]
 
 
-def prune(transactions: Transactions, retention: Retention, now: float) -> int:
-    """Delete what `retention` does not keep at `now` (Unix seconds); returns how many points.
+def prune(engine: Engine, *, days: float, max_points: int, now: float) -> int:
+    """Delete points older than `days` (0 keeps them), and thin metrics of above `max_points`.
 
-    Handles at most 100 metrics by age and 100 by count; the rest is left for the next call.
+    `now` is Unix seconds. Returns how many points, of at most 100 metrics by age and 100 by count;
+    the rest is left for the next call. Raises `StoreUnavailable`.
     """
-    num_deleted = 0
-    if retention.days > 0:
-        cutoff = now - retention.days * _DAY_S
+    transactions, num_deleted = Transactions(engine), 0
+    if days > 0:
+        cutoff = now - days * _DAY_S
         for name_id in _read_ids(transactions, metric_names.c.oldest_at < cutoff):
             num_deleted += _drop_old(transactions, name_id, cutoff)
-    for name_id in _read_ids(transactions, metric_names.c.num_points > retention.max_points):
-        num_deleted += _thin(transactions, name_id, retention.max_points)
+    for name_id in _read_ids(transactions, metric_names.c.num_points > max_points):
+        num_deleted += _thin(transactions, name_id, max_points)
     return num_deleted
 
 

@@ -1,4 +1,4 @@
-"""Schema migration as a step of its own: `shardloom migrate`, `python -m service.db.migrate`.
+"""Schema migration as a step of its own: `shardloom migrate`.
 
 Needs SHARDLOOM_DATABASE_URL only. The service migrates at start as well; this is for deployments
 where a migration should be able to fail by itself (a Kubernetes Job, a compose service).
@@ -32,7 +32,6 @@ class Revisions:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a migration is due."""
         return self.found != self.wanted
 
 
@@ -100,7 +99,3 @@ def main(*, check: bool = False) -> int:
         "brings it there (back it up first: a migration is not undone)"
     )
     return BEHIND
-
-
-if __name__ == "__main__":
-    sys.exit(main(check="--check" in sys.argv[1:]))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sqlalchemy import Engine, delete, or_, select
 
-from service.db.engine import Transactions, insert_for
+from service.db.engine import Transactions, insert_for, upsert
 from service.db.tables import locks, projects
 from service.domain.models import Project
 from service.errors import ProjectNotFound
@@ -40,10 +40,7 @@ class ProjectStore:
         """Set the quotas of a project, new or known. `now` is Unix seconds."""
         stored = replace(project, updated_at=now)
         with self._transactions.write() as connection:
-            statement = insert_for(connection, projects).values(vars(stored))
-            connection.execute(
-                statement.on_conflict_do_update(index_elements=["name"], set_=vars(stored))
-            )
+            upsert(connection, projects, vars(stored), "name")
         return stored
 
     def remove(self, name: str) -> None:

@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Select,
-    Table,
     Text,
     delete,
     insert,
@@ -27,7 +26,7 @@ from sqlalchemy import (
 )
 
 from service.db import metrics, rows
-from service.db.engine import insert_for
+from service.db.engine import upsert
 from service.db.tables import (
     attempts,
     checkpoints,
@@ -43,10 +42,10 @@ from service.domain.models import (
     Attempt,
     Job,
     JobStatus,
-    TimelineEvent,
     highest_job_id,
     lowest_job_id,
 )
+from service.domain.timeline import timeline_event
 from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
 
@@ -59,7 +58,7 @@ _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Which jobs are wanted; an empty filter wants all.
+    """Which jobs are wanted.
 
     `projects` are those whose jobs may be shown, None for all; `labels` must all be there.
     `created_after` (inclusive) and `created_before` (exclusive) are Unix seconds; `after` is the
@@ -69,10 +68,14 @@ class JobFilter:
     after: str | None = None
     statuses: Collection[JobStatus] = ()
     name: str | None = None
+    project: str | None = None
     projects: Collection[str] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     created_after: float | None = None
     created_before: float | None = None
+
+
+ALL_JOBS = JobFilter()
 
 
 def select_jobs() -> Select[Any]:
@@ -92,7 +95,7 @@ def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
 
 def _kinds(wanted: JobFilter) -> list[Kind]:
     """One kind for each walk: its jobs lie newest first in an index."""
-    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(wanted.statuses)]
+    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(set(wanted.statuses))]
     projects: list[Collection[str] | None] = [(name,) for name in sorted(wanted.projects or ())]
     if len(statuses) * len(projects) > _MAX_WALKS:
         return [(wanted.statuses, wanted.projects)]
@@ -180,56 +183,42 @@ def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
     return rows.attempt_of(row)
 
 
-def job_of_key(
-    connection: Connection, project: str, key: str | None, request_hash: str
-) -> str | None:
-    """Id of the job created with an idempotency key, if any; raises `IdempotencyConflict`."""
+def job_of_key(connection: Connection, project: str, key: str, request_hash: str) -> Job | None:
+    """The job created with an idempotency key, if any; raises `IdempotencyConflict`."""
     query = select(idempotency_keys.c.job_id, idempotency_keys.c.request_hash).where(
         idempotency_keys.c.project == project, idempotency_keys.c.key == key
     )
     found = connection.execute(query).one_or_none()
-    if found is None or key is None:
+    if found is None:
         return None
     if found.request_hash != request_hash:
         raise IdempotencyConflict(key)
-    return str(found.job_id)
+    return read_job(connection, found.job_id)
 
 
-def keep_key(connection: Connection, job: Job, key: str, request_hash: str) -> None:
-    """Store which job was created with an idempotency key."""
-    connection.execute(
-        insert(idempotency_keys).values(
-            project=job.project, key=key, request_hash=request_hash, job_id=job.id
-        )
-    )
-
-
-def insert_job(connection: Connection, job: Job, actor: str) -> None:
-    """Write a new job with its labels and the first event of its timeline."""
+def insert_job(
+    connection: Connection, job: Job, actor: str, key: str | None, request_hash: str
+) -> None:
+    """Write a new job with its labels, its idempotency key and the first event of its timeline."""
     connection.execute(insert(jobs), rows.job_values(job))
     connection.execute(insert(job_progress), rows.progress_values(job))
     labels = [{"job_id": job.id, "key": k, "value": v} for k, v in job.spec.labels.items()]
     if labels:
         connection.execute(insert(job_labels), labels)
-    parallelism = job.spec.parallelism
-    submitted = TimelineEvent(
-        id=0,
-        job_id=job.id,
-        attempt_id=None,
-        time=job.created_at,
-        kind="job_submitted",
-        message=f"job '{job.name}' submitted",
-        actor=actor,
-        data={
-            "name": job.name,
-            "project": job.project,
-            "priority": job.priority,
-            "labels": dict(job.spec.labels),
-            "min_workers": parallelism.min_workers,
-            "max_workers": parallelism.world_size,
-        },
-    )
-    add_timeline(connection, [submitted])
+    if key is not None:
+        known = {"project": job.project, "key": key, "request_hash": request_hash}
+        connection.execute(insert(idempotency_keys), {**known, "job_id": job.id})
+    facts = {
+        "name": job.name,
+        "project": job.project,
+        "priority": job.priority,
+        "labels": dict(job.spec.labels),
+        "min_workers": job.spec.parallelism.min_workers,
+        "max_workers": job.spec.parallelism.world_size,
+    }
+    message = f"job '{job.name}' submitted"
+    told = timeline_event(job, None, job.created_at, "job_submitted", message, facts, actor)
+    add_timeline(connection, [told])
 
 
 def write_job(connection: Connection, job: Job, *, expected_version: int) -> None:
@@ -244,13 +233,7 @@ def write_job(connection: Connection, job: Job, *, expected_version: int) -> Non
 
 
 def write_attempt(connection: Connection, attempt: Attempt) -> None:
-    """Write an attempt, new or known."""
-    _upsert(connection, attempts, rows.attempt_values(attempt), "id")
-
-
-def _upsert(connection: Connection, table: Table, values: dict[str, Any], *keys: str) -> None:
-    statement = insert_for(connection, table).values(values)
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
+    upsert(connection, attempts, rows.attempt_values(attempt), "id")
 
 
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
@@ -261,7 +244,6 @@ def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
 
 
 def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
-    """Sequence number of the next record of a stream."""
     query = select(streams.c.next_seq).where(
         streams.c.attempt_id == attempt_id, streams.c.stream == stream
     )
@@ -269,9 +251,8 @@ def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
 
 
 def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
-    """Set the sequence number of the next record of a stream."""
     values = {"attempt_id": attempt_id, "stream": stream, "next_seq": next_seq}
-    _upsert(connection, streams, values, "attempt_id", "stream")
+    upsert(connection, streams, values, "attempt_id", "stream")
 
 
 def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: IngestResult) -> None:
@@ -308,13 +289,6 @@ def _change_checkpoint(
     if change.is_best:
         others = update(checkpoints).where(checkpoints.c.job_id == job_id)
         connection.execute(others.values(is_best=False))
-    values = {
-        "job_id": job_id,
-        "path": change.path,
-        "step": change.step,
-        "size_bytes": change.size_bytes,
-        "created_at": change.time,
-        "is_best": change.is_best,
-        "metrics": change.metrics,
-    }
-    _upsert(connection, checkpoints, values, "job_id", "path")
+    told = change.model_dump(exclude={"kind", "time", "duration_s"})
+    values = {**told, "job_id": job_id, "created_at": change.time}
+    upsert(connection, checkpoints, values, "job_id", "path")

@@ -99,7 +99,6 @@ def attempt_values(attempt: Attempt) -> dict[str, Any]:
 
 
 def attempt_of(row: RowMapping) -> Attempt:
-    """An attempt from its row."""
     report = None
     if row["reported_reason"] is not None:
         report = ReportedEnd(

@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, RowMapping, delete, exists, insert, o
 
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
+from service.domain.auth import ALL_PROJECTS
 from service.domain.models import TimelineEvent
 from service.domain.webhooks import (
-    ALL_PROJECTS,
     Claimed,
     Delivery,
     DeliveryState,
@@ -87,7 +87,6 @@ class WebhookStore:
     # ---- webhooks
 
     def create(self, webhook: Webhook) -> None:
-        """Store a new webhook."""
         self._transactions.execute(insert(webhooks), vars(webhook))
 
     def get(self, webhook_id: str) -> Webhook:
@@ -227,10 +226,8 @@ class WebhookStore:
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:
     """Count failed deliveries in a row, and switch off a webhook that nothing reaches."""
-    if outcome.state is DeliveryState.DELIVERED:
-        _change(connection, webhook_id, num_dead_in_a_row=0)
-        return
-    num_dead = _read(connection, webhook_id).num_dead_in_a_row + 1
+    is_dead = outcome.state is DeliveryState.DEAD
+    num_dead = _read(connection, webhook_id).num_dead_in_a_row + 1 if is_dead else 0
     _change(connection, webhook_id, num_dead_in_a_row=num_dead)
     if outcome.disables(num_dead):
         note = f"switched off after {num_dead} deliveries in a row failed: {outcome.message}"

@@ -61,14 +61,11 @@ def apply_events(job: Job, attempt: Attempt, events: Iterable[Event], now: float
 
 
 def _apply(result: IngestResult, event: Event) -> None:
-    match event:
-        case Metrics():
-            for name, value in event.values.items():
-                result.points[name, event.step] = (value, event.time)
-        case Progress():
-            pass
-        case _:
-            result.timeline.append(_timeline_event(result, event))
+    if isinstance(event, Metrics):
+        for name, value in event.values.items():
+            result.points[name, event.step] = (value, event.time)
+    elif not isinstance(event, Progress):
+        result.timeline.append(_timeline_event(result, event))
     if isinstance(event, CheckpointCommitted | CheckpointDeleted):
         result.checkpoints.append(event)
     if result.steers:
@@ -129,14 +126,7 @@ def _timeline_event(result: IngestResult, event: Event) -> TimelineEvent:
     membership = result.job.membership
     is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
-    level = level_of(event)
-    return TimelineEvent(
-        id=0,
-        job_id=result.job.id,
-        attempt_id=result.attempt.id,
-        time=event.time,
-        kind=event.kind,
-        message=describe(event, membership if is_own else None),
-        actor="driver",
-        data=data if level is None else {"level": level, **data},
-    )
+    level, message = level_of(event), describe(event, membership if is_own else None)
+    data = data if level is None else {"level": level, **data}
+    job_id, attempt_id = result.job.id, result.attempt.id
+    return TimelineEvent(0, job_id, attempt_id, event.time, event.kind, message, "driver", data)

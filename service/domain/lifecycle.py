@@ -61,10 +61,7 @@ _FINAL_STATUS = {
 
 
 class Action(StrEnum):
-    """What to do for an attempt once a decision is stored.
-
-    PAUSE asks the driver, by a file on run storage, to save and end.
-    """
+    """What to do for an attempt once a decision is stored; PAUSE asks it to save and end."""
 
     NONE = "none"
     SUBMIT = "submit"
@@ -145,8 +142,7 @@ def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
     if is_stopping(job):
         return finish(job, EndReason.CANCELLED, "cancelled", now, last)
     if job.status is JobStatus.PAUSED or job.pause_requested:
-        paused = replace(job, status=JobStatus.PAUSED, pause_requested=False)
-        return Decision(job if job.status is JobStatus.PAUSED else paused, last)
+        return Decision(replace(job, status=JobStatus.PAUSED, pause_requested=False), last)
     return Decision(replace(job, status=JobStatus.QUEUED), last)
 
 
@@ -193,9 +189,8 @@ def _explain(job: Job, attempt: Attempt, observation: Observation) -> ReportedEn
         # Also where the pause was withdrawn after the stop had been sent.
         message = "stopped before it had saved; training goes on from the newest checkpoint"
         return ReportedEnd(EndReason.PAUSED, message)
-    if not job.pause_requested:
-        return end
-    if attempt.submitted_at is None and end.reason is EndReason.FORGOTTEN:
+    was_sent = attempt.submitted_at is not None
+    if job.pause_requested and not was_sent and end.reason is EndReason.FORGOTTEN:
         return ReportedEnd(EndReason.PAUSED, "paused before it was submitted")
     return end
 

@@ -167,7 +167,6 @@ def group_size(membership: Membership) -> int:
 
 
 def num_wanted(membership: Membership) -> int:
-    """How many groups there should be."""
     size = group_size(membership)
     return max(membership.world_size // size if size else 0, len(membership.members))
 

@@ -96,7 +96,7 @@ _FAULT = RetryRule(Budget.NONE)
 _LOSS = RetryRule(Budget.USER)
 # Resources were taken away, which is no fault of the job.
 _INTERRUPTION = RetryRule(Budget.FREE)
-RULES: dict[EndReason, RetryRule] = {
+RULES: dict[str, RetryRule] = {
     EndReason.COMPLETED: RetryRule(Budget.NONE),
     EndReason.CANCELLED: RetryRule(Budget.NONE),
     # A pause ends in PAUSED; a job that was resumed meanwhile goes on at once.
@@ -128,7 +128,6 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.RUN_IN_USE: RetryRule(Budget.FREE, 30.0),
     EndReason.RETRIES_EXHAUSTED: _FAULT,
 }
-_BY_NAME = {reason.value: rule for reason, rule in RULES.items()}
 # After these each worker of the next attempt holds less: its sharding groups are larger, where the
 # spec leaves that `auto`.
 MEMORY_SHORTAGES = (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
@@ -138,7 +137,7 @@ HOST_TO_BLAME = (EndReason.HANG, EndReason.HOST_LOST)
 
 def spends_budget(reason: str) -> bool:
     """Whether a loss of workers counts as a failure; a reason that is not known does."""
-    rule = _BY_NAME.get(reason)
+    rule = RULES.get(reason)
     return rule is None or rule.budget is not Budget.FREE
 
 

@@ -144,16 +144,11 @@ class TimelineEntry(Protocol):
     """An event of a timeline, as both the store and the client have it."""
 
     @property
-    def kind(self) -> str:
-        """Kind of the event."""
-
+    def kind(self) -> str: ...
     @property
-    def time(self) -> float:
-        """Unix seconds."""
-
+    def time(self) -> float: ...
     @property
-    def data(self) -> Mapping[str, object]:
-        """The other fields of the record."""
+    def data(self) -> Mapping[str, object]: ...
 
 
 def newest_workers(timeline: Sequence[TimelineEntry]) -> WorkersStarted | None:

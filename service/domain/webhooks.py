@@ -18,7 +18,6 @@ from enum import StrEnum
 
 from service.domain.models import TimelineEvent
 
-ALL_PROJECTS = "*"
 MAX_TRIES = 10
 FIRST_DELAY_S = 5.0
 MAX_DELAY_S = 6 * 3600.0
@@ -101,7 +100,6 @@ class Answer:
 
     @property
     def is_success(self) -> bool:
-        """Whether the receiver took the message."""
         return self.status_code is not None and 200 <= self.status_code < 300
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
@@ -72,7 +72,6 @@ from trainer.spec.parse import check_depth, set_values
 
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
-_PAGE = 1000
 _Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
@@ -106,65 +105,54 @@ def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[Remaini
     return []
 
 
-def cancel_job(
-    store: JobStore,
-    settings: Settings,
-    job_id: str,
-    actor: str = "user",
-    version: int | None = None,
-) -> Job:
-    """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
+class ChangedBy(TypedDict, total=False):
+    """Who changes a job (`user` if nobody is named), and the version that it must be at, if any.
 
-    As all changes, it raises `VersionChanged` unless the job is at `version`, where one is given,
-    and `StaleVersion` only if others kept writing the job meanwhile.
+    Changes raise `VersionChanged` where it is at another one, and `StaleVersion` only if others
+    kept writing it meanwhile.
     """
 
-    def change(job: Job) -> Decision:
+    actor: str
+    version: int | None
+
+
+def cancel_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[ChangedBy]) -> Job:
+    """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`."""
+
+    def change(job: Job, actor: str) -> Decision:
         if job.status.is_terminal:
             raise JobEnded(job.id, job.status)
         return request_cancel(job, time.time(), actor)
 
-    cancelled = _change(store, job_id, change, version)
+    cancelled = _change(store, job_id, change, **by)
     if cancelled.status.is_terminal:
         update_job_file(cancelled, settings)
     return cancelled
 
 
-def pause_job(
-    store: JobStore,
-    settings: Settings,
-    job_id: str,
-    actor: str = "user",
-    version: int | None = None,
-) -> Job:
+def pause_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[ChangedBy]) -> Job:
     """Ask a job to save, give its workers back and keep its place in the queue.
 
     Raises `JobNotFound` or `JobEnded`, the latter also while it is being cancelled.
     """
 
-    def change(job: Job) -> Decision:
+    def change(job: Job, actor: str) -> Decision:
         if job.status.is_terminal or job.cancel_requested:
             raise JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
 
-    return _change(store, job_id, change, version)
+    return _change(store, job_id, change, **by)
 
 
-def resume_job(
-    store: JobStore,
-    settings: Settings,
-    job_id: str,
-    actor: str = "user",
-    version: int | None = None,
-) -> Job:
+def resume_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[ChangedBy]) -> Job:
     """Let a paused job wait for its workers again. Raises `JobNotFound` or `JobNotPaused`."""
 
-    def change(job: Job) -> Decision:
+    def change(job: Job, actor: str) -> Decision:
         if job.status is not JobStatus.PAUSED and not job.pause_requested:
             raise JobNotPaused(job.id, job.status)
         return request_resume(job, time.time(), actor)
 
-    resumed = _change(store, job_id, change, version)
+    resumed = _change(store, job_id, change, **by)
     if resumed.current_attempt_id is not None and not resumed.pause_requested:
         try:
             withdraw_pause(settings, job_id, resumed.current_attempt_id)
@@ -181,8 +169,7 @@ def restart_job(
     *,
     step: int | None = None,
     path: str | None = None,
-    actor: str = "user",
-    version: int | None = None,
+    **by: Unpack[ChangedBy],
 ) -> Job:
     """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
 
@@ -190,7 +177,7 @@ def restart_job(
     Raises `JobNotFound`, `JobActive`, `CheckpointNotFound` or `StorageUnavailable`.
     """
 
-    def change(job: Job) -> Decision:
+    def change(job: Job, actor: str) -> Decision:
         if not (job.status.is_terminal or job.status.is_at_rest):
             raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
@@ -203,7 +190,7 @@ def restart_job(
             ) from error
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
-    restarted = _change(store, job_id, change, version)
+    restarted = _change(store, job_id, change, **by)
     update_job_file(restarted, settings)
     return restarted
 
@@ -329,30 +316,24 @@ def retry_if_stale(change: Callable[[], _Result]) -> _Result:
     return change()
 
 
-def read_timeline(store: JobStore, job_id: str, kinds: tuple[str, ...]) -> list[TimelineEvent]:
-    """All events of these kinds, oldest first."""
-    events: list[TimelineEvent] = []
-    while page := store.list_timeline(
-        job_id, after=events[-1].id if events else 0, limit=_PAGE, kinds=kinds
-    ):
-        events += page
-    return events
-
-
 def _check_version(job: Job, wanted: int | None) -> None:
     if wanted is not None and job.version != wanted:
         raise VersionChanged(job.id, wanted, job.version)
 
 
 def _change(
-    store: JobStore, job_id: str, change: Callable[[Job], Decision], version: int | None
+    store: JobStore,
+    job_id: str,
+    change: Callable[[Job, str], Decision],
+    actor: str = "user",
+    version: int | None = None,
 ) -> Job:
     """Store what a request makes of a job."""
 
     def attempt() -> Job:
         job = store.get_job(job_id)
         _check_version(job, version)
-        decision = change(job)
+        decision = change(job, actor)
         if decision.job == job:
             return job
         return store.update_job(decision.job, timeline=decision.timeline)
@@ -398,7 +379,7 @@ def request_drain(
         if undo:
             return known.model_copy(update={"drain_hosts": known.drain_hosts - {host}})
         if host not in known.drain_hosts:
-            hosts = known_hosts(job, read_timeline(store, job.id, (STARTED,)))
+            hosts = known_hosts(job, store.list_timeline(job.id, kinds=(STARTED,)))
             if host not in hosts:
                 known_ones = ", ".join(hosts) or "none yet"
                 message = f"no worker of the job is on '{host}'; its hosts: {known_ones}"
@@ -505,4 +486,4 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
 
 
 def _requested(store: JobStore, job_id: str) -> ResizeRequest:
-    return latest_resize_request(read_timeline(store, job_id, RESIZE_KINDS))
+    return latest_resize_request(store.list_timeline(job_id, kinds=RESIZE_KINDS))

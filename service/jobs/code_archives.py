@@ -91,14 +91,14 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
     write_bytes(_upload_path(settings, code), data)
 
 
-def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
-    """The archive of a job's code in its run folder, copied there if it is not; None without code.
+def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> None:
+    """Copy the archive of a job's code, if it has any, to its run folder if it is not there.
 
     Raises `CodeGone` where neither the job nor the uploads have it whole, and OSError.
     """
     code = spec.model.code
     if code is None:
-        return None
+        return
     path = run_dir.code_path(code)
     if _read(path, code) is None:
         data = _read(_upload_path(settings, code), code)
@@ -108,7 +108,6 @@ def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None
                 "again with `shardloom submit --code DIR`"
             )
         write_bytes(path, data)
-    return path
 
 
 def _upload_path(settings: Settings, code: str) -> Path:

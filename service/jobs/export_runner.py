@@ -144,7 +144,11 @@ class ExportRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment_for(folder.run_dir.name),
+                env=with_keys_of_job(
+                    environment(os.environ),
+                    self._secrets_of(folder.run_dir.name),
+                    may_choose_endpoint=may_run_code(self._settings),
+                ),
                 # Ctrl-C is for the service, which ends the process in its own time.
                 start_new_session=True,
             )
@@ -164,11 +168,6 @@ class ExportRunner:
                 "is too little memory, and trainer_python must be a Python with the trainer's "
                 "packages)"
             )
-
-    def _environment_for(self, job_id: str) -> dict[str, str]:
-        secrets = self._secrets_of(job_id)
-        ours = environment(os.environ)
-        return with_keys_of_job(ours, secrets, may_choose_endpoint=may_run_code(self._settings))
 
     def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
         """How the process ended: by itself, too slow, with the service, or with its export."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -136,7 +136,6 @@ class LogFilter:
     until: float | None = None
 
     def takes_source(self, source: str) -> bool:
-        """Whether lines of a log are wanted at all."""
         return not self.ranks or rank_of(source) in self.ranks
 
     def takes(self, head: Head, text: str) -> bool:
@@ -348,7 +347,6 @@ class LogPiece:
 
     @property
     def group(self) -> int | None:
-        """The sharding group that wrote it, where groups are failure domains."""
         return group_of(self.source)
 
 
@@ -486,22 +484,14 @@ def _contents(path: Path) -> Iterator[bytes]:
             return
 
 
-class _Sink(io.RawIOBase):
-    """Keeps what is written until somebody takes it."""
+class _Sink(io.BytesIO):
+    """Keeps what is written until somebody takes it, so that positions in it mean nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept = bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        added = bytes(data)
-        self._kept += added
-        return len(added)
+    def tell(self) -> int:
+        raise io.UnsupportedOperation("tell")
 
     def take(self) -> bytes:
-        taken = bytes(self._kept)
-        self._kept.clear()
+        taken = self.getvalue()
+        self.seek(0)
+        self.truncate()
         return taken

@@ -7,7 +7,6 @@ timeline, which tells everybody else of it.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -27,7 +26,8 @@ from service.errors import (
     TracePending,
 )
 from service.files import is_below
-from service.jobs.actions import read_timeline, retry_if_stale
+from service.jobs.actions import retry_if_stale
+from service.jobs.run_storage import write_json
 from trainer.protocol.run_dir import RunDir, trace_name
 from trainer.spec.base import FieldProblem
 
@@ -43,6 +43,11 @@ class TraceRequest:
     attempt_id: str
     num_steps: int
     ranks: tuple[int, ...]
+
+    @property
+    def document(self) -> dict[str, object]:
+        """As in the file for the workers, and in the timeline."""
+        return {"id": self.id, "num_steps": self.num_steps, "ranks": list(self.ranks)}
 
 
 def request_trace(
@@ -60,21 +65,20 @@ def request_trace(
         now = time.time()
         _check_nothing_pending(_read_lines(store, job_id), request.attempt_id, now)
         path = run_dir.attempt(request.attempt_id).trace_request_path
-        partial = _write_partial(path, request)
         shown = ", ".join(str(rank) for rank in request.ranks)
         message = f"trace of {num_steps} step(s) on rank(s) {shown} requested"
         event = _event(job, request, now, REQUESTED, message, "user")
+        is_told = False
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             # The version of the job lets one of two requests through, and a stopping job none.
             store.update_job(job, timeline=[event])
-            try:
-                partial.replace(path)
-            except OSError as error:
+            is_told = True
+            write_json(path, request.document)
+        except OSError as error:
+            if is_told:
                 _withdraw(store, job_id, request, str(error))
-                raise StorageUnavailable(str(error)) from error
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            raise StorageUnavailable(str(error)) from error
         return request
 
     return retry_if_stale(attempt)
@@ -108,25 +112,11 @@ def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest
     return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
 
 
-def _write_partial(path: Path, request: TraceRequest) -> Path:
-    """The request under another name, from which it is moved into place in one step."""
-    partial = path.with_suffix(f".{request.id}.partial")
-    wanted = {"id": request.id, "num_steps": request.num_steps, "ranks": request.ranks}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(wanted), encoding="utf-8")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise StorageUnavailable(str(error)) from error
-    return partial
-
-
 def _event(
     job: Job, request: TraceRequest, now: float, kind: str, message: str, actor: str
 ) -> TimelineEvent:
-    data = {"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)}
-    return TimelineEvent(0, job.id, request.attempt_id, now, kind, message, actor, data)
+    attempt_id, data = request.attempt_id, request.document
+    return TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
 
 
 def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now: float) -> None:
@@ -166,4 +156,4 @@ def find_trace(
 
 
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
-    return read_timeline(store, job_id, (REQUESTED, WRITTEN, WITHDRAWN))
+    return store.list_timeline(job_id, kinds=(REQUESTED, WRITTEN, WITHDRAWN))

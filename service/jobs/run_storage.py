@@ -28,22 +28,21 @@ _TRASH_PREFIX = ".deleted-"
 
 
 def run_dir_of(settings: Settings, job_id: str) -> RunDir:
-    """Where a job keeps its files."""
     return RunDir(settings.runs_dir / job_id)
 
 
-def write_bytes(path: Path, data: bytes) -> Path:
+def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file in one step, on the disk when this returns; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return replace_file(path, data)
+    replace_file(path, data)
 
 
-def write_json(path: Path, document: Any) -> Path:
+def write_json(path: Path, document: Any) -> None:
     """The same with a JSON document."""
-    return write_bytes(path, json.dumps(document).encode())
+    write_bytes(path, json.dumps(document).encode())
 
 
-def replace_file(path: Path, data: bytes) -> Path:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace a file in one step, on the disk when this returns; its folder must be there."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -51,7 +50,7 @@ def replace_file(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        return partial.replace(path)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

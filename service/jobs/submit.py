@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from service.db.jobs import JobStore
+from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
 from trainer.errors import ManifestError
@@ -43,10 +44,8 @@ def check_data(spec: JobSpec) -> None:
 
 def _data_problem(spec: JobSpec) -> FieldProblem | None:
     path = spec.data.path
-    if "://" in path:
-        return _url_problem(path, "data.path")
-    problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
-    if problem:
+    problem = _place_problem(path, "data.path", "prepare one with `shardloom data prepare`")
+    if problem or "://" in path:
         return problem
     manifest = Path(path) / _MANIFEST_NAME
     has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
@@ -180,7 +179,7 @@ def find_job(store: JobStore, reference: str, projects: Collection[str] | None =
     try:
         found = store.get_job(reference)
     except JobNotFound:
-        named, _ = store.list_jobs(name=reference, limit=1, projects=projects)
+        named, _ = store.list_jobs(JobFilter(name=reference, projects=projects), limit=1)
     else:
         if projects is not None and found.project not in projects:
             raise JobNotFound(reference)
@@ -188,7 +187,7 @@ def find_job(store: JobStore, reference: str, projects: Collection[str] | None =
     if named:
         return named[0]
     # Ids sort by text and pages go down from a cursor: "~" comes after every character of an id.
-    near, _ = store.list_jobs(after=f"{reference}~", limit=2, projects=projects)
+    near, _ = store.list_jobs(JobFilter(after=f"{reference}~", projects=projects), limit=2)
     matches = [job for job in near if reference and job.id.startswith(reference)]
     if len(matches) != 1:
         raise JobNotFound(reference)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 from service.db.jobs import JobStore
-from service.db.metrics import Retention
+from service.db.metrics import prune
 from service.errors import StoreUnavailable
 from service.jobs.code_archives import remove_old_code
 from service.jobs.exports import remove_all_deleted, remove_old_exports
@@ -27,9 +28,6 @@ class Housekeeper:
         self._store = store
         self._settings = settings
         self._clock = clock
-        self._retention = Retention(
-            settings.metric_retention_days, settings.metric_max_points_per_series
-        )
         self._next_at = clock() + _INTERVAL_S
 
     def take_due(self) -> bool:
@@ -42,9 +40,11 @@ class Housekeeper:
     def run(self) -> None:
         """Delete what is due; what fails is left for the next time."""
         store, settings, now = self._store, self._settings, self._clock()
+        days, max_points = settings.metric_retention_days, settings.metric_max_points_per_series
+        prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
         try:
             for what, remove in (
-                ("metric points", lambda: store.prune_metrics(self._retention, now)),
+                ("metric points", prune_due),
                 ("uploads of code", lambda: remove_old_code(settings, now, self._named_code)),
                 ("exports", lambda: remove_old_exports(settings, now)),
             ):

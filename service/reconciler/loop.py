@@ -25,7 +25,6 @@ from functools import partial
 from service.backends.base import Backend
 from service.db.engine import write_in_background
 from service.db.jobs import JobStore
-from service.db.projects import Locks, ProjectStore
 from service.domain.lifecycle import (
     Action,
     Decision,
@@ -64,10 +63,6 @@ logger = logging.getLogger(__name__)
 _SLOT_TIMEOUT_S = 0.05
 
 
-class _Held(threading.local):
-    is_held = False
-
-
 class _ComputeSlot:
     """Lets one thread compute at a time; one that has waited `timeout_s` goes ahead regardless.
 
@@ -77,11 +72,10 @@ class _ComputeSlot:
     def __init__(self, timeout_s: float = _SLOT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._slot = threading.Semaphore(1)
-        self._mine = _Held()
+        self._mine = threading.local()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Compute in the slot."""
         self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
         try:
             yield
@@ -102,14 +96,7 @@ class _ComputeSlot:
             self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
 
 
-_ENDED = frozenset(
-    {
-        ObservedState.SUCCEEDED,
-        ObservedState.FAILED,
-        ObservedState.STOPPED,
-        ObservedState.NOT_FOUND,
-    }
-)
+_ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _LOG_TAIL_CHARS = 2000
 _MIN_INTERVAL_S = 0.25
@@ -139,8 +126,6 @@ class Reconciler:
         self._housekeeper = Housekeeper(store, settings, clock)
         self._queue = SchedulerRunner(
             store,
-            ProjectStore(store.engine),
-            Locks(store.engine, settings.replica_id),
             backend,
             settings,
             clock,
@@ -149,8 +134,8 @@ class Reconciler:
         )
         self._is_reachable = True
         self._slot = _ComputeSlot()
+        # Only the loop adds to it, and threads of the pool take their own job out.
         self._busy: set[str] = set()
-        self._busy_lock = threading.Lock()
         self._woken = threading.Event()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(
@@ -217,7 +202,8 @@ class Reconciler:
             )
         )
         for job in jobs:
-            if job.id in leased and not _rests(job) and self._take(job.id):
+            if job.id in leased and job.id not in self._busy and not _rests(job):
+                self._busy.add(job.id)
                 future = self._pool.submit(self._telemetry.timed_wait(self.reconcile), job.id)
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
@@ -227,15 +213,8 @@ class Reconciler:
             done = self._pool.submit(self._housekeeper.run)
             done.add_done_callback(partial(_log_failure, "housekeeping failed"))
 
-    def _take(self, job_id: str) -> bool:
-        with self._busy_lock:
-            is_free = job_id not in self._busy
-            self._busy.add(job_id)
-        return is_free
-
     def _release(self, job_id: str, future: Future[None]) -> None:
-        with self._busy_lock:
-            self._busy.discard(job_id)
+        self._busy.discard(job_id)
         _log_failure(f"job {job_id}: reconciling failed", future)
 
     # ---- one job
@@ -258,10 +237,9 @@ class Reconciler:
                 logger.debug("job %s: %s", job_id, error)
 
     def _reconcile(self, job_id: str) -> None:
-        """Observe, decide, store and act."""
         job, attempt = self._load(job_id)
         observation = self._observe(attempt)
-        if attempt is not None and observation.state in _ENDED:
+        if attempt is not None and observation.state not in _ALIVE:
             self._outboxes.collect(job.id, attempt.index)
             observed = attempt
             job, attempt = self._load(job_id)

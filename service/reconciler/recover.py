@@ -1,4 +1,4 @@
-"""Rebuilds a lost database from run storage: `python -m service.reconciler.recover`.
+"""Rebuilds a lost database from run storage: `shardloom recover`.
 
 Every run folder has `job.json`, the specs of the attempts and the records of their drivers. From
 these the rows are made again, metrics and timelines included. A job that has ended according to
@@ -11,7 +11,6 @@ interrupted recovery is repeated and goes on where it stopped.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -179,7 +178,3 @@ def main() -> int:
     for folder, why in found.refused.items():
         logger.error("%s: left alone: %s", folder, why)
     return 1 if found.refused else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

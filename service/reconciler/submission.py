@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 from service.auth.crypto import master_keys_of
 from service.backends.base import Submission, need_of
@@ -12,7 +11,6 @@ from service.db.jobs import JobStore
 from service.domain.lifecycle import remaining_failures
 from service.domain.models import Attempt, Job, QueueState
 from service.domain.retries import NextAttempt, next_attempt, with_parallelism
-from service.jobs.actions import read_timeline
 from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of, write_bytes
 from service.observability.tracing import traceparent_of
@@ -25,7 +23,7 @@ STOP_WAIT_S = 20
 def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
     """What an attempt runs, given those that ended before it and its project's quota."""
     ended = [each for each in store.list_attempts(job.id) if each.index < attempt.index]
-    chosen = read_timeline(store, job.id, ("layout_chosen",)) if ended else []
+    chosen = store.list_timeline(job.id, kinds=("layout_chosen",)) if ended else []
     sizes = {each.attempt_id: each.data.get("shard_group_size") for each in chosen}
     known = {name: size for name, size in sizes.items() if name and isinstance(size, int)}
     following = next_attempt(job, ended, known, now)
@@ -82,7 +80,7 @@ def submission_of(
     )
 
 
-def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
+def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
     """Write the spec that an attempt will run, atomically, and the code that it names.
 
     Raises `CodeGone`, and OSError.
@@ -90,4 +88,4 @@ def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)
     text = spec.model_dump_json(indent=2)
-    return write_bytes(run_dir.attempt(attempt.id).spec_path, text.encode())
+    write_bytes(run_dir.attempt(attempt.id).spec_path, text.encode())

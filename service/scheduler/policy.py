@@ -178,15 +178,17 @@ class QueuePosition:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Admission:
-    """The result of a scheduling pass."""
+    """The result of a scheduling pass.
 
-    starts: tuple[Start, ...] = ()
-    preemptions: tuple[Preemption, ...] = ()
-    places: tuple[QueuePosition, ...] = ()
-    # By job id: the most workers that it may grow to, as the rest is reserved for others.
-    growth_limits: Mapping[str, int] = field(default_factory=dict)
+    `growth_limits` has, by job id, the most workers that it may grow to: others wait for the rest.
+    """
+
+    starts: list[Start] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    places: list[QueuePosition] = field(default_factory=list)
+    growth_limits: dict[str, int] = field(default_factory=dict)
 
 
 def admit(
@@ -203,9 +205,10 @@ def admit(
     for job in _in_order(waiting, turn):
         turn.consider(job)
     late = [job for job in queued if (job.retry_at or now) > now]
-    turn.places += [QueuePosition(job, None, "waits before the next attempt") for job in late]
-    starts, preemptions, places = tuple(turn.starts), tuple(turn.preemptions), tuple(turn.places)
-    return Admission(starts, preemptions, places, turn.growth_limits())
+    reason = "waits before the next attempt"
+    turn.result.places += [QueuePosition(job, None, reason) for job in late]
+    turn.limit_growth()
+    return turn.result
 
 
 def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
@@ -231,11 +234,9 @@ class _SchedulingPass:
     capacity: Capacity
     now: float
     held: list[Held]
-    starts: list[Start] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    places: list[QueuePosition] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.result = Admission()
         self._num_running: dict[str, int] = defaultdict(int)
         self.shares: dict[str, int] = defaultdict(int)  # Workers that the project's jobs hold.
         self._claims: dict[str, int] = defaultdict(int)
@@ -257,8 +258,8 @@ class _SchedulingPass:
             return Use()
         return self.capacity.use_of(held.job, held.workers)
 
-    def growth_limits(self) -> dict[str, int]:
-        """Limits that keep running jobs from growing into capacity reserved for others."""
+    def limit_growth(self) -> None:
+        """Keep running jobs from growing into capacity reserved for others."""
         growing = [
             each
             for each in self.held
@@ -266,7 +267,7 @@ class _SchedulingPass:
             and each.job.status is not JobStatus.QUEUED
             and not has_own_cluster(each.job)
         ]
-        limits: dict[str, int] = {}
+        limits = self.result.growth_limits
         total, blocked = self.capacity.max_workers, self._blocked
         if total is not None:
             # Hosts of a job that is about to start may not be there yet: others may not ask for
@@ -278,13 +279,13 @@ class _SchedulingPass:
         if blocked is not None:
             waited_for = [each for each in growing if each.job.priority <= blocked.priority]
             limits |= {each.job.id: each.workers for each in waited_for}
-        return limits
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""
         reason = self._quota_reason(job) or self._room_reason(job) or self._order_reason(job)
         if reason:
-            self.places.append(QueuePosition(job, len(self.places) + 1, reason))
+            places = self.result.places
+            places.append(QueuePosition(job, len(places) + 1, reason))
         else:
             self._start(job)
 
@@ -299,7 +300,7 @@ class _SchedulingPass:
         held = Held(job, workers, capped or sizes.world_size)
         self.held.append(held)
         self._count(held)
-        self.starts.append(Start(job, workers, capped))
+        self.result.starts.append(Start(job, workers, capped))
 
     # ---- quotas
 
@@ -370,7 +371,7 @@ class _SchedulingPass:
             used -= self._use_of(each)
         if not self._fits(job, least, used):
             return ""
-        self.preemptions += [Preemption(each.job, job) for each in victims]
+        self.result.preemptions += [Preemption(each.job, job) for each in victims]
         num_leaving += len(victims)
         self._is_making_room = num_leaving > 0
         return f"; {num_leaving} job(s) make way"

@@ -45,8 +45,6 @@ class SchedulerRunner:
     """
 
     store: JobStore
-    projects: ProjectStore
-    locks: Locks
     backend: Backend
     settings: Settings
     clock: Callable[[], float]
@@ -54,6 +52,8 @@ class SchedulerRunner:
     note_answer: Callable[[bool], None] = lambda has_answered: None
 
     def __post_init__(self) -> None:
+        self._projects = ProjectStore(self.store.engine)
+        self._locks = Locks(self.store.engine, self.settings.replica_id)
         self._seen: tuple[float, Capacity] | None = None
         self._lifts_at = 0.0
 
@@ -63,7 +63,7 @@ class SchedulerRunner:
         may_be_limited = self.clock() >= self._lifts_at
         if not (self.store.has_queued_jobs() or may_be_limited):
             return
-        with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
+        with self._locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
             if is_held:
                 self._pass()
 
@@ -74,7 +74,7 @@ class SchedulerRunner:
         if not queued and self.settings.cluster_max_workers is None:
             self._limit_growth(running, {})
             return
-        quotas = {project.name: project for project in self.projects.list()}
+        quotas = {project.name: project for project in self._projects.list()}
         own = [job for job in queued if has_own_cluster(job)]
         try:
             is_shared = len(own) < len(queued) or self.settings.cluster_max_workers is not None

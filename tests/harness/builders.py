@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from service.domain.membership import apply_event
-from service.domain.models import Attempt, Job, JobStatus, Membership, attempt_id, new_job_id
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Membership,
+    ReportedEnd,
+    attempt_id,
+    new_job_id,
+)
 from service.domain.webhooks import Webhook, new_webhook_id
 from trainer.protocol.events import (
     AttemptEnded,
@@ -87,6 +97,20 @@ def attempt_of(job: Job, *, index: int = 0, **fields: Any) -> Attempt:
     return Attempt(
         id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=NOW, **fields
     )
+
+
+def live_job(
+    status: JobStatus = JobStatus.RUNNING, *, job: Job | None = None, **changes: Any
+) -> tuple[Job, Attempt]:
+    """A job with a live first attempt that has started; `changes` are those of the job."""
+    known = job or queued_job()
+    attempt = attempt_of(known, submitted_at=NOW, started_at=NOW)
+    return replace(known, status=status, current_attempt_id=attempt.id, **changes), attempt
+
+
+def reported(attempt: Attempt, reason: EndReason, message: str = "", time: float = NOW) -> Attempt:
+    """The attempt once its driver has said how it ended."""
+    return replace(attempt, reported_end=ReportedEnd(reason, message, time))
 
 
 def batch(*events: Event, stream: str = "rank-0", first_seq: int = 0) -> EventBatch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 _NUM_FAST, _NUM_ALL = 25, 100
 
@@ -15,8 +15,10 @@ _NUM_FAST, _NUM_ALL = 25, 100
 def load_profile() -> None:
     """Register both profiles and load that of the environment."""
     # On a busy machine a slow example says nothing about the code; examples are bounded in number.
-    settings.register_profile("fast", deadline=None, max_examples=_NUM_FAST, derandomize=True)
-    settings.register_profile("all", deadline=None, max_examples=_NUM_ALL)
+    # Examples may share what a fixture made.
+    shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    settings.register_profile("fast", shared, max_examples=_NUM_FAST, derandomize=True)
+    settings.register_profile("all", shared, max_examples=_NUM_ALL)
     settings.load_profile(profile())
 
 

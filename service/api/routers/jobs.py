@@ -25,6 +25,7 @@ from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
+from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.errors import StorageUnavailable
@@ -154,9 +155,8 @@ def list_jobs(
     created_before: Annotated[datetime | None, Query(description="As `created_after`.")] = None,
 ) -> Page[JobSummary]:
     """One page of jobs; several `status` parameters are alternatives."""
-    jobs, following = context.store.list_jobs(
+    wanted = JobFilter(
         after=after,
-        limit=limit,
         statuses=statuses or (),
         name=name,
         project=project,
@@ -165,6 +165,7 @@ def list_jobs(
         created_after=_unix_s(created_after),
         created_before=_unix_s(created_before),
     )
+    jobs, following = context.store.list_jobs(wanted, limit=limit)
     return Page(items=[summary_of(job) for job in jobs], next=following)
 
 

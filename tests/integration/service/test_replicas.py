@@ -21,7 +21,7 @@ from service.backends.fake import FakeBackend, Script
 from service.client.client import ShardloomClient
 from service.db.engine import newest_revision
 from service.db.jobs import JobStore
-from service.db.projects import Locks, ProjectStore
+from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.lifecycle import finish
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
@@ -276,8 +276,8 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
 def _keeper(
     store: JobStore, number: int, backend: FakeBackend, settings: Settings
 ) -> SchedulerRunner:
-    projects, locks = ProjectStore(store.engine), Locks(store.engine, f"replica-{number}")
-    return SchedulerRunner(store, projects, locks, backend, settings, lambda: NOW)
+    settings = settings.model_copy(update={"replica_id": f"replica-{number}"})
+    return SchedulerRunner(store, backend, settings, lambda: NOW)
 
 
 # ---- processes

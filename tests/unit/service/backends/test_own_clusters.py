@@ -181,7 +181,7 @@ def test_they_pass_a_job_that_waits_for_room_and_never_make_way_for_it() -> None
     held = (_running("busy", is_own=False, priority=9), _running("own-busy"))
     admission = admit([blocked, _job("own")], held, {}, FULL, NOW)
     assert [each.job.name for each in admission.starts] == ["own"]
-    assert admission.preemptions == () and not admission.growth_limits
+    assert admission.preemptions == [] and not admission.growth_limits
 
 
 def test_quotas_of_their_project_hold_for_them_too() -> None:

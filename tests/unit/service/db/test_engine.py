@@ -56,8 +56,10 @@ def test_the_background_stands_in_a_queue_of_its_own(
             refused.append(error)
 
     monkeypatch.setattr(engine_module, "_WRITE_LOCK_TIMEOUT_S", 0.01)
-    turns = engine_module._write_locks.setdefault(store.engine, engine_module._WriteLocks())
-    with turns.background:
+    with store.write() as connection:
+        connection.execute(text("DELETE FROM answers"))
+    background, _ = engine_module._write_locks[store.engine]
+    with background:
         with store.write() as connection:
             connection.execute(text("DELETE FROM answers"))
         thread = threading.Thread(target=look)

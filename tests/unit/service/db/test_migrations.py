@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from typing import Any
 import pytest
 from alembic import command
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, MetaData, Table, insert, inspect, make_url, select, text, update
+from sqlalchemy import Connection, MetaData, Table, insert, inspect, make_url, select, update
 
 from service.db import rows
 from service.db.engine import migrate, migration_config, newest_revision, open_engine
 from service.db.jobs import JobStore
 from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revisions
+from service.db.queries import JobFilter
 from service.db.tables import job_progress, jobs, metric_names, metric_points
 from service.domain.models import EndReason, Job, ReportedEnd
 from tests.harness.builders import NOW, attempt_of, batch, membership_changed, queued_job
@@ -37,6 +40,17 @@ FIRST_SYNC = {
     "dtype": "fp32",
     "overlap": False,
 }
+
+
+@contextmanager
+def _writing(database_url: str, revision: str | None = None) -> Iterator[Connection]:
+    """A transaction that may write, after a migration to `revision` where one is given."""
+    engine = open_engine(database_url)
+    if revision is not None:
+        migrate(engine, revision)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        yield connection
+    engine.dispose()
 
 
 def _insert_known(connection: Connection, table: Table, values: dict[str, Any]) -> None:
@@ -60,17 +74,19 @@ def _insert_first_version(connection: Connection, job: Job) -> None:
 def test_jobs_of_the_first_version_are_still_shown(database_url: str) -> None:
     single = queued_job(name="single", parallelism={"workers": 2, "shard_group_size": 2})
     double = queued_job(name="double")
-    engine = open_engine(database_url)
-    migrate(engine, "0001")
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url, "0001") as connection:
         for job in (single, double):
             _insert_first_version(connection, job)
-    engine.dispose()
     store = JobStore.open(database_url)
     assert {job.name for job in store.list_jobs()[0]} == {"single", "double"}
     assert store.get_job(single.id).spec == single.spec
     # A job that was submitted when every sync was full goes on as it began.
     assert store.get_job(double.id).spec.parallelism.sync.mode == "full"
+    with store.engine.connect() as connection:
+        query = "select spec from jobs where name = 'single'"
+        assert (
+            "sync" not in json.loads(connection.exec_driver_sql(query).scalar_one())["parallelism"]
+        )
     store.close()
 
 
@@ -89,34 +105,11 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url
     document = _renamed(job.spec.model_dump(mode="json"), "values")
     with pytest.raises(SpecError, match="embedding_tables"):
         validate_spec(document)
-    engine = open_engine(database_url)
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url) as connection:
         connection.execute(update(jobs).values(spec=document))
-    engine.dispose()
     assert store.get_job(job.id).spec.embedding_tables[0].name == "values"
     assert [each.id for each in store.list_jobs()[0]] == [job.id]
     store.close()
-
-
-def _downgraded_reasons(database_url: str, revision: str, *reasons: EndReason) -> list[set[str]]:
-    """The reasons that an earlier version finds of jobs and attempts that ended for these."""
-    store = JobStore.open(database_url)
-    for reason in reasons:
-        job = store_job(store)
-        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
-        ended = attempt_of(job, end_reason=reason, reported_end=report)
-        store.update_job(replace(job, reason=reason), attempt=ended)
-    store.close()
-    engine = open_engine(database_url)
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
-        command.downgrade(migration_config(connection), revision)
-        found = connection.exec_driver_sql(
-            "select reason, end_reason, reported_reason from jobs join attempts "
-            "on attempts.job_id = jobs.id order by jobs.id"
-        )
-        told = [set(row) for row in found]
-    engine.dispose()
-    return told
 
 
 def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
@@ -131,13 +124,26 @@ def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) 
         EndReason.NON_FINITE: "training_error",
         EndReason.RUN_IN_USE: "storage_error",
     }
-    found = _downgraded_reasons(database_url, "0002", *former)
-    assert sorted(map(sorted, found)) == sorted([reason] for reason in former.values())
-
-
-def test_the_first_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
-    found = _downgraded_reasons(database_url, "0001", EndReason.DIVERGED)
-    assert found == [{"training_error"}]
+    store = JobStore.open(database_url)
+    for reason in former:
+        job = store_job(store)
+        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
+        ended = attempt_of(job, end_reason=reason, reported_end=report)
+        store.update_job(replace(job, reason=reason), attempt=ended)
+    store.close()
+    with _writing(database_url) as connection:
+        command.downgrade(migration_config(connection), "0002")
+        found = connection.exec_driver_sql(
+            "select reason, end_reason, reported_reason from jobs join attempts "
+            "on attempts.job_id = jobs.id"
+        )
+        told = [sorted(set(row)) for row in found]
+    assert sorted(told) == sorted([reason] for reason in former.values())
+    with _writing(database_url) as connection:
+        command.downgrade(migration_config(connection), "0001")
+        # The first version does not know `diverged` either.
+        reasons = set(connection.exec_driver_sql("select reason from jobs").scalars())
+    assert reasons == {*former.values(), "training_error"} - {"diverged"}
 
 
 def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> None:
@@ -150,29 +156,13 @@ def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> 
     held = store.get_job(job.id)
     store.update_job(held, attempt=replace(attempt, reported_end=report))
     assert held.membership
-    engine = open_engine(database_url)
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url) as connection:
         command.downgrade(migration_config(connection), "0002")
-    migrate(engine)
-    engine.dispose()
+    bring_up(database_url)
     back, (ended,) = store.get_job(job.id), store.list_attempts(job.id)
     assert (back.spec, back.membership) == (job.spec, None)
     assert ended.reported_end == ReportedEnd(EndReason.WORKERS_LOST, "rank 1 hangs", NOW)
     store.close()
-
-
-def test_a_migrated_spec_is_still_json_text(database_url: str) -> None:
-    job = queued_job(parallelism={"workers": {"min": 2, "max": 2}, "shard_group_size": 2})
-    engine = open_engine(database_url)
-    migrate(engine, "0001")
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
-        _insert_first_version(connection, job)
-    migrate(engine)
-    with engine.connect() as connection:
-        text = connection.exec_driver_sql("select spec from jobs").scalar_one()
-        assert connection.execute(select(jobs.c.spec)).scalar_one() == json.loads(text)
-    assert "sync" not in json.loads(text)["parallelism"]
-    engine.dispose()
 
 
 # ---- rows of every table, up and down
@@ -213,30 +203,24 @@ def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
 def test_rows_of_every_table_come_through_the_way_up_and_down(
     database_url: str, revision: str
 ) -> None:
-    engine = open_engine(database_url)
-    migrate(engine, revision)
     spec = queued_job().spec.model_dump(mode="json")
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url, revision) as connection:
         tables = _tables(connection)
         for table in tables:
             connection.execute(insert(table), _row(table, spec))
         before = _rows(connection, tables)
-    migrate(engine)
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url, "head") as connection:
         grown = _tables(connection)
         kept = [grown_from for grown_from in tables if grown_from.name in {t.name for t in grown}]
         assert _rows(connection, kept) == before
         command.downgrade(migration_config(connection), revision)
         assert [table.name for table in _tables(connection)] == [table.name for table in tables]
         assert _rows(connection, tables) == before
-    engine.dispose()
 
 
 def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:
-    engine = open_engine(database_url)
-    migrate(engine, "0003")
     job = queued_job(labels={"team": "ads"})
-    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+    with _writing(database_url, "0003") as connection:
         _insert_known(connection, jobs, rows.job_values(job))
         _insert_known(connection, job_progress, rows.progress_values(job))
         name = {"id": 1, "job_id": job.id, "name": "loss"}
@@ -244,13 +228,11 @@ def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_u
         for step in range(3):
             point = {"name_id": 1, "step": step, "value": 1.0, "time": NOW + step}
             connection.execute(insert(metric_points), {**point, "attempt_index": 0})
-    migrate(engine)
-    with engine.connect() as connection:
+    store = JobStore.open(database_url)
+    with store.engine.connect() as connection:
         bounds = connection.execute(select(metric_names.c.num_points, metric_names.c.oldest_at))
         assert bounds.one() == (3, NOW)
-    engine.dispose()
-    store = JobStore.open(database_url)
-    assert [found.id for found in store.list_jobs(labels={"team": "ads"})[0]] == [job.id]
+    assert [found.id for found in store.list_jobs(JobFilter(labels={"team": "ads"}))[0]] == [job.id]
     assert store.get_job(job.id).queued_at == job.created_at
     store.close()
 
@@ -276,9 +258,8 @@ def test_a_new_database_is_behind_and_stays_so_when_looked_at(database_url: str)
 
 
 def test_migrating_says_from_where_and_a_second_time_does_nothing(database_url: str) -> None:
-    engine = open_engine(database_url)
-    migrate(engine, "0001")
-    engine.dispose()
+    with _writing(database_url, "0001"):
+        pass
     assert read_revisions(database_url).found == "0001"
     assert bring_up(database_url).found == "0001"
     assert not read_revisions(database_url).is_behind
@@ -301,15 +282,13 @@ def test_the_exit_code_says_whether_a_migration_is_due(configured: str) -> None:
 def test_a_database_of_a_newer_version_is_left_alone(
     configured: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bring_up(configured)
-    engine = open_engine(configured)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    engine.dispose()
+    with _writing(configured, "head") as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     assert main(check=True) == UNAVAILABLE
     assert "9999" in capsys.readouterr().err
     assert main() == UNAVAILABLE
-    assert "version" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "of another version of the service" in told and "9999" in told
 
 
 def test_a_database_that_is_not_there_is_told_with_what_to_change(

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, func, insert, select
 
 from service.db.jobs import JobStore
-from service.db.metrics import Retention, steps_to_drop
+from service.db.metrics import prune
+from service.db.queries import JobFilter
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
 from tests.harness.builders import NOW, attempt_of, batch, checkpoint, metrics, queued_job
 from tests.harness.databases import store_attempt, store_job
+from tests.harness.properties import examples
 
 pytestmark = pytest.mark.every_database
 
@@ -55,19 +57,20 @@ def test_jobs_are_found_by_all_of_their_labels(store: JobStore) -> None:
     both = _stored(store, 1, labels={"team": "ads", "tier": "gold"})
     _stored(store, 2, labels={"team": "ads", "tier": "iron"})
     _stored(store, 3, labels={"team": "feed"})
-    assert len(store.list_jobs(labels={"team": "ads"})[0]) == 2
-    assert store.list_jobs(labels={"team": "ads", "tier": "gold"})[0] == [both]
-    assert store.list_jobs(labels={"team": "ads", "tier": "none"})[0] == []
+    assert len(store.list_jobs(JobFilter(labels={"team": "ads"}))[0]) == 2
+    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "gold"}))[0] == [both]
+    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "none"}))[0] == []
     ended = _with_status(store, both, JobStatus.FAILED)
-    assert store.list_jobs(labels={"team": "ads"}, statuses=[JobStatus.FAILED])[0] == [ended]
+    wanted = JobFilter(labels={"team": "ads"}, statuses=[JobStatus.FAILED, JobStatus.CANCELLED])
+    assert store.list_jobs(wanted)[0] == [ended]
 
 
 def test_jobs_are_found_by_when_they_were_made(store: JobStore) -> None:
     made = [_stored(store, number) for number in range(4)]
     since, until = NOW + 1, NOW + 3
-    found, _ = store.list_jobs(created_after=since, created_before=until)
+    found, _ = store.list_jobs(JobFilter(created_after=since, created_before=until))
     assert found == [made[2], made[1]]
-    assert store.list_jobs(created_after=NOW + 3.5)[0] == []
+    assert store.list_jobs(JobFilter(created_after=NOW + 3.5))[0] == []
 
 
 def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) -> None:
@@ -75,17 +78,17 @@ def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) ->
     for number, project in enumerate(("a", "b", "c")):
         job = replace(queued_job(now=NOW + number), project=project)
         jobs[project] = store_job(store, job)
-    assert store.list_jobs(project="b")[0] == [jobs["b"]]
-    assert store.list_jobs(projects=["a", "c"])[0] == [jobs["c"], jobs["a"]]
-    assert store.list_jobs(project="b", projects=["a"])[0] == []
-    assert store.list_jobs(projects=[]) == ([], None)
+    assert store.list_jobs(JobFilter(project="b"))[0] == [jobs["b"]]
+    assert store.list_jobs(JobFilter(projects=["a", "c"]))[0] == [jobs["c"], jobs["a"]]
+    assert store.list_jobs(JobFilter(project="b", projects=["a"]))[0] == []
+    assert store.list_jobs(JobFilter(projects=[])) == ([], None)
 
 
 def test_somebody_may_see_very_many_projects(store: JobStore) -> None:
     job = _stored(store)
     projects = ["default", *(f"p{number}" for number in range(300))]
-    assert store.list_jobs(projects=projects, statuses=list(JobStatus))[0] == [job]
-    assert store.list_jobs(projects=projects[1:])[0] == []
+    assert store.list_jobs(JobFilter(projects=projects, statuses=list(JobStatus)))[0] == [job]
+    assert store.list_jobs(JobFilter(projects=projects[1:]))[0] == []
 
 
 def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
@@ -95,7 +98,7 @@ def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
     found: list[Job] = []
     cursor = None
     while len(found) < len(wanted):
-        page, cursor = store.list_jobs(after=cursor, limit=2, statuses=kinds[:2])
+        page, cursor = store.list_jobs(JobFilter(after=cursor, statuses=kinds[:2]), limit=2)
         found += page
     assert (found, cursor) == (wanted, None)
 
@@ -184,7 +187,7 @@ def test_a_job_that_lives_is_not_deleted(store: JobStore) -> None:
         store.delete_job("job-nowhere")
 
 
-# ---- retention
+# ---- metric points: read and pruned
 
 
 def _with_losses(store: JobStore, losses: list[float], *, every_s: float = 1.0) -> Job:
@@ -197,6 +200,61 @@ def _with_losses(store: JobStore, losses: list[float], *, every_s: float = 1.0) 
     return job
 
 
+def test_nan_and_infinite_values_survive(store: JobStore) -> None:
+    job = _with_losses(store, [math.nan, math.inf])
+    values = [point.value for point in store.metric_points(job.id, "train/loss")]
+    assert math.isnan(values[0])
+    assert values[1] == math.inf
+    assert store.get_job(job.id).latest_metrics == {"train/loss": math.inf}
+
+
+def test_a_repeated_step_shows_its_newest_value_and_counts_once(store: JobStore) -> None:
+    job, attempt = _with_attempt(store)
+    for first, loss in ((0, 1.0), (10, 7.0)):
+        records = [metrics(step, train_loss=loss) for step in range(10)]
+        store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
+    assert [p.value for p in store.metric_points(job.id, "train/loss")] == [7.0] * 10
+    assert _prune(store, max_points=15) == 0
+    assert _steps(store, job) == list(range(10))
+
+
+@settings(max_examples=examples(20))
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), max_points=st.integers(1, 20)
+)
+def test_downsampling_keeps_extremes_last_step_and_mean(
+    store: JobStore, values: list[float], max_points: int
+) -> None:
+    job = _with_losses(store, values)
+    points = store.metric_points(job.id, "train/loss", max_points=max_points)
+    assert len(points) <= max_points or len(points) == len(values) <= max_points
+    assert min(p.min for p in points) == min(values)
+    assert max(p.max for p in points) == max(values)
+    assert points[-1].step == len(values) - 1
+    assert [p.step for p in points] == sorted(p.step for p in points)
+    if max_points == 1:
+        assert points[0].value == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-6)
+
+
+def test_a_bucket_with_a_nan_shows_it(store: JobStore) -> None:
+    job = _with_losses(store, [1.0, math.nan, 3.0])
+    (point,) = store.metric_points(job.id, "train/loss", max_points=1)
+    assert math.isnan(point.value)
+    assert (point.min, point.max) == (1.0, 3.0)
+
+
+def test_points_are_read_by_range_of_steps(store: JobStore) -> None:
+    job = _with_losses(store, [1.0] * 10)
+    points = store.metric_points(job.id, "train/loss", from_step=3, to_step=5)
+    assert [point.step for point in points] == [3, 4, 5]
+    assert store.metric_names(job.id) == ["train/loss"]
+    assert store.metric_points(job.id, "no/such") == []
+
+
+def _prune(store: JobStore, max_points: int) -> int:
+    return prune(store.engine, days=0, max_points=max_points, now=NOW)
+
+
 def _steps(store: JobStore, job: Job) -> list[int]:
     points = store.metric_points(job.id, "train/loss", max_points=100_000)
     return [point.step for point in points]
@@ -204,11 +262,10 @@ def _steps(store: JobStore, job: Job) -> list[int]:
 
 def test_points_beyond_the_limit_thin_out_below_the_newest_half(store: JobStore) -> None:
     job = _with_losses(store, [1.0] * 21)
-    keep_all, keep_some = Retention(days=0, max_points=21), Retention(days=0, max_points=20)
-    assert store.prune_metrics(keep_all, NOW) == 0
-    assert store.prune_metrics(keep_some, NOW) == 5
+    assert _prune(store, max_points=21) == 0
+    assert _prune(store, max_points=20) == 5
     assert _steps(store, job) == [0, 2, 4, 6, 8, *range(10, 21)]
-    assert store.prune_metrics(keep_some, NOW) == 0
+    assert _prune(store, max_points=20) == 0
 
 
 def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -> None:
@@ -216,7 +273,7 @@ def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -
     for first in range(0, 1000, 50):
         records = [metrics(step, train_loss=1.0) for step in range(first, first + 50)]
         store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
-        store.prune_metrics(Retention(days=0, max_points=100), NOW)
+        _prune(store, max_points=100)
     steps = _steps(store, job)
     assert len(steps) <= 100
     assert (steps[0], steps[-50:]) == (0, list(range(950, 1000)))
@@ -224,39 +281,19 @@ def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -
 
 def test_points_older_than_the_retention_are_deleted(store: JobStore) -> None:
     job = _with_losses(store, [1.0] * 10, every_s=DAY_S)
-    retention = Retention(days=3.5, max_points=100)
-    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 6
+    retention = {"days": 3.5, "max_points": 100}
+    assert prune(store.engine, **retention, now=NOW + 9 * DAY_S) == 6
     assert _steps(store, job) == [6, 7, 8, 9]
-    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 0
-    assert store.prune_metrics(retention, NOW + 100 * DAY_S) == 4
+    assert prune(store.engine, **retention, now=NOW + 9 * DAY_S) == 0
+    assert prune(store.engine, **retention, now=NOW + 100 * DAY_S) == 4
     assert store.metric_names(job.id) == ["train/loss"]
-
-
-def test_a_rewritten_step_does_not_count_twice(store: JobStore) -> None:
-    job, attempt = _with_attempt(store)
-    for first in (0, 10):
-        records = [metrics(step, train_loss=1.0) for step in range(10)]
-        store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
-    assert store.prune_metrics(Retention(days=0, max_points=15), NOW) == 0
-    assert _steps(store, job) == list(range(10))
 
 
 def test_a_nan_outlives_its_neighbour(store: JobStore) -> None:
     losses = [1.0, math.nan, *([1.0] * 20)]
     job = _with_losses(store, losses)
-    store.prune_metrics(Retention(days=0, max_points=20), NOW)
+    _prune(store, max_points=20)
     assert _steps(store, job)[:2] == [1, 2]
-
-
-@given(are_nan=st.lists(st.booleans(), max_size=40))
-def test_one_of_two_neighbours_stays(are_nan: list[bool]) -> None:
-    points = list(enumerate(are_nan))
-    dropped = set(steps_to_drop(points))
-    assert len(dropped) == len(points) // 2
-    for first, second in zip(points[::2], points[1::2], strict=False):
-        assert len({first[0], second[0]} & dropped) == 1
-        kept = first if second[0] in dropped else second
-        assert kept[1] == (first[1] or second[1])
 
 
 # ---- plans
@@ -274,7 +311,7 @@ def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
         {"created_before": NOW, "name": "tiny", "after": "job-x"},
     ]
     for wanted in lists:
-        plan = _plan(tmp_path, lambda store, wanted=wanted: store.list_jobs(**wanted))
+        plan = _plan(tmp_path, lambda store, wanted=wanted: store.list_jobs(JobFilter(**wanted)))
         scans = [step for step in plan if "SCAN jobs" in step or "SCAN job_" in step]
         assert (bool(plan), scans) == (True, []), wanted
 

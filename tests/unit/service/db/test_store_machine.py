@@ -65,11 +65,9 @@ class Fuse:
         self.has_written = False
 
     def arm(self, moment: str, at: int) -> None:
-        """Fail at the next chance."""
         self._moment, self._countdown, self.has_written = moment, at, False
 
     def disarm(self) -> None:
-        """Fail no more."""
         self._moment = ""
 
     def _guard(self, execute: Callable[..., None]) -> Callable[..., None]:
@@ -110,13 +108,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        """A service starts."""
         path = Path(self._folder.name) / "shardloom.db"
         self._store = JobStore.open(f"sqlite:///{path}")
         self._fuse = Fuse(self._store)
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
         if hasattr(self, "_store"):
             self._store.close()
         self._folder.cleanup()
@@ -145,12 +141,10 @@ class StoreMachine(RuleBasedStateMachine):
         moment=st.sampled_from(["statement", "before commit", "after commit"]), at=st.integers(0, 6)
     )
     def crash_in_the_next_write(self, moment: str, at: int) -> None:
-        """The next write does not return."""
         self._crash = (moment, at)
 
     @rule(key=st.sampled_from([None, "k1", "k2"]))
     def create(self, key: str | None) -> None:
-        """Submit a job, perhaps with a key that was used before."""
         self._num_made += 1
         job = replace(_TEMPLATE, id=f"job-{self._num_made:012d}")
 
@@ -167,7 +161,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._keys)
     @rule(data=st.data())
     def reuse_a_key_for_something_else(self, data: st.DataObject) -> None:
-        """Another request under a known key is refused."""
         key = data.draw(st.sampled_from(sorted(self._keys)))
         with pytest.raises(IdempotencyConflict):
             self._store.create_job(_TEMPLATE, idempotency_key=key, request_hash="other")
@@ -175,7 +168,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._model)
     @rule(data=st.data(), status=st.sampled_from(JobStatus), message=st.text(max_size=5))
     def decide(self, data: st.DataObject, status: JobStatus, message: str) -> None:
-        """Write a decision with a new attempt and a line."""
         known = self._pick(data)
         attempt = attempt_of(known.job, index=len(known.attempts), submitted_at=NOW)
         message = message.replace("\x00", "")
@@ -191,7 +183,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(known.attempts for known in self._model.values()))
     @rule(data=st.data())
     def end_an_attempt(self, data: st.DataObject) -> None:
-        """Write an attempt that is known already."""
         known = self._pick(data)
         if not known.attempts:
             return
@@ -263,7 +254,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_store_is_as_the_model(self) -> None:
-        """Every read gives what the model has."""
         if not hasattr(self, "_store"):
             return
         stored, _ = self._store.list_jobs(limit=1000)
@@ -287,7 +277,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_deleted_is_gone(self) -> None:
-        """Nothing that the model lacks can be read."""
         for number in range(1, self._num_made + 1):
             job_id = f"job-{number:012d}"
             if job_id not in self._model:
@@ -295,7 +284,5 @@ class StoreMachine(RuleBasedStateMachine):
                     self._store.get_job(job_id)
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=examples(25, fast=8), stateful_step_count=25, deadline=None
-)
+StoreMachine.TestCase.settings = settings(max_examples=examples(25, fast=8), stateful_step_count=25)
 TestStoreMachine = StoreMachine.TestCase

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.ingest import apply_events
+from service.domain.ingest import IngestResult, apply_events
+from service.domain.models import EndReason, JobStatus, ReportedEnd
 from service.domain.timeline import describe
 from tests.harness.builders import (
     NOW,
@@ -16,6 +17,7 @@ from tests.harness.builders import (
     divergence,
     group_lost,
     layout_chosen,
+    live_job,
     membership_changed,
     metrics,
     queued_job,
@@ -25,6 +27,12 @@ from tests.harness.builders import (
     workers_started,
 )
 from trainer.protocol.events import Event
+
+
+def applied(*records: Event) -> IngestResult:
+    """Records of the only attempt of a job."""
+    job, attempt = live_job()
+    return apply_events(job, attempt, records, NOW)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +60,7 @@ def test_workers_that_diverged_were_stopped_and_not_lost() -> None:
 
 
 def test_a_divergence_is_an_error_line_and_a_lost_group_a_warning() -> None:
-    job = queued_job()
-    records = [divergence(), trace_written(), workers_started(), group_lost()]
-    lines = apply_events(job, attempt_of(job), records, NOW).timeline
+    lines = applied(divergence(), trace_written(), workers_started(), group_lost()).timeline
     assert [line.data.get("level") for line in lines] == ["error", None, None, "warning"]
 
 
@@ -63,20 +69,29 @@ def test_a_divergence_is_an_error_line_and_a_lost_group_a_warning() -> None:
     [("workers_lost", 1), ("hang", 1), ("host_lost", 0), ("preempted", 0), ("from_later", 1)],
 )
 def test_lost_hosts_are_no_failures_of_the_job(reason: str, num_failures: int) -> None:
-    job = queued_job()
-    attempt = attempt_of(job)
     lost = workers_lost().model_copy(update={"reason": reason})
-    current = replace(job, current_attempt_id=attempt.id)
-    assert apply_events(current, attempt, [lost], NOW).attempt.num_worker_failures == num_failures
+    assert applied(lost).attempt.num_worker_failures == num_failures
 
 
 def test_the_evidence_of_an_end_is_kept_with_it() -> None:
-    job = queued_job()
-    attempt = attempt_of(job)
     ended = attempt_ended("host_oom").model_copy(update={"evidence": {"signal": "9"}})
-    intake = apply_events(replace(job, current_attempt_id=attempt.id), attempt, [ended], NOW)
-    assert intake.attempt.reported_end
-    assert intake.attempt.reported_end.evidence == {"signal": "9"}
+    report = applied(ended).attempt.reported_end
+    assert report == ReportedEnd(EndReason.HOST_OOM, "done", NOW, {"signal": "9"})
+
+
+def test_an_unknown_end_reason_counts_as_a_training_error() -> None:
+    report = applied(attempt_ended("cosmic_rays")).attempt.reported_end
+    assert report is not None
+    assert report.reason is EndReason.TRAINING_ERROR
+    assert "cosmic_rays" in report.message
+
+
+@pytest.mark.parametrize("status", [JobStatus.STARTING, JobStatus.STOPPING])
+def test_started_workers_make_a_job_run_that_starts_and_no_other(status: JobStatus) -> None:
+    job, attempt = live_job(status)
+    told = apply_events(job, attempt, [workers_started(total_steps=70)], NOW + 5).job
+    assert (told.started_at, told.progress.total_steps) == (NOW + 5, 70)
+    assert told.status is (JobStatus.RUNNING if status is JobStatus.STARTING else status)
 
 
 def test_only_the_current_attempt_says_who_trains() -> None:
@@ -91,19 +106,15 @@ def test_only_the_current_attempt_says_who_trains() -> None:
 
 
 def test_a_lost_group_is_told_with_those_that_train_on() -> None:
-    job = queued_job()
-    attempt = attempt_of(job)
-    records = [membership_changed(), group_lost()]
-    current = replace(job, current_attempt_id=attempt.id)
-    assert apply_events(current, attempt, records, NOW).timeline[-1].message == (
+    assert applied(membership_changed(), group_lost()).timeline[-1].message == (
         "group 1 (127.0.0.3) was lost: its host stopped answering; 2 groups train on and will "
         "train its 4,096 rows"
     )
 
 
 def test_the_plan_of_the_tables_is_kept_with_the_workers_start() -> None:
-    job, plan = queued_job(), row_wise_plan()
-    (line,) = apply_events(job, attempt_of(job), [workers_started(tables=[plan])], NOW).timeline
+    plan = row_wise_plan()
+    (line,) = applied(workers_started(tables=[plan])).timeline
     assert line.data["tables"] == [plan.model_dump()]
 
 

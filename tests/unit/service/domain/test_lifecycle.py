@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +32,7 @@ from service.domain.models import (
     QueueState,
     ReportedEnd,
 )
-from service.domain.retries import RULES, backoff_s
-from tests.harness.builders import NOW, attempt_of, queued_job
+from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
 
 UNREACHABLE = Observation(ObservedState.UNREACHABLE)
 RUNNING = Observation(ObservedState.RUNNING)
@@ -42,13 +40,6 @@ FAILED = Observation(ObservedState.FAILED, "exit code 1")
 STOPPED = Observation(ObservedState.STOPPED)
 SUCCEEDED = Observation(ObservedState.SUCCEEDED)
 NOT_FOUND = Observation(ObservedState.NOT_FOUND)
-
-
-def _live(status: JobStatus = JobStatus.RUNNING, **changes: object) -> tuple[Job, Attempt]:
-    job = queued_job()
-    attempt = attempt_of(job, submitted_at=NOW, started_at=NOW)
-    job = replace(job, status=status, current_attempt_id=attempt.id, **changes)
-    return job, attempt
 
 
 def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
@@ -61,7 +52,7 @@ def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
 
 
 def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
-    job, attempt = _live(num_failures=1)
+    job, attempt = live_job(num_failures=1)
     decision = decide(job, replace(attempt, num_worker_failures=2), FAILED, NOW)
     assert decision.job.num_failures == 4
     assert decision.job.status is JobStatus.FAILED
@@ -72,36 +63,23 @@ def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
 
 
 def test_the_reason_of_an_end_decides_about_retry_and_budget() -> None:
-    job, attempt = _live()
-    for reason in (
-        EndReason.WORKERS_LOST,
-        EndReason.DIVERGED,
-        EndReason.ROWS_SKIPPED,
-        EndReason.HANG,
-        EndReason.DEVICE_OOM,
-        EndReason.HOST_OOM,
-    ):
+    job, attempt = live_job()
+    losses = ("workers_lost", "diverged", "rows_skipped", "hang", "device_oom", "host_oom")
+    for reason in map(EndReason, losses):
         # A driver that gave up on its workers counts no further failure.
-        gave_up = replace(
-            attempt, num_worker_failures=2, reported_end=ReportedEnd(reason, "rank 1", NOW)
-        )
+        gave_up = replace(reported(attempt, reason, "rank 1"), num_worker_failures=2)
         again = decide(job, gave_up, FAILED, NOW).job
         assert (again.status, again.num_failures) == (JobStatus.QUEUED, 2), reason
-    for reason in (
-        EndReason.BAD_SPEC,
-        EndReason.DATA_ERROR,
-        EndReason.TRAINING_ERROR,
-        EndReason.NON_FINITE,
-    ):
+    for reason in map(EndReason, ("bad_spec", "data_error", "training_error", "non_finite")):
         # Faults of the user are never retried.
-        ended = replace(attempt, reported_end=ReportedEnd(reason, "what went wrong", NOW))
+        ended = reported(attempt, reason, "what went wrong")
         failed = decide(job, ended, FAILED, NOW).job
         assert (failed.status, failed.reason) == (JobStatus.FAILED, reason)
         assert (failed.message, failed.num_failures) == ("what went wrong", 0)
 
 
 def test_an_unknown_submission_is_given_time_to_arrive() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     assert decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S - 1) == Decision(job, attempt)
     decision = decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S)
     assert decision.attempt is not None
@@ -109,24 +87,8 @@ def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     assert decision.job.status is JobStatus.QUEUED
 
 
-def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
-    job, now = queued_job(max_failures=0), NOW
-    delays_s, expected_s = [], []
-    for number in (1, 2, 3):
-        started = start(job, now, QueueState())
-        assert started.attempt is not None
-        lost = decide(started.job, replace(started.attempt, submitted_at=now), NOT_FOUND, now + 99)
-        job = lost.job
-        assert (job.status, job.num_failures) == (JobStatus.QUEUED, 0)
-        assert job.retry_at is not None
-        delays_s.append(job.retry_at - (now + 99))
-        expected_s.append(backoff_s(RULES[EndReason.FORGOTTEN], number, started.attempt.id))
-        now = job.retry_at
-    assert delays_s == pytest.approx(expected_s, abs=1e-3)
-
-
 def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() -> None:
-    job, attempt = _live(JobStatus.STARTING)
+    job, attempt = live_job(JobStatus.STARTING)
     stopping = request_cancel(job, NOW).job
     sent = replace(attempt, submitted_at=None, started_at=None, last_submit_at=NOW + 50)
     waiting = decide(stopping, sent, NOT_FOUND, NOW + 50 + NOT_FOUND_GRACE_S - 1)
@@ -138,18 +100,18 @@ def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() 
 
 
 def test_success_is_seen_or_reported_where_the_cluster_forgot() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     seen = decide(job, attempt, SUCCEEDED, NOW)
     assert seen.job.status is JobStatus.SUCCEEDED
     assert seen.attempt is not None
     assert seen.attempt.end_reason is EndReason.COMPLETED
-    ended = replace(attempt, reported_end=ReportedEnd(EndReason.COMPLETED, "done", NOW))
+    ended = reported(attempt, EndReason.COMPLETED)
     assert decide(job, ended, NOT_FOUND, NOW).job.status is JobStatus.SUCCEEDED
 
 
 def test_a_driver_that_lingers_after_its_report_is_stopped_then_believed() -> None:
-    job, attempt = _live()
-    ended = replace(attempt, reported_end=ReportedEnd(EndReason.COMPLETED, "done", NOW))
+    job, attempt = live_job()
+    ended = reported(attempt, EndReason.COMPLETED)
     assert decide(job, ended, RUNNING, NOW + 1) == Decision(job, ended)
     assert decide(job, ended, RUNNING, NOW + REPORT_GRACE_S + 1).action is Action.STOP
     late = decide(job, ended, RUNNING, NOW + 2 * REPORT_GRACE_S + 1)
@@ -157,7 +119,7 @@ def test_a_driver_that_lingers_after_its_report_is_stopped_then_believed() -> No
 
 
 def test_a_job_that_is_cancelled_ends_as_its_driver_did() -> None:
-    job, attempt = _live(JobStatus.STOPPING, cancel_requested=True)
+    job, attempt = live_job(JobStatus.STOPPING, cancel_requested=True)
     assert decide(job, attempt, SUCCEEDED, NOW).job.status is JobStatus.SUCCEEDED
     assert decide(job, attempt, FAILED, NOW).job.status is JobStatus.CANCELLED
 
@@ -175,30 +137,28 @@ def test_a_queued_job_pauses_at_once_and_keeps_its_place() -> None:
 
 
 def test_a_running_job_is_asked_to_save_and_rests_when_its_driver_has_ended() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     pausing = request_pause(job, NOW, 120).job
     assert decide(pausing, attempt, RUNNING, NOW + 1).action is Action.PAUSE
-    report = ReportedEnd(EndReason.PAUSED, "saved and stopped on request", NOW + 5)
-    rested = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 6)
+    rested = decide(pausing, reported(attempt, EndReason.PAUSED), FAILED, NOW + 6)
     assert (rested.job.status, rested.job.num_failures) == (JobStatus.PAUSED, 0)
     assert not rested.job.pause_requested
     assert [line.kind for line in rested.timeline] == ["job_paused"]
 
 
 def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_the_same() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     pausing = request_pause(job, NOW, 120).job
     assert decide(pausing, attempt, RUNNING, NOW + 120).action is Action.STOP
     assert decide(pausing, attempt, UNREACHABLE, NOW + 1e6).action is Action.NONE
-    report = ReportedEnd(EndReason.CANCELLED, "stopped on request", NOW)
-    ended = decide(pausing, replace(attempt, reported_end=report), STOPPED, NOW + 125)
+    ended = decide(pausing, reported(attempt, EndReason.CANCELLED), STOPPED, NOW + 125)
     assert ended.job.status is JobStatus.PAUSED
     assert ended.attempt is not None
     assert ended.attempt.end_reason is EndReason.PAUSED
 
 
 def test_a_pending_attempt_has_nothing_to_save_and_one_never_sent_is_not_sent() -> None:
-    job, attempt = _live(JobStatus.STARTING)
+    job, attempt = live_job(JobStatus.STARTING)
     pausing = request_pause(job, NOW, 120).job
     pending = Observation(ObservedState.PENDING)
     assert decide(pausing, attempt, pending, NOW).action is Action.STOP
@@ -207,41 +167,38 @@ def test_a_pending_attempt_has_nothing_to_save_and_one_never_sent_is_not_sent() 
 
 
 def test_what_a_pause_finds_broken_still_counts() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     pausing = request_pause(job, NOW, 120).job
     lost = decide(pausing, attempt, FAILED, NOW)
     assert (lost.job.status, lost.job.num_failures) == (JobStatus.PAUSED, 1)
-    report = ReportedEnd(EndReason.DATA_ERROR, "no such column", NOW)
-    faulty = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW)
+    faulty = decide(pausing, reported(attempt, EndReason.DATA_ERROR), FAILED, NOW)
     assert faulty.job.status is JobStatus.FAILED
     assert decide(pausing, attempt, SUCCEEDED, NOW).job.status is JobStatus.SUCCEEDED
 
 
 def test_a_job_that_is_resumed_while_it_pauses_goes_on_with_another_attempt_at_most() -> None:
-    job, attempt = _live()
+    job, attempt = live_job()
     resumed = request_resume(request_pause(job, NOW, 120).job, NOW + 1).job
     assert decide(resumed, attempt, RUNNING, NOW + 2).action is Action.NONE
-    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
-    again = decide(resumed, replace(attempt, reported_end=report), FAILED, NOW + 3).job
+    again = decide(resumed, reported(attempt, EndReason.PAUSED), FAILED, NOW + 3).job
     assert (again.status, again.retry_at) == (JobStatus.QUEUED, NOW + 3)
 
 
 def test_a_preempted_job_waits_again_with_its_old_place() -> None:
-    job, attempt = _live(queued_at=NOW - 7)
+    job, attempt = live_job(queued_at=NOW - 7)
     pausing = preempt(job, queued_job(priority=5), NOW, 120).job
-    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
-    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
+    saved = reported(attempt, EndReason.PAUSED)
+    ended = decide(pausing, saved, FAILED, NOW + 3)
     assert (ended.job.status, ended.job.waits_since) == (JobStatus.QUEUED, NOW - 7)
     assert (ended.job.pause_requested, ended.job.queue_note) == (False, None)
     assert [line.kind for line in ended.timeline] == ["job_preempted"]
     # Somebody pauses it meanwhile.
     pausing = request_pause(pausing, NOW + 1, 120).job
-    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
-    assert ended.job.status is JobStatus.PAUSED
+    assert decide(pausing, saved, FAILED, NOW + 3).job.status is JobStatus.PAUSED
 
 
 def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
-    job, attempt = _live(num_failures=3)
+    job, attempt = live_job(num_failures=3)
     failed = decide(job, attempt, FAILED, NOW).job
     assert failed.status is JobStatus.FAILED
     again = request_restart(failed, "/runs/x/checkpoints/step-00000100-a0-r0", 100, NOW + 9).job

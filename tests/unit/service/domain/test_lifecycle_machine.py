@@ -239,7 +239,5 @@ class Lifecycle(RuleBasedStateMachine):
             assert not self.job.pause_requested
 
 
-Lifecycle.TestCase.settings = settings(
-    max_examples=examples(200, fast=40), stateful_step_count=50, deadline=None
-)
+Lifecycle.TestCase.settings = settings(max_examples=examples(200, fast=40), stateful_step_count=50)
 TestLifecycle = Lifecycle.TestCase

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.views import summary_of
@@ -24,15 +25,15 @@ from service.domain.membership import (
     num_wanted,
     sizes_of_job,
 )
-from service.domain.models import Job, JobStatus, Membership
+from service.domain.models import Job, Membership
 from tests.harness.builders import (
     NOW,
-    attempt_of,
     folded_membership,
     group_joined,
     group_lost,
     group_member,
     layout_chosen,
+    live_job,
     membership_changed,
     queued_job,
     recovered,
@@ -43,13 +44,9 @@ from trainer.protocol.events import Event
 
 def running(membership: Membership | None) -> Job:
     """A running job with this membership of its only attempt."""
-    job = queued_job()
-    attempt = attempt_of(job)
-    if membership is not None:
-        membership = replace(membership, attempt_id=attempt.id)
-    return replace(
-        job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, membership=membership
-    )
+    job, attempt = live_job()
+    held = membership and replace(membership, attempt_id=attempt.id)
+    return replace(job, membership=held)
 
 
 def left(group: int, cause: str) -> events.GroupLeft:
@@ -64,8 +61,11 @@ def resized(world_size: int) -> events.Resized:
     )
 
 
+START = (layout_chosen(), membership_changed())
+
+
 def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
-    lost = folded_membership(layout_chosen(), membership_changed(), group_lost(1))
+    lost = folded_membership(*START, group_lost(1))
     assert [gone.group for gone in missing(lost)] == [1]
     assert (num_current(lost), num_wanted(lost), lost.num_losses) == (2, 3, 1)
     assert is_degraded(running(lost))
@@ -83,17 +83,9 @@ def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
 
 def test_the_order_of_a_loss_and_the_new_membership_does_not_matter() -> None:
     rest = membership_changed(group_member(0), group_member(2), generation=2)
-    before = (layout_chosen(), membership_changed())
-    assert folded_membership(*before, group_lost(1), rest) == folded_membership(
-        *before, rest, group_lost(1)
+    assert folded_membership(*START, group_lost(1), rest) == folded_membership(
+        *START, rest, group_lost(1)
     )
-
-
-def test_a_late_word_of_a_former_life_does_not_remove_the_new_one() -> None:
-    new_life = membership_changed(group_member(0), group_member(1, incarnation=1))
-    membership = folded_membership(new_life, group_lost(1, incarnation=0))
-    assert num_current(membership) == 2
-    assert missing(membership) == ()
 
 
 def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
@@ -102,43 +94,37 @@ def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
     assert apply_event(newest, newest.attempt_id, late) == newest
 
 
-def test_a_group_that_left_for_a_smaller_size_is_not_awaited() -> None:
-    start = (layout_chosen(), membership_changed())
-    smaller = folded_membership(*start, left(2, "resize"), resized(4))
-    assert (num_current(smaller), num_wanted(smaller), missing(smaller)) == (2, 2, ())
-    slow = folded_membership(*start, left(2, "straggler"))
-    assert [gone.reason for gone in missing(slow)] == ["straggler"]
+_MOVED = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
+_NEW_LIFE = membership_changed(group_member(0), group_member(1, incarnation=1))
+_EARLIER = membership_changed(time=NOW - 1)
+_SMALL = layout_chosen(world_size=4, num_replicas=2)
 
 
-def test_a_group_that_moved_under_another_number_is_not_awaited() -> None:
-    moved = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
-    start = (layout_chosen(), membership_changed())
-    assert missing(folded_membership(*start, moved, left(2, "drain"))) == ()
-    assert missing(folded_membership(*start, group_lost(2), moved)) == ()
-
-
-def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:
-    smaller = folded_membership(layout_chosen(), membership_changed(), group_lost(1), resized(4))
-    assert missing(smaller) == ()
-    assert not is_degraded(running(smaller))
-
-
-def test_more_groups_than_the_layout_was_chosen_for_are_what_there_should_be() -> None:
-    small = layout_chosen(world_size=4, num_replicas=2)
-    lost = folded_membership(small, membership_changed(), group_lost(1))
-    assert (num_current(lost), num_wanted(lost)) == (2, 3)
-    assert [gone.group for gone in missing(lost)] == [1]
-
-
-def test_a_membership_of_before_a_resize_does_not_undo_it() -> None:
-    before = membership_changed(time=NOW - 1)
-    smaller = folded_membership(layout_chosen(), resized(4), before, left(2, "resize"))
-    assert (num_current(smaller), num_wanted(smaller)) == (2, 2)
-
-
-def test_groups_of_which_no_layout_was_told_are_awaited_too() -> None:
-    lost = folded_membership(membership_changed(), group_lost(1))
-    assert (num_current(lost), num_wanted(lost)) == (2, 3)
+@pytest.mark.parametrize(
+    ("records", "current", "wanted", "awaited"),
+    [
+        ((*START, left(2, "straggler")), 2, 3, [2]),
+        ((*START, left(2, "resize"), resized(4)), 2, 2, []),
+        ((*START, group_lost(1), resized(4)), 2, 2, []),
+        # It moved under another number.
+        ((*START, _MOVED, left(2, "drain")), 3, 3, []),
+        ((*START, group_lost(2), _MOVED), 3, 3, []),
+        # A late word of a former life does not remove the new one.
+        ((_NEW_LIFE, group_lost(1, incarnation=0)), 2, 2, []),
+        # A membership of before a resize does not undo it.
+        ((layout_chosen(), resized(4), _EARLIER, left(2, "resize")), 2, 2, []),
+        # There are more groups than the layout was chosen for, or no layout was told.
+        ((_SMALL, membership_changed(), group_lost(1)), 2, 3, [1]),
+        ((membership_changed(), group_lost(1)), 2, 3, [1]),
+    ],
+)
+def test_groups_are_awaited_up_to_what_there_should_be(
+    records: tuple[Event, ...], current: int, wanted: int, awaited: list[int]
+) -> None:
+    found = folded_membership(*records)
+    assert (num_current(found), num_wanted(found)) == (current, wanted)
+    assert [gone.group for gone in missing(found)] == awaited
+    assert is_degraded(running(found)) == (current < wanted)
 
 
 def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
@@ -157,14 +143,14 @@ def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
 
 
 def test_another_attempt_starts_with_nothing() -> None:
-    first = folded_membership(layout_chosen(), membership_changed(), group_lost(1))
+    first = folded_membership(*START, group_lost(1))
     second = apply_event(first, "job-1-a1", layout_chosen())
     assert second
     assert (second.members, second.num_losses, second.attempt_id) == ((), 0, "job-1-a1")
 
 
 def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
-    job = running(folded_membership(layout_chosen(), membership_changed()))
+    job = running(folded_membership(*START))
     assert membership_of(job)
     assert layout_of_attempt(job)
     again = replace(job, current_attempt_id=f"{job.id}-a1")
@@ -217,7 +203,6 @@ _records = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(_records)
 def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
     membership = folded_membership(*records)

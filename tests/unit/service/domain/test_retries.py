@@ -27,16 +27,10 @@ from service.domain.retries import (
     backoff_s,
     next_attempt,
 )
-from tests.harness.builders import NOW, attempt_of, queued_job
+from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
 from trainer.spec.job import JobSpec
 
 FAILED = Observation(ObservedState.FAILED, "exit code 1")
-
-
-def _live() -> tuple[Job, Attempt]:
-    job = queued_job()
-    attempt = attempt_of(job, submitted_at=NOW, started_at=NOW)
-    return replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id), attempt
 
 
 def test_backoff_doubles_up_to_a_limit() -> None:
@@ -58,29 +52,25 @@ def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_agai
 
 
 def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> None:
-    job, attempt = _live()
-    spent = replace(job, num_failures=99)
-    for reason in (EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM):
-        ended = replace(attempt, index=4, reported_end=ReportedEnd(reason, "node 3", NOW))
+    spent, attempt = live_job(num_failures=99)
+    for reason, wait_s in (
+        (EndReason.FORGOTTEN, 2.0),
+        (EndReason.HOST_LOST, 2.0),
+        (EndReason.PREEMPTED, 2.0),
+        (EndReason.NO_ROOM, 10.0),
+        # Another attempt has half a minute to leave the run folder.
+        (EndReason.RUN_IN_USE, 30.0),
+    ):
+        assert RULES[reason].first_backoff_s == wait_s
+        ended = replace(reported(attempt, reason), index=4)
         again = decide(spent, ended, FAILED, NOW).job
         assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99), reason
         assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
 
 
-def test_an_attempt_that_should_have_ended_has_half_a_minute_to_leave_the_run_folder() -> None:
-    job, attempt = _live()
-    report = ReportedEnd(EndReason.RUN_IN_USE, "in use by job-a0", NOW)
-    again = decide(
-        replace(job, num_failures=99), replace(attempt, reported_end=report), FAILED, NOW
-    )
-    assert (again.job.status, again.job.num_failures) == (JobStatus.QUEUED, 99)
-    assert 24.0 <= again.job.retry_at - NOW <= 36.0
-
-
 def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() -> None:
-    job, attempt = _live()
-    report = ReportedEnd(EndReason.STORAGE_ERROR, "the endpoint does not answer", NOW)
-    failed = replace(attempt, reported_end=report)
+    job, attempt = live_job()
+    failed = reported(attempt, EndReason.STORAGE_ERROR, "the endpoint does not answer")
     again = decide(job, failed, FAILED, NOW).job
     assert (again.status, again.num_failures) == (JobStatus.QUEUED, 1)
     assert 24.0 <= again.retry_at - NOW <= 36.0
@@ -91,9 +81,8 @@ def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() ->
 
 
 def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
-    job, attempt = _live()
-    report = ReportedEnd(EndReason.NO_ROOM, "2 of 3 hosts", NOW)
-    last = replace(attempt, index=MAX_ATTEMPTS - 1, reported_end=report)
+    job, attempt = live_job()
+    last = replace(reported(attempt, EndReason.NO_ROOM, "2 of 3 hosts"), index=MAX_ATTEMPTS - 1)
     given_up = decide(job, last, FAILED, NOW).job
     assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert "no_room): 2 of 3 hosts" in given_up.message

@@ -38,6 +38,14 @@ def saved_below(folder: Path) -> Path:
     return saved
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder for the checkpoints of jobs."""
+    found = tmp_path / "elsewhere"
+    found.mkdir()
+    return found
+
+
 # Deletes a job up to a step: "rows", "checkpoints" or "trash".
 CutOff = Callable[[str, str], None]
 
@@ -71,10 +79,15 @@ def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient)
     assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
 
 
-def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
+@pytest.mark.parametrize("was_cut_off", [False, True])
+def test_files_stay_where_that_is_asked_for(
+    api: Api, client: ShardloomClient, cut_off: CutOff, was_cut_off: bool
+) -> None:
     job_id, folder = ended(api)
+    if was_cut_off:
+        cut_off(job_id, "rows")
     client.delete(job_id, artifacts=False)
-    assert (folder / "attempts").exists()
+    assert (folder / "checkpoints").exists()
     assert not (folder / "job.json").exists()
 
 
@@ -85,10 +98,8 @@ def ended_with_checkpoints_at(api: Api, path: Path | str) -> str:
 
 
 def test_checkpoints_in_another_folder_go_with_their_job_and_no_others(
-    api: Api, client: ShardloomClient, tmp_path: Path
+    api: Api, client: ShardloomClient, place: Path
 ) -> None:
-    place = tmp_path / "elsewhere"
-    place.mkdir()
     first, second = (ended_with_checkpoints_at(api, place) for _ in range(2))
     saved_below(place / first)
     others = saved_below(place / second)
@@ -99,15 +110,13 @@ def test_checkpoints_in_another_folder_go_with_their_job_and_no_others(
 
 
 def test_checkpoints_that_the_service_cannot_delete_are_named_with_their_place(
-    api: Api, client: ShardloomClient, tmp_path: Path
+    api: Api, client: ShardloomClient, tmp_path: Path, place: Path
 ) -> None:
     remote = ended_with_checkpoints_at(api, "s3://lake/runs/?region=eu-west-1")
-    (left,) = client.delete(remote).left
-    assert left.path == f"s3://lake/runs/{remote}"
-    assert "deletes no objects" in left.why
+    said = shardloom("delete", remote, "--yes")
+    assert f"its checkpoints stay at s3://lake/runs/{remote}: " in said.stderr
+    assert "deletes no objects" in said.stderr
 
-    place = tmp_path / "elsewhere"
-    place.mkdir()
     linked, unseen = (ended_with_checkpoints_at(api, place) for _ in range(2))
     (tmp_path / "secret").mkdir()
     (place / linked).symlink_to(tmp_path / "secret")
@@ -120,25 +129,6 @@ def test_checkpoints_that_the_service_cannot_delete_are_named_with_their_place(
     assert "does not see" in left.why
 
 
-def test_the_command_says_where_checkpoints_stay(api: Api, client: ShardloomClient) -> None:
-    job_id = ended_with_checkpoints_at(api, "s3://lake/runs")
-    said = shardloom("delete", job_id, "--yes")
-    assert f"its checkpoints stay at s3://lake/runs/{job_id}: " in said.stderr
-
-
-def test_checkpoints_of_a_deletion_that_was_cut_off_go_at_the_next_start(
-    api: Api, tmp_path: Path, cut_off: CutOff
-) -> None:
-    place = tmp_path / "elsewhere"
-    place.mkdir()
-    job_id = ended_with_checkpoints_at(api, place)
-    saved_below(place / job_id)
-    cut_off(job_id, "checkpoints")
-    finish_deletions(api.store, api.settings)
-    assert [*place.iterdir()] == []
-    assert trashed_jobs(api.settings) == []
-
-
 def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
     api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
@@ -149,15 +139,16 @@ def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
     assert trashed_jobs(api.settings) == []
 
 
+@pytest.mark.parametrize("step", ["checkpoints", "trash"])
 def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
-    api: Api, cut_off: CutOff
+    api: Api, place: Path, cut_off: CutOff, step: str
 ) -> None:
-    job_id, _ = ended(api)
-    kept = running(api)
-    cut_off(job_id, "trash")
+    job_id, kept = ended_with_checkpoints_at(api, place), running(api)
+    saved_below(place / job_id)
+    cut_off(job_id, step)
     assert trashed_jobs(api.settings) == [job_id]
     finish_deletions(api.store, api.settings)
-    assert trashed_jobs(api.settings) == []
+    assert (trashed_jobs(api.settings), [*place.iterdir()]) == ([], [])
     assert run_dir_of(api.settings, kept).root.exists()
 
 
@@ -221,13 +212,3 @@ def test_what_was_buried_comes_back_beside_what_was_made_since(
     assert saved == ["step-00000100-a0-r0", "step-00000200-a1-r0"]
     assert (folder / "job.json").read_text() == "new"
     assert trashed_jobs(api.settings) == []
-
-
-def test_files_that_shall_stay_come_back_from_a_deletion_that_was_cut_off(
-    api: Api, client: ShardloomClient, cut_off: CutOff
-) -> None:
-    job_id, folder = ended(api)
-    cut_off(job_id, "rows")
-    client.delete(job_id, artifacts=False)
-    assert (folder / "checkpoints").exists()
-    assert not (folder / "job.json").exists()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from service.db.jobs import JobStore
-from service.db.metrics import Retention
 from service.domain.models import Job, JobStatus
 from service.errors import StoreUnavailable
+from service.reconciler import housekeeping
 from service.reconciler.housekeeping import Housekeeper
 from service.settings import Settings
 from tests.harness.builders import NOW, batch, metrics, queued_job
@@ -49,16 +50,10 @@ def test_a_service_on_sqlite_goes_on_with_its_jobs_when_it_starts_again() -> Non
     assert on_postgresql.replica_id != Settings(database_url="postgresql://host/name").replica_id
 
 
-def _many_points(house: House) -> Job:
-    job = _running(house)
-    assert job.current_attempt_id is not None
-    records = [metrics(step, train_loss=1.0) for step in range(201)]
-    house.store.append_events(job.current_attempt_id, batch(*records), NOW)
-    return job
-
-
 def test_points_are_thinned_once_a_minute(house: House) -> None:
-    job = _many_points(house)
+    job = _running(house)
+    records = [metrics(step, train_loss=1.0) for step in range(201)]
+    house.store.append_events(f"{job.id}-a0", batch(*records), NOW)
     settings = house.settings.model_copy(update={"metric_max_points_per_series": 200})
     keeper = Housekeeper(house.store, settings, lambda: house.now)
     due = []
@@ -75,9 +70,6 @@ def test_points_are_thinned_once_a_minute(house: House) -> None:
 def test_a_database_that_is_away_is_tidied_up_later(
     store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_retention: Retention, _now: float) -> int:
-        raise StoreUnavailable("away")
-
-    monkeypatch.setattr(store, "prune_metrics", fail)
+    monkeypatch.setattr(housekeeping, "prune", Mock(side_effect=StoreUnavailable("away")))
     Housekeeper(store, Settings(), lambda: NOW).run()
     assert "trying again: away" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 
 from service.backends.fake import FakeBackend, Script
 from service.domain.lifecycle import request_cancel
-from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation
+from service.domain.models import EndReason, Job, JobStatus, Observation
 from service.jobs.actions import pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler, _ComputeSlot
@@ -120,22 +120,6 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
     record = house.backend.record(second.id)
     assert record is not None
     assert record.env["SHARDLOOM_MAX_WORKER_FAILURES"] == "2"
-
-
-def test_a_job_that_keeps_dying_ends_when_its_budget_is_spent(house: House) -> None:
-    job = house.submit("failed", max_failures=2)
-    house.poll(10, every_s=400)
-    ended = house.store.get_job(job.id)
-    assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
-    assert len(house.store.list_attempts(job.id)) == 3
-
-
-def test_a_refused_submission_fails_the_job_with_its_cause(house: House) -> None:
-    job = house.submit()
-    house.backend.play(job.id, Script(refusal="no such runtime_env"))
-    house.poll()
-    ended = house.store.get_job(job.id)
-    assert (ended.status, ended.message) == (JobStatus.FAILED, "no such runtime_env")
 
 
 def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) -> None:
@@ -257,10 +241,6 @@ def unreadable_stream(house: House, job: Job) -> Path:
     return path
 
 
-def attempts(house: House, job: Job) -> list[Attempt]:
-    return house.store.list_attempts(job.id)
-
-
 @pytest.mark.parametrize("grace", [0.0, 600.0])
 def test_a_pause_that_is_taken_back_after_the_stop_ends_no_job(house: House, grace: float) -> None:
     house.settings = house.settings.model_copy(update={"pause_grace_s": grace})
@@ -272,7 +252,7 @@ def test_a_pause_that_is_taken_back_after_the_stop_ends_no_job(house: House, gra
     resume_job(house.store, house.settings, job.id)
     house.backend.play(f"{job.id}-a0", Script(("stopped",)))
     house.poll(3)
-    first, second = attempts(house, job)
+    first, second = house.store.list_attempts(job.id)
     assert first.end_reason is EndReason.PAUSED
     assert second.end_reason is None
     assert house.status(job) is JobStatus.STARTING
@@ -315,19 +295,14 @@ def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
     reconciler = house.reconciler()
     try:
         with pytest.raises(OSError):
-            look_until_raised(reconciler, job)
+            for _ in range(3):
+                reconciler.reconcile(job.id)
         assert house.store.metric_names(job.id) == ["train/loss"], "the other stream was taken"
         house.now += PATIENCE_S
         reconciler.reconcile(job.id)
     finally:
         reconciler.close()
-    assert attempts(house, job)[0].end_reason is EndReason.DRIVER_LOST
-
-
-def look_until_raised(reconciler: Reconciler, job: Job) -> None:
-    """Look until the end of the attempt is seen."""
-    for _ in range(3):
-        reconciler.reconcile(job.id)
+    assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
 
 
 def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(house: House) -> None:

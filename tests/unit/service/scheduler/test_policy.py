@@ -110,14 +110,14 @@ def test_an_elastic_job_starts_with_what_there_is_between_its_bounds() -> None:
     elastic = job("elastic", {"min": 2, "max": 8})
     (start,) = decide([elastic], [running(workers=2)], cluster(6)).starts
     assert (start.workers, start.max_workers) == (4, None)
-    assert decide([elastic], [running(workers=5)], cluster(6)).starts == ()
+    assert decide([elastic], [running(workers=5)], cluster(6)).starts == []
 
 
 def test_workers_that_want_gpus_fit_where_gpus_are_free() -> None:
     wants = queued_job(
         parallelism={"workers": 2, "shard_group_size": 1}, resources={"device": "cuda"}
     )
-    assert decide([wants], capacity=cluster(16)).starts == ()
+    assert decide([wants], capacity=cluster(16)).starts == []
     assert len(decide([wants], capacity=cluster(16, gpus=2)).starts) == 1
 
 
@@ -155,11 +155,11 @@ def test_a_job_that_shall_survive_needs_hosts_for_its_groups() -> None:
     low = running(workers=4, priority=0)
     urgent = replace(asked, priority=5)
     found = decide([urgent], [low], cluster(4))
-    assert (found.starts, found.preemptions) == ((), ()), "nobody makes way for what cannot start"
+    assert (found.starts, found.preemptions) == ([], []), "nobody makes way for what cannot start"
     wanted = "needs 2 hosts with room for 2 workers each, to survive a lost one"
     assert reasons(found) == {"spread": wanted}
     assert len(decide([asked], [], cluster(3, 2)).starts) == 1
-    assert decide([asked], [], cluster(3, 1)).starts == ()
+    assert decide([asked], [], cluster(3, 1)).starts == []
 
 
 def test_a_job_that_its_quota_or_cluster_can_never_hold_blocks_nobody() -> None:
@@ -260,8 +260,8 @@ def test_the_least_important_and_latest_job_makes_way_and_no_more_than_needed() 
 def test_nobody_makes_way_in_vain_or_against_their_will() -> None:
     urgent = job("urgent", 6, priority=5)
     fixed = running("fixed", 2, preemptible=False)
-    assert decide([urgent], [running(workers=2), fixed], cluster(6)).preemptions == ()
-    assert decide([job("peer", 4)], [running(workers=2)], cluster(4)).preemptions == ()
+    assert decide([urgent], [running(workers=2), fixed], cluster(6)).preemptions == []
+    assert decide([job("peer", 4)], [running(workers=2)], cluster(4)).preemptions == []
 
 
 def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> None:
@@ -269,7 +269,7 @@ def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> Non
     held = [leaving, running("low", 2)]
     queued = [job("urgent", 4, priority=5), job("small", 1)]
     found = decide(queued, held, cluster(7))
-    assert (started(found), found.preemptions) == ([], ())
+    assert (started(found), found.preemptions) == ([], [])
 
 
 # ---- what holds for any queue
@@ -310,7 +310,6 @@ def _run(admission: Admission, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
     return begun, [each for each in jobs if each.id not in notes]
 
 
-@settings(deadline=None)
 @given(st.lists(_jobs, max_size=6), st.lists(_jobs, max_size=8), _quotas, st.integers(0, 12))
 def test_no_queue_gives_away_more_than_there_is_or_than_a_quota_allows(
     first: list[Job], then: list[Job], quotas: dict[str, Project], cpus: int
@@ -336,7 +335,6 @@ def test_no_queue_gives_away_more_than_there_is_or_than_a_quota_allows(
             assert sizes.min_workers <= start.workers <= sizes.world_size
 
 
-@settings(deadline=None)
 @given(st.lists(_jobs, max_size=8), st.integers(1, 12))
 def test_room_is_left_unused_only_for_a_job_that_was_passed_long_enough(
     queued: list[Job], cpus: int
@@ -355,7 +353,7 @@ def test_room_is_left_unused_only_for_a_job_that_was_passed_long_enough(
         assert ahead, f"{each.name} fits and nobody is ahead of it"
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(
     st.lists(_jobs, min_size=1, max_size=8),
     st.integers(6, 12),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.db.projects import Locks, ProjectStore
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
-from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
@@ -76,9 +74,7 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     house.poll()
     waiting = submit(house, 4)
     house.poll()
-    attempt_id = house.store.get_job(elastic.id).current_attempt_id
-    assert attempt_id is not None
-    files = run_dir_of(house.settings, elastic.id).attempt(attempt_id)
+    files = house.files(elastic)
     assert ResizeRequests(files).poll().growth_limit == 4
     offer(house, 8)
     house.poll(2, every_s=5)
@@ -213,24 +209,3 @@ def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -
     assert load_spec(path.read_text()).parallelism.shard_group_size == 4
     (sent,) = house.store.list_timeline(made.id, kinds=("attempt_submitted",))[1:]
     assert sent.message.endswith("shard_group_size is 4, as memory ran out at 2")
-
-
-@pytest.mark.parametrize("silence_s", [600.0, 24 * 3600.0])
-def test_a_cluster_that_is_silent_for_ten_minutes_kills_nothing(
-    house: House, silence_s: float, tmp_path: Path
-) -> None:
-    offer(house, 16)
-    jobs = [submit(house) for _ in range(3)]
-    house.poll()
-    for job in jobs:
-        house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
-    house.poll()
-    house.backend.set_down(True)
-    house.poll(20, every_s=silence_s / 20)
-    house.backend.set_down(False)
-    house.poll(2)
-    for job in jobs:
-        assert house.status(job) is JobStatus.RUNNING
-        assert len(house.store.list_attempts(job.id)) == 1
-        record = house.record(job)
-        assert (record.num_stops, record.num_submits) == (0, 1)

@@ -19,10 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.common import DETACHED, exit_code_of, human_count, human_duration
+from service.cli.common import DETACHED, exit_code_of
 from service.cli.render import (
     event_line,
-    groups_text,
     headline_metric,
     metrics_line,
     progress_line,
@@ -34,6 +33,7 @@ from service.client.errors import ShardloomError
 from service.client.transport import PATIENCE_S, is_transient
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail, TimelineEventOut
+from service.schemas.wording import compact, duration, duration_of, groups_text
 
 LIVE_POLL_S = 0.5
 PLAIN_POLL_S = 1.0
@@ -199,12 +199,12 @@ def _progress_row(job: JobDetail) -> RenderableType:
     if not known:
         row.add_row(bar, Text("waiting for the first step", style="dim"))
         return row
-    eta = "" if progress.eta_s is None else f"ETA {human_duration(progress.eta_s)}"
+    eta = "" if progress.eta_s is None else f"ETA {duration(progress.eta_s)}"
     row.add_row(
         bar,
         f"{progress.step:,}/{progress.total_steps:,}",
         f"{progress.percent:.1f} %",
-        f"{human_count(progress.rows_per_s)} rows/s",
+        f"{compact(progress.rows_per_s)} rows/s",
         eta,
     )
     return row
@@ -220,10 +220,9 @@ def _metrics_rows(job: JobDetail) -> list[RenderableType]:
 
 def end_page(job: JobDetail) -> RenderableType:
     """How a job ended, with its last metrics."""
-    took = ""
-    if job.started_at is not None and job.ended_at is not None:
-        took = f" after {human_duration(job.ended_at - job.started_at)}"
-    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status), took)
+    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status))
+    if job.ended_at is not None and (took := duration_of(job, job.ended_at)):
+        head.append(f" after {took}")
     if job.message and job.status is not JobStatus.SUCCEEDED:
         head.append(f": {job.message}")
     parts: list[RenderableType] = [head, *_metrics_rows(job)]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from service import compatibility
-from service.cli.common import UNAVAILABLE, console, error_console, human_bytes
+from service.cli.common import UNAVAILABLE, console, error_console
 from service.client import credentials
 from service.local.join import JoinedMachine, JoinRequest, head_url, read_token
 from service.local.ray_node import (
@@ -25,6 +25,7 @@ from service.local.ray_node import (
 )
 from service.local.state import JoinedState, StackError, StackHome, StackState
 from service.network import NoAddress, address_towards, interface_of
+from service.schemas.wording import size
 
 GRACE_S = 120
 CpusOption = Annotated[
@@ -192,7 +193,7 @@ def join(
         head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
     )
     state, node = machine.join(request, print_dim)
-    memory = human_bytes(node.memory_bytes)
+    memory = size(node.memory_bytes)
     console().print(
         f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
         f"{node.num_gpus:g} GPUs, {memory}"

@@ -18,8 +18,6 @@ from service.cli.common import (
     UrlOption,
     console,
     error_console,
-    human_age,
-    human_bytes,
     print_json,
 )
 from service.cli.machines import print_dim
@@ -38,6 +36,7 @@ from service.local.ray_node import (
 from service.local.stack import CPUS_PER_HOST, LocalHosts, LocalStack, Report
 from service.local.state import StackError, StackHome, StackState
 from service.schemas.admin import ClusterOut
+from service.schemas.wording import age, size
 
 
 def cluster(url: UrlOption = None, as_json: JsonOption = False) -> None:
@@ -61,7 +60,7 @@ def _print_page(found: ClusterOut) -> None:
     if found.hosts:
         table = plain_table("Host", ">CPUs", ">GPUs", ">Memory")
         for host in found.hosts:
-            memory = human_bytes(host.memory_bytes)
+            memory = size(host.memory_bytes)
             table.add_row(host.address, f"{host.num_cpus:g}", f"{host.num_gpus:g}", memory)
         console().print(table)
 
@@ -107,7 +106,7 @@ def ls(as_json: JsonOption = False) -> None:
         head = next((node.address for node in nodes if node.is_head), None)
         table = Table("host", "role", "CPUs", "GPUs", "memory")
         rows = [
-            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", human_bytes(it.memory_bytes))
+            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", size(it.memory_bytes))
             for it in sorted(nodes, key=lambda node: (not node.is_head, node.address))
         ]
     else:
@@ -350,7 +349,7 @@ def _status_page(
         if cluster.message:
             grid.add_row("", Text(cluster.message, style="dim"))
     if state is not None:
-        grid.add_row("started", human_age(state.started_at, time.time()))
+        grid.add_row("started", age(state.started_at, time.time()))
         grid.add_row("logs", str(home.log_path("service").parent))
     elif not is_alive:
         grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))

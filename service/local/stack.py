@@ -27,7 +27,6 @@ from pathlib import Path
 
 import httpx
 
-from service.local import ray_node
 from service.local.processes import (
     ProcessId,
     identify,
@@ -36,7 +35,17 @@ from service.local.processes import (
     process_tree,
     terminate_tree,
 )
-from service.local.ray_node import MachineHead, RayState, check_node_ports_free
+from service.local.ray_node import (
+    NODE_IP,
+    MachineHead,
+    RayNode,
+    RayState,
+    check_node_ports_free,
+    join_command,
+    make_temp_dir,
+    private_head,
+    private_node,
+)
 from service.local.state import StackError, StackHome, StackState, boot_id
 from service.network import local_url, port_fault
 from trainer.protocol.versions import check_versions
@@ -136,6 +145,7 @@ POLL_S = 0.1
 SERVICE_GRACE_S = 8.0
 RAY_GRACE_S = 5.0
 LOG_TAIL_LINES = 15
+_MAX_TRIES = 3
 Report = Callable[[str], None]
 
 
@@ -337,22 +347,16 @@ class LocalStack:
         return Component("ray", state.ray, f"{state.ray_address}/api/jobs/", token, nodes.has_head)
 
     def _launch_ray(self, state: StackState) -> StackState:
-        executable = ray_node.ray_executable()
-        ports = ray_node.choose_ports()
+        head = self._head or private_head(os.cpu_count() or 1)
+        command = head.command(self.home.ray_dir)
         self.home.token()
-        ray_node.make_temp_dir(self.home.ray_dir)
-        head, folder, token_path = self._head, self.home.ray_dir, self.home.token_path
-        if head is not None:
-            command = head.command(executable, folder)
-            environment = head.environment(self._environment, ports, token_path)
-            address, gcs_address = head.ray_address, head.gcs_address
-        else:
-            command = ray_node.head_command(executable, ports, folder, os.cpu_count() or 1)
-            environment = ray_node.head_environment(self._environment, ports, token_path)
-            address = f"http://127.0.0.1:{ports.dashboard}"
-            gcs_address = f"{ray_node.NODE_IP}:{ports.gcs}"
-        process = self.spawn("ray", command, environment)
-        started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
+        make_temp_dir(self.home.ray_dir)
+        environment = head.environment(self._environment, self.home.token_path)
+        started = {
+            "ray": self.spawn("ray", command, environment),
+            "ray_address": head.ray_address,
+            "gcs_address": head.gcs_address,
+        }
         state = state.model_copy(update=started)
         self.home.write_state(state)
         return state
@@ -397,6 +401,40 @@ class LocalStack:
         self._started.append(identify(child.pid))
         return self._started[-1]
 
+    def start_node(
+        self,
+        name: str,
+        address: str,
+        ray: RayState,
+        start: Callable[[], tuple[list[str], dict[str, str]]],
+        keep: Callable[[ProcessId], None],
+    ) -> RayNode:
+        """Start a Ray node and wait until Ray counts it, with further tries where it ends at once.
+
+        `start` gives command and environment of a try, and `keep` remembers its process. Raises
+        `StackError`; nothing is left running then.
+        """
+        known: set[str] = set()
+        for _ in range(_MAX_TRIES):
+            # One of before a crash, a cut link or the last try may not be given up yet.
+            known |= {node.node_id for node in ray.live_nodes() or ()}
+            with ExitStack() as undo:
+                process = self.spawn(name, *start())
+                undo.callback(end_process, "the node", process, RAY_GRACE_S)
+                keep(process)
+                if found := ray.wait_for_node(address, process, known):
+                    undo.pop_all()
+                    return found
+                was_alive = is_alive(process)
+            # On a busy machine a part of a node may be later than Ray allows; one that lives, and
+            # has had all this time, is not late but cut off.
+            if was_alive:
+                break
+        raise StackError(
+            f"{address} did not join Ray: is its head still up, and do both machines reach each "
+            f"other's ports? {self.log_tail(name)}"
+        )
+
     def log_tail(self, name: str) -> str:
         """The last lines of a log, with its path."""
         path = self.home.log_path(name)
@@ -438,7 +476,6 @@ class LocalStack:
 
 
 CPUS_PER_HOST = 4
-_MAX_TRIES = 3
 
 
 @dataclass
@@ -464,32 +501,27 @@ class LocalHosts:
                     f"other machines join this head, by `shardloom join {state.head_address}` there"
                 )
             address = address or self._next_address(state)
-            if address in self.running() or address == ray_node.NODE_IP:
+            if address in self.running() or address == NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
             if state.gcs_address is None or state.ray_address is None:
                 raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
-            executable = ray_node.ray_executable()
-            ray = RayState(state.ray_address, self.stack.home.token())
-            for _ in range(_MAX_TRIES):
-                process = self.stack.spawn(
-                    _log_name(address),
-                    ray_node.node_command(executable, state.gcs_address, address, num_cores),
-                    ray_node.node_environment(self.environment, self.stack.home.token_path),
-                )
+            home = self.stack.home
+            ray, gcs_address = RayState(state.ray_address, home.token()), state.gcs_address
+
+            def start() -> tuple[list[str], dict[str, str]]:
+                node = private_node(address, num_cores)
+                environment = node.environment(self.environment, home.token_path)
+                return join_command(node, gcs_address, home.ray_dir), environment
+
+            def keep(process: ProcessId) -> None:
                 hosts = state.hosts | {address: process}
-                self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
-                if ray.wait_for_node(address, process):
-                    return address
-                # On a busy machine a node may end because a part of it was too late; one that
-                # lives, and has had all this time, is not late but cut off.
-                was_alive = is_alive(process)
-                terminate_tree(process, grace_s=0.0)
-                if was_alive:
-                    break
-        self._forget(address)
-        raise StackError(
-            f"host {address} did not join Ray; see {self.stack.home.log_path(_log_name(address))}"
-        )
+                home.write_state(state.model_copy(update={"hosts": hosts}))
+
+            with ExitStack() as undo:
+                undo.callback(self._forget, address)
+                self.stack.start_node(f"host-{address}", address, ray, start, keep)
+                undo.pop_all()
+            return address
 
     def _forget(self, address: str) -> None:
         state = self._state()
@@ -520,11 +552,7 @@ class LocalHosts:
         return state
 
     def _next_address(self, state: StackState) -> str:
-        candidate = IPv4Address(ray_node.NODE_IP) + 1
+        candidate = IPv4Address(NODE_IP) + 1
         while str(candidate) in state.hosts:
             candidate += 1
         return str(candidate)
-
-
-def _log_name(address: str) -> str:
-    return f"host-{address}"

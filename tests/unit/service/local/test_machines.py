@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -30,7 +29,6 @@ from service.local.ray_node import (
     MachineNode,
     NodePorts,
     RayNode,
-    RayPorts,
     check_node_ports_free,
     drain_command,
     join_command,
@@ -302,15 +300,15 @@ def test_the_usual_ports_are_taken_and_a_range_that_is_none_refused():
 
 
 def test_a_node_is_started_with_its_address_its_ports_and_all_its_gpus():
-    command = join_command("ray", NODE, "10.0.0.1:6379", Path("/tmp/x"))
+    command = join_command(NODE, "10.0.0.1:6379", Path("/tmp/x"))
     assert "--address=10.0.0.1:6379" in command
     assert "--node-ip-address=10.0.0.7" in command
     assert {f"--min-worker-port={10002}", f"--max-worker-port={19999}"} <= set(command)
     assert "--node-manager-port=8710" in command
     assert not [word for word in command if word.startswith("--num-gpus")]
     head = MachineHead(NODE)
-    drained = drain_command("ray", head.gcs_address, "abc", 9)
-    words = [*command, *head.command("ray", Path("/tmp/x")), *drained]
+    drained = drain_command(head.gcs_address, "abc", 9)
+    words = [*command, *head.command(Path("/tmp/x")), *drained]
     assert not [word for word in words if "token" in word]
 
 
@@ -325,10 +323,10 @@ def test_collectives_use_the_interface_that_leads_to_the_others_unless_told_othe
 def test_the_head_is_reached_at_its_address_with_a_token_only(tmp_path):
     head = MachineHead(NODE)
     assert (head.gcs_address, head.ray_address) == ("10.0.0.7:6379", "http://10.0.0.7:8265")
-    environment = head.environment({}, RayPorts(*range(5001, 5008)), tmp_path / "token")
+    environment = head.environment({}, tmp_path / "token")
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
-    assert "--dashboard-host=10.0.0.7" in head.command("ray", tmp_path)
+    assert "--dashboard-host=10.0.0.7" in head.command(tmp_path)
 
 
 def test_ports_of_a_head_that_have_two_uses_are_refused():
@@ -337,7 +335,6 @@ def test_ports_of_a_head_that_have_two_uses_are_refused():
         (MachineHead(NODE, ray_port=12000), "12000 of the head lies in the workers' range"),
         (MachineHead(NODE, dashboard_port=8712), "8712 has two uses"),
         (MachineHead(NODE, ray_port=8265), "8265 has two uses"),
-        (MachineHead(replace(NODE, ports=NodePorts(65531))), "beyond 65535"),
     ):
         with pytest.raises(ValueError, match=message):
             faulty.check_ports()

@@ -30,13 +30,11 @@ from service.local.processes import (
 )
 from service.local.ray_node import (
     TRAINER_SETTINGS,
-    RayPorts,
-    choose_ports,
-    head_command,
-    head_environment,
+    free_ports,
+    join_command,
     make_temp_dir,
-    node_command,
-    node_environment,
+    private_head,
+    private_node,
 )
 from service.local.stack import (
     Component,
@@ -53,7 +51,6 @@ from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
 from trainer.protocol.versions import Mismatch
 
-PORTS = RayPorts(*range(5001, 5008))
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
 
@@ -126,24 +123,27 @@ def test_the_token_is_private_and_stays(home):
 
 
 def test_a_node_has_ports_for_its_agents_and_slots_for_a_small_job(home):
-    ports = vars(choose_ports()).values()
-    assert len(set(ports)) == len(ports) == 7
+    assert len(set(free_ports(7))) == 7
     options = {"--dashboard-agent-grpc-port", "--runtime-env-agent-port", "--metrics-export-port"}
-    head = head_command("ray", PORTS, home.ray_dir, 2)
-    for command in (head, node_command("ray", "127.0.0.2:5001", "127.0.0.3", 2)):
+    head = private_head(2).command(home.ray_dir)
+    node = join_command(private_node("127.0.0.3", 2), "127.0.0.2:5001", home.ray_dir)
+    for command in (head, node):
         assert options <= {word.partition("=")[0] for word in command}
+        assert {"--node-manager-port=0", "--min-worker-port=0", "--max-worker-port=0"} < {*command}
     assert "--num-cpus=8" in head
-    assert "--num-cpus=64" in head_command("ray", PORTS, home.ray_dir, 64)
+    assert "--num-cpus=64" in private_head(64).command(home.ray_dir)
 
 
 def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
     inherited = {"RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "HOME": "/home/me"}
-    environment = head_environment(inherited, PORTS, home.token_path)
+    head = private_head(2)
+    environment = head.environment(inherited, home.token_path)
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(home.token_path)
     assert environment["HOME"] == "/home/me"
-    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & set(environment)
-    assert "--dashboard-host=127.0.0.1" in head_command("ray", PORTS, home.ray_dir, 2)
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"} & set(environment)
+    assert "--dashboard-host=127.0.0.1" in head.command(home.ray_dir)
+    assert head.ray_address == f"http://127.0.0.1:{head.dashboard_port}"
 
 
 def test_code_of_jobs_sees_none_of_the_services_secrets(home):
@@ -156,10 +156,8 @@ def test_code_of_jobs_sees_none_of_the_services_secrets(home):
         "PGPASSWORD": "p",
     }
     wanted = {"SHARDLOOM_DATA_CACHE": "/cache", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
-    for environment in (
-        node_environment(secrets | wanted, home.token_path),
-        head_environment(secrets | wanted, PORTS, home.token_path),
-    ):
+    for each in (private_node("127.0.0.3", 2), private_head(2)):
+        environment = each.environment(secrets | wanted, home.token_path)
         assert not set(secrets) & set(environment)
         assert wanted.items() <= environment.items()
 

@@ -58,30 +58,20 @@ _PORT_PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Component:
-    """One process of the stack and how to tell that it is ready.
-
-    `url` answers with success, and then `has_node`, where there is one, says that Ray counts the
-    node of this machine: its Jobs API answers before that, and a job would find no place.
-    """
+    """One process of the stack; `url` says where it is asked for whether it `is_ready`."""
 
     name: str
     process: ProcessId
     url: str
-    token: str | None = None
-    has_node: Callable[[], bool] | None = None
+    is_ready: Callable[[], bool]
 
-    def fault(self, http: httpx.Client) -> str | None:
-        """What is not ready yet, as a clause; None if all is."""
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        try:
-            answers = http.get(self.url, headers=headers).is_success
-        except httpx.TransportError:
-            answers = False
-        if not answers:
-            return f"does not answer at {self.url}"
-        if self.has_node is not None and not self.has_node():
-            return "does not count the node of this machine as alive"
-        return None
+
+def answers(url: str) -> bool:
+    """Whether a GET succeeds; of this machine only, so that a certificate need not be checked."""
+    try:
+        return httpx.get(url, trust_env=False, timeout=2.0, verify=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 def wait_until_ready(
@@ -93,23 +83,21 @@ def wait_until_ready(
     """
     started = time.monotonic()
     waiting = list(parts)
-    # Of this machine only the health is asked, so its certificate need not be checked.
-    with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
-        while waiting:
-            for part in list(waiting):
-                fault = part.fault(http)
-                elapsed_s = time.monotonic() - started
-                if fault is None:
-                    waiting.remove(part)
-                    report(f"{part.name} ready after {elapsed_s:.1f} s")
-                elif not is_alive(part.process):
-                    raise StackError(f"{part.name} did not start; {log_tail(part.name)}")
-                elif elapsed_s > START_TIMEOUT_S:
-                    raise StackError(
-                        f"{part.name} runs but {fault} after {elapsed_s:.0f} s; "
-                        f"{log_tail(part.name)}"
-                    )
-            time.sleep(_READY_POLL_S)
+    while waiting:
+        for part in list(waiting):
+            is_ready = part.is_ready()
+            elapsed_s = time.monotonic() - started
+            if is_ready:
+                waiting.remove(part)
+                report(f"{part.name} ready after {elapsed_s:.1f} s")
+            elif not is_alive(part.process):
+                raise StackError(f"{part.name} did not start; {log_tail(part.name)}")
+            elif elapsed_s > START_TIMEOUT_S:
+                raise StackError(
+                    f"{part.name} runs but is not ready at {part.url} after {elapsed_s:.0f} s; "
+                    f"{log_tail(part.name)}"
+                )
+        time.sleep(_READY_POLL_S)
 
 
 def end_process(name: str, process: ProcessId, grace_s: float) -> None:
@@ -119,23 +107,20 @@ def end_process(name: str, process: ProcessId, grace_s: float) -> None:
         raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
 
 
-def wait_for_port(port: int, host: str) -> None:
-    """Give a service that was killed the time to be gone altogether.
+def check_port_free(port: int, host: str = "127.0.0.1", patience_s: float = 0.0) -> None:
+    """Raise `StackError`, naming the port and the way out, if something listens on it.
 
-    Its process counts as dead once its first thread is, but keeps the port until its last I/O ends.
+    A service that was killed counts as dead once its first thread is, but keeps its port until its
+    last I/O ends: it is given `patience_s` to be gone altogether.
     """
-    deadline = time.monotonic() + _PORT_PATIENCE_S
-    while port_fault(host, port) is not None and time.monotonic() < deadline:
+    deadline = time.monotonic() + patience_s
+    while fault := port_fault(host, port):
+        if time.monotonic() >= deadline:
+            raise StackError(
+                f"{fault}; choose another one: `shardloom up --port {port + 1}` "
+                f"or SHARDLOOM_PORT={port + 1}"
+            )
         time.sleep(_READY_POLL_S)
-
-
-def check_port_free(port: int, host: str = "127.0.0.1") -> None:
-    """Raise `StackError`, naming the port and the way out, if something listens on it."""
-    if fault := port_fault(host, port):
-        raise StackError(
-            f"{fault}; choose another one: `shardloom up --port {port + 1}` "
-            f"or SHARDLOOM_PORT={port + 1}"
-        )
 
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.app")
@@ -163,6 +148,11 @@ class LocalStack:
         self.home = home
         self._head = head
         self._environment = dict(environment)
+        self._head_address = head.node.address if head is not None else None
+        # Where the service listens unless told otherwise, and others would hold its port.
+        self._own_address = self._head_address or "127.0.0.1"
+        names_ray = bool(self._environment.get("SHARDLOOM_RAY_ADDRESS"))
+        self._starts_ray = not names_ray and self._environment.get("SHARDLOOM_BACKEND") != "fake"
         self._service_command = list(service_command)
         self._started: list[ProcessId] = []
         # An object that is dropped while its process runs would raise a ResourceWarning.
@@ -185,9 +175,7 @@ class LocalStack:
             self._started = []
             before = self._end_leftovers(report)
             port = port or self._default_port(before)
-            if before is not None:
-                wait_for_port(port, self._probed_address)
-            self._check_can_start(port, starts_ray=self._starts_ray and before is None)
+            self._check_can_start(port, before)
             with ExitStack() as undo:
                 undo.callback(self._undo_start, before)
                 state, parts = self._launch(port, before)
@@ -240,18 +228,9 @@ class LocalStack:
         return state
 
     @property
-    def _head_address(self) -> str | None:
-        return self._head.node.address if self._head is not None else None
-
-    @property
-    def _probed_address(self) -> str:
-        """Where others of this machine would hold the service's port."""
-        return self._head_address or "127.0.0.1"
-
-    @property
     def _host(self) -> str:
         """Address that the service listens on."""
-        return self._environment.get("SHARDLOOM_HOST") or self._head_address or "127.0.0.1"
+        return self._environment.get("SHARDLOOM_HOST") or self._own_address
 
     def url_at(self, port: int | None) -> str:
         """Where the service will be with this port, or that of the settings; raises `StackError`.
@@ -264,12 +243,6 @@ class LocalStack:
         scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
         # Other machines see it by the head's address, even where it listens on every one.
         return local_url(self._head_address or self._host, port, scheme)
-
-    @property
-    def _starts_ray(self) -> bool:
-        return self._environment.get("SHARDLOOM_BACKEND") != "fake" and not self._environment.get(
-            "SHARDLOOM_RAY_ADDRESS"
-        )
 
     def _default_port(self, before: StackState | None) -> int:
         # Drivers that still run post to the old address, so a restarted service keeps it.
@@ -296,7 +269,8 @@ class LocalStack:
         self.home.forget_state()
         return None
 
-    def _check_can_start(self, port: int, *, starts_ray: bool) -> None:
+    def _check_can_start(self, port: int, before: StackState | None) -> None:
+        starts_ray = self._starts_ray and before is None
         missing = [
             name
             for name in ("fastapi", "sqlalchemy", "uvicorn")
@@ -310,7 +284,8 @@ class LocalStack:
             )
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
-        check_port_free(port, self._probed_address)
+        patience_s = _PORT_PATIENCE_S if before is not None else 0.0
+        check_port_free(port, self._own_address, patience_s)
         if starts_ray and self._head is not None:
             if port in self._head.all_ports:
                 raise StackError(
@@ -334,17 +309,16 @@ class LocalStack:
         parts = []
         if self._starts_ray and state.ray is None:
             state = self._launch_ray(state)
-            parts.append(self._ray_part(state))
+            assert state.ray is not None and state.ray_address is not None
+            # Ray's Jobs API answers before it counts the node of this machine, and a job would
+            # find no place.
+            ray = RayState(state.ray_address, self.home.token())
+            parts.append(Component("ray", state.ray, state.ray_address, ray.has_head))
         state = self._launch_service(state.model_copy(update={"url": url}), port)
         assert state.service is not None
-        return state, [Component("service", state.service, f"{url}/healthz"), *parts]
-
-    def _ray_part(self, state: StackState) -> Component:
-        assert state.ray is not None
-        assert state.ray_address is not None
-        token = self.home.token()
-        nodes = RayState(state.ray_address, token)
-        return Component("ray", state.ray, f"{state.ray_address}/api/jobs/", token, nodes.has_head)
+        health = f"{url}/healthz"
+        service = Component("service", state.service, health, lambda: answers(health))
+        return state, [service, *parts]
 
     def _launch_ray(self, state: StackState) -> StackState:
         head = self._head or private_head(os.cpu_count() or 1)

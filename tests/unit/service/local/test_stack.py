@@ -10,7 +10,6 @@ import stat
 from dataclasses import replace
 from typing import cast
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +39,6 @@ from service.local.stack import (
     Component,
     LocalStack,
     check_port_free,
-    wait_for_port,
     wait_until_ready,
 )
 from service.local.state import StackError, StackHome, StackState
@@ -198,7 +196,7 @@ def test_a_port_that_is_held_on_the_heads_own_address_is_waited_for(monkeypatch)
     monkeypatch.setattr(
         stack_module, "port_fault", lambda *where: asked.append(where) or (len(asked) < 3 or None)
     )
-    wait_for_port(8700, "10.0.0.1")
+    check_port_free(8700, "10.0.0.1", patience_s=60.0)
     assert asked == [("10.0.0.1", 8700)] * 3
 
 
@@ -218,22 +216,17 @@ def test_a_failed_start_of_the_service_leaves_the_ray_that_the_same_stack_starte
         terminate_tree(ray, grace_s=0.0)
 
 
-def test_ray_is_ready_once_it_counts_the_heads_node():
+def test_a_part_is_waited_for_until_it_is_ready_or_late(monkeypatch):
+    told = []
+    monkeypatch.setattr(stack_module, "_READY_POLL_S", 0.0)
     answers = iter([False, False, True])
-    part = Component("ray", THIS_PROCESS, "http://ray/api/jobs/", "t", lambda: next(answers))
-    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as http:
-        assert "does not count the node" in part.fault(http)
-        assert "does not count the node" in part.fault(http)
-        assert part.fault(http) is None
-    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(503))) as http:
-        assert part.fault(http) == "does not answer at http://ray/api/jobs/"
-
-
-def test_a_part_that_is_late_is_told_with_what_is_missing(monkeypatch):
+    part = Component("ray", THIS_PROCESS, "http://127.0.0.1:9/", lambda: next(answers))
+    wait_until_ready([part], told.append, pytest.fail)
+    assert told[0].startswith("ray ready after")
     monkeypatch.setattr(stack_module, "START_TIMEOUT_S", -1.0)
-    part = Component("ray", THIS_PROCESS, "http://127.0.0.1:9/")
-    with pytest.raises(StackError, match=r"ray runs but does not answer at .*: end of log"):
-        wait_until_ready([part], pytest.fail, lambda name: f"{name}: end of log")
+    late = replace(part, is_ready=lambda: stack_module.answers(part.url))
+    with pytest.raises(StackError, match=r"ray runs but is not ready at .*: end of log"):
+        wait_until_ready([late], pytest.fail, lambda name: f"{name}: end of log")
 
 
 def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(home):

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.base import Backend, HostFacts, Submission
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -28,11 +28,10 @@ _MAX_ERROR_CHARS = 500
 _MAX_NODES = 10_000
 
 
-class RayJobsBackend:
+class RayJobsBackend(Backend):
     """A Ray cluster behind its Jobs API at `address`, as in `http://127.0.0.1:8265`."""
 
     name = "ray_jobs"
-    makes_clusters = False
 
     def __init__(
         self,
@@ -75,10 +74,6 @@ class RayJobsBackend:
         if not response.is_client_error or response.status_code in (401, 403, 404, 429):
             raise BackendUnreachable(self._strange(response))
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
-
-    def may_submit(self, attempt_id: str) -> bool:
-        """At any time."""
-        return True
 
     def observe(self, attempt_id: str) -> Observation:
         """Say what Ray knows of an attempt; never raises."""
@@ -137,10 +132,6 @@ class RayJobsBackend:
             return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
         except (KeyError, TypeError, ValueError):
             raise BackendUnreachable(self._strange(response)) from None
-
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
-        """It makes no clusters."""
-        return None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

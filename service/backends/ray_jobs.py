@@ -16,13 +16,7 @@ from service.backends.base import Backend, HostFacts, Submission
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
-_STATES = {
-    "PENDING": ObservedState.PENDING,
-    "RUNNING": ObservedState.RUNNING,
-    "SUCCEEDED": ObservedState.SUCCEEDED,
-    "FAILED": ObservedState.FAILED,
-    "STOPPED": ObservedState.STOPPED,
-}
+_STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
@@ -84,12 +78,12 @@ class RayJobsBackend(Backend):
         if _is_unknown_job(response):
             return Observation(ObservedState.NOT_FOUND, _cause(response))
         found = _json_object(response)
-        state = _STATES.get(str(found.get("status")))
-        if state is None:
+        status = found.get("status")
+        if status not in _STATUSES:
             return Observation(ObservedState.UNREACHABLE, self._strange(response))
         # Ray may add 20 000 characters of the driver's log to its message.
         message = str(found.get("message") or "").partition(", last available logs")[0]
-        return Observation(state, message)
+        return Observation(ObservedState[status], message)
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; an ended or unknown one is left alone."""

@@ -84,7 +84,7 @@ def head_of(
     except NoAddress as error:
         raise StackError(f"{error}; --host names the one that the others reach") from None
     ports = _ports(node_port, worker_ports)
-    node = MachineNode(address, interface, _cpus(num_cpus), num_gpus, ports)
+    node = MachineNode(address, interface, num_cpus, num_gpus, ports)
     head = MachineHead(node, ray_port, dashboard_port)
     try:
         head.check_ports()
@@ -190,7 +190,7 @@ def join(
     machine = JoinedMachine(StackHome.from_environment())
     token = read_token(token_file or machine.home.cluster_token_path)
     request = JoinRequest(
-        head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
+        head_url(head), token, address, cpus, gpus, _ports(node_port, worker_ports)
     )
     state, node = machine.join(request, print_dim)
     memory = size(node.memory_bytes)
@@ -234,10 +234,6 @@ def interrupt_on_signals() -> None:
 def print_dim(line: str) -> None:
     """Print a milestone, less prominent than an answer."""
     console().print(Text(line, style="dim"))
-
-
-def _cpus(number: int | None) -> int:
-    return (os.cpu_count() or 1) if number is None else number
 
 
 def _ports(first: int, workers: str) -> NodePorts:

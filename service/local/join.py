@@ -52,7 +52,7 @@ class JoinRequest:
     head_url: str
     token: str
     address: str | None = None
-    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_cpus: int | None = None
     num_gpus: int | None = None
     ports: NodePorts = field(default_factory=NodePorts)
 

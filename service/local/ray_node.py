@@ -188,24 +188,26 @@ def parse_ports(first: int, workers: str) -> NodePorts:
 
 @dataclass(frozen=True)
 class MachineNode:
-    """One machine as Ray sees it. Where `num_gpus` is None Ray counts those of the machine.
+    """One machine as Ray sees it, with all CPUs and GPUs of it where they are None.
 
     `interface` leads to other machines; None where there are none.
     """
 
     address: str
     interface: str | None = None
-    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_cpus: int | None = None
     num_gpus: int | None = None
     ports: NodePorts = field(default_factory=NodePorts)
 
     def options(self, temp_dir: Path) -> list[str]:
         """Options of `ray start`."""
+        cpus = (os.cpu_count() or 1) if self.num_cpus is None else self.num_cpus
+        # Ray counts them itself.
         gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
         return [
             f"--node-ip-address={self.address}",
             *self.ports.options(),
-            f"--num-cpus={self.num_cpus}",
+            f"--num-cpus={cpus}",
             *gpus,
             f"--temp-dir={temp_dir}",
             "--include-log-monitor=false",

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from service.cli.follow import Followed, LiveView, PlainView, end_page, live_page, watch
 from service.client.errors import ServerFault, ServiceUnreachable
@@ -22,12 +23,6 @@ class RecordingView:
     def __init__(self) -> None:
         self.fresh_ids: list[list[int]] = []
         self.troubles: list[str] = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
 
     def show(self, followed, fresh):
         self.fresh_ids.append([event.id for event in fresh])
@@ -143,7 +138,8 @@ def test_events_stay_above_the_live_display():
     console = Console(file=output, force_terminal=True, width=120)
     service, clock = FakeService(), FakeClock()
     service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-    watch(service.client(), "ratings", LiveView(console), sleep=clock.sleep, clock=clock)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        watch(service.client(), "ratings", LiveView(live), sleep=clock.sleep, clock=clock)
     text = output.getvalue()
     assert text.count("line 1") == 1
     assert text.index("line 2") < text.index("50/200")

@@ -14,7 +14,7 @@ from rich.text import Text
 from service import compatibility
 from service.cli.common import UNAVAILABLE, console, error_console
 from service.client import credentials
-from service.local.join import JoinedMachine, JoinRequest, head_url, read_token
+from service.local.join import JoinedMachine, head_url, read_token
 from service.local.ray_node import (
     NODE_PORT,
     WORKER_PORTS,
@@ -189,14 +189,11 @@ def join(
     """
     machine = JoinedMachine(StackHome.from_environment())
     token = read_token(token_file or machine.home.cluster_token_path)
-    request = JoinRequest(
-        head_url(head), token, address, cpus, gpus, _ports(node_port, worker_ports)
-    )
-    state, node = machine.join(request, print_dim)
-    memory = size(node.memory_bytes)
+    wanted = MachineNode(address or "", None, cpus, gpus, _ports(node_port, worker_ports))
+    state, node = machine.join(head_url(head), token, wanted, print_dim)
     console().print(
         f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
-        f"{node.num_gpus:g} GPUs, {memory}"
+        f"{node.num_gpus:g} GPUs, {size(node.memory_bytes)}"
     )
     if detach:
         console().print(Text("`shardloom leave` ends it", style="dim"))

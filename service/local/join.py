@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,6 @@ from service.compatibility import HeadFacts, differences, storage_fault, version
 from service.local.processes import ProcessId, is_alive
 from service.local.ray_node import (
     MachineNode,
-    NodePorts,
     RayNode,
     RayState,
     check_node_ports_free,
@@ -45,18 +44,6 @@ _HEAD_PATIENCE_S = 20.0
 _POLL_S = 0.5
 
 
-@dataclass(frozen=True)
-class JoinRequest:
-    """What a machine joins with: see the options of `shardloom join`."""
-
-    head_url: str
-    token: str
-    address: str | None = None
-    num_cpus: int | None = None
-    num_gpus: int | None = None
-    ports: NodePorts = field(default_factory=NodePorts)
-
-
 @dataclass
 class JoinedMachine:
     """This machine beside its head."""
@@ -69,21 +56,24 @@ class JoinedMachine:
         state = self.home.read_joined()
         return state if state is not None and state.is_running else None
 
-    def join(self, request: JoinRequest, report: Report) -> tuple[JoinedState, RayNode]:
+    def join(
+        self, head_url: str, token: str, node: MachineNode, report: Report
+    ) -> tuple[JoinedState, RayNode]:
         """Start the node and wait until the head counts it; raises `StackError`.
 
-        `report` gets a line per milestone. Nothing is left running after an error.
+        Where `node` has no address it takes the one that leads to the head. `report` gets a line
+        per milestone. Nothing is left running after an error.
         """
         with self.home.lock():
             self._check_is_free()
-            facts = ask_head(request.head_url, request.token)
-            node = _node_towards(facts, request)
+            facts = ask_head(head_url, token)
+            node = _node_towards(facts, node)
             check_facts(facts)
             _check_reaches(facts.gcs_address)
             check_node_ports_free(node.address, node.ports.fixed)
-            self.home.keep_cluster_token(request.token)
+            self.home.keep_cluster_token(token)
             report(f"the head's versions and run storage {facts.runs_dir} are here, too")
-            return self._start(node, facts, request)
+            return self._start(node, facts, head_url, token)
 
     def leave(self, grace_s: int, report: Report) -> bool:
         """Let jobs leave this machine for at most `grace_s`, then end its node.
@@ -135,7 +125,7 @@ class JoinedMachine:
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
 
     def _start(
-        self, node: MachineNode, facts: HeadFacts, request: JoinRequest
+        self, node: MachineNode, facts: HeadFacts, head_url: str, token: str
     ) -> tuple[JoinedState, RayNode]:
         home, address, gcs_address = self.home, node.address, facts.gcs_address
 
@@ -148,7 +138,7 @@ class JoinedMachine:
             home.write_joined(
                 JoinedState(
                     address=address,
-                    head_url=request.head_url,
+                    head_url=head_url,
                     ray_address=facts.ray_address,
                     gcs_address=gcs_address,
                     boot_id=boot_id(),
@@ -159,7 +149,7 @@ class JoinedMachine:
 
         with ExitStack() as undo:
             undo.callback(home.forget_joined)
-            ray = RayState(facts.ray_address, request.token)
+            ray = RayState(facts.ray_address, token)
             found = self._stack.start_node(_log(address), address, ray, start, keep)
             state = home.read_joined()
             assert state is not None
@@ -282,17 +272,17 @@ def check_facts(facts: HeadFacts) -> None:
         raise StackError(fault)
 
 
-def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:
+def _node_towards(facts: HeadFacts, node: MachineNode) -> MachineNode:
     """This machine as the head will see it; raises `StackError`."""
     host = facts.gcs_address.rpartition(":")[0]
     try:
-        address = request.address or address_towards(host)
+        address = node.address or address_towards(host)
         interface = interface_of(address)
     except NoAddress as error:
         raise StackError(f"{error}; --address names the one by which the head sees it") from None
     if address == host:
         raise StackError(f"{address} is the head itself, which has workers without joining")
-    return MachineNode(address, interface, request.num_cpus, request.num_gpus, request.ports)
+    return replace(node, address=address, interface=interface)
 
 
 def _check_reaches(gcs_address: str) -> None:

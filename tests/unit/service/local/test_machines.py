@@ -193,13 +193,12 @@ def test_only_machines_with_the_token_and_administrators_learn_of_the_head(open_
 
 def test_a_machine_that_has_joined_or_has_a_stack_of_its_own_cannot_join(home):
     keep_joined(home, THIS_PROCESS)
-    request = joining.JoinRequest("http://x", TOKEN)
     with pytest.raises(StackError, match=r"has joined http://10\.0\.0\.1:8700 already.*leave"):
-        JoinedMachine(home).join(request, pytest.fail)
+        JoinedMachine(home).join("http://x", TOKEN, NODE, pytest.fail)
     keep_joined(home, DEAD_PROCESS)
     keep_stack(home, service=THIS_PROCESS, machine=socket.gethostname())
     with pytest.raises(StackError, match="`shardloom down` ends it"):
-        JoinedMachine(home).join(request, pytest.fail)
+        JoinedMachine(home).join("http://x", TOKEN, NODE, pytest.fail)
 
 
 def test_leaving_forgets_a_node_that_is_gone_and_ends_nobody_else(home, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ from service.local.ray_node import (
     MachineNode,
     NodePorts,
     RayNode,
+    RayState,
     check_node_ports_free,
     drain_command,
     join_command,
@@ -37,6 +40,7 @@ from service.local.ray_node import (
 from service.local.stack import LocalStack
 from service.local.state import StackError, StackHome
 from service.network import NoAddress, interface_of
+from tests.harness.clock import FakeClock
 from tests.harness.machines import keep_joined, keep_stack
 from tests.harness.service import shardloom
 
@@ -363,41 +367,35 @@ def test_a_port_in_use_and_a_head_that_is_away_are_told_with_what_to_change():
 # ---- `shardloom leave`
 
 
-class Head:
-    """A head of Ray that gives the answers of a list, the last one for ever."""
-
-    def __init__(self, nodes, num_actors=(0,)):
-        self.nodes, self.num_actors = list(nodes), list(num_actors)
-        self.drained = []
-
-    def live_nodes(self):
-        return self.nodes.pop(0) if len(self.nodes) > 1 else self.nodes[0]
-
-    def num_actors_on(self, node_id):
-        return self.num_actors.pop(0) if len(self.num_actors) > 1 else self.num_actors[0]
-
-    def drain(self, machine, state, node_id, grace_s, report):
-        self.drained.append(node_id)
-        return True
+def head_with(nodes, num_actors=(0,)) -> Mock:
+    """A head of Ray that gives these answers, one after another."""
+    head = Mock(spec=RayState)
+    head.live_nodes.side_effect, head.num_actors_on.side_effect = nodes, num_actors
+    return head
 
 
 @pytest.fixture
 def leave(home, monkeypatch):
-    """Leaves with a head; what was said, and whether the node has ended."""
+    """Leaves with a head; what was said, and which node was drained."""
     monkeypatch.setattr(joining, "_POLL_S", 0.0)
     ended: list[ProcessId] = []
     monkeypatch.setattr(joining, "_end", ended.append)
+    drained: list[str] = []
 
-    def act(head: Head, grace_s: int = 120) -> list[str]:
+    def drain(_machine, _state, node_id, *_) -> bool:
+        drained.append(node_id)
+        return True
+
+    monkeypatch.setattr(JoinedMachine, "_ask_to_drain", drain)
+
+    def act(head: Mock, grace_s: int = 120, **state: str) -> tuple[str, list[str]]:
+        keep_joined(home, THIS_PROCESS, **state)
         monkeypatch.setattr(joining, "RayState", lambda *_: head)
-        monkeypatch.setattr(
-            JoinedMachine, "_ask_to_drain", lambda *arguments: head.drain(*arguments)
-        )
         said: list[str] = []
         assert JoinedMachine(home).leave(grace_s, said.append)
         assert ended == [THIS_PROCESS]
         assert home.read_joined() is None
-        return said
+        return said[0], drained
 
     return act
 
@@ -407,42 +405,33 @@ def node(node_id: str) -> RayNode:
 
 
 def test_a_head_that_does_not_answer_for_a_while_is_asked_again(home, leave):
-    keep_joined(home, THIS_PROCESS)
     home.keep_cluster_token(TOKEN)
-    head = Head([None, None, [node("n")]], [None, 2, None, 0])
-    assert leave(head)[0].startswith("no job is on this machine any more")
-    assert head.drained == ["n"]
+    said, drained = leave(head_with([None, None, [node("n")]], [None, 2, None, 0]))
+    assert said.startswith("no job is on this machine any more")
+    assert drained == ["n"]
 
 
-def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave):
-    keep_joined(home, THIS_PROCESS)
+def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave, monkeypatch):
     home.keep_cluster_token(TOKEN)
-    monotonic = iter(range(1000))
-    joining_time = joining.time
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining_time, "monotonic", lambda: next(monotonic))
-        said = leave(Head([[node("n")]], [None]), grace_s=30)
-    assert said[0] == "the head has not said within 30 s whether jobs are still here"
+    monkeypatch.setattr(joining, "time", FakeClock())
+    monkeypatch.setattr(joining, "_POLL_S", 1.0)
+    said, _ = leave(head_with([[node("n")]], itertools.repeat(None)), grace_s=30)
+    assert said == "the head has not said within 30 s whether jobs are still here"
 
 
-def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
-    keep_joined(home, THIS_PROCESS)
-    head = Head([[node("n")]])
-    assert "the node ends without notice to its jobs" in leave(head)[0]
-    assert head.drained == []
-
-
-def test_of_two_nodes_with_this_address_the_own_one_is_drained_if_it_still_counts(home, leave):
-    home.keep_cluster_token(TOKEN)
-    keep_joined(home, THIS_PROCESS, node_id="new")
-    head = Head([[node("dead"), node("new")]])
-    leave(head)
-    assert head.drained == ["new"]
+def test_a_machine_whose_token_is_gone_leaves_all_the_same(leave):
+    said, drained = leave(head_with([[node("n")]]))
+    assert "the node ends without notice to its jobs" in said
+    assert drained == []
 
 
 def test_a_node_that_the_head_has_given_up_is_not_drained(home, leave):
     home.keep_cluster_token(TOKEN)
-    keep_joined(home, THIS_PROCESS, node_id="given-up")
-    head = Head([[node("other")]])
-    assert "no longer counts this node" in leave(head)[0]
-    assert head.drained == []
+    said, drained = leave(head_with([[node("other")]]), node_id="given-up")
+    assert "no longer counts this node" in said
+    assert drained == []
+
+
+def test_of_two_nodes_with_this_address_the_own_one_is_drained(home, leave):
+    home.keep_cluster_token(TOKEN)
+    assert leave(head_with([[node("dead"), node("new")]]), node_id="new")[1] == ["new"]

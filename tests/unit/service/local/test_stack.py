@@ -8,7 +8,7 @@ import signal
 import socket
 import stat
 from dataclasses import replace
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -333,36 +333,16 @@ def test_a_head_with_other_ports_or_address_is_not_taken_for_the_one_that_runs(h
     assert "a head with Ray at 10.0.0.7:6379" in " ".join(done.output.split())
 
 
-class Foreground:
-    """A head's stack whose service dies once, and starts again at the third try at the latest."""
+FIRST = StackState(url="first", boot_id="b", started_at=1.0, head_address="10.0.0.7")
 
-    def __init__(self, home, ray_lives, failures):
-        self.home, self.ray_lives, self.failures = home, ray_lives, failures
-        self.num_starts = 0
 
-    def wait_until_broken(self, state):
-        if state.url == "again":
-            raise KeyboardInterrupt
-        return "service has ended"
-
-    def was_ended(self, state):
-        return False
-
-    def has_live_ray(self, state):
-        return self.ray_lives(self.num_starts)
-
-    def up(self, *, port, report):
-        self.num_starts += 1
-        if self.num_starts <= self.failures:
-            raise StackError("the database is away")
-        return self.state.model_copy(update={"url": "again"})
-
-    def down(self, report, *, only):
-        self.ended = only.url
-
-    @property
-    def state(self):
-        return StackState(url="first", boot_id="b", started_at=1.0, head_address="10.0.0.7")
+def broken_stack(*starts: StackState | StackError) -> Mock:
+    """A head's stack whose service dies once; `starts` are what its further starts come to."""
+    stack = Mock(spec=LocalStack)
+    stack.wait_until_broken.side_effect = ["service has ended", KeyboardInterrupt]
+    stack.was_ended.return_value = False
+    stack.up.side_effect = starts
+    return stack
 
 
 @pytest.fixture
@@ -371,15 +351,16 @@ def quick(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
-def test_a_head_tries_to_start_its_service_until_it_can(home, quick, capsys):
-    stack = Foreground(home, ray_lives=lambda _: True, failures=2)
-    stack_commands._stay(cast(LocalStack, stack), stack.state)
-    assert (stack.num_starts, stack.ended) == (3, "again")
+def test_a_head_tries_to_start_its_service_until_it_can(quick, capsys):
+    away, again = StackError("the database is away"), FIRST.model_copy(update={"url": "again"})
+    stack = broken_stack(away, away, again)
+    stack_commands._stay(stack, FIRST)
+    assert stack.down.call_args.kwargs == {"only": again}
     assert capsys.readouterr().err.count("the database is away") == 2
 
 
-def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(home, quick):
-    stack = Foreground(home, ray_lives=lambda num_starts: num_starts == 0, failures=9)
+def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(quick):
+    stack = broken_stack(StackError("the database is away"))
+    stack.has_live_ray.side_effect = [True, False]
     with pytest.raises(StackError, match="database is away"):
-        stack_commands._stay(cast(LocalStack, stack), stack.state)
-    assert stack.num_starts == 1
+        stack_commands._stay(stack, FIRST)

@@ -248,8 +248,10 @@ def test_text_of_records_cannot_become_markup() -> None:
         workers_started(tables=[plan]),
         divergence(table=hostile),
     )
+    failed = replace(told[0], status=JobStatus.FAILED, message=hostile)
     view = groups_view(told[0], told[1], (), NOW)
     html = fragments.membership(view) + fragments.groups(*told) + fragments.sharding(*told)
+    html += fragments.heading(failed, NOW) + fragments.timeline(*told)
     assert "<img" not in html
     assert "&lt;img" in html
 

@@ -401,12 +401,8 @@ class FakeService:
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = [job_body()]
         self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
-        self.checkpoints: list[dict[str, Any]] = []
-        self.attempts: list[dict[str, Any]] = []
         self.traces: list[dict[str, Any]] = []
-        self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
-        self.cluster: dict[str, Any] = {}
         self.is_down = False
         self.submitted: list[dict[str, Any]] = []
         self.uploads: list[bytes] = []
@@ -428,8 +424,6 @@ class FakeService:
             raise httpx.ConnectError("Connection refused")
         if self.refusal is not None:
             return httpx.Response(self.refusal["status"], json=self.refusal)
-        if request.url.path == "/v1/cluster":
-            return httpx.Response(200, json=self.cluster)
         if request.url.path == "/v1/code":
             self.uploads.append(request.content)
             kept = asdict(code_archive.check(request.content))
@@ -462,16 +456,10 @@ class FakeService:
             return {**page, "lines": lines if is_more else []}
         if part == "traces" and request.method == "POST":
             return requested_trace_body()
-        if part in ("resize", "drain"):
-            return {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
-        parts = {
-            "traces": {"items": self.traces},
-            "metrics": self.metrics,
-            "attempts": {"items": self.attempts},
-            "checkpoints": {"items": self.checkpoints},
-        }
-        if part in parts:
-            return parts[part]
+        if part in ("traces", "attempts", "checkpoints"):
+            return {"items": self.traces if part == "traces" else []}
+        if part == "metrics":
+            return {"names": [], "series": []}
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
 

@@ -6,22 +6,32 @@ import json
 import math
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.backends.base import HostFacts
+from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
-from tests.harness.builders import spec_document
+from tests.harness.builders import (
+    attempt_ended,
+    batch,
+    checkpoint,
+    metrics,
+    spec_document,
+    workers_started,
+)
 from tests.harness.service import (
+    Api,
     FakeService,
     event_body,
     job_body,
     membership_body,
     problem_body,
+    running,
     shardloom,
 )
 
@@ -77,35 +87,18 @@ def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
     assert "shardloom up" in result.stderr
 
 
-def test_metrics_show_latest_extremes_and_curve(service):
-    points = [
-        {"step": step, "time": 1.0, "value": value, "min": value - 0.1, "max": value + 0.1}
-        for step, value in ((10, 2.0), (20, 1.0))
-    ]
-    service.metrics = {
-        "names": ["train/loss"],
-        "series": [{"name": "train/loss", "points": points}],
-    }
+@pytest.mark.usefixtures("client")
+def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
+    job_id = api.start(name="ratings")
+    reports = (metrics(10, train_loss=2.0), metrics(20, train_loss=1.0))
+    api.post_events(f"{job_id}-a0", batch(*reports, checkpoint(1200, is_best=True)))
     line = shardloom("metrics", "ratings").stdout.splitlines()[1]
-    assert line.split() == ["train/loss", "1.0000", "0.9000", "2.1000", "20", "█▁"]
+    assert line.split() == ["train/loss", "1.0000", "1.0000", "2.0000", "20", "█▁"]
     unknown = shardloom("metrics", "ratings", "--name", "train/lose")
     assert (unknown.exit_code, "train/loss" in unknown.stderr) == (2, True)
-
-
-def test_checkpoints_show_size_and_the_best(service):
-    service.checkpoints = [
-        {
-            "step": 1200,
-            "path": "/runs/x/checkpoints/step-00001200",
-            "size_bytes": 12_345_678,
-            "created_at": 0.0,
-            "is_best": True,
-            "metrics": {"validation/rmse": 0.91},
-        }
-    ]
-    result = shardloom("checkpoints", "ratings")
-    for word in ("1,200", "best", "12.3 MB", "0.9100", "step-00001200"):
-        assert word in result.stdout
+    saved = shardloom("checkpoints", "ratings").stdout
+    for word in ("1,200", "best", "1 kB", "0.9000", "step-00001200"):
+        assert word in saved
 
 
 def test_submit_prints_the_id_alone_and_applies_overrides(service, spec_file):
@@ -225,27 +218,18 @@ def test_the_cli_imports_nothing_heavy():
 
 # ---- `shardloom cluster`, and completion
 
-CLUSTER = {
-    "reachable": True,
-    "backend": "ray_jobs",
-    "address": "http://127.0.0.1:8265",
-    "message": "Ray 2.60.0",
-    "max_workers": 32,
-    "hosts": [
-        {"address": "10.0.0.7", "num_cpus": 16.0, "num_gpus": 8.0, "memory_bytes": 512 << 30}
-    ],
-}
 
-
-def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
-    service.cluster = CLUSTER
-    result = shardloom("cluster")
-    assert result.exit_code == 0, result.output
-    for word in ("ray_jobs at http://127.0.0.1:8265 answers", "Ray 2.60.0", "10.0.0.7", "16", "8"):
-        assert word in result.stdout
-    assert "autoscales up to 32 workers" in result.stdout
-    assert json.loads(shardloom("cluster", "--json").stdout) == CLUSTER
-    service.cluster = {**CLUSTER, "reachable": False, "message": "no answer", "hosts": []}
+@pytest.mark.usefixtures("client")
+def test_the_cluster_is_shown_with_its_hosts(api: Api) -> None:
+    api.backend.set_hosts(HostFacts("10.0.0.7", 16.0, 8.0, 512 << 30))
+    context = api.http.app.state.context
+    context.settings = api.settings.model_copy(update={"cluster_max_workers": 32})
+    shown = shardloom("cluster").stdout
+    for word in (f"fake at {api.backend.address} answers", "fake cluster", "10.0.0.7", "550 GB"):
+        assert word in shown
+    assert "autoscales up to 32 workers" in shown
+    assert json.loads(shardloom("cluster", "--json").stdout)["reachable"] is True
+    api.backend.set_down(True)
     away = shardloom("cluster")
     assert (away.exit_code, "does not answer" in away.stdout) == (3, True)
 
@@ -275,23 +259,6 @@ def test_a_curve_fits_its_width_and_touches_top_and_bottom(values, width):
 
 
 # ---- groups and sizes
-
-
-def attempt_body(**changes: Any) -> dict[str, Any]:
-    """An attempt that ended because a device ran out of memory."""
-    return {
-        "id": "job-0000000000ab-a0",
-        "index": 0,
-        "created_at": 1000.0,
-        "submitted_at": 1001.0,
-        "started_at": 1002.0,
-        "ended_at": 1100.0,
-        "end_reason": "device_oom",
-        "message": "rank 1: out of memory",
-        "num_worker_failures": 1,
-        "evidence": {"rank": "1", "exception": "OutOfMemoryError"},
-        **changes,
-    }
 
 
 @pytest.fixture
@@ -364,9 +331,14 @@ def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) 
     assert "Standing" not in output
 
 
-def test_show_ends_with_the_evidence_and_what_to_change(service: FakeService) -> None:
-    service.states = [job_body(status="FAILED", reason="retries_exhausted")]
-    service.attempts = [attempt_body()]
+@pytest.mark.usefixtures("client")
+def test_show_ends_with_the_evidence_and_what_to_change(api: Api) -> None:
+    job_id = api.start(name="ratings", retry={"max_failures": 0})
+    evidence = {"rank": "1", "exception": "OutOfMemoryError"}
+    told = attempt_ended("device_oom").model_copy(update={"evidence": evidence})
+    api.post_events(f"{job_id}-a0", batch(told, stream="driver"))
+    api.backend.play(job_id, Script(("failed",)))
+    api.poll()
     lines = shown()
     assert {"rank 1", "exception OutOfMemoryError"} <= set(lines)
     assert any("Lower data.batch_size" in line for line in lines)
@@ -378,21 +350,17 @@ def test_ps_marks_a_job_with_fewer_groups_than_it_should_have(degraded: FakeServ
     assert "groups" not in shardloom("ps").stdout
 
 
-def test_resize_asks_for_a_number_of_workers(service: FakeService) -> None:
-    result = shardloom("resize", "ratings", "4")
-    assert (result.exit_code, result.stdout) == (0, "asked for 4 workers without 127.0.0.3\n")
-    (request,) = service.requests
-    assert request.url.path == "/v1/jobs/ratings/resize"
-    assert json.loads(request.content) == {"workers": 4}
-    answer = json.loads(shardloom("resize", "ratings", "4", "--json").stdout)
-    assert answer == {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+@pytest.mark.usefixtures("client")
+def test_a_job_is_asked_to_resize_and_to_leave_a_host(api: Api) -> None:
+    job_id = running(
+        api, name="ratings", parallelism={"workers": {"min": 2, "max": 8}, "shard_group_size": 2}
+    )
+    asked = shardloom("resize", "ratings", "6")
+    assert (asked.exit_code, asked.stdout) == (0, "asked for 6 workers\n")
     assert shardloom("resize", "ratings", "0").exit_code == 2
-    assert len(service.requests) == 2
-
-
-def test_drain_asks_to_leave_a_host_or_takes_it_back(service: FakeService) -> None:
-    for options, undo in (([], False), (["--undo"], True)):
-        assert shardloom("drain", "ratings", "127.0.0.3", *options).exit_code == 0
-        request = service.requests[-1]
-        assert request.url.path == "/v1/jobs/ratings/drain"
-        assert json.loads(request.content) == {"host": "127.0.0.3", "undo": undo}
+    (host,) = set(workers_started().hosts)
+    drained = shardloom("drain", "ratings", host)
+    assert drained.stdout == f"asked for 6 workers without {host}\n"
+    undone = json.loads(shardloom("drain", "ratings", host, "--undo", "--json").stdout)
+    assert (undone["workers"], undone["drain_hosts"]) == (6, [])
+    assert api.files(job_id).resize_request_path.exists()

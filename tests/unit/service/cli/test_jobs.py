@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -222,8 +223,9 @@ def test_the_cli_imports_nothing_heavy():
 @pytest.mark.usefixtures("client")
 def test_the_cluster_is_shown_with_its_hosts(api: Api) -> None:
     api.backend.set_hosts(HostFacts("10.0.0.7", 16.0, 8.0, 512 << 30))
-    context = api.http.app.state.context
-    context.settings = api.settings.model_copy(update={"cluster_max_workers": 32})
+    grows = api.settings.model_copy(update={"cluster_max_workers": 32})
+    state = api.http.app.state
+    state.context = replace(state.context, settings=grows)
     shown = shardloom("cluster").stdout
     for word in (f"fake at {api.backend.address} answers", "fake cluster", "10.0.0.7", "550 GB"):
         assert word in shown

@@ -83,14 +83,9 @@ def head_of(
         interface = interface_of(address)
     except NoAddress as error:
         raise StackError(f"{error}; --host names the one that the others reach") from None
-    ports = _ports(node_port, worker_ports)
+    ports = _ports(node_port, worker_ports, ray_port, dashboard_port)
     node = MachineNode(address, interface, num_cpus, num_gpus, ports)
-    head = MachineHead(node, ray_port, dashboard_port)
-    try:
-        head.check_ports()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return head
+    return MachineHead(node, ray_port, dashboard_port)
 
 
 def check_storage(home: StackHome) -> None:
@@ -233,8 +228,8 @@ def print_dim(line: str) -> None:
     console().print(Text(line, style="dim"))
 
 
-def _ports(first: int, workers: str) -> NodePorts:
+def _ports(first: int, workers: str, *others: int) -> NodePorts:
     try:
-        return parse_ports(first, workers)
+        return parse_ports(first, workers, *others)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

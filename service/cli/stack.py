@@ -33,7 +33,7 @@ from service.local.ray_node import (
     MachineHead,
     RayState,
 )
-from service.local.stack import CPUS_PER_HOST, LocalHosts, LocalStack, Report
+from service.local.stack import CPUS_PER_HOST, LocalStack, Report
 from service.local.state import StackError, StackHome, StackState
 from service.schemas.admin import ClusterOut
 from service.schemas.wording import age, size
@@ -81,20 +81,20 @@ def add(
     cpus: Annotated[int, typer.Option(min=1, help="Logical CPUs of it.")] = CPUS_PER_HOST,
 ) -> None:
     """Start another host; jobs that may grow take it."""
-    console().print(f"host {_hosts().add(address, cpus)} is there")
+    console().print(f"host {_stack().add_host(address, cpus)} is there")
 
 
 @host_app.command()
 def kill(address: Address) -> None:
     """End everything on a host at once, as a power cut would."""
-    num_processes = _hosts().kill(address)
+    num_processes = _stack().kill_host(address)
     console().print(f"host {address} is gone, with {num_processes} processes")
 
 
 @host_app.command()
 def ls(as_json: JsonOption = False) -> None:
     """List the hosts; on a head the machines that have joined, too."""
-    stack = LocalStack(StackHome.from_environment())
+    stack = _stack()
     state = stack.running()
     head: str | None = NODE_IP
     rows: list[tuple[str, ...]]
@@ -111,7 +111,7 @@ def ls(as_json: JsonOption = False) -> None:
         ]
     else:
         table = Table("host", "role")
-        rows = [(address,) for address in (NODE_IP, *_hosts().running())]
+        rows = [(address,) for address in (NODE_IP, *stack.running_hosts())]
     if as_json:
         print_json({"head": head, "hosts": [address for address, *_ in rows]})
         return
@@ -120,8 +120,8 @@ def ls(as_json: JsonOption = False) -> None:
     console().print(table)
 
 
-def _hosts() -> LocalHosts:
-    return LocalHosts(LocalStack(StackHome.from_environment()))
+def _stack() -> LocalStack:
+    return LocalStack(StackHome.from_environment())
 
 
 # ---- up, down, status
@@ -185,7 +185,7 @@ def up(
         return
     state = _start(stack, port, console())
     for _ in range(hosts - 1):
-        console().print(Text(f"host {LocalHosts(stack).add()} joined", style="dim"))
+        console().print(Text(f"host {stack.add_host()} joined", style="dim"))
     console().print(_addresses(stack.home, state))
     _stay(stack, state, detach=detach)
 
@@ -265,7 +265,7 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 def ensure_running() -> None:
     """Start the stack in the background unless it runs; raises `StackError`."""
-    stack = LocalStack(StackHome.from_environment())
+    stack = _stack()
     if stack.running() is None:
         state = _start(stack, None, error_console())
         error_console().print(Text(f"{state.url}  (`shardloom down` stops it)", style="dim"))

@@ -170,8 +170,11 @@ class NodePorts:
         ]
 
 
-def parse_ports(first: int, workers: str) -> NodePorts:
-    """Ports from options; `workers` reads FIRST-LAST. Raises ValueError with a sentence."""
+def parse_ports(first: int, workers: str, *others: int) -> NodePorts:
+    """Ports from options; `workers` reads FIRST-LAST, `others` are those of a head.
+
+    Raises ValueError with a sentence, also where one port has two uses.
+    """
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", workers)
     if match is None:
         raise ValueError(f"'{workers}' is no range of ports; it reads FIRST-LAST, as 10002-19999")
@@ -181,8 +184,15 @@ def parse_ports(first: int, workers: str) -> NodePorts:
         raise ValueError(f"'{workers}': a range of ports goes up, from 1024 to {_LAST_PORT}")
     if last > _LAST_PORT:
         raise ValueError(f"the six ports from {first} on would go beyond {_LAST_PORT}")
-    if first <= ports.last_worker and ports.first_worker <= last:
-        raise ValueError(f"the node's ports {first}-{last} lie in the workers' range {workers}")
+    used = [*others, *ports.fixed]
+    for index, port in enumerate(used):
+        if port in used[:index]:
+            raise ValueError(
+                f"port {port} has two uses: --ray-port, --ray-dashboard-port and the node's six "
+                f"from --node-port on ({first}-{last}) differ"
+            )
+        if port in ports.workers:
+            raise ValueError(f"port {port} lies in the workers' range {workers} (--worker-ports)")
     return ports
 
 
@@ -258,26 +268,6 @@ class MachineHead:
     def fixed_ports(self) -> list[int]:
         """Ports that must be free before it starts, the service's apart."""
         return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
-
-    @property
-    def all_ports(self) -> set[int]:
-        """Those and its workers'."""
-        return {*self.fixed_ports, *self.node.ports.workers}
-
-    def check_ports(self) -> None:
-        """Raise ValueError with a sentence where one port has two uses."""
-        ports, workers = self.node.ports.fixed, self.node.ports.workers
-        for index, port in enumerate(self.fixed_ports):
-            if port in self.fixed_ports[:index]:
-                raise ValueError(
-                    f"port {port} has two uses: --ray-port, --ray-dashboard-port and the head's "
-                    f"six from --node-port on ({ports[0]}-{ports[-1]}) differ"
-                )
-            if port in workers:
-                raise ValueError(
-                    f"port {port} of the head lies in the workers' range "
-                    f"{workers.start}-{workers.stop - 1} (--worker-ports)"
-                )
 
     def command(self, temp_dir: Path) -> list[str]:
         """Command that runs it until it is told to stop."""

@@ -6,7 +6,7 @@ started them. Jobs go the same way as on a cluster: the service submits them to 
 With SHARDLOOM_RAY_ADDRESS set no Ray is started and that cluster is used; with
 SHARDLOOM_BACKEND=fake there is no cluster at all.
 
-`LocalHosts` adds Ray nodes with loopback addresses of their own. They share the cores of this
+Further hosts are Ray nodes with loopback addresses of their own. They share the cores of this
 machine, but Ray, and so every job, takes them for different hosts.
 """
 
@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 
@@ -130,6 +130,7 @@ POLL_S = 0.1
 SERVICE_GRACE_S = 8.0
 RAY_GRACE_S = 5.0
 LOG_TAIL_LINES = 15
+CPUS_PER_HOST = 4
 _MAX_TRIES = 3
 Report = Callable[[str], None]
 
@@ -287,7 +288,7 @@ class LocalStack:
         patience_s = _PORT_PATIENCE_S if before is not None else 0.0
         check_port_free(port, self._own_address, patience_s)
         if starts_ray and self._head is not None:
-            if port in self._head.all_ports:
+            if port in {*self._head.fixed_ports, *self._head.node.ports.workers}:
                 raise StackError(
                     f"port {port} is both the service's and one of Ray's: --port, --node-port, "
                     "--ray-port, --ray-dashboard-port and --worker-ports name others"
@@ -448,85 +449,76 @@ class LocalStack:
             ended = ended or was_alive
         return ended
 
+    # ---- further hosts
 
-CPUS_PER_HOST = 4
+    def running_hosts(self) -> list[str]:
+        """Addresses of the hosts that live, without the head's."""
+        return [address for address, root in self._running_state().hosts.items() if is_alive(root)]
 
-
-@dataclass
-class LocalHosts:
-    """The hosts beside the head of a stack that runs."""
-
-    stack: LocalStack
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-
-    def running(self) -> list[str]:
-        """Addresses of those that live, without the head's."""
-        return [address for address, root in self._state().hosts.items() if is_alive(root)]
-
-    def add(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
+    def add_host(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
         """Start a host and wait until it has joined; its address, the next free one by default.
 
         Raises `StackError`.
         """
-        with self.stack.home.lock():
-            state = self._state()
+        with self.home.lock():
+            state = self._running_state()
             if state.head_address is not None:
                 raise StackError(
                     f"other machines join this head, by `shardloom join {state.head_address}` there"
                 )
-            address = address or self._next_address(state)
-            if address in self.running() or address == NODE_IP:
+            address = address or _next_address(state)
+            if address in self.running_hosts() or address == NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
             if state.gcs_address is None or state.ray_address is None:
                 raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
-            home = self.stack.home
-            ray, gcs_address = RayState(state.ray_address, home.token()), state.gcs_address
+            ray, gcs_address = RayState(state.ray_address, self.home.token()), state.gcs_address
 
             def start() -> tuple[list[str], dict[str, str]]:
                 node = private_node(address, num_cores)
-                environment = node.environment(self.environment, home.token_path)
-                return join_command(node, gcs_address, home.ray_dir), environment
+                environment = node.environment(self._environment, self.home.token_path)
+                return join_command(node, gcs_address, self.home.ray_dir), environment
 
             def keep(process: ProcessId) -> None:
                 hosts = state.hosts | {address: process}
-                home.write_state(state.model_copy(update={"hosts": hosts}))
+                self.home.write_state(state.model_copy(update={"hosts": hosts}))
 
             with ExitStack() as undo:
-                undo.callback(self._forget, address)
-                self.stack.start_node(f"host-{address}", address, ray, start, keep)
+                undo.callback(self._forget_host, address)
+                self.start_node(f"host-{address}", address, ray, start, keep)
                 undo.pop_all()
             return address
 
-    def _forget(self, address: str) -> None:
-        state = self._state()
+    def _forget_host(self, address: str) -> None:
+        state = self._running_state()
         hosts = {other: root for other, root in state.hosts.items() if other != address}
-        self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
+        self.home.write_state(state.model_copy(update={"hosts": hosts}))
 
-    def kill(self, address: str) -> int:
+    def kill_host(self, address: str) -> int:
         """End everything that runs on a host at once, as a power cut would; how many processes.
 
         Raises `StackError`.
         """
-        with self.stack.home.lock():
-            state = self._state()
-            if address not in self.running():
-                there = ", ".join(self.running()) or "none"
+        with self.home.lock():
+            state = self._running_state()
+            if address not in self.running_hosts():
+                there = ", ".join(self.running_hosts()) or "none"
                 raise StackError(f"no host {address} beside the head; those that run: {there}")
             victims = process_tree(state.hosts[address], process_table())
             for victim in victims:
                 with suppress(ProcessLookupError):
                     os.kill(victim.pid, signal.SIGKILL)
-            self._forget(address)
+            self._forget_host(address)
         return len(victims)
 
-    def _state(self) -> StackState:
-        state = self.stack.running()
+    def _running_state(self) -> StackState:
+        state = self.running()
         if state is None:
             raise StackError("no stack runs here; `shardloom up` starts one")
         return state
 
-    def _next_address(self, state: StackState) -> str:
-        candidate = IPv4Address(NODE_IP) + 1
-        while str(candidate) in state.hosts:
-            candidate += 1
-        return str(candidate)
+
+def _next_address(state: StackState) -> str:
+    candidate = IPv4Address(NODE_IP) + 1
+    while str(candidate) in state.hosts:
+        candidate += 1
+    return str(candidate)

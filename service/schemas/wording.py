@@ -7,9 +7,10 @@ Numbers are short, in a sensible unit. A *tone* is what a word's colour says: `n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import wraps
 from itertools import pairwise
 
 from service.domain.metrics import steps_at_risk
@@ -24,50 +25,57 @@ _SECOND_UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def compact(value: float | None) -> str:
+def _of_finite(text_of: Callable[[float], str]) -> Callable[[float | None], str]:
+    """A format that has words for what is unknown or no finite number, too."""
+
+    @wraps(text_of)
+    def shown(value: float | None) -> str:
+        if value is None:
+            return NOTHING
+        if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+        return text_of(value)
+
+    return shown
+
+
+@_of_finite
+def compact(value: float) -> str:
     """At most four characters of digits and a suffix: `987`, `16.5k`, `1.2M`."""
-    if value is None:
-        return NOTHING
-    if not math.isfinite(value):
-        return _not_finite(value)
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{suffix}" if abs(value) < limit * 1e3 else f"{value:.2e}"
     return f"{value:.3g}"
 
 
-def precise(value: float | None) -> str:
+@_of_finite
+def precise(value: float) -> str:
     """A loss or a quality metric: four decimals, or three digits when tiny or large."""
-    if value is None:
-        return NOTHING
-    if not math.isfinite(value):
-        return _not_finite(value)
-    if value and not 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}"
-    return f"{value:.4f}"
+    return f"{value:.3g}" if value and not 1e-3 <= abs(value) < 1e4 else f"{value:.4f}"
 
 
-def _not_finite(value: float) -> str:
-    return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-
-
-def ratio(value: float | None) -> str:
+@_of_finite
+def ratio(value: float) -> str:
     """How many times the mean the largest share is: `1.08×`."""
-    if value is None:
-        return NOTHING
-    return f"{value:.2f}{TIMES}" if math.isfinite(value) else _not_finite(value)
+    return f"{value:.2f}{TIMES}"
 
 
-def latency(seconds: float | None) -> str:
+@_of_finite
+def latency(seconds: float) -> str:
     """A short time in its natural unit: `840 µs`, `12.3 ms`, `1.25 s`."""
-    if seconds is None:
-        return NOTHING
-    if not math.isfinite(seconds):
-        return _not_finite(seconds)
     for unit_s, unit in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= unit_s * 0.9995:
             return f"{seconds / unit_s:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+@_of_finite
+def size(num_bytes: float) -> str:
+    """Bytes in decimal units: `512 B`, `105 MB`."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_SIZE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {_SIZE_UNITS[unit]}"
 
 
 def duration(seconds: float | None) -> str:
@@ -96,16 +104,6 @@ def clock(seconds: float) -> str:
 def utc(time_s: float) -> str:
     """Unix seconds as a date and time, `2026-11-21 04:31:11 UTC`."""
     return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def size(num_bytes: float | None) -> str:
-    """Bytes in decimal units: `512 B`, `105 MB`."""
-    if num_bytes is None or not math.isfinite(num_bytes):
-        return NOTHING
-    value, unit = float(num_bytes), 0
-    while value >= 999.5 and unit < len(_SIZE_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {_SIZE_UNITS[unit]}"
 
 
 def metric(name: str, value: float | None) -> str:

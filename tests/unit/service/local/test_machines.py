@@ -333,14 +333,14 @@ def test_the_head_is_reached_at_its_address_with_a_token_only(tmp_path):
 
 
 def test_ports_of_a_head_that_have_two_uses_are_refused():
-    MachineHead(NODE).check_ports()
-    for faulty, message in (
-        (MachineHead(NODE, ray_port=12000), "12000 of the head lies in the workers' range"),
-        (MachineHead(NODE, dashboard_port=8712), "8712 has two uses"),
-        (MachineHead(NODE, ray_port=8265), "8265 has two uses"),
+    parse_ports(8710, "10002-19999", 6379, 8265)
+    for others, message in (
+        ((12000, 8265), "12000 lies in the workers' range"),
+        ((6379, 8712), "8712 has two uses"),
+        ((8265, 8265), "8265 has two uses"),
     ):
         with pytest.raises(ValueError, match=message):
-            faulty.check_ports()
+            parse_ports(8710, "10002-19999", *others)
 
 
 def test_the_service_of_a_head_takes_no_port_of_its_ray(home, monkeypatch):

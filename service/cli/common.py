@@ -59,6 +59,7 @@ _BY_STATUS = {
     JobStatus.FAILED: JOB_FAILED,
     JobStatus.CANCELLED: JOB_CANCELLED,
 }
+_REFUSALS = (SpecError, ExportFailed, TraceLost, CredentialsUnusable)
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 CLI_RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE = RetryPolicy(num_retries=0)
@@ -231,15 +232,10 @@ class ErrorReportingGroup(TyperGroup):
             return super().invoke(ctx)
         except (ShardloomError, SpecError, StackError) as error:
             error_console().print(describe(error))
-            raise typer.Exit(exit_code_of_error(error)) from error
-
-
-def exit_code_of_error(error: Exception) -> int:
-    """2 where the request was refused, 3 where no service answers it."""
-    refused = isinstance(error, SpecError | ExportFailed | TraceLost | CredentialsUnusable) or (
-        isinstance(error, ProblemError) and error.status < 500
-    )
-    return REFUSED if refused else UNAVAILABLE
+            is_refused = isinstance(error, _REFUSALS) or (
+                isinstance(error, ProblemError) and error.status < 500
+            )
+            raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
 
 
 def describe(error: Exception) -> RenderableType:

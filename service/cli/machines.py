@@ -133,13 +133,6 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
     return text
 
 
-def about_first_key(key: str, *, keeps_it: bool) -> Text:
-    """The message that shows the first key, once."""
-    known = "\n`shardloom` on this machine knows it already" if keeps_it else ""
-    shown = f"API key of an administrator, shown this once: {key}"
-    return Text.assemble((shown, "bold"), (known, "dim"))
-
-
 def how_to_join(home: StackHome, state: StackState) -> Text:
     """The message of a head that is up: how other machines join."""
     where = state.url if "https:" in state.url else state.url.removeprefix("http://")

@@ -152,13 +152,6 @@ def _aside(job: JobSummary) -> str:
     return f" {groups}" if groups else ""
 
 
-def queue_text(job: JobSummary) -> str:
-    """Where a waiting job stands and why, as in `#1: waiting for 4 of 8 workers`."""
-    assert job.queue is not None
-    place = f"#{job.queue.position}: " if job.queue.position else ""
-    return f"{place}{job.queue.reason}"
-
-
 def job_page(
     job: JobDetail,
     attempts: Sequence[AttemptOut],
@@ -184,7 +177,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
     if job.queue and job.queue.reason:
-        grid.add_row("queue", queue_text(job))
+        place = f"#{job.queue.position}: " if job.queue.position else ""
+        grid.add_row("queue", f"{place}{job.queue.reason}")
     grid.add_row("layout", shape_text(job))
     if job.spec.resources.cluster == "own":
         grid.add_row("cluster", cluster_text(job.spec))

@@ -219,7 +219,9 @@ def _up_head(
         machines.check_storage(home)
         # Said at once: a start that fails would make the next one keep silent about it.
         if key := machines.first_key(stack.url_at(port), keeps_it=keeps_key):
-            console().print(machines.about_first_key(key, keeps_it=keeps_key))
+            shown = f"API key of an administrator, shown this once: {key}"
+            known = "\n`shardloom` on this machine knows it already" if keeps_key else ""
+            console().print(Text.assemble((shown, "bold"), (known, "dim")))
         state = _start(stack, port, console())
     console().print(_addresses(home, state))
     console().print(machines.how_to_join(home, state))
@@ -286,7 +288,7 @@ def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
-        while not stack.was_ended(state) and _can_go_on(stack, state):
+        while not stack.was_ended(state) and stack.has_lost_service_only(state):
             # Joined machines and their jobs go on meanwhile.
             error_console().print(message)
             state = _start_again(stack, state)
@@ -312,16 +314,11 @@ def _start_again(stack: LocalStack, state: StackState) -> StackState:
         try:
             return _start(stack, None, console())
         except StackError as error:
-            if not _can_go_on(stack, state):
+            if not stack.has_lost_service_only(state):
                 raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             error_console().print(str(error))
             error_console().print(f"Ray and its jobs go on; the next try is in {pause_s:.0f} s")
-
-
-def _can_go_on(stack: LocalStack, state: StackState) -> bool:
-    """Whether a head has lost its service only."""
-    return state.head_address is not None and stack.has_live_ray(state)
 
 
 def _addresses(home: StackHome, state: StackState) -> RenderableType:

@@ -86,7 +86,8 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
 
     Of the service's own settings only `TRAINER_SETTINGS`: no key, no database's password.
     """
-    kept = {key: value for key, value in inherited.items() if _is_for_jobs(key)}
+    ours = {name for name in inherited if name.startswith("SHARDLOOM_")} - TRAINER_SETTINGS
+    kept = {name: inherited[name] for name in inherited.keys() - ours - _KEPT_FROM_JOBS}
     return kept | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -110,12 +111,6 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
         # By default a head that is stopped waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
-
-
-def _is_for_jobs(name: str) -> bool:
-    if name.startswith("SHARDLOOM_"):
-        return name in TRAINER_SETTINGS
-    return name not in _KEPT_FROM_JOBS
 
 
 def make_temp_dir(path: Path) -> None:

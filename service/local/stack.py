@@ -210,9 +210,10 @@ class LocalStack:
             found = self.home.read_state()
             return found is None or not found.has_processes_of(state)
 
-    def has_live_ray(self, state: StackState) -> bool:
-        """Whether the Ray of a stack lives, so that a service that ended can be started again."""
-        return state.ray is not None and state.boot_id == boot_id() and is_alive(state.ray)
+    def has_lost_service_only(self, state: StackState) -> bool:
+        """Whether the Ray of a head lives, so that its service can be started again."""
+        is_head = state.head_address is not None and state.boot_id == boot_id()
+        return is_head and state.ray is not None and is_alive(state.ray)
 
     # ---- before
 

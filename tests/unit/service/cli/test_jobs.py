@@ -17,24 +17,31 @@ from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
+from service.client.client import ShardloomClient
 from tests.harness.builders import (
+    NOW,
     attempt_ended,
     batch,
     checkpoint,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
     metrics,
+    recovered,
     spec_document,
     workers_started,
 )
 from tests.harness.service import (
     Api,
     FakeService,
-    event_body,
+    end,
     job_body,
-    membership_body,
     problem_body,
     running,
     shardloom,
 )
+from trainer.protocol.events import Event, HostExcluded, Metrics
 
 
 @pytest.fixture
@@ -263,26 +270,39 @@ def test_a_curve_fits_its_width_and_touches_top_and_bottom(values, width):
 # ---- groups and sizes
 
 
+def report(api: Api, *records: Event, first_seq: int = 0) -> None:
+    """Let the workers of the only job tell these."""
+    (job,), _ = api.store.list_jobs()
+    told = batch(*records, first_seq=first_seq)
+    assert api.post_events(f"{job.id}-a0", told).status_code == 200
+
+
 @pytest.fixture
-def degraded(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeService:
+def degraded(api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch) -> Api:
     """A service whose job lost one of three groups twelve seconds ago."""
-    monkeypatch.setattr(jobs.time, "time", lambda: 2000.0)
-    metrics = {
+    values = {
         "goodput/share": 0.971,
         "goodput/lost_s/start": 14.0,
         "goodput/lost_s/recovery": 3.2,
         "goodput/lost_s/hang": 0.0,
         "risk/steps_undurable": 48.0,
     }
-    service.states = [
-        job_body(
-            membership=membership_body(),
-            num_current_groups=2,
-            num_wanted_groups=3,
-            latest_metrics=metrics,
-        )
-    ]
-    return service
+    spread = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 2}}
+    api.start(name="ratings", parallelism=spread)
+    rest = (group_member(0), group_member(2))
+    report(
+        api,
+        layout_chosen(),
+        workers_started(),
+        membership_changed(),
+        group_lost(1, time=NOW),
+        membership_changed(*rest, generation=4, commit=128),
+        recovered(time=NOW + 0.4),
+        HostExcluded(time=NOW, host="127.0.0.9", num_failures=3, until=NOW + 612),
+        Metrics(time=NOW, step=1, values=values),
+    )
+    monkeypatch.setattr(jobs.time, "time", lambda: NOW + 12)
+    return api
 
 
 def shown() -> list[str]:
@@ -290,7 +310,8 @@ def shown() -> list[str]:
     return [" ".join(line.split()) for line in shardloom("show", "ratings").stdout.splitlines()]
 
 
-def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
+def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
+    assert shardloom("drain", "ratings", "127.0.0.3").exit_code == 0
     lines = shown()
     for line in (
         "failure domain replica group: a lost host takes down its groups; the others train on",
@@ -300,7 +321,8 @@ def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
         "copies alive 2 of each shard, on 2 hosts; survive needs 3",
         "last recovery in 310 ms, nothing to redo, 11s ago; 1 group lost so far",
         "left out 127.0.0.9 for 10m 00s",
-        "at risk 48 steps (49.2k rows) since the newest checkpoint",
+        "wanted without 127.0.0.3",
+        "at risk 48 steps (73.7k rows) since the newest checkpoint",
         "goodput 97.1%; lost: start 2.4%, recovery 0.5%",
         # Every group, the lost one included.
         "0 trains 0 127.0.0.2",
@@ -308,15 +330,10 @@ def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
         "2 trains 0 127.0.0.4",
     ):
         assert line in lines
-    whole = membership_body(copies_alive=3, host_copies_alive=3)
-    degraded.states = [job_body(membership=whole)]
+    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
+    report(degraded, membership_changed(time=NOW + 1), first_seq=8)
     assert "copies alive 3 of each shard, on 3 hosts; 2 more may be lost" in shown()
-
-
-def test_show_tells_what_is_wanted_of_the_workers(degraded: FakeService) -> None:
-    data = {"id": "r-1", "workers": 4, "drain_hosts": ["127.0.0.3"]}
-    degraded.events = [event_body(1, kind="drain_requested", data=data)]
-    assert "wanted 4 workers, without 127.0.0.3" in shown()
+    assert "groups" not in shardloom("ps").stdout
 
 
 def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -> None:
@@ -325,8 +342,9 @@ def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -
         assert word not in output
 
 
-def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) -> None:
-    degraded.states = [job_body(status="SUCCEEDED", membership=membership_body())]
+def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: Api) -> None:
+    (job,), _ = degraded.store.list_jobs()
+    end(degraded, job.id)
     output = shardloom("show", "ratings").stdout
     assert "in 310 ms, nothing to redo" in output
     assert "of 3 groups" not in output
@@ -344,12 +362,6 @@ def test_show_ends_with_the_evidence_and_what_to_change(api: Api) -> None:
     lines = shown()
     assert {"rank 1", "exception OutOfMemoryError"} <= set(lines)
     assert any("Lower data.batch_size" in line for line in lines)
-
-
-def test_ps_marks_a_job_with_fewer_groups_than_it_should_have(degraded: FakeService) -> None:
-    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
-    degraded.states = [job_body(num_current_groups=3, num_wanted_groups=3)]
-    assert "groups" not in shardloom("ps").stdout
 
 
 @pytest.mark.usefixtures("client")

@@ -361,6 +361,6 @@ def test_a_head_tries_to_start_its_service_until_it_can(quick, capsys):
 
 def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(quick):
     stack = broken_stack(StackError("the database is away"))
-    stack.has_live_ray.side_effect = [True, False]
+    stack.has_lost_service_only.side_effect = [True, False]
     with pytest.raises(StackError, match="database is away"):
         stack_commands._stay(stack, FIRST)

@@ -210,7 +210,7 @@ def _ray_jobs(settings: Settings, address: str) -> RayJobsBackend:
 
 def _kuberay(settings: Settings) -> Backend:
     # Imported here because the client of Kubernetes is large, and most services need none.
-    from service.backends.kuberay.backend import FileTemplate, KubeRayBackend, LiveTemplate
+    from service.backends.kuberay.backend import KubeRayBackend, live_template, template_in
     from service.backends.kuberay.client import KubeApi
     from service.backends.kuberay.manifest import ClusterOptions
 
@@ -220,7 +220,9 @@ def _kuberay(settings: Settings) -> Backend:
     backend = KubeRayBackend(
         api,
         _ray_jobs(settings, settings.ray_address) if settings.ray_address else None,
-        FileTemplate(path) if path else LiveTemplate(api, settings.kuberay_template_cluster),
+        partial(template_in, path)
+        if path
+        else partial(live_template, api, settings.kuberay_template_cluster),
         options,
         partial(_ray_jobs, settings),
     )

@@ -123,7 +123,7 @@ def summary_of(job: Job) -> JobSummary:
 
 def detail_of(job: Job, settings: Settings) -> JobDetail:
     """A job with its spec and version."""
-    fields = {**_fields_of(job), "membership": _membership_view(job)}
+    fields = {**_fields_of(job), "membership": membership_view(job)}
     return JobDetail(**fields, run_dir=str(run_dir_of(settings, job.id).root))
 
 
@@ -133,7 +133,8 @@ def attempt_view(attempt: Attempt) -> AttemptOut:
     return shown.model_copy(update={"advice": advice_of(attempt.end_reason)})
 
 
-def _membership_view(job: Job) -> MembershipOut | None:
+def membership_view(job: Job) -> MembershipOut | None:
+    """Who trains in a job's newest attempt, as far as it has told."""
     membership = job.membership
     if membership is None or membership.attempt_id != job.current_attempt_id:
         return None

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     name: str
     address: str
-    makes_clusters: bool
+    makes_clusters: bool = False
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt; a known id is accepted without effect.
@@ -80,6 +80,7 @@ class Backend(Protocol):
 
     def may_submit(self, attempt_id: str) -> bool:
         """Whether to submit now; False for a while after troubles that take time to mend."""
+        return True
 
     def observe(self, attempt_id: str) -> Observation:
         """Say what is known of an attempt; never raises, UNREACHABLE is an observation."""
@@ -101,6 +102,7 @@ class Backend(Protocol):
 
         Raises `SubmissionRefused` where no worker would fit, and `BackendUnreachable`.
         """
+        return None
 
     def close(self) -> None:
         """Release connections."""

@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.base import Backend, HostFacts, Submission
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -50,11 +50,10 @@ class Record:
     num_stops: int = 0
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """A scripted cluster whose state lives under `state_dir`."""
 
     name = "fake"
-    makes_clusters = False
 
     def __init__(self, state_dir: Path) -> None:
         self.address = str(state_dir)
@@ -112,10 +111,6 @@ class FakeBackend:
         if script.refusal:
             raise SubmissionRefused(script.refusal)
 
-    def may_submit(self, attempt_id: str) -> bool:
-        """At any time."""
-        return True
-
     def observe(self, attempt_id: str) -> Observation:
         """The next observation of the script."""
         if self._down.exists():
@@ -152,10 +147,6 @@ class FakeBackend:
         if not self._hosts.exists():
             return None
         return tuple(HostFacts(**host) for host in json.loads(self._hosts.read_text()))
-
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
-        """It makes no clusters."""
-        return None
 
     def _check_up(self) -> None:
         if self._down.exists():

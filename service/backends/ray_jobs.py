@@ -12,27 +12,20 @@ from typing import Any
 
 import httpx
 
-from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.base import Backend, HostFacts, Submission
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
-_STATES = {
-    "PENDING": ObservedState.PENDING,
-    "RUNNING": ObservedState.RUNNING,
-    "SUCCEEDED": ObservedState.SUCCEEDED,
-    "FAILED": ObservedState.FAILED,
-    "STOPPED": ObservedState.STOPPED,
-}
+_STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
 
 
-class RayJobsBackend:
+class RayJobsBackend(Backend):
     """A Ray cluster behind its Jobs API at `address`, as in `http://127.0.0.1:8265`."""
 
     name = "ray_jobs"
-    makes_clusters = False
 
     def __init__(
         self,
@@ -76,10 +69,6 @@ class RayJobsBackend:
             raise BackendUnreachable(self._strange(response))
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 
-    def may_submit(self, attempt_id: str) -> bool:
-        """At any time."""
-        return True
-
     def observe(self, attempt_id: str) -> Observation:
         """Say what Ray knows of an attempt; never raises."""
         try:
@@ -89,12 +78,12 @@ class RayJobsBackend:
         if _is_unknown_job(response):
             return Observation(ObservedState.NOT_FOUND, _cause(response))
         found = _json_object(response)
-        state = _STATES.get(str(found.get("status")))
-        if state is None:
+        status = found.get("status")
+        if status not in _STATUSES:
             return Observation(ObservedState.UNREACHABLE, self._strange(response))
         # Ray may add 20 000 characters of the driver's log to its message.
         message = str(found.get("message") or "").partition(", last available logs")[0]
-        return Observation(state, message)
+        return Observation(ObservedState[status], message)
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; an ended or unknown one is left alone."""
@@ -137,10 +126,6 @@ class RayJobsBackend:
             return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
         except (KeyError, TypeError, ValueError):
             raise BackendUnreachable(self._strange(response)) from None
-
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
-        """It makes no clusters."""
-        return None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

@@ -16,8 +16,6 @@ from service.cli.common import (
     UrlOption,
     console,
     error_console,
-    human_age,
-    human_duration,
     print_answer,
     print_json,
     print_line,
@@ -36,6 +34,7 @@ from service.schemas.admin import (
     WebhookOut,
 )
 from service.schemas.jobs import QueueOut
+from service.schemas.wording import age, duration
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
@@ -161,10 +160,8 @@ def _key_table(keys: list[KeyOut], now: float) -> Table:
     table = plain_table("Id", "Name", "Roles", "Made", "Last used", "State")
     for key in keys:
         roles = ", ".join(f"{project}={role}" for project, role in key.roles.items())
-        used = human_age(key.last_used_at, now) if key.last_used_at else "never"
-        table.add_row(
-            key.id, key.name, roles, human_age(key.created_at, now), used, _key_state(key, now)
-        )
+        used = age(key.last_used_at, now) if key.last_used_at else "never"
+        table.add_row(key.id, key.name, roles, age(key.created_at, now), used, _key_state(key, now))
     return table
 
 
@@ -305,7 +302,7 @@ def _waiting_table(found: QueueOut, now: float) -> Table:
             job.project,
             str(job.priority),
             span_text(job.min_workers, job.world_size),
-            human_duration(max(0.0, now - job.waits_since)),
+            duration(max(0.0, now - job.waits_since)),
             job.reason,
         )
     return table
@@ -460,7 +457,7 @@ def _deliveries_table(found: list[DeliveryOut], now_s: float) -> Table:
             str(each.id),
             each.kind,
             each.job_id or "",
-            human_age(each.created_at, now_s),
+            age(each.created_at, now_s),
             str(each.num_tries),
             _delivery_state(each, now_s),
         )
@@ -470,5 +467,5 @@ def _deliveries_table(found: list[DeliveryOut], now_s: float) -> Table:
 def _delivery_state(delivery: DeliveryOut, now_s: float) -> str:
     parts = [delivery.state]
     if delivery.state == "pending" and delivery.num_tries:
-        parts.append(f"next in {human_duration(max(0.0, delivery.next_try_at - now_s))}")
+        parts.append(f"next in {duration(max(0.0, delivery.next_try_at - now_s))}")
     return "  ".join([*parts, delivery.message]).rstrip()

@@ -29,8 +29,6 @@ from service.cli.common import (
     UrlOption,
     YesOption,
     console,
-    human_age,
-    human_bytes,
     print_answer,
     print_hint,
     print_json,
@@ -40,6 +38,7 @@ from service.cli.render import plain_table, traces_table
 from service.client.client import ShardloomClient
 from service.client.resources import LogFilters
 from service.schemas.jobs import ExportOut, LogLine, TraceOut
+from service.schemas.wording import age, comparison, size
 from trainer.spec.training import Quantization
 
 _DEFAULT_PORT = 8800
@@ -158,26 +157,9 @@ def exports_table(found: list[ExportOut], now: float) -> Table:
     table = plain_table("id", "status", "checkpoint", "tables", "size", "age", "")
     for each in found:
         what = each.checkpoint if each.step is None else f"{each.checkpoint} (step {each.step})"
-        num_bytes = "" if each.size_bytes is None else human_bytes(each.size_bytes)
-        since = human_age(each.created, now)
-        table.add_row(
-            each.id, each.status, what, each.quantize, num_bytes, since, each.message or ""
-        )
+        facts = (each.status, what, each.quantize, size(each.size_bytes), age(each.created, now))
+        table.add_row(each.id, *facts, each.message or "")
     return table
-
-
-def comparison(done: ExportOut) -> str:
-    """What the report says of the predictions, in a line for each task."""
-    report = done.report or {}
-    if report.get("not_measured"):
-        return f"predictions were not compared with the trainer's: {report['not_measured']}"
-    lines = [
-        f"{name}: |export - trainer| mean {task['mean_abs_error']:.2e}, max "
-        f"{task['max_abs_error']:.2e}; {task['metric']} {task['trainer_metric']:.6f} (trainer) "
-        f"{task['export_metric']:.6f} (export)"
-        for name, task in report.get("tasks", {}).items()
-    ]
-    return "\n".join([f"{report.get('num_rows', 0)} validation rows compared", *lines])
 
 
 # ---- logs

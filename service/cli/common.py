@@ -1,4 +1,4 @@
-"""What every command shares: options, exit codes, error reports, a client, JSON, number formats.
+"""What every command shares: options, exit codes, error reports, a client, JSON, times and curves.
 
 Exit codes:
 
@@ -59,6 +59,7 @@ _BY_STATUS = {
     JobStatus.FAILED: JOB_FAILED,
     JobStatus.CANCELLED: JOB_CANCELLED,
 }
+_REFUSALS = (SpecError, ExportFailed, TraceLost, CredentialsUnusable)
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 CLI_RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE = RetryPolicy(num_retries=0)
@@ -231,15 +232,10 @@ class ErrorReportingGroup(TyperGroup):
             return super().invoke(ctx)
         except (ShardloomError, SpecError, StackError) as error:
             error_console().print(describe(error))
-            raise typer.Exit(exit_code_of_error(error)) from error
-
-
-def exit_code_of_error(error: Exception) -> int:
-    """2 where the request was refused, 3 where no service answers it."""
-    refused = isinstance(error, SpecError | ExportFailed | TraceLost | CredentialsUnusable) or (
-        isinstance(error, ProblemError) and error.status < 500
-    )
-    return REFUSED if refused else UNAVAILABLE
+            is_refused = isinstance(error, _REFUSALS) or (
+                isinstance(error, ProblemError) and error.status < 500
+            )
+            raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
 
 
 def describe(error: Exception) -> RenderableType:
@@ -275,60 +271,9 @@ def _faults(what: str, faults: Sequence[FieldProblem]) -> RenderableType:
     return Group(_message(f"{what} has {number}:"), table)
 
 
-# ---- numbers, sizes and times for people
+# ---- times and curves for people
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def human_bytes(num_bytes: float) -> str:
-    """A size in decimal units, as in `12.3 MB`."""
-    size, unit = float(num_bytes), 0
-    while size >= 999.95 and unit < len(_SIZE_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_SIZE_UNITS[unit]}"
-
-
-def human_duration(duration_s: float) -> str:
-    """A duration in its two largest units, as in `1h 05m` or `42s`."""
-    if duration_s < 10:
-        return f"{max(duration_s, 0.0):.1f}s"
-    whole_s = round(duration_s)
-    minutes, seconds = divmod(whole_s, 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02}h"
-    if hours:
-        return f"{hours}h {minutes:02}m"
-    return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
-
-
-def human_age(time_s: float, now_s: float) -> str:
-    """How long ago a Unix time was, in its largest unit, as in `2 m ago`."""
-    age_s = now_s - time_s
-    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "m"), (1, "s")):
-        if age_s >= unit_s:
-            return f"{int(age_s // unit_s)} {unit} ago"
-    return "now"
-
-
-def human_count(count: float) -> str:
-    """A count in three digits, as in `21.3k`."""
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= unit:
-            return f"{count / unit:.1f}{suffix}"
-    return f"{count:.0f}"
-
-
-def human_number(value: float) -> str:
-    """A metric's value in four significant digits, without an exponent where that reads well."""
-    if math.isnan(value) or math.isinf(value):
-        return str(value)
-    if value != 0 and not 1e-4 <= abs(value) < 1e7:
-        return f"{value:.3e}"
-    digits = max(0, 4 - len(f"{abs(value):.0f}")) if abs(value) >= 1 else 4
-    return f"{value:,.{digits}f}"
 
 
 def clock(time_s: float) -> str:

@@ -19,10 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.common import DETACHED, exit_code_of, human_count, human_duration
+from service.cli.common import DETACHED, exit_code_of
 from service.cli.render import (
     event_line,
-    groups_text,
     headline_metric,
     metrics_line,
     progress_line,
@@ -34,9 +33,8 @@ from service.client.errors import ShardloomError
 from service.client.transport import PATIENCE_S, is_transient
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail, TimelineEventOut
+from service.schemas.wording import compact, duration, duration_of, groups_text
 
-LIVE_POLL_S = 0.5
-PLAIN_POLL_S = 1.0
 # Plain lines end up in logs, where one every few seconds is enough.
 PLAIN_LINE_EVERY_S = 10.0
 
@@ -53,17 +51,10 @@ class Followed:
 class LiveView:
     """Events above a display that stays in place and is redrawn."""
 
-    poll_s = LIVE_POLL_S
+    poll_s = 0.5
 
-    def __init__(self, console: Console) -> None:
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
+    def __init__(self, live: Live) -> None:
+        self._live = live
 
     def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
         """Print the new events and redraw the rest."""
@@ -75,7 +66,7 @@ class LiveView:
 class PlainView:
     """Lines that are printed once: every event, and the progress now and then."""
 
-    poll_s = PLAIN_POLL_S
+    poll_s = 1.0
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -84,12 +75,6 @@ class PlainView:
         self._message = ""
         self._step = -1
         self._next_line_s = 0.0
-
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
 
     def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
         """Print what is new."""
@@ -129,8 +114,11 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
 
     Raises `ServiceUnreachable` or `ServerFault` after `PATIENCE_S` without an answer.
     """
-    view = LiveView(console) if console.is_terminal else PlainView(console)
-    job = watch(client, job_id, view)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            job = watch(client, job_id, LiveView(live))
+    else:
+        job = watch(client, job_id, PlainView(console))
     console.print(end_page(job))
     return exit_code_of(job.status)
 
@@ -146,23 +134,22 @@ def watch(
     """Poll a job into `view` until it has ended, and return it."""
     followed = Followed(client.get_job(job_id))
     answered_s = clock()
-    with view:
-        while True:
-            try:
-                # Before its events: once it has ended, its last events are seen as well.
-                followed.job = client.get_job(followed.job.id)
-                fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
-                if fresh:
-                    followed.last_event_id = fresh[-1].id
-                answered_s, followed.trouble = clock(), ""
-            except ShardloomError as error:
-                if not is_transient(error) or clock() - answered_s > PATIENCE_S:
-                    raise
-                fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
-            view.show(followed, fresh)
-            if followed.job.status.is_terminal and not followed.trouble:
-                return followed.job
-            sleep(view.poll_s)
+    while True:
+        try:
+            # Before its events: once it has ended, its last events are seen as well.
+            followed.job = client.get_job(followed.job.id)
+            fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
+            if fresh:
+                followed.last_event_id = fresh[-1].id
+            answered_s, followed.trouble = clock(), ""
+        except ShardloomError as error:
+            if not is_transient(error) or clock() - answered_s > PATIENCE_S:
+                raise
+            fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
+        view.show(followed, fresh)
+        if followed.job.status.is_terminal and not followed.trouble:
+            return followed.job
+        sleep(view.poll_s)
 
 
 def live_page(followed: Followed) -> RenderableType:
@@ -199,12 +186,12 @@ def _progress_row(job: JobDetail) -> RenderableType:
     if not known:
         row.add_row(bar, Text("waiting for the first step", style="dim"))
         return row
-    eta = "" if progress.eta_s is None else f"ETA {human_duration(progress.eta_s)}"
+    eta = "" if progress.eta_s is None else f"ETA {duration(progress.eta_s)}"
     row.add_row(
         bar,
         f"{progress.step:,}/{progress.total_steps:,}",
         f"{progress.percent:.1f} %",
-        f"{human_count(progress.rows_per_s)} rows/s",
+        f"{compact(progress.rows_per_s)} rows/s",
         eta,
     )
     return row
@@ -220,10 +207,9 @@ def _metrics_rows(job: JobDetail) -> list[RenderableType]:
 
 def end_page(job: JobDetail) -> RenderableType:
     """How a job ended, with its last metrics."""
-    took = ""
-    if job.started_at is not None and job.ended_at is not None:
-        took = f" after {human_duration(job.ended_at - job.started_at)}"
-    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status), took)
+    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status))
+    if job.ended_at is not None and (took := duration_of(job, job.ended_at)):
+        head.append(f" after {took}")
     if job.message and job.status is not JobStatus.SUCCEEDED:
         head.append(f": {job.message}")
     parts: list[RenderableType] = [head, *_metrics_rows(job)]

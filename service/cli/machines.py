@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from service import compatibility
-from service.cli.common import UNAVAILABLE, console, error_console, human_bytes
+from service.cli.common import UNAVAILABLE, console, error_console
 from service.client import credentials
-from service.local.join import JoinedMachine, JoinRequest, head_url, read_token
+from service.local.join import JoinedMachine, head_url, read_token
 from service.local.ray_node import (
     NODE_PORT,
     WORKER_PORTS,
@@ -25,6 +25,7 @@ from service.local.ray_node import (
 )
 from service.local.state import JoinedState, StackError, StackHome, StackState
 from service.network import NoAddress, address_towards, interface_of
+from service.schemas.wording import size
 
 GRACE_S = 120
 CpusOption = Annotated[
@@ -82,14 +83,9 @@ def head_of(
         interface = interface_of(address)
     except NoAddress as error:
         raise StackError(f"{error}; --host names the one that the others reach") from None
-    ports = _ports(node_port, worker_ports)
-    node = MachineNode(address, interface, _cpus(num_cpus), num_gpus, ports)
-    head = MachineHead(node, ray_port, dashboard_port)
-    try:
-        head.check_ports()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return head
+    ports = _ports(node_port, worker_ports, ray_port, dashboard_port)
+    node = MachineNode(address, interface, num_cpus, num_gpus, ports)
+    return MachineHead(node, ray_port, dashboard_port)
 
 
 def check_storage(home: StackHome) -> None:
@@ -138,13 +134,6 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
     return made[1]
 
 
-def about_first_key(key: str, *, keeps_it: bool) -> Text:
-    """The message that shows the first key, once."""
-    known = "\n`shardloom` on this machine knows it already" if keeps_it else ""
-    shown = f"API key of an administrator, shown this once: {key}"
-    return Text.assemble((shown, "bold"), (known, "dim"))
-
-
 def how_to_join(home: StackHome, state: StackState) -> Text:
     """The message of a head that is up: how other machines join."""
     where = state.url if "https:" in state.url else state.url.removeprefix("http://")
@@ -189,14 +178,11 @@ def join(
     """
     machine = JoinedMachine(StackHome.from_environment())
     token = read_token(token_file or machine.home.cluster_token_path)
-    request = JoinRequest(
-        head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
-    )
-    state, node = machine.join(request, print_dim)
-    memory = human_bytes(node.memory_bytes)
+    wanted = MachineNode(address or "", None, cpus, gpus, _ports(node_port, worker_ports))
+    state, node = machine.join(head_url(head), token, wanted, print_dim)
     console().print(
         f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
-        f"{node.num_gpus:g} GPUs, {memory}"
+        f"{node.num_gpus:g} GPUs, {size(node.memory_bytes)}"
     )
     if detach:
         console().print(Text("`shardloom leave` ends it", style="dim"))
@@ -236,12 +222,8 @@ def print_dim(line: str) -> None:
     console().print(Text(line, style="dim"))
 
 
-def _cpus(number: int | None) -> int:
-    return (os.cpu_count() or 1) if number is None else number
-
-
-def _ports(first: int, workers: str) -> NodePorts:
+def _ports(first: int, workers: str, *others: int) -> NodePorts:
     try:
-        return parse_ports(first, workers)
+        return parse_ports(first, workers, *others)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

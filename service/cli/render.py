@@ -12,17 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from service.backends.base import cluster_text
-from service.cli.common import (
-    clock,
-    human_age,
-    human_bytes,
-    human_count,
-    human_duration,
-    human_number,
-    sparkline,
-)
+from service.cli.common import clock, sparkline
 from service.domain.membership import span_text
-from service.domain.metrics import goodput_of, phase_shares, steps_at_risk
+from service.domain.metrics import goodput_of, phase_shares
 from service.domain.models import GoneGroup, JobStatus, Member
 from service.domain.retries import advice_of
 from service.domain.sharding import (
@@ -34,7 +26,7 @@ from service.domain.sharding import (
     newest_workers,
     sync_text,
 )
-from service.domain.timeline import RESIZE_KINDS, WRITTEN, latest_resize_request
+from service.domain.timeline import RESIZE_KINDS, WRITTEN
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
@@ -46,107 +38,21 @@ from service.schemas.jobs import (
     TimelineEventOut,
     TraceOut,
 )
+from service.schemas.wording import (
+    age,
+    compact,
+    counted,
+    duration,
+    duration_of,
+    group_facts,
+    groups_text,
+    latency,
+    metric,
+    size,
+    standing_of,
+    tone_of,
+)
 from trainer.protocol.events import TablePlan, WorkersStarted
-
-Fact = tuple[str, Text | str]
-_DOMAINS = {
-    "replica_group": "a lost host takes down its groups; the others train on",
-    "job": "a lost worker restarts all of them from the newest checkpoint",
-}
-_STANDING_STYLES = {"current": "green", "listening": "cyan", "initial": "dim"}
-_STANDING_WORDS = {"current": "trains", "listening": "copies from a peer", "initial": "starts"}
-
-
-def groups_text(job: JobSummary) -> str:
-    """How many groups train, as in `2 of 3 groups`; empty while all do or nothing is known."""
-    current, wanted = job.num_current_groups, job.num_wanted_groups
-    if current is None or wanted is None or current >= wanted:
-        return ""
-    return f"{current} of {wanted} groups"
-
-
-def groups_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: float) -> list[Fact]:
-    """(subject, text) about groups and lost time, in reading order, as far as known."""
-    facts: list[Fact] = []
-    membership = job.membership
-    if membership is not None:
-        facts += _membership_facts(job, membership, now_s)
-    request = latest_resize_request(timeline)
-    if request.id and not job.status.is_terminal:
-        parts = [f"{request.workers} workers"] if request.workers else []
-        parts += [f"without {host}" for host in sorted(request.drain_hosts)]
-        if parts:
-            facts.append(("wanted", ", ".join(parts)))
-    return facts + _time_facts(job)
-
-
-def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -> list[Fact]:
-    facts: list[Fact] = []
-    layout = membership.layout
-    if layout is not None:
-        facts.append(("domain", f"{layout.failure_domain}: {_DOMAINS[layout.failure_domain]}"))
-        price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
-        if layout.sync_latency_s is not None:
-            price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
-        facts.append(("chosen", f"{layout.reason} ({price})"))
-    if membership.changed_at and job.status is JobStatus.RUNNING:
-        facts.append(("groups", _counts_text(membership)))
-        facts.append(("copies", _copies_text(membership)))
-    if membership.last_recovery is not None:
-        facts.append(("recovered", _recovery_text(membership, now_s)))
-    excluded = [host for host in membership.excluded_hosts if host.until > now_s]
-    if excluded and not job.status.is_terminal:
-        named = (f"{host.host} (for {human_duration(host.until - now_s)})" for host in excluded)
-        facts.append(("left out", Text(", ".join(named), style="yellow")))
-    return facts
-
-
-def _counts_text(membership: MembershipOut) -> Text:
-    is_whole = membership.num_current >= membership.num_wanted
-    counts = f"{membership.num_current} of {membership.num_wanted} train"
-    rest = f", generation {membership.generation}, commit {membership.commit:,}"
-    return Text.assemble((counts, "green" if is_whole else "yellow"), rest)
-
-
-def _copies_text(membership: MembershipOut) -> Text:
-    copies, hosts = membership.copies_alive, membership.host_copies_alive
-    text = (
-        f"{copies} {'copy' if copies == 1 else 'copies'} of each shard on "
-        f"{hosts} {'host' if hosts == 1 else 'hosts'}"
-    )
-    needed = membership.host_copies_needed
-    if not needed:
-        return Text(text)
-    if hosts >= needed:
-        return Text(f"{text}; the loss of {needed - 1} more is survived", style="green")
-    return Text(f"{text}; survive needs {needed}", style="yellow")
-
-
-def _recovery_text(membership: MembershipOut, now_s: float) -> str:
-    recovery = membership.last_recovery
-    assert recovery is not None
-    redo = f"{recovery.syncs_lost} sync interval(s) to redo"
-    losses = membership.num_losses
-    so_far = f"; {losses} {'group' if losses == 1 else 'groups'} lost so far" if losses else ""
-    return (
-        f"{human_age(recovery.time, now_s)}, after a pause of {recovery.pause_s:.2f} s, "
-        f"{redo if recovery.syncs_lost else 'nothing to redo'}{so_far}"
-    )
-
-
-def _time_facts(job: JobDetail) -> list[Fact]:
-    facts: list[Fact] = []
-    steps = steps_at_risk(job.latest_metrics)
-    if steps is not None and not job.status.is_terminal:
-        rows = steps * job.world_size * job.spec.data.batch_size
-        facts.append(
-            ("at risk", f"{steps:,} steps ({human_count(rows)} rows) since the newest checkpoint")
-        )
-    goodput = goodput_of(job.latest_metrics)
-    if goodput is not None:
-        lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
-        facts.append(("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else "")))
-    return facts
 
 
 def groups_table(membership: MembershipOut, now_s: float) -> Table:
@@ -161,38 +67,29 @@ def groups_table(membership: MembershipOut, now_s: float) -> Table:
 
 def _standing(group: Member | GoneGroup, now_s: float) -> Text:
     if isinstance(group, Member):
-        word = _STANDING_WORDS.get(group.standing, group.standing)
-        return Text(word, style=_STANDING_STYLES.get(group.standing, ""))
+        word, tone = standing_of(group.standing)
+        return Text(word, style=_STYLES.get(tone, ""))
     reason = group.reason.replace("_", " ")
-    return Text(f"gone {human_age(group.time, now_s)} ({reason})", style="yellow")
+    return Text(f"gone {age(group.time, now_s)} ({reason})", style="yellow")
 
 
 # Lines of the timeline that a job's page is made from.
 SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *RESIZE_KINDS)
-_STYLES = {
-    JobStatus.QUEUED: "dim",
-    JobStatus.STARTING: "cyan",
-    JobStatus.RUNNING: "cyan",
-    JobStatus.PAUSED: "yellow",
-    JobStatus.STOPPING: "yellow",
-    JobStatus.SUCCEEDED: "green",
-    JobStatus.FAILED: "red",
-    JobStatus.CANCELLED: "yellow",
-}
+_STYLES = {"active": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
 # Where more than one metric is known, the first of these is the one to show in a narrow place.
 _HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne", "train/loss")
 
 
 def status_text(status: JobStatus) -> Text:
     """A status in its colour."""
-    return Text(status.value, style=_STYLES[status])
+    return Text(status.value, style=_STYLES.get(tone_of(status), ""))
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
     """The one metric that says most, as in `validation/rmse 0.9123`; empty if none is known."""
     for name in _HEADLINE_METRICS:
         if name in metrics:
-            return f"{name} {human_number(metrics[name])}"
+            return f"{name} {metric(name, metrics[name])}"
     return ""
 
 
@@ -200,7 +97,7 @@ def metrics_line(metrics: Mapping[str, float], part: str) -> str:
     """Metrics of one part (`train`, `validation`) in a line, as in `loss 0.41   rmse 0.93`."""
     prefix = f"{part}/"
     return "   ".join(
-        f"{name.removeprefix(prefix)} {human_number(value)}"
+        f"{name.removeprefix(prefix)} {metric(name, value)}"
         for name, value in sorted(metrics.items())
         if name.startswith(prefix)
     )
@@ -229,8 +126,8 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
             _progress_text(job),
             headline_metric(job.latest_metrics),
             span_text(job.min_workers, job.world_size),
-            human_age(job.created_at, now_s),
-            _took(job, now_s),
+            age(job.created_at, now_s),
+            duration_of(job, now_s),
         )
     return table
 
@@ -240,9 +137,9 @@ def _progress_text(job: JobSummary) -> str:
     progress = job.progress
     if not progress.total_steps:
         return ""
-    parts = [f"{progress.percent:.0f} %", f"{human_count(progress.rows)} rows"]
+    parts = [f"{progress.percent:.0f} %", f"{compact(progress.rows)} rows"]
     if progress.eta_s is not None and not job.status.is_terminal:
-        parts.append(f"{human_duration(progress.eta_s)} left")
+        parts.append(f"{duration(progress.eta_s)} left")
     return "  ".join(parts)
 
 
@@ -253,13 +150,6 @@ def _aside(job: JobSummary) -> str:
         return " pausing"
     groups = groups_text(job)
     return f" {groups}" if groups else ""
-
-
-def queue_text(job: JobSummary) -> str:
-    """Where a waiting job stands and why, as in `#1: waiting for 4 of 8 workers`."""
-    assert job.queue is not None
-    place = f"#{job.queue.position}: " if job.queue.position else ""
-    return f"{place}{job.queue.reason}"
 
 
 def job_page(
@@ -287,15 +177,19 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
     if job.queue and job.queue.reason:
-        grid.add_row("queue", queue_text(job))
+        place = f"#{job.queue.position}: " if job.queue.position else ""
+        grid.add_row("queue", f"{place}{job.queue.reason}")
     grid.add_row("layout", shape_text(job))
     if job.spec.resources.cluster == "own":
         grid.add_row("cluster", cluster_text(job.spec))
-    for subject, text in groups_facts(job, timeline, now_s):
-        grid.add_row(subject, text)
+    for fact in group_facts(job, job.membership, timeline, now_s):
+        grid.add_row(fact.name.lower(), Text(fact.text, style=_STYLES.get(fact.tone, "")))
+    if goodput := goodput_of(job.latest_metrics):
+        lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
+        grid.add_row("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else ""))
     grid.add_row("sync", sync_text(job.spec))
-    grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
-    if took := _took(job, now_s):
+    grid.add_row("created", f"{age(job.created_at, now_s)}, at {clock(job.created_at)}")
+    if took := duration_of(job, now_s):
         grid.add_row("took" if job.status.is_terminal else "runs for", took)
     if job.progress.total_steps:
         grid.add_row("progress", progress_line(job))
@@ -305,7 +199,7 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if line := phases_line(job.latest_metrics):
         grid.add_row("step", line)
     if alarms := [line for line in timeline if line.kind == DIVERGENCE]:
-        times = "once" if len(alarms) == 1 else f"{len(alarms)} times"
+        times = counted(len(alarms), "time")
         grid.add_row("diverged", Text(f"{times}; {alarms[-1].message}", style="red"))
     if num_traces := sum(line.kind == WRITTEN for line in timeline):
         grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
@@ -337,7 +231,7 @@ def phases_line(metrics: Mapping[str, float]) -> str:
     shares = ", ".join(
         f"{phase.replace('_', ' ')} {seconds / total_s:.0%}" for phase, seconds in phases
     )
-    return f"{total_s * 1000:.3g} ms: {shares}" if phases else ""
+    return f"{latency(total_s)}: {shares}" if phases else ""
 
 
 def plan_table(workers: WorkersStarted) -> Table:
@@ -350,7 +244,7 @@ def plan_table(workers: WorkersStarted) -> Table:
             plan.data_type,
             f"{plan.num_embeddings:,}",
             str(plan.embedding_dim),
-            human_bytes(plan.size_bytes),
+            size(plan.size_bytes),
             _positions_text(plan),
         )
     return table
@@ -364,8 +258,7 @@ def _positions_text(plan: TablePlan) -> str:
 
 def _loads_line(workers: WorkersStarted) -> str:
     loads = loads_of(workers.tables, workers.shard_group_size)
-    sizes = (human_bytes(sum(load.values())) for load in loads)
-    held = ", ".join(f"{position}: {size}" for position, size in enumerate(sizes))
+    held = ", ".join(f"{at}: {size(sum(load.values()))}" for at, load in enumerate(loads))
     ratio = imbalance(loads)
     return f"per position  {held}" + (f"  (imbalance {ratio:.2f})" if ratio else "")
 
@@ -375,10 +268,10 @@ def progress_line(job: JobSummary) -> str:
     progress = job.progress
     line = (
         f"step {progress.step:,} of {progress.total_steps:,} ({progress.percent:.1f} %), "
-        f"{human_count(progress.rows)} rows, {human_count(progress.rows_per_s)} rows/s"
+        f"{compact(progress.rows)} rows, {compact(progress.rows_per_s)} rows/s"
     )
     if job.status is JobStatus.RUNNING and progress.eta_s is not None:
-        line += f", {human_duration(progress.eta_s)} to go"
+        line += f", {duration(progress.eta_s)} to go"
     return line
 
 
@@ -390,7 +283,7 @@ def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
         table.add_row(
             attempt.id,
             clock(start_s),
-            human_duration((attempt.ended_at or now_s) - start_s),
+            duration((attempt.ended_at or now_s) - start_s),
             attempt.end_reason.value if attempt.end_reason else "",
             str(attempt.num_worker_failures),
             attempt.message,
@@ -406,9 +299,9 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
             continue
         table.add_row(
             one.name,
-            human_number(one.points[-1].value),
-            human_number(min(point.min for point in one.points)),
-            human_number(max(point.max for point in one.points)),
+            metric(one.name, one.points[-1].value),
+            metric(one.name, min(point.min for point in one.points)),
+            metric(one.name, max(point.max for point in one.points)),
             f"{one.points[-1].step:,}",
             Text(sparkline([point.value for point in one.points]), style="cyan"),
         )
@@ -422,8 +315,8 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
         table.add_row(
             f"{checkpoint.step:,}",
             Text("best", style="green") if checkpoint.is_best else "",
-            human_bytes(checkpoint.size_bytes),
-            human_age(checkpoint.created_at, now_s),
+            size(checkpoint.size_bytes),
+            age(checkpoint.created_at, now_s),
             headline_metric(checkpoint.metrics),
             Text(checkpoint.path, overflow="fold"),
         )
@@ -439,8 +332,8 @@ def traces_table(traces: Sequence[TraceOut], now_s: float) -> Table:
             str(trace.rank),
             str(trace.num_steps),
             f"{trace.step:,}",
-            human_bytes(trace.size_bytes),
-            human_age(trace.time, now_s),
+            size(trace.size_bytes),
+            age(trace.time, now_s),
             trace.attempt_id,
         )
     return table
@@ -453,12 +346,6 @@ def event_line(event: TimelineEventOut) -> Text:
     return Text.assemble(
         (clock(event.time), "dim"), "  ", (f"{event.kind:<22}", "cyan"), (event.message, style)
     )
-
-
-def _took(job: JobSummary, now_s: float) -> str:
-    if job.started_at is None:
-        return ""
-    return human_duration((job.ended_at or now_s) - job.started_at)
 
 
 def facts_grid() -> Table:

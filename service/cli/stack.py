@@ -18,8 +18,6 @@ from service.cli.common import (
     UrlOption,
     console,
     error_console,
-    human_age,
-    human_bytes,
     print_json,
 )
 from service.cli.machines import print_dim
@@ -35,9 +33,10 @@ from service.local.ray_node import (
     MachineHead,
     RayState,
 )
-from service.local.stack import CPUS_PER_HOST, LocalHosts, LocalStack, Report
+from service.local.stack import CPUS_PER_HOST, LocalStack, Report
 from service.local.state import StackError, StackHome, StackState
 from service.schemas.admin import ClusterOut
+from service.schemas.wording import age, size
 
 
 def cluster(url: UrlOption = None, as_json: JsonOption = False) -> None:
@@ -61,7 +60,7 @@ def _print_page(found: ClusterOut) -> None:
     if found.hosts:
         table = plain_table("Host", ">CPUs", ">GPUs", ">Memory")
         for host in found.hosts:
-            memory = human_bytes(host.memory_bytes)
+            memory = size(host.memory_bytes)
             table.add_row(host.address, f"{host.num_cpus:g}", f"{host.num_gpus:g}", memory)
         console().print(table)
 
@@ -82,20 +81,20 @@ def add(
     cpus: Annotated[int, typer.Option(min=1, help="Logical CPUs of it.")] = CPUS_PER_HOST,
 ) -> None:
     """Start another host; jobs that may grow take it."""
-    console().print(f"host {_hosts().add(address, cpus)} is there")
+    console().print(f"host {_stack().add_host(address, cpus)} is there")
 
 
 @host_app.command()
 def kill(address: Address) -> None:
     """End everything on a host at once, as a power cut would."""
-    num_processes = _hosts().kill(address)
+    num_processes = _stack().kill_host(address)
     console().print(f"host {address} is gone, with {num_processes} processes")
 
 
 @host_app.command()
 def ls(as_json: JsonOption = False) -> None:
     """List the hosts; on a head the machines that have joined, too."""
-    stack = LocalStack(StackHome.from_environment())
+    stack = _stack()
     state = stack.running()
     head: str | None = NODE_IP
     rows: list[tuple[str, ...]]
@@ -107,12 +106,12 @@ def ls(as_json: JsonOption = False) -> None:
         head = next((node.address for node in nodes if node.is_head), None)
         table = Table("host", "role", "CPUs", "GPUs", "memory")
         rows = [
-            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", human_bytes(it.memory_bytes))
+            (it.address, f"{it.num_cpus:g}", f"{it.num_gpus:g}", size(it.memory_bytes))
             for it in sorted(nodes, key=lambda node: (not node.is_head, node.address))
         ]
     else:
         table = Table("host", "role")
-        rows = [(address,) for address in (NODE_IP, *_hosts().running())]
+        rows = [(address,) for address in (NODE_IP, *stack.running_hosts())]
     if as_json:
         print_json({"head": head, "hosts": [address for address, *_ in rows]})
         return
@@ -121,8 +120,8 @@ def ls(as_json: JsonOption = False) -> None:
     console().print(table)
 
 
-def _hosts() -> LocalHosts:
-    return LocalHosts(LocalStack(StackHome.from_environment()))
+def _stack() -> LocalStack:
+    return LocalStack(StackHome.from_environment())
 
 
 # ---- up, down, status
@@ -186,7 +185,7 @@ def up(
         return
     state = _start(stack, port, console())
     for _ in range(hosts - 1):
-        console().print(Text(f"host {LocalHosts(stack).add()} joined", style="dim"))
+        console().print(Text(f"host {stack.add_host()} joined", style="dim"))
     console().print(_addresses(stack.home, state))
     _stay(stack, state, detach=detach)
 
@@ -220,7 +219,9 @@ def _up_head(
         machines.check_storage(home)
         # Said at once: a start that fails would make the next one keep silent about it.
         if key := machines.first_key(stack.url_at(port), keeps_it=keeps_key):
-            console().print(machines.about_first_key(key, keeps_it=keeps_key))
+            shown = f"API key of an administrator, shown this once: {key}"
+            known = "\n`shardloom` on this machine knows it already" if keeps_key else ""
+            console().print(Text.assemble((shown, "bold"), (known, "dim")))
         state = _start(stack, port, console())
     console().print(_addresses(home, state))
     console().print(machines.how_to_join(home, state))
@@ -266,7 +267,7 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 def ensure_running() -> None:
     """Start the stack in the background unless it runs; raises `StackError`."""
-    stack = LocalStack(StackHome.from_environment())
+    stack = _stack()
     if stack.running() is None:
         state = _start(stack, None, error_console())
         error_console().print(Text(f"{state.url}  (`shardloom down` stops it)", style="dim"))
@@ -287,7 +288,7 @@ def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
-        while not stack.was_ended(state) and _can_go_on(stack, state):
+        while not stack.was_ended(state) and stack.has_lost_service_only(state):
             # Joined machines and their jobs go on meanwhile.
             error_console().print(message)
             state = _start_again(stack, state)
@@ -313,16 +314,11 @@ def _start_again(stack: LocalStack, state: StackState) -> StackState:
         try:
             return _start(stack, None, console())
         except StackError as error:
-            if not _can_go_on(stack, state):
+            if not stack.has_lost_service_only(state):
                 raise
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             error_console().print(str(error))
             error_console().print(f"Ray and its jobs go on; the next try is in {pause_s:.0f} s")
-
-
-def _can_go_on(stack: LocalStack, state: StackState) -> bool:
-    """Whether a head has lost its service only."""
-    return state.head_address is not None and stack.has_live_ray(state)
 
 
 def _addresses(home: StackHome, state: StackState) -> RenderableType:
@@ -350,7 +346,7 @@ def _status_page(
         if cluster.message:
             grid.add_row("", Text(cluster.message, style="dim"))
     if state is not None:
-        grid.add_row("started", human_age(state.started_at, time.time()))
+        grid.add_row("started", age(state.started_at, time.time()))
         grid.add_row("logs", str(home.log_path("service").parent))
     elif not is_alive:
         grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))

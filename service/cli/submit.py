@@ -22,8 +22,6 @@ from service.cli.common import (
     UrlOption,
     console,
     exit_code_of,
-    human_bytes,
-    human_number,
     print_answer,
     print_json,
     print_line,
@@ -33,6 +31,7 @@ from service.cli.follow import detaching, follow
 from service.cli.render import facts_grid, plain_table, shape_text
 from service.client.client import ShardloomClient
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
+from service.schemas.wording import counted, size
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.parse import set_values
@@ -225,8 +224,8 @@ def plan_page(plan: JobPlan) -> RenderableType:
         f"{table.name} [{_rows(table.num_embeddings)} x {table.embedding_dim}]"
         for table in plan.spec.embedding_tables
     )
-    size = f" ({human_bytes(plan.table_bytes)} a copy)" if plan.table_bytes is not None else ""
-    grid.add_row("tables", f"{tables}{size}")
+    each = f" ({size(plan.table_bytes)} a copy)" if plan.table_bytes is not None else ""
+    grid.add_row("tables", f"{tables}{each}")
     batch = plan.spec.data.batch_size
     workers = plan.layout.world_size if plan.layout else plan.world_size
     grid.add_row("batch", f"{batch:,} rows a rank, {batch * workers:,} a step")
@@ -242,19 +241,19 @@ def _add_layout(grid: Table, plan: JobPlan, layout: LayoutOption) -> None:
     grid.add_row("failure domain", f"{_word(layout.failure_domain)}: {plan.after_loss}")
     grid.add_row("survives", _survives(plan, layout))
     if layout.num_replicas > 1:
-        hosts = _counted(layout.num_hosts_per_shard, "host")
+        hosts = counted(layout.num_hosts_per_shard, "host")
         grid.add_row("copies", f"{layout.num_replicas} of each shard, on {hosts}")
         grid.add_row("price", _price(layout))
     if plan.moment_scale is not None:
-        grid.add_row("moment scale", human_number(plan.moment_scale))
+        grid.add_row("moment scale", f"{plan.moment_scale:g}")
 
 
 def _survives(plan: JobPlan, layout: LayoutOption) -> str:
     survived = layout.num_hosts_survived
-    text = f"the loss of any {_counted(survived, 'host')}" if survived else "no lost host"
+    text = f"the loss of any {counted(survived, 'host')}" if survived else "no lost host"
     if plan.num_hosts_needed is None:
         return text
-    workers = _counted(layout.shard_group_size, "worker")
+    workers = counted(layout.shard_group_size, "worker")
     return f"{text} (asked for: at least {plan.num_hosts_needed} hosts with {workers} each)"
 
 
@@ -264,8 +263,8 @@ def _price(layout: LayoutOption) -> str:
     latency = layout.sync_latency_s
     takes = f" in {latency:.2g} s" if latency is not None else ""
     return (
-        f"{human_bytes(layout.memory_overhead_bytes)} of memory a worker for the other copies; a "
-        f"full sync moves {human_bytes(layout.sync_bytes)} a worker{takes}"
+        f"{size(layout.memory_overhead_bytes)} of memory a worker for the other copies; a "
+        f"full sync moves {size(layout.sync_bytes)} a worker{takes}"
     )
 
 
@@ -275,7 +274,6 @@ def options_table(options: Sequence[LayoutOption]) -> Table:
         "", ">Workers", ">Groups", ">Of", "Placement", "Failure domain", ">Survives", ">Memory"
     )
     for option in options:
-        overhead = option.memory_overhead_bytes
         table.add_row(
             Text("chosen", style="green") if option.is_chosen else "",
             str(option.world_size),
@@ -283,18 +281,14 @@ def options_table(options: Sequence[LayoutOption]) -> Table:
             str(option.shard_group_size),
             _word(option.placement),
             _word(option.failure_domain),
-            _counted(option.num_hosts_survived, "host"),
-            "" if overhead is None else human_bytes(overhead),
+            counted(option.num_hosts_survived, "host"),
+            size(option.memory_overhead_bytes),
         )
     return table
 
 
 def _word(value: str) -> str:
     return value.replace("_", " ")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _rows(num_embeddings: int | str) -> str:

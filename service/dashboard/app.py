@@ -28,7 +28,6 @@ from service.dashboard.pages import JobPage, ListPage
 from service.dashboard.panels import PageTools
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
-from service.domain.auth import hash_of
 from service.errors import CsrfRefused, NotSignedIn
 
 router = APIRouter(include_in_schema=False)
@@ -104,11 +103,9 @@ def safe_target(wanted: str | None) -> str:
 
 
 def _is_signed_in(request: Request, context: Context) -> bool:
-    cookie = request.cookies.get(SESSION_COOKIE)
-    if cookie is None or context.security.keys.find_session(hash_of(cookie)) is None:
-        return False
+    credentials = Credentials(cookie=request.cookies.get(SESSION_COOKIE))
     try:
-        context.security.authenticator.principal_of(Credentials(cookie=cookie))
+        context.security.authenticator.principal_of(credentials)
     except NotSignedIn:
         return False
     return True

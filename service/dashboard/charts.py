@@ -230,11 +230,8 @@ def series_data(
 
     So does what is not `above_zero` where only that can be drawn.
     """
-    return [[p.step, p.value if _is_drawn(p.value, above_zero) else None] for p in points]
-
-
-def _is_drawn(value: float, above_zero: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not above_zero)
+    least = 0.0 if above_zero else -math.inf
+    return [[p.step, p.value if least < p.value < math.inf else None] for p in points]
 
 
 def has_data(options: Mapping[str, Any]) -> bool:

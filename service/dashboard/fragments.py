@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from service.api.views import summary_of
 from service.backends.base import cluster_text, has_own_cluster
-from service.dashboard import format, views
+from service.dashboard import views
 from service.dashboard.groups import GroupsView, member_grid
 from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
@@ -24,6 +25,7 @@ from service.domain.sharding import (
     shard_text,
 )
 from service.domain.timeline import traces_of
+from service.schemas import wording
 from service.schemas.jobs import ExportOut
 
 MAX_TIMELINE_LINES = 200
@@ -35,9 +37,10 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "duration", "grouped", "metrics_line", "ratio", "size", "utc")
-_FUNCTIONS = (format.metric, shard_text, views.end_tone, views.event_tone, views.export_errors)
-_templates.filters |= {name: getattr(format, name) for name in _FILTERS}
+_FILTERS = ("clock", "duration", "metrics_line", "ratio", "size", "utc")
+_FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, wording.comparison)
+_templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
+_templates.filters["grouped"] = "{:,}".format
 _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
 _templates.globals["num_colours"] = views.NUM_HOST_COLOURS
 
@@ -53,20 +56,19 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     `now` is Unix time in seconds.
     """
     last_end = attempts[-1].end_reason if attempts else None
-    duration_s, duration = views.duration_s(job, now), ""
-    if duration_s is not None:
-        verb = "ran for" if job.status.is_terminal else "running for"
-        duration = f"{verb} {format.duration(duration_s)}"
+    duration = wording.duration_of(job, now)
+    if duration:
+        duration = f"{'ran' if job.status.is_terminal else 'running'} for {duration}"
     return render(
         "heading.html",
         job=job,
-        tone=views.tone_of(job.status),
-        groups=views.groups_text(job),
+        tone=wording.tone_of(job.status),
+        groups=wording.groups_text(summary_of(job)),
         advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
         layout=views.layout_text(job),
         cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
         duration=duration,
-        age=format.duration(now - job.created_at),
+        age=wording.duration(now - job.created_at),
     )
 
 
@@ -77,9 +79,9 @@ def progress(job: Job) -> str:
     return render(
         "progress.html",
         progress=views.progress_view(job),
-        tone=views.tone_of(job.status),
+        tone=wording.tone_of(job.status),
         epoch=f"epoch {min(done.epoch + 1, epochs)} of {epochs}" if done.step else "",
-        rows=format.compact(done.rows) if done.rows else "",
+        rows=wording.compact(done.rows) if done.rows else "",
     )
 
 

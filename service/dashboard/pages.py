@@ -11,7 +11,7 @@ from typing import TypeVar
 import yaml
 from nicegui import ui
 
-from service.dashboard import charts, format, fragments, views
+from service.dashboard import charts, fragments, views
 from service.dashboard.auth import may_see
 from service.dashboard.panels import (
     ActionsPanel,
@@ -34,6 +34,7 @@ from service.dashboard.snapshots import (
 from service.domain.models import Checkpoint, Job, JobStatus, MetricPoint
 from service.errors import JobNotFound
 from service.jobs.run_storage import run_dir_of
+from service.schemas import wording
 
 REFRESH_INTERVAL_S = 1.0
 PanelKind = TypeVar("PanelKind", bound=Panel)
@@ -174,7 +175,7 @@ _COLUMNS = (
     ("status", "Status", "left"),
     ("name", "Job", "left"),
     ("progress", "Progress", "left"),
-    ("workers", f"Workers T = M {format.TIMES} L", "left"),
+    ("workers", f"Workers T = M {wording.TIMES} L", "left"),
     ("loss", "Train loss", "right"),
     ("quality", "Validation", "right"),
     ("rows_per_s", "Rows/s", "right"),

@@ -18,7 +18,7 @@ from typing import Any
 from nicegui import ui
 
 from service.api.views import describe_or_fail
-from service.dashboard import format, fragments
+from service.dashboard import fragments
 from service.dashboard.auth import check_change, may_change, reader
 from service.dashboard.groups import groups_view
 from service.dashboard.shell import panel
@@ -42,6 +42,7 @@ from service.jobs.exports import delete_export, get_export, request_export
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
 from service.jobs.profiling import request_trace
 from service.jobs.run_storage import run_dir_of
+from service.schemas import wording
 from service.schemas.jobs import ExportOut
 from service.settings import Settings
 from trainer.export.requests import ExportFolder, list_exports
@@ -177,7 +178,7 @@ class ActionsPanel(Panel):
         found = sorted(self._snapshot.checkpoints, key=lambda each: -each.step)
         options = {
             each.step: f"step {each.step:,}{', best so far' if each.is_best else ''}, "
-            f"{format.size(each.size_bytes)}"
+            f"{wording.size(each.size_bytes)}"
             for each in found
         }
         self._step.set_options(options, value=found[0].step)

@@ -6,48 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from service.api.views import progress_of
-from service.dashboard import format
-from service.domain.membership import (
-    is_degraded,
-    membership_of,
-    num_current,
-    num_wanted,
-    sizes_of_job,
-    span_text,
-)
-from service.domain.models import (
-    EndReason,
-    Job,
-    JobStatus,
-    QueueState,
-    TimelineEvent,
-)
-from service.schemas.jobs import ExportOut
+from service.api.views import progress_of, summary_of
+from service.domain.membership import sizes_of_job, span_text
+from service.domain.models import EndReason, Job, JobStatus, QueueState, TimelineEvent
+from service.schemas import wording
 from trainer.protocol.events import WorkersStarted
 
-
-def export_errors(export: ExportOut) -> str:
-    """How far predictions are from the trainer's, by task."""
-    tasks = (export.report or {}).get("tasks", {})
-    if not tasks:
-        return "not compared with the trainer's predictions"
-    return "; ".join(
-        f"{name}: {each['metric']} {each['trainer_metric']:.4f} as trained, "
-        f"{each['export_metric']:.4f} exported"
-        for name, each in tasks.items()
-    )
-
-
-# Colour families of the stylesheet; `active` is the accent.
-_TONES = {
-    JobStatus.STARTING: "active",
-    JobStatus.RUNNING: "active",
-    JobStatus.PAUSED: "warn",
-    JobStatus.STOPPING: "warn",
-    JobStatus.SUCCEEDED: "good",
-    JobStatus.FAILED: "bad",
-}
 _EVENT_TONES = {
     "attempt_started": "active",
     "workers_started": "active",
@@ -65,11 +29,6 @@ _GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUS
 NUM_HOST_COLOURS = 8
 
 
-def tone_of(status: JobStatus) -> str:
-    """Colour family of a status: `neutral`, `active`, `good`, `warn` or `bad`."""
-    return _TONES.get(status, "neutral")
-
-
 def quality_metric(job: Job) -> str:
     """Name of the metric that says how good the model is, without its part: `rmse`, `ne`, ..."""
     return job.spec.model.watched_metric
@@ -82,22 +41,7 @@ def layout_text(job: Job) -> str:
     if sizes.num_replicas is None or sizes.shard_group_size is None:
         return f"{workers} (auto)"
     replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
-    return f"{workers} = {replicas} {format.TIMES} {sizes.shard_group_size}"
-
-
-def groups_text(job: Job) -> str:
-    """How many groups train, as in `2 of 3 groups`; empty unless it is fewer than there should."""
-    membership = membership_of(job)
-    if membership is None or not is_degraded(job):
-        return ""
-    return f"{num_current(membership)} of {num_wanted(membership)} groups"
-
-
-def duration_s(job: Job, now: float) -> float | None:
-    """Seconds from the start of training to its end, or to `now`; None before the start."""
-    if job.started_at is None:
-        return None
-    return (job.ended_at or now) - job.started_at
+    return f"{workers} = {replicas} {wording.TIMES} {sizes.shard_group_size}"
 
 
 @dataclass(frozen=True)
@@ -113,14 +57,14 @@ class ProgressView:
 def progress_view(job: Job) -> ProgressView:
     """Progress of a job; an ETA only where there is something left to wait for."""
     done = progress_of(job.progress, job.status)
-    total = format.grouped(done.total_steps) if done.total_steps else "?"
-    eta = format.duration(done.eta_s)
+    total = f"{done.total_steps:,}" if done.total_steps else "?"
+    eta = wording.duration(done.eta_s)
     return ProgressView(
         percent=done.percent,
         # Truncated, so that 100 % means done.
         percent_text=f"{int(done.percent)}%",
-        step_text=f"step {format.grouped(done.step)} of {total}" if done.step else "not started",
-        eta_text="" if eta == format.NOTHING else f"{eta} left",
+        step_text=f"step {done.step:,} of {total}" if done.step else "not started",
+        eta_text="" if eta == wording.NOTHING else f"{eta} left",
     )
 
 
@@ -142,19 +86,19 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "name": job.name,
         "href": f"jobs/{job.id}",
         "status": job.status.value.lower(),
-        "tone": tone_of(job.status),
-        "groups": groups_text(job),
+        "tone": wording.tone_of(job.status),
+        "groups": wording.groups_text(summary_of(job)),
         "percent": round(progress.percent, 1),
         "percent_text": progress.percent_text,
         "aside": _aside(job) or progress.eta_text,
         "message": job.message,
         "workers": layout_text(job),
-        "loss": format.precise(job.latest_metrics.get("train/loss")),
-        "quality": format.precise(quality_value),
+        "loss": wording.precise(job.latest_metrics.get("train/loss")),
+        "quality": wording.precise(quality_value),
         "quality_name": "" if quality_value is None else quality.upper(),
-        "rows_per_s": format.compact(job.progress.rows_per_s or None),
-        "age": format.duration(now - job.created_at),
-        "duration": format.duration(duration_s(job, now)),
+        "rows_per_s": wording.compact(job.progress.rows_per_s or None),
+        "age": wording.duration(now - job.created_at),
+        "duration": wording.duration_of(job, now) or wording.NOTHING,
     }
 
 
@@ -188,17 +132,17 @@ def rank_rows(workers: WorkersStarted) -> list[list[int]]:
 
 
 def end_tone(reason: object) -> str:
-    """Colour family of the end of an attempt; `active` where there is none."""
+    """Tone of the end of an attempt; `active` where there is none."""
     if reason is None:
         return "active"
     return "good" if reason in _GOOD_ENDS else "bad"
 
 
 def event_tone(job: Job, event: TimelineEvent) -> str:
-    """Colour family of an event: by the end or the level that it reports, else by its kind."""
+    """Tone of an event: by the end or the level that it reports, else by its kind."""
     level = event.data.get("level")
     if event.kind == "job_ended":
-        return tone_of(job.status)
+        return wording.tone_of(job.status)
     if event.kind == "attempt_ended":
         return end_tone(event.data.get("reason"))
     if isinstance(level, str) and level in _LEVEL_TONES:

@@ -13,16 +13,24 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
 from service.client.credentials import tls_context
 from service.compatibility import HeadFacts, differences, storage_fault, versions_here
-from service.local import ray_node
 from service.local.processes import ProcessId, is_alive
-from service.local.ray_node import MachineNode, NodePorts, RayNode, RayState, check_node_ports_free
+from service.local.ray_node import (
+    MachineNode,
+    RayNode,
+    RayState,
+    check_node_ports_free,
+    drain_command,
+    join_command,
+    make_temp_dir,
+    node_environment,
+)
 from service.local.stack import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report, end_process
 from service.local.state import JoinedState, StackError, StackHome, boot_id
 from service.network import NoAddress, address_towards, interface_of
@@ -33,20 +41,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _DRAIN_TIMEOUT_S = 30.0
 # A busy head may leave a request open; one that is gone for good must not cost the whole grace.
 _HEAD_PATIENCE_S = 20.0
-_MAX_TRIES = 3
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class JoinRequest:
-    """What a machine joins with: see the options of `shardloom join`."""
-
-    head_url: str
-    token: str
-    address: str | None = None
-    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
-    num_gpus: int | None = None
-    ports: NodePorts = field(default_factory=NodePorts)
 
 
 @dataclass
@@ -61,21 +56,24 @@ class JoinedMachine:
         state = self.home.read_joined()
         return state if state is not None and state.is_running else None
 
-    def join(self, request: JoinRequest, report: Report) -> tuple[JoinedState, RayNode]:
+    def join(
+        self, head_url: str, token: str, node: MachineNode, report: Report
+    ) -> tuple[JoinedState, RayNode]:
         """Start the node and wait until the head counts it; raises `StackError`.
 
-        `report` gets a line per milestone. Nothing is left running after an error.
+        Where `node` has no address it takes the one that leads to the head. `report` gets a line
+        per milestone. Nothing is left running after an error.
         """
         with self.home.lock():
             self._check_is_free()
-            facts = ask_head(request.head_url, request.token)
-            node = _node_towards(facts, request)
+            facts = ask_head(head_url, token)
+            node = _node_towards(facts, node)
             check_facts(facts)
             _check_reaches(facts.gcs_address)
             check_node_ports_free(node.address, node.ports.fixed)
-            self.home.keep_cluster_token(request.token)
+            self.home.keep_cluster_token(token)
             report(f"the head's versions and run storage {facts.runs_dir} are here, too")
-            return self._start(node, facts, request)
+            return self._start(node, facts, head_url, token)
 
     def leave(self, grace_s: int, report: Report) -> bool:
         """Let jobs leave this machine for at most `grace_s`, then end its node.
@@ -127,48 +125,38 @@ class JoinedMachine:
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
 
     def _start(
-        self, node: MachineNode, facts: HeadFacts, request: JoinRequest
+        self, node: MachineNode, facts: HeadFacts, head_url: str, token: str
     ) -> tuple[JoinedState, RayNode]:
-        executable = ray_node.ray_executable()
-        ray = RayState(facts.ray_address, request.token)
-        folder = self.home.ray_dir
-        command = ray_node.join_command(executable, node, facts.gcs_address, folder)
-        environment = node.environment(self.environment, self.home.cluster_token_path)
-        known: set[str] = set()
-        for _ in range(_MAX_TRIES):
-            # One of before a crash, a cut link or the last try may not be given up yet.
-            known |= {node.node_id for node in ray.live_nodes() or ()}
-            ray_node.make_temp_dir(folder)
-            process = self._stack.spawn(_log(node.address), command, environment)
-            with ExitStack() as undo:
-                undo.callback(self._undo, process)
-                state = JoinedState(
-                    address=node.address,
-                    head_url=request.head_url,
+        home, address, gcs_address = self.home, node.address, facts.gcs_address
+
+        def start() -> tuple[list[str], dict[str, str]]:
+            command = join_command(node, gcs_address, home.ray_dir)
+            make_temp_dir(home.ray_dir)
+            return command, node.environment(self.environment, home.cluster_token_path)
+
+        def keep(process: ProcessId) -> None:
+            home.write_joined(
+                JoinedState(
+                    address=address,
+                    head_url=head_url,
                     ray_address=facts.ray_address,
-                    gcs_address=facts.gcs_address,
+                    gcs_address=gcs_address,
                     boot_id=boot_id(),
                     started_at=time.time(),
                     node=process,
                 )
-                self.home.write_joined(state)
-                if found := ray.wait_for_node(node.address, process, known):
-                    undo.pop_all()
-                    state = state.model_copy(update={"node_id": found.node_id})
-                    self.home.write_joined(state)
-                    return state, found
-                was_alive = is_alive(process)
-            # On a busy machine a node's agent may be later than Ray allows.
-            if was_alive:
-                break
-        raise StackError(
-            f"{node.address} did not join {facts.gcs_address}: is the head still up, and do both "
-            "machines reach each other's ports? " + self._stack.log_tail(_log(node.address))
-        )
+            )
 
-    def _undo(self, process: ProcessId) -> None:
-        _end(process)
-        self.home.forget_joined()
+        with ExitStack() as undo:
+            undo.callback(home.forget_joined)
+            ray = RayState(facts.ray_address, token)
+            found = self._stack.start_node(_log(address), address, ray, start, keep)
+            state = home.read_joined()
+            assert state is not None
+            state = state.model_copy(update={"node_id": found.node_id})
+            home.write_joined(state)
+            undo.pop_all()
+        return state, found
 
     def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
         """Announce to jobs that this machine leaves, and wait until none has a worker here."""
@@ -193,11 +181,10 @@ class JoinedMachine:
             report(_wait_for_jobs(ray, state.node, node_id, started, grace_s))
 
     def _ask_to_drain(self, state: JoinedState, node_id: str, grace_s: int, report: Report) -> bool:
-        executable = ray_node.ray_executable()
-        environment = ray_node.node_environment(self.environment, self.home.cluster_token_path)
+        environment = node_environment(self.environment, self.home.cluster_token_path)
         try:
             done = subprocess.run(
-                ray_node.drain_command(executable, state.gcs_address, node_id, grace_s),
+                drain_command(state.gcs_address, node_id, grace_s),
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -285,17 +272,17 @@ def check_facts(facts: HeadFacts) -> None:
         raise StackError(fault)
 
 
-def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:
+def _node_towards(facts: HeadFacts, node: MachineNode) -> MachineNode:
     """This machine as the head will see it; raises `StackError`."""
     host = facts.gcs_address.rpartition(":")[0]
     try:
-        address = request.address or address_towards(host)
+        address = node.address or address_towards(host)
         interface = interface_of(address)
     except NoAddress as error:
         raise StackError(f"{error}; --address names the one by which the head sees it") from None
     if address == host:
         raise StackError(f"{address} is the head itself, which has workers without joining")
-    return MachineNode(address, interface, request.num_cpus, request.num_gpus, request.ports)
+    return replace(node, address=address, interface=interface)
 
 
 def _check_reaches(gcs_address: str) -> None:

@@ -19,7 +19,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -56,29 +57,13 @@ TRAINER_SETTINGS = frozenset(
 _KEPT_FROM_JOBS = frozenset({"RAY_ADDRESS", "RAY_AUTH_TOKEN", "PGPASSWORD", "PGPASSFILE"})
 
 
-@dataclass(frozen=True)
-class RayPorts:
-    """TCP ports of the head, each free when chosen."""
-
-    gcs: int
-    dashboard: int
-    agent_http: int
-    dashboard_metrics: int
-    agent_grpc: int
-    runtime_env_agent: int
-    node_metrics: int
-
-
-def choose_ports() -> RayPorts:
-    """Free ports for a head; all are held until the last is found, so that they differ."""
-    sockets = [socket.socket() for _ in fields(RayPorts)]
-    try:
+def free_ports(number: int) -> list[int]:
+    """Free TCP ports; all are held until the last is found, so that they differ."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return RayPorts(*(each.getsockname()[1] for each in sockets))
-    finally:
-        for each in sockets:
-            each.close()
+        return [each.getsockname()[1] for each in sockets]
 
 
 def ray_executable() -> str:
@@ -89,70 +74,11 @@ def ray_executable() -> str:
     return found
 
 
-def start_command(executable: str) -> list[str]:
-    """`ray start` of this environment, made fit for a busy machine; else of that executable."""
+def _start_command() -> list[str]:
+    """`ray start` of this environment, made fit for a busy machine; else of PATH."""
     if importlib.util.find_spec("ray"):
         return [sys.executable, "-m", "trainer.driver.ray_start"]
-    return [executable, "start"]
-
-
-def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: int) -> list[str]:
-    """Command that runs the head until it is told to stop."""
-    return [
-        *start_command(executable),
-        "--head",
-        f"--node-ip-address={NODE_IP}",
-        f"--port={ports.gcs}",
-        # No cluster of these grows by itself.
-        "--no-monitor",
-        f"--dashboard-agent-listen-port={ports.agent_http}",
-        *_ports_of_agents(ports.agent_grpc, ports.runtime_env_agent, ports.node_metrics),
-        "--include-dashboard=true",
-        "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={ports.dashboard}",
-        # Random ports: the default range is the same for every cluster of the machine.
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-        f"--num-cpus={max(MIN_LOGICAL_CPUS, num_cores)}",
-        f"--temp-dir={temp_dir}",
-        "--include-log-monitor=false",
-        *_COMMON_OPTIONS,
-    ]
-
-
-def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int) -> list[str]:
-    """Command that runs a further node, with an address of its own, until it is told to stop."""
-    return [
-        *start_command(executable),
-        f"--address={gcs_address}",
-        f"--node-ip-address={node_ip}",
-        f"--dashboard-agent-listen-port={free_port()}",
-        *_ports_of_agents(free_port(), free_port(), free_port()),
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-        f"--num-cpus={num_cores}",
-        *_COMMON_OPTIONS,
-    ]
-
-
-def _ports_of_agents(grpc: int, runtime_env: int, metrics: int) -> list[str]:
-    """Fixed ports of agents: a raylet that is given them need not wait 15 s for its agents.
-
-    The port of the agent's own API is set by `trainer.driver.ray_start`.
-    """
-    return [
-        f"--dashboard-agent-grpc-port={grpc}",
-        f"--runtime-env-agent-port={runtime_env}",
-        f"--metrics-export-port={metrics}",
-    ]
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return [ray_executable(), "start"]
 
 
 def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
@@ -160,7 +86,8 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
 
     Of the service's own settings only `TRAINER_SETTINGS`: no key, no database's password.
     """
-    kept = {key: value for key, value in inherited.items() if _is_for_jobs(key)}
+    ours = {name for name in inherited if name.startswith("SHARDLOOM_")} - TRAINER_SETTINGS
+    kept = {name: inherited[name] for name in inherited.keys() - ours - _KEPT_FROM_JOBS}
     return kept | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -186,26 +113,6 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
     }
 
 
-def _is_for_jobs(name: str) -> bool:
-    if name.startswith("SHARDLOOM_"):
-        return name in TRAINER_SETTINGS
-    return name not in _KEPT_FROM_JOBS
-
-
-def head_environment(
-    inherited: Mapping[str, str], ports: RayPorts, token_path: Path
-) -> dict[str, str]:
-    """Environment of the head."""
-    return node_environment(inherited, token_path) | {
-        # A host that dies is noticed within seconds, not in half a minute.
-        "RAY_health_check_initial_delay_ms": "1000",
-        "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": "5000",
-        "RAY_health_check_failure_threshold": "3",
-        "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
-    }
-
-
 def make_temp_dir(path: Path) -> None:
     """Make Ray's folder afresh, private to this user; raises `OSError` if another user owns it."""
     path.mkdir(mode=0o700, exist_ok=True)
@@ -215,8 +122,6 @@ def make_temp_dir(path: Path) -> None:
     path.mkdir(mode=0o700)
 
 
-# ---- Ray on machines of a network
-
 RAY_PORT = 6379
 RAY_DASHBOARD_PORT = 8265
 NODE_PORT = 8710
@@ -224,6 +129,7 @@ WORKER_PORTS = "10002-19999"
 _NODE_PORT_OPTIONS = (
     "--node-manager-port",
     "--object-manager-port",
+    # A raylet that is given the ports of its agents need not wait 15 s for them.
     "--dashboard-agent-grpc-port",
     "--dashboard-agent-listen-port",
     "--runtime-env-agent-port",
@@ -238,16 +144,11 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class NodePorts:
-    """TCP ports of one machine: six for the node, from `first` on, and a range for its workers."""
+    """TCP ports of one machine: six of the node, and a range of its workers; Ray chooses for 0."""
 
-    first: int = NODE_PORT
+    fixed: tuple[int, ...] = tuple(range(NODE_PORT, NODE_PORT + len(_NODE_PORT_OPTIONS)))
     first_worker: int = 10002
     last_worker: int = 19999
-
-    @property
-    def fixed(self) -> range:
-        """The ports of the node itself."""
-        return range(self.first, self.first + len(_NODE_PORT_OPTIONS))
 
     @property
     def workers(self) -> range:
@@ -264,41 +165,54 @@ class NodePorts:
         ]
 
 
-def parse_ports(first: int, workers: str) -> NodePorts:
-    """Ports from options; `workers` reads FIRST-LAST. Raises ValueError with a sentence."""
+def parse_ports(first: int, workers: str, *others: int) -> NodePorts:
+    """Ports from options; `workers` reads FIRST-LAST, `others` are those of a head.
+
+    Raises ValueError with a sentence, also where one port has two uses.
+    """
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", workers)
     if match is None:
         raise ValueError(f"'{workers}' is no range of ports; it reads FIRST-LAST, as 10002-19999")
-    ports = NodePorts(first, int(match[1]), int(match[2]))
+    last = first + len(_NODE_PORT_OPTIONS) - 1
+    ports = NodePorts(tuple(range(first, last + 1)), int(match[1]), int(match[2]))
     if not 1024 <= ports.first_worker <= ports.last_worker <= _LAST_PORT:
         raise ValueError(f"'{workers}': a range of ports goes up, from 1024 to {_LAST_PORT}")
-    if ports.fixed.stop - 1 > _LAST_PORT:
+    if last > _LAST_PORT:
         raise ValueError(f"the six ports from {first} on would go beyond {_LAST_PORT}")
-    if ports.fixed.start <= ports.last_worker and ports.first_worker < ports.fixed.stop:
-        raise ValueError(
-            f"the node's ports {ports.fixed.start}-{ports.fixed.stop - 1} lie in the workers' "
-            f"range {workers}"
-        )
+    used = [*others, *ports.fixed]
+    for index, port in enumerate(used):
+        if port in used[:index]:
+            raise ValueError(
+                f"port {port} has two uses: --ray-port, --ray-dashboard-port and the node's six "
+                f"from --node-port on ({first}-{last}) differ"
+            )
+        if port in ports.workers:
+            raise ValueError(f"port {port} lies in the workers' range {workers} (--worker-ports)")
     return ports
 
 
 @dataclass(frozen=True)
 class MachineNode:
-    """One machine as Ray sees it. Where `num_gpus` is None Ray counts those of the machine."""
+    """One machine as Ray sees it, with all CPUs and GPUs of it where they are None.
+
+    `interface` leads to other machines; None where there are none.
+    """
 
     address: str
-    interface: str
-    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    interface: str | None = None
+    num_cpus: int | None = None
     num_gpus: int | None = None
     ports: NodePorts = field(default_factory=NodePorts)
 
     def options(self, temp_dir: Path) -> list[str]:
         """Options of `ray start`."""
+        cpus = (os.cpu_count() or 1) if self.num_cpus is None else self.num_cpus
+        # Ray counts them itself.
         gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
         return [
             f"--node-ip-address={self.address}",
             *self.ports.options(),
-            f"--num-cpus={self.num_cpus}",
+            f"--num-cpus={cpus}",
             *gpus,
             f"--temp-dir={temp_dir}",
             "--include-log-monitor=false",
@@ -311,22 +225,29 @@ class MachineNode:
         Gloo looks the machine's own name up, which often leads to 127.0.0.1 or 127.0.1.1, and NCCL
         takes any interface: both are given the one that leads to the other machines.
         """
-        # "=" makes NCCL take that very name; without it, all that begin so.
-        networks = {
-            "GLOO_SOCKET_IFNAME": self.interface,
-            "NCCL_SOCKET_IFNAME": f"={self.interface}",
-        }
+        networks = {}
+        if self.interface is not None:
+            # "=" makes NCCL take that very name; without it, all that begin so.
+            networks = {
+                "GLOO_SOCKET_IFNAME": self.interface,
+                "NCCL_SOCKET_IFNAME": f"={self.interface}",
+            }
         chosen = {name: inherited[name] for name in networks if inherited.get(name)}
         return node_environment(inherited, token_path) | networks | chosen
 
 
 @dataclass(frozen=True)
 class MachineHead:
-    """The machine that others join, and the ports at which they find it."""
+    """The machine that others join, and the ports at which they find it.
+
+    Its Jobs API is at `dashboard_host`, which is its own address where that is None.
+    """
 
     node: MachineNode
     ray_port: int = RAY_PORT
     dashboard_port: int = RAY_DASHBOARD_PORT
+    dashboard_host: str | None = None
+    metrics_port: int = field(default_factory=lambda: free_ports(1)[0])
 
     @property
     def gcs_address(self) -> str:
@@ -336,53 +257,53 @@ class MachineHead:
     @property
     def ray_address(self) -> str:
         """URL of the Jobs API."""
-        return f"http://{self.node.address}:{self.dashboard_port}"
+        return f"http://{self.dashboard_host or self.node.address}:{self.dashboard_port}"
 
     @property
     def fixed_ports(self) -> list[int]:
         """Ports that must be free before it starts, the service's apart."""
         return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
 
-    @property
-    def all_ports(self) -> set[int]:
-        """Those and its workers'."""
-        return {*self.fixed_ports, *self.node.ports.workers}
-
-    def check_ports(self) -> None:
-        """Raise ValueError with a sentence where one port has two uses."""
-        ports, workers = self.node.ports.fixed, self.node.ports.workers
-        for index, port in enumerate(self.fixed_ports):
-            if port > _LAST_PORT:
-                raise ValueError(f"the head's six ports from --node-port on go beyond {port - 1}")
-            if port in self.fixed_ports[:index]:
-                raise ValueError(
-                    f"port {port} has two uses: --ray-port, --ray-dashboard-port and the head's "
-                    f"six from --node-port on ({ports.start}-{ports.stop - 1}) differ"
-                )
-            if port in workers:
-                raise ValueError(
-                    f"port {port} of the head lies in the workers' range "
-                    f"{workers.start}-{workers.stop - 1} (--worker-ports)"
-                )
-
-    def command(self, executable: str, temp_dir: Path) -> list[str]:
+    def command(self, temp_dir: Path) -> list[str]:
         """Command that runs it until it is told to stop."""
         return [
-            *start_command(executable),
+            *_start_command(),
             "--head",
             f"--port={self.ray_port}",
+            # No cluster of these grows by itself.
             "--no-monitor",
             "--include-dashboard=true",
-            f"--dashboard-host={self.node.address}",
+            f"--dashboard-host={self.dashboard_host or self.node.address}",
             f"--dashboard-port={self.dashboard_port}",
             *self.node.options(temp_dir),
         ]
 
-    def environment(
-        self, inherited: Mapping[str, str], ports: RayPorts, token_path: Path
-    ) -> dict[str, str]:
+    def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
         """Environment of the head and of what runs there."""
-        return self.node.environment(head_environment(inherited, ports, token_path), token_path)
+        return self.node.environment(inherited, token_path) | {
+            # A host that dies is noticed within seconds, not in half a minute.
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "5000",
+            "RAY_health_check_failure_threshold": "3",
+            "DASHBOARD_METRIC_PORT": str(self.metrics_port),
+        }
+
+
+def private_node(address: str, num_cpus: int) -> MachineNode:
+    """A node of a Ray on loopback addresses.
+
+    Its ports are free ones: the usual ranges are the same for every cluster of the machine.
+    """
+    return MachineNode(address, num_cpus=num_cpus, ports=NodePorts((0, 0, *free_ports(4)), 0, 0))
+
+
+def private_head(num_cores: int) -> MachineHead:
+    """The head of a Ray of this machine alone."""
+    ray_port, dashboard_port, metrics_port, *agents = free_ports(7)
+    ports = NodePorts((0, 0, *agents), 0, 0)
+    node = MachineNode(NODE_IP, num_cpus=max(MIN_LOGICAL_CPUS, num_cores), ports=ports)
+    return MachineHead(node, ray_port, dashboard_port, "127.0.0.1", metrics_port)
 
 
 def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
@@ -395,16 +316,15 @@ def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
             )
 
 
-def join_command(executable: str, node: MachineNode, gcs_address: str, temp_dir: Path) -> list[str]:
-    """Command that runs a machine's node until it is told to stop."""
-    start = start_command(executable)
-    return [*start, f"--address={gcs_address}", *node.options(temp_dir)]
+def join_command(node: MachineNode, gcs_address: str, temp_dir: Path) -> list[str]:
+    """Command that runs a further node until it is told to stop."""
+    return [*_start_command(), f"--address={gcs_address}", *node.options(temp_dir)]
 
 
-def drain_command(executable: str, gcs_address: str, node_id: str, grace_s: int) -> list[str]:
+def drain_command(gcs_address: str, node_id: str, grace_s: int) -> list[str]:
     """Command that tells Ray, and by it every job, that a node is about to go."""
     return [
-        executable,
+        ray_executable(),
         "drain-node",
         f"--address={gcs_address}",
         f"--node-id={node_id}",

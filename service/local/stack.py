@@ -6,7 +6,7 @@ started them. Jobs go the same way as on a cluster: the service submits them to 
 With SHARDLOOM_RAY_ADDRESS set no Ray is started and that cluster is used; with
 SHARDLOOM_BACKEND=fake there is no cluster at all.
 
-`LocalHosts` adds Ray nodes with loopback addresses of their own. They share the cores of this
+Further hosts are Ray nodes with loopback addresses of their own. They share the cores of this
 machine, but Ray, and so every job, takes them for different hosts.
 """
 
@@ -21,13 +21,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 
 import httpx
 
-from service.local import ray_node
 from service.local.processes import (
     ProcessId,
     identify,
@@ -36,7 +35,17 @@ from service.local.processes import (
     process_tree,
     terminate_tree,
 )
-from service.local.ray_node import MachineHead, RayState, check_node_ports_free
+from service.local.ray_node import (
+    NODE_IP,
+    MachineHead,
+    RayNode,
+    RayState,
+    check_node_ports_free,
+    join_command,
+    make_temp_dir,
+    private_head,
+    private_node,
+)
 from service.local.state import StackError, StackHome, StackState, boot_id
 from service.network import local_url, port_fault
 from trainer.protocol.versions import check_versions
@@ -49,30 +58,20 @@ _PORT_PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Component:
-    """One process of the stack and how to tell that it is ready.
-
-    `url` answers with success, and then `has_node`, where there is one, says that Ray counts the
-    node of this machine: its Jobs API answers before that, and a job would find no place.
-    """
+    """One process of the stack; `url` says where it is asked for whether it `is_ready`."""
 
     name: str
     process: ProcessId
     url: str
-    token: str | None = None
-    has_node: Callable[[], bool] | None = None
+    is_ready: Callable[[], bool]
 
-    def fault(self, http: httpx.Client) -> str | None:
-        """What is not ready yet, as a clause; None if all is."""
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        try:
-            answers = http.get(self.url, headers=headers).is_success
-        except httpx.TransportError:
-            answers = False
-        if not answers:
-            return f"does not answer at {self.url}"
-        if self.has_node is not None and not self.has_node():
-            return "does not count the node of this machine as alive"
-        return None
+
+def answers(url: str) -> bool:
+    """Whether a GET succeeds; of this machine only, so that a certificate need not be checked."""
+    try:
+        return httpx.get(url, trust_env=False, timeout=2.0, verify=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 def wait_until_ready(
@@ -84,23 +83,21 @@ def wait_until_ready(
     """
     started = time.monotonic()
     waiting = list(parts)
-    # Of this machine only the health is asked, so its certificate need not be checked.
-    with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
-        while waiting:
-            for part in list(waiting):
-                fault = part.fault(http)
-                elapsed_s = time.monotonic() - started
-                if fault is None:
-                    waiting.remove(part)
-                    report(f"{part.name} ready after {elapsed_s:.1f} s")
-                elif not is_alive(part.process):
-                    raise StackError(f"{part.name} did not start; {log_tail(part.name)}")
-                elif elapsed_s > START_TIMEOUT_S:
-                    raise StackError(
-                        f"{part.name} runs but {fault} after {elapsed_s:.0f} s; "
-                        f"{log_tail(part.name)}"
-                    )
-            time.sleep(_READY_POLL_S)
+    while waiting:
+        for part in list(waiting):
+            is_ready = part.is_ready()
+            elapsed_s = time.monotonic() - started
+            if is_ready:
+                waiting.remove(part)
+                report(f"{part.name} ready after {elapsed_s:.1f} s")
+            elif not is_alive(part.process):
+                raise StackError(f"{part.name} did not start; {log_tail(part.name)}")
+            elif elapsed_s > START_TIMEOUT_S:
+                raise StackError(
+                    f"{part.name} runs but is not ready at {part.url} after {elapsed_s:.0f} s; "
+                    f"{log_tail(part.name)}"
+                )
+        time.sleep(_READY_POLL_S)
 
 
 def end_process(name: str, process: ProcessId, grace_s: float) -> None:
@@ -110,23 +107,20 @@ def end_process(name: str, process: ProcessId, grace_s: float) -> None:
         raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
 
 
-def wait_for_port(port: int, host: str) -> None:
-    """Give a service that was killed the time to be gone altogether.
+def check_port_free(port: int, host: str = "127.0.0.1", patience_s: float = 0.0) -> None:
+    """Raise `StackError`, naming the port and the way out, if something listens on it.
 
-    Its process counts as dead once its first thread is, but keeps the port until its last I/O ends.
+    A service that was killed counts as dead once its first thread is, but keeps its port until its
+    last I/O ends: it is given `patience_s` to be gone altogether.
     """
-    deadline = time.monotonic() + _PORT_PATIENCE_S
-    while port_fault(host, port) is not None and time.monotonic() < deadline:
+    deadline = time.monotonic() + patience_s
+    while fault := port_fault(host, port):
+        if time.monotonic() >= deadline:
+            raise StackError(
+                f"{fault}; choose another one: `shardloom up --port {port + 1}` "
+                f"or SHARDLOOM_PORT={port + 1}"
+            )
         time.sleep(_READY_POLL_S)
-
-
-def check_port_free(port: int, host: str = "127.0.0.1") -> None:
-    """Raise `StackError`, naming the port and the way out, if something listens on it."""
-    if fault := port_fault(host, port):
-        raise StackError(
-            f"{fault}; choose another one: `shardloom up --port {port + 1}` "
-            f"or SHARDLOOM_PORT={port + 1}"
-        )
 
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.app")
@@ -136,6 +130,8 @@ POLL_S = 0.1
 SERVICE_GRACE_S = 8.0
 RAY_GRACE_S = 5.0
 LOG_TAIL_LINES = 15
+CPUS_PER_HOST = 4
+_MAX_TRIES = 3
 Report = Callable[[str], None]
 
 
@@ -153,6 +149,11 @@ class LocalStack:
         self.home = home
         self._head = head
         self._environment = dict(environment)
+        self._head_address = head.node.address if head is not None else None
+        # Where the service listens unless told otherwise, and others would hold its port.
+        self._own_address = self._head_address or "127.0.0.1"
+        names_ray = bool(self._environment.get("SHARDLOOM_RAY_ADDRESS"))
+        self._starts_ray = not names_ray and self._environment.get("SHARDLOOM_BACKEND") != "fake"
         self._service_command = list(service_command)
         self._started: list[ProcessId] = []
         # An object that is dropped while its process runs would raise a ResourceWarning.
@@ -175,9 +176,7 @@ class LocalStack:
             self._started = []
             before = self._end_leftovers(report)
             port = port or self._default_port(before)
-            if before is not None:
-                wait_for_port(port, self._probed_address)
-            self._check_can_start(port, starts_ray=self._starts_ray and before is None)
+            self._check_can_start(port, before)
             with ExitStack() as undo:
                 undo.callback(self._undo_start, before)
                 state, parts = self._launch(port, before)
@@ -211,9 +210,10 @@ class LocalStack:
             found = self.home.read_state()
             return found is None or not found.has_processes_of(state)
 
-    def has_live_ray(self, state: StackState) -> bool:
-        """Whether the Ray of a stack lives, so that a service that ended can be started again."""
-        return state.ray is not None and state.boot_id == boot_id() and is_alive(state.ray)
+    def has_lost_service_only(self, state: StackState) -> bool:
+        """Whether the Ray of a head lives, so that its service can be started again."""
+        is_head = state.head_address is not None and state.boot_id == boot_id()
+        return is_head and state.ray is not None and is_alive(state.ray)
 
     # ---- before
 
@@ -230,18 +230,9 @@ class LocalStack:
         return state
 
     @property
-    def _head_address(self) -> str | None:
-        return self._head.node.address if self._head is not None else None
-
-    @property
-    def _probed_address(self) -> str:
-        """Where others of this machine would hold the service's port."""
-        return self._head_address or "127.0.0.1"
-
-    @property
     def _host(self) -> str:
         """Address that the service listens on."""
-        return self._environment.get("SHARDLOOM_HOST") or self._head_address or "127.0.0.1"
+        return self._environment.get("SHARDLOOM_HOST") or self._own_address
 
     def url_at(self, port: int | None) -> str:
         """Where the service will be with this port, or that of the settings; raises `StackError`.
@@ -254,12 +245,6 @@ class LocalStack:
         scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
         # Other machines see it by the head's address, even where it listens on every one.
         return local_url(self._head_address or self._host, port, scheme)
-
-    @property
-    def _starts_ray(self) -> bool:
-        return self._environment.get("SHARDLOOM_BACKEND") != "fake" and not self._environment.get(
-            "SHARDLOOM_RAY_ADDRESS"
-        )
 
     def _default_port(self, before: StackState | None) -> int:
         # Drivers that still run post to the old address, so a restarted service keeps it.
@@ -286,7 +271,8 @@ class LocalStack:
         self.home.forget_state()
         return None
 
-    def _check_can_start(self, port: int, *, starts_ray: bool) -> None:
+    def _check_can_start(self, port: int, before: StackState | None) -> None:
+        starts_ray = self._starts_ray and before is None
         missing = [
             name
             for name in ("fastapi", "sqlalchemy", "uvicorn")
@@ -300,9 +286,10 @@ class LocalStack:
             )
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
-        check_port_free(port, self._probed_address)
+        patience_s = _PORT_PATIENCE_S if before is not None else 0.0
+        check_port_free(port, self._own_address, patience_s)
         if starts_ray and self._head is not None:
-            if port in self._head.all_ports:
+            if port in {*self._head.fixed_ports, *self._head.node.ports.workers}:
                 raise StackError(
                     f"port {port} is both the service's and one of Ray's: --port, --node-port, "
                     "--ray-port, --ray-dashboard-port and --worker-ports name others"
@@ -324,35 +311,28 @@ class LocalStack:
         parts = []
         if self._starts_ray and state.ray is None:
             state = self._launch_ray(state)
-            parts.append(self._ray_part(state))
+            assert state.ray is not None and state.ray_address is not None
+            # Ray's Jobs API answers before it counts the node of this machine, and a job would
+            # find no place.
+            ray = RayState(state.ray_address, self.home.token())
+            parts.append(Component("ray", state.ray, state.ray_address, ray.has_head))
         state = self._launch_service(state.model_copy(update={"url": url}), port)
         assert state.service is not None
-        return state, [Component("service", state.service, f"{url}/healthz"), *parts]
-
-    def _ray_part(self, state: StackState) -> Component:
-        assert state.ray is not None
-        assert state.ray_address is not None
-        token = self.home.token()
-        nodes = RayState(state.ray_address, token)
-        return Component("ray", state.ray, f"{state.ray_address}/api/jobs/", token, nodes.has_head)
+        health = f"{url}/healthz"
+        service = Component("service", state.service, health, lambda: answers(health))
+        return state, [service, *parts]
 
     def _launch_ray(self, state: StackState) -> StackState:
-        executable = ray_node.ray_executable()
-        ports = ray_node.choose_ports()
+        head = self._head or private_head(os.cpu_count() or 1)
+        command = head.command(self.home.ray_dir)
         self.home.token()
-        ray_node.make_temp_dir(self.home.ray_dir)
-        head, folder, token_path = self._head, self.home.ray_dir, self.home.token_path
-        if head is not None:
-            command = head.command(executable, folder)
-            environment = head.environment(self._environment, ports, token_path)
-            address, gcs_address = head.ray_address, head.gcs_address
-        else:
-            command = ray_node.head_command(executable, ports, folder, os.cpu_count() or 1)
-            environment = ray_node.head_environment(self._environment, ports, token_path)
-            address = f"http://127.0.0.1:{ports.dashboard}"
-            gcs_address = f"{ray_node.NODE_IP}:{ports.gcs}"
-        process = self.spawn("ray", command, environment)
-        started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
+        make_temp_dir(self.home.ray_dir)
+        environment = head.environment(self._environment, self.home.token_path)
+        started = {
+            "ray": self.spawn("ray", command, environment),
+            "ray_address": head.ray_address,
+            "gcs_address": head.gcs_address,
+        }
         state = state.model_copy(update=started)
         self.home.write_state(state)
         return state
@@ -397,6 +377,40 @@ class LocalStack:
         self._started.append(identify(child.pid))
         return self._started[-1]
 
+    def start_node(
+        self,
+        name: str,
+        address: str,
+        ray: RayState,
+        start: Callable[[], tuple[list[str], dict[str, str]]],
+        keep: Callable[[ProcessId], None],
+    ) -> RayNode:
+        """Start a Ray node and wait until Ray counts it, with further tries where it ends at once.
+
+        `start` gives command and environment of a try, and `keep` remembers its process. Raises
+        `StackError`; nothing is left running then.
+        """
+        known: set[str] = set()
+        for _ in range(_MAX_TRIES):
+            # One of before a crash, a cut link or the last try may not be given up yet.
+            known |= {node.node_id for node in ray.live_nodes() or ()}
+            with ExitStack() as undo:
+                process = self.spawn(name, *start())
+                undo.callback(end_process, "the node", process, RAY_GRACE_S)
+                keep(process)
+                if found := ray.wait_for_node(address, process, known):
+                    undo.pop_all()
+                    return found
+                was_alive = is_alive(process)
+            # On a busy machine a part of a node may be later than Ray allows; one that lives, and
+            # has had all this time, is not late but cut off.
+            if was_alive:
+                break
+        raise StackError(
+            f"{address} did not join Ray: is its head still up, and do both machines reach each "
+            f"other's ports? {self.log_tail(name)}"
+        )
+
     def log_tail(self, name: str) -> str:
         """The last lines of a log, with its path."""
         path = self.home.log_path(name)
@@ -436,95 +450,76 @@ class LocalStack:
             ended = ended or was_alive
         return ended
 
+    # ---- further hosts
 
-CPUS_PER_HOST = 4
-_MAX_TRIES = 3
+    def running_hosts(self) -> list[str]:
+        """Addresses of the hosts that live, without the head's."""
+        return [address for address, root in self._running_state().hosts.items() if is_alive(root)]
 
-
-@dataclass
-class LocalHosts:
-    """The hosts beside the head of a stack that runs."""
-
-    stack: LocalStack
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-
-    def running(self) -> list[str]:
-        """Addresses of those that live, without the head's."""
-        return [address for address, root in self._state().hosts.items() if is_alive(root)]
-
-    def add(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
+    def add_host(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
         """Start a host and wait until it has joined; its address, the next free one by default.
 
         Raises `StackError`.
         """
-        with self.stack.home.lock():
-            state = self._state()
+        with self.home.lock():
+            state = self._running_state()
             if state.head_address is not None:
                 raise StackError(
                     f"other machines join this head, by `shardloom join {state.head_address}` there"
                 )
-            address = address or self._next_address(state)
-            if address in self.running() or address == ray_node.NODE_IP:
+            address = address or _next_address(state)
+            if address in self.running_hosts() or address == NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
             if state.gcs_address is None or state.ray_address is None:
                 raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
-            executable = ray_node.ray_executable()
-            ray = RayState(state.ray_address, self.stack.home.token())
-            for _ in range(_MAX_TRIES):
-                process = self.stack.spawn(
-                    _log_name(address),
-                    ray_node.node_command(executable, state.gcs_address, address, num_cores),
-                    ray_node.node_environment(self.environment, self.stack.home.token_path),
-                )
+            ray, gcs_address = RayState(state.ray_address, self.home.token()), state.gcs_address
+
+            def start() -> tuple[list[str], dict[str, str]]:
+                node = private_node(address, num_cores)
+                environment = node.environment(self._environment, self.home.token_path)
+                return join_command(node, gcs_address, self.home.ray_dir), environment
+
+            def keep(process: ProcessId) -> None:
                 hosts = state.hosts | {address: process}
-                self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
-                if ray.wait_for_node(address, process):
-                    return address
-                # On a busy machine a node may end because a part of it was too late; one that
-                # lives, and has had all this time, is not late but cut off.
-                was_alive = is_alive(process)
-                terminate_tree(process, grace_s=0.0)
-                if was_alive:
-                    break
-        self._forget(address)
-        raise StackError(
-            f"host {address} did not join Ray; see {self.stack.home.log_path(_log_name(address))}"
-        )
+                self.home.write_state(state.model_copy(update={"hosts": hosts}))
 
-    def _forget(self, address: str) -> None:
-        state = self._state()
+            with ExitStack() as undo:
+                undo.callback(self._forget_host, address)
+                self.start_node(f"host-{address}", address, ray, start, keep)
+                undo.pop_all()
+            return address
+
+    def _forget_host(self, address: str) -> None:
+        state = self._running_state()
         hosts = {other: root for other, root in state.hosts.items() if other != address}
-        self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
+        self.home.write_state(state.model_copy(update={"hosts": hosts}))
 
-    def kill(self, address: str) -> int:
+    def kill_host(self, address: str) -> int:
         """End everything that runs on a host at once, as a power cut would; how many processes.
 
         Raises `StackError`.
         """
-        with self.stack.home.lock():
-            state = self._state()
-            if address not in self.running():
-                there = ", ".join(self.running()) or "none"
+        with self.home.lock():
+            state = self._running_state()
+            if address not in self.running_hosts():
+                there = ", ".join(self.running_hosts()) or "none"
                 raise StackError(f"no host {address} beside the head; those that run: {there}")
             victims = process_tree(state.hosts[address], process_table())
             for victim in victims:
                 with suppress(ProcessLookupError):
                     os.kill(victim.pid, signal.SIGKILL)
-            self._forget(address)
+            self._forget_host(address)
         return len(victims)
 
-    def _state(self) -> StackState:
-        state = self.stack.running()
+    def _running_state(self) -> StackState:
+        state = self.running()
         if state is None:
             raise StackError("no stack runs here; `shardloom up` starts one")
         return state
 
-    def _next_address(self, state: StackState) -> str:
-        candidate = IPv4Address(ray_node.NODE_IP) + 1
-        while str(candidate) in state.hosts:
-            candidate += 1
-        return str(candidate)
 
-
-def _log_name(address: str) -> str:
-    return f"host-{address}"
+def _next_address(state: StackState) -> str:
+    candidate = IPv4Address(NODE_IP) + 1
+    while str(candidate) in state.hosts:
+        candidate += 1
+    return str(candidate)

@@ -41,13 +41,7 @@ from tests.harness.builders import (
     attempt_of,
     batch,
     checkpoint,
-    folded_membership,
-    group_lost,
-    group_member,
-    layout_chosen,
-    membership_changed,
     queued_job,
-    recovered,
     spec_document,
     workers_started,
 )
@@ -55,7 +49,7 @@ from tests.harness.databases import store_job
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol import code_archive
-from trainer.protocol.events import Event, EventBatch, HostExcluded
+from trainer.protocol.events import Event, EventBatch
 from trainer.protocol.run_dir import AttemptDir
 
 # In local mode the service answers for no other host.
@@ -320,12 +314,10 @@ JOB_ID = "job-0000000000ab"
 ATTEMPT_ID = f"{JOB_ID}-a0"
 
 
-def _detail(**fields: Any) -> dict[str, Any]:
-    """What the API says of a job in the middle of its training; `fields` are those of the job."""
-    spread = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 2}}
-    sizes = {"parallelism": spread} if "membership" in fields else {}
+def job_body(**changes: Any) -> dict[str, Any]:
+    """A `JobDetail` in the middle of its training."""
     running = replace(
-        queued_job(name="ratings", **sizes),
+        queued_job(name="ratings"),
         id=JOB_ID,
         status=JobStatus.RUNNING,
         created_at=1000.0,
@@ -334,29 +326,11 @@ def _detail(**fields: Any) -> dict[str, Any]:
         version=3,
         progress=Progress(step=50, total_steps=200, rows=51200, rows_per_s=21300.0, eta_s=72.0),
         latest_metrics={"train/loss": 0.41, "validation/rmse": 0.934},
-        **fields,
     )
-    return detail_of(running, Settings(runs_dir=Path("/runs"))).model_dump(mode="json")
-
-
-def job_body(**changes: Any) -> dict[str, Any]:
-    """A `JobDetail` in the middle of its training."""
-    return {**_detail(), **changes}
-
-
-def membership_body(**changes: Any) -> dict[str, Any]:
-    """Three groups of which one was lost twelve seconds before `now` = 2000."""
-    rest = (group_member(0), group_member(2))
-    membership = folded_membership(
-        layout_chosen(time=1000.0),
-        membership_changed(time=1000.0),
-        group_lost(1, time=1988.0),
-        membership_changed(*rest, generation=4, commit=128, time=1988.0),
-        recovered(time=1988.4),
-        HostExcluded(time=1988.0, host="127.0.0.9", num_failures=3, until=2600.0),
-        attempt_id=ATTEMPT_ID,
-    )
-    return {**_detail(membership=membership)["membership"], **changes}
+    return {
+        **detail_of(running, Settings(runs_dir=Path("/runs"))).model_dump(mode="json"),
+        **changes,
+    }
 
 
 def event_body(event_id: int, **changes: Any) -> dict[str, Any]:
@@ -408,12 +382,8 @@ class FakeService:
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = [job_body()]
         self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
-        self.checkpoints: list[dict[str, Any]] = []
-        self.attempts: list[dict[str, Any]] = []
         self.traces: list[dict[str, Any]] = []
-        self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
-        self.cluster: dict[str, Any] = {}
         self.is_down = False
         self.submitted: list[dict[str, Any]] = []
         self.uploads: list[bytes] = []
@@ -435,8 +405,6 @@ class FakeService:
             raise httpx.ConnectError("Connection refused")
         if self.refusal is not None:
             return httpx.Response(self.refusal["status"], json=self.refusal)
-        if request.url.path == "/v1/cluster":
-            return httpx.Response(200, json=self.cluster)
         if request.url.path == "/v1/code":
             self.uploads.append(request.content)
             kept = asdict(code_archive.check(request.content))
@@ -469,16 +437,10 @@ class FakeService:
             return {**page, "lines": lines if is_more else []}
         if part == "traces" and request.method == "POST":
             return requested_trace_body()
-        if part in ("resize", "drain"):
-            return {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
-        parts = {
-            "traces": {"items": self.traces},
-            "metrics": self.metrics,
-            "attempts": {"items": self.attempts},
-            "checkpoints": {"items": self.checkpoints},
-        }
-        if part in parts:
-            return parts[part]
+        if part in ("traces", "attempts", "checkpoints"):
+            return {"items": self.traces if part == "traces" else []}
+        if part == "metrics":
+            return {"names": [], "series": []}
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
 

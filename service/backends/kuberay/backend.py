@@ -14,13 +14,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.base import Backend, ClusterNeed, HostFacts, Submission
 from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
     ClusterOptions,
@@ -47,7 +46,7 @@ from service.backends.kuberay.status import (
     observation_of,
     unix_s,
 )
-from service.backends.kuberay.watch import PodProblems, RayJobWatch
+from service.backends.kuberay.watch import PodProblems, RayJobWatch, Remembered
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
@@ -55,14 +54,6 @@ from service.errors import BackendUnreachable, SubmissionRefused
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 2.0
 _MAX_PAUSE_S = 30.0
-_MAX_REMEMBERED = 10_000
-
-
-@dataclass(frozen=True)
-class _Failure:
-    message: str
-    num_times: int
-    until: float
 
 
 class SubmitBackoff:
@@ -75,32 +66,26 @@ class SubmitBackoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._failures: dict[str, _Failure] = {}
+        # Failures in a row, and when the pause after the last one ends.
+        self._failures = Remembered[tuple[int, float]]()
 
     def is_over(self, attempt_id: str) -> bool:
         """Whether the pause after the last try has passed."""
-        before = self._failures.get(attempt_id)
-        return before is None or self._clock() >= before.until
+        _, until = self._failures.get(attempt_id, (0, 0.0))
+        return self._clock() >= until
 
     @contextmanager
     def trying(self, attempt_id: str) -> Iterator[None]:
-        """Around a try; raises the `BackendUnreachable` of the one before while it is too early."""
-        before = self._failures.get(attempt_id)
-        if before is not None and not self.is_over(attempt_id):
-            raise BackendUnreachable(before.message)
+        """Around a try, which fails by `BackendUnreachable`."""
         try:
             yield
-        except BackendUnreachable as error:
-            self._note(attempt_id, str(error), before.num_times + 1 if before else 1)
+        except BackendUnreachable:
+            number = self._failures.get(attempt_id, (0, 0.0))[0] + 1
+            doubled_s = _FIRST_PAUSE_S * 2.0 ** min(number - 2, 10)
+            pause_s = 0.0 if number == 1 else min(_MAX_PAUSE_S, doubled_s)
+            self._failures[attempt_id] = number, self._clock() + pause_s
             raise
         self._failures.pop(attempt_id, None)
-
-    def _note(self, attempt_id: str, message: str, num_times: int) -> None:
-        if len(self._failures) > _MAX_REMEMBERED:
-            self._failures.clear()
-        doublings = min(num_times - 2, 10)
-        pause_s = 0.0 if num_times == 1 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
-        self._failures[attempt_id] = _Failure(message, num_times, self._clock() + pause_s)
 
 
 # ---- garbage collection
@@ -124,53 +109,32 @@ def is_garbage(rayjob: Mapping[str, Any], now: float) -> bool:
 
 # ---- cluster template
 
-_MAX_AGE_S = 30.0
+
+def template_in(path: Path) -> Manifest:
+    """The first RayCluster in a YAML file; a mounted ConfigMap changes under us."""
+    try:
+        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError) as error:
+        raise BackendUnreachable(
+            f"cannot read the cluster template {path} ({error}); "
+            "SHARDLOOM_KUBERAY_TEMPLATE_FILE names it"
+        ) from error
+    for document in documents:
+        if isinstance(document, dict) and document.get("kind") == "RayCluster":
+            return document
+    raise BackendUnreachable(f"{path} has no RayCluster; see k8s/base/raycluster.yaml")
 
 
-class FileTemplate:
-    """The first RayCluster in a YAML file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> Manifest:
-        """The manifest, read anew: a mounted ConfigMap changes under us."""
-        try:
-            documents = list(yaml.safe_load_all(self._path.read_text(encoding="utf-8")))
-        except (OSError, yaml.YAMLError) as error:
-            raise BackendUnreachable(
-                f"cannot read the cluster template {self._path} ({error}); "
-                "SHARDLOOM_KUBERAY_TEMPLATE_FILE names it"
-            ) from error
-        for document in documents:
-            if isinstance(document, dict) and document.get("kind") == "RayCluster":
-                return document
-        raise BackendUnreachable(f"{self._path} has no RayCluster; see k8s/base/raycluster.yaml")
-
-
-class LiveTemplate:
-    """A RayCluster of the namespace, read at most every half minute."""
-
-    def __init__(
-        self, api: KubeApi, name: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._api = api
-        self._name = name
-        self._clock = clock
-        self._known: tuple[float, Manifest] | None = None
-
-    def read(self) -> Manifest:
-        """The manifest as it is, or was a moment ago."""
-        if self._known is None or self._clock() - self._known[0] > _MAX_AGE_S:
-            try:
-                self._known = (self._clock(), self._api.get(RAYCLUSTERS, self._name))
-            except KubeRefused as error:
-                raise BackendUnreachable(
-                    f"no RayCluster {self._name} to make clusters from ({error}); "
-                    "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
-                    "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
-                ) from error
-        return self._known[1]
+def live_template(api: KubeApi, name: str) -> Manifest:
+    """A RayCluster of the namespace."""
+    try:
+        return api.get(RAYCLUSTERS, name)
+    except KubeRefused as error:
+        raise BackendUnreachable(
+            f"no RayCluster {name} to make clusters from ({error}); "
+            "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
+            "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
+        ) from error
 
 
 # ---- the backend
@@ -182,10 +146,11 @@ STOP_GRACE_S = 30.0
 TAKE_DOWN_S = 300.0
 
 
-class KubeRayBackend:
+class KubeRayBackend(Backend):
     """A namespace of Kubernetes with KubeRay, and the Ray cluster there that jobs share (if any).
 
-    `open_head` gives the Jobs API behind an address, for the heads of other clusters.
+    `template` reads the RayCluster that others are made like, and `open_head` gives the Jobs API
+    behind an address, for their heads.
     """
 
     name = "kuberay"
@@ -195,7 +160,7 @@ class KubeRayBackend:
         self,
         api: KubeApi,
         shared: RayJobsBackend | None,
-        template: FileTemplate | LiveTemplate,
+        template: Callable[[], Manifest],
         options: ClusterOptions,
         open_head: Callable[[str], RayJobsBackend],
         clock: Callable[[], float] = time.time,
@@ -211,9 +176,9 @@ class KubeRayBackend:
         self._pod_problems = PodProblems(api, clock)
         self._watch = RayJobWatch(api, self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
-        self._is_own: dict[str, bool] = {}
+        self._is_own = Remembered[bool]()
         # How attempts ended whose RayJobs we deleted, for the poll that finds them gone.
-        self._endings: dict[str, Observation] = {}
+        self._endings = Remembered[Observation]()
 
     def start(self) -> None:
         """Begin to watch RayJobs; without, every poll asks for its own."""
@@ -230,7 +195,7 @@ class KubeRayBackend:
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt where its job wants to run; a known id is accepted without effect."""
-        self._remember(submission.attempt_id, is_own=submission.cluster.is_own)
+        self._is_own[submission.attempt_id] = submission.cluster.is_own
         if not submission.cluster.is_own:
             if self._shared is None:
                 raise SubmissionRefused(
@@ -260,7 +225,7 @@ class KubeRayBackend:
     def _create_rayjob(self, submission: Submission) -> Manifest:
         """The RayJob of an attempt, made now or before."""
         nonce = secrets.token_hex(4)
-        manifest = rayjob_of(submission, self._template.read(), self._options, nonce)
+        manifest = rayjob_of(submission, self._template(), self._options, nonce)
         try:
             return self._api.create(RAYJOBS, manifest)
         except KubeRefused as error:
@@ -333,13 +298,13 @@ class KubeRayBackend:
             return otherwise
         found = self._shared.observe(attempt_id)
         if found.state not in (ObservedState.NOT_FOUND, ObservedState.UNREACHABLE):
-            self._remember(attempt_id, is_own=False)
+            self._is_own[attempt_id] = False
             return found
         is_settled = is_own is False or otherwise.state is ObservedState.NOT_FOUND
         return found if is_settled else otherwise
 
     def _observed(self, rayjob: Manifest) -> Observation:
-        self._remember(str(attempt_of(rayjob)), is_own=True)
+        self._is_own[str(attempt_of(rayjob))] = True
         if is_cut_off(rayjob):
             # Submitted again, it is carried through.
             return Observation(ObservedState.NOT_FOUND, "its submission was cut off")
@@ -361,7 +326,6 @@ class KubeRayBackend:
         KubeRay asks the driver to stop as the RayJob is deleted.
         """
         end, since, name = observation_of(rayjob), going_since(rayjob), rayjob["metadata"]["name"]
-        self._forget_many(self._endings)
         self._endings[str(attempt_of(rayjob))] = end
         if since is None:
             logger.info("RayJob %s: %s; deleting it", name, end.message)
@@ -459,11 +423,7 @@ class KubeRayBackend:
     def check(self) -> str:
         """Say what answers; raises `BackendUnreachable`."""
         version = self._api.version()
-        if not self._api.serves(RAYJOBS):
-            raise BackendUnreachable(
-                f"Kubernetes {version} does not know RayJobs: the CRD {RAYJOBS.crd} is missing; "
-                "install KubeRay v1.7.0"
-            )
+        self._api.list(RAYJOBS, limit="1")
         shared = self._shared.check() if self._shared else "none"
         return f"Kubernetes {version} with ray.io/v1; shared cluster: {shared}"
 
@@ -473,20 +433,11 @@ class KubeRayBackend:
 
     def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
         """Hosts that a cluster of a job's own would have at most."""
-        groups = (self._template.read().get("spec") or {}).get("workerGroupSpecs") or []
+        groups = (self._template().get("spec") or {}).get("workerGroupSpecs") or []
         return hosts_of(size_of(need, groups))
 
     def _head_of(self, rayjob: Manifest) -> RayJobsBackend:
         return self._open_head(f"http://{rayjob['status']['dashboardURL']}")
-
-    def _remember(self, attempt_id: str, *, is_own: bool) -> None:
-        self._forget_many(self._is_own)
-        self._is_own[attempt_id] = is_own
-
-    @staticmethod
-    def _forget_many(remembered: dict[str, Any]) -> None:
-        if len(remembered) > _MAX_REMEMBERED:
-            remembered.clear()
 
 
 def _number(text: str | None, otherwise: float) -> float:

@@ -132,17 +132,8 @@ class KubeApi:
 
     def version(self) -> str:
         """The version of Kubernetes, as in v1.33.1."""
-        return str(self._plain("/version").get("gitVersion", "of an unknown version"))
-
-    def serves(self, resource: Resource) -> bool:
-        """Whether the API server knows a kind of object."""
-        try:
-            found = self._plain(resource.prefix).get("resources", [])
-        except KubeRefused as error:
-            if error.is_missing:
-                return False
-            raise
-        return any(each.get("name") == resource.plural for each in found)
+        with self._answer("get", Resource("", "/version"), "/version") as response:
+            return str(_object(response.data).get("gitVersion", "of an unknown version"))
 
     @contextmanager
     def watch(
@@ -175,10 +166,6 @@ class KubeApi:
     ) -> Manifest:
         path = resource.path(self.namespace, name)
         with self._answer(verb, resource, path, query=query, body=body) as response:
-            return _object(response.data)
-
-    def _plain(self, path: str) -> Manifest:
-        with self._answer("get", Resource("", path), path) as response:
             return _object(response.data)
 
     @contextmanager

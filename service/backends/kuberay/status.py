@@ -13,13 +13,8 @@ from typing import Any
 from service.backends.kuberay.manifest import QUEUE, Manifest, is_submitted, was_let_go
 from service.domain.models import EndReason, Observation, ObservedState
 
-_JOB_STATES = {
-    "RUNNING": ObservedState.RUNNING,
-    "SUCCEEDED": ObservedState.SUCCEEDED,
-    "FAILED": ObservedState.FAILED,
-    "STOPPED": ObservedState.STOPPED,
-}
 _ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
+_JOB_STATES = {name: ObservedState[name] for name in ("RUNNING", *_ENDS)}
 # A warning that is older than this tells of something that is over.
 _WARNING_AGE_S = 300.0
 # What the operator gives as its reason, and what that is to a job: None leaves it to what the

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from service.backends.kuberay.client import EVENTS, PODS, RAYJOBS, KubeApi, KubeRefused, Resource
 from service.backends.kuberay.manifest import SELECTOR, Manifest
@@ -23,6 +23,16 @@ from service.errors import BackendUnreachable
 logger = logging.getLogger(__name__)
 _AGE_S = 5.0
 _MAX_REMEMBERED = 10_000
+Value = TypeVar("Value")
+
+
+class Remembered(dict[str, Value]):
+    """What is known by name; all of it is forgotten where it becomes too much."""
+
+    def __setitem__(self, name: str, value: Value) -> None:
+        if len(self) > _MAX_REMEMBERED:
+            self.clear()
+        super().__setitem__(name, value)
 
 
 class PodProblems:
@@ -34,7 +44,7 @@ class PodProblems:
     def __init__(self, api: KubeApi, clock: Callable[[], float]) -> None:
         self._api = api
         self._clock = clock
-        self._known: dict[str, tuple[float, str]] = {}
+        self._known = Remembered[tuple[float, str]]()
 
     def of(self, rayjob: Manifest) -> str:
         """What keeps the pods of a RayJob from running; empty where nothing is known to."""
@@ -45,8 +55,6 @@ class PodProblems:
         asked_at, known = self._known.get(name, (0.0, ""))
         if 0.0 <= self._clock() - asked_at < _AGE_S:
             return known
-        if len(self._known) > _MAX_REMEMBERED:
-            self._known.clear()
         found = ""
         # It is a courtesy: the job is pending whether we are told why or not.
         with suppress(BackendUnreachable, KubeRefused):

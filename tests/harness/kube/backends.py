@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from kubernetes import client
 
 from service.backends.base import ClusterNeed, Submission
-from service.backends.kuberay.backend import KubeRayBackend, LiveTemplate
+from service.backends.kuberay.backend import KubeRayBackend, live_template
 from service.backends.kuberay.client import KubeApi
 from service.backends.kuberay.manifest import ClusterOptions
 from service.backends.ray_jobs import RayJobsBackend
@@ -86,7 +87,7 @@ class KubeRayBackends:
         backend = KubeRayBackend(
             api,
             shared,
-            LiveTemplate(api, "shardloom-ray"),
+            partial(live_template, api, "shardloom-ray"),
             ClusterOptions(self.cluster.namespace, **options),
             lambda address: RayJobsBackend(address, timeout_s=TIMEOUT_S),
             clock,

@@ -21,8 +21,8 @@ from service.backends.kuberay.backend import (
     STOP_FAILED_AT,
     STOP_GRACE_S,
     TAKE_DOWN_S,
-    FileTemplate,
     is_garbage,
+    template_in,
 )
 from service.backends.kuberay.client import KubeApi
 from service.backends.kuberay.manifest import secret_name_of
@@ -265,12 +265,12 @@ def test_a_cluster_without_its_template_keeps_jobs_waiting(backends: KubeRayBack
 
 def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     base = FOLDER / "base" / "raycluster.yaml"
-    assert FileTemplate(base).read()["metadata"]["name"] == "shardloom-ray"
+    assert template_in(base)["metadata"]["name"] == "shardloom-ray"
     with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
-        FileTemplate(tmp_path / "missing.yaml").read()
+        template_in(tmp_path / "missing.yaml")
     other = FOLDER / "base" / "service.yaml"
     with pytest.raises(BackendUnreachable, match="has no RayCluster"):
-        FileTemplate(other).read()
+        template_in(other)
 
 
 def test_no_way_into_kubernetes_says_what_to_set(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 
 from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
-from service.local.ray_node import NODE_IP, RayPorts, RayState, choose_ports, ray_executable
+from service.local.ray_node import NODE_IP, RayState, free_ports, ray_executable
 from tests.conftest import EXAMPLE_SPEC, REPO
 from tests.harness.ray_hosts import RAY_SETTINGS, kill_tree, processes_below
 from tests.harness.service_process import ServiceProcess
@@ -110,7 +110,7 @@ def autoscaling_config(gcs_port: int) -> dict[str, Any]:
     }
 
 
-def _environment(token: str, ports: RayPorts) -> dict[str, str]:
+def _environment(token: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return (
         kept
@@ -124,7 +124,7 @@ def _environment(token: str, ports: RayPorts) -> dict[str, str]:
             "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             "AUTOSCALER_METRIC_PORT": str(free_port()),
-            "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+            "DASHBOARD_METRIC_PORT": str(free_port()),
             "RAY_AUTH_TOKEN": token,
             "RAY_health_check_timeout_ms": "10000",
             "RAY_agent_register_timeout_ms": "400000",
@@ -139,14 +139,15 @@ class GrowingRay:
     """The head, and below it the nodes that its autoscaler adds."""
 
     temp_dir: Path
-    ports: RayPorts = field(default_factory=choose_ports)
+    gcs_port: int = 0
+    dashboard_port: int = 0
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     _head: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """The Jobs API."""
-        return f"http://127.0.0.1:{self.ports.dashboard}"
+        return f"http://127.0.0.1:{self.dashboard_port}"
 
     def start(self) -> None:
         """Start the head and wait until it answers."""
@@ -157,13 +158,13 @@ class GrowingRay:
         if self._head is None or self._head.poll() is not None:
             self._end_leftovers()
             # Others may have taken a port meanwhile, which is why a start fails at times.
-            self.ports = choose_ports()
+            self.gcs_port, self.dashboard_port = free_ports(2)
             self._start()
         return NODE_IP in self._live_addresses()
 
     def _start(self) -> None:
         config = self.temp_dir.with_suffix(".json")
-        config.write_text(json.dumps(autoscaling_config(self.ports.gcs)))
+        config.write_text(json.dumps(autoscaling_config(self.gcs_port)))
         executable = ray_executable()
         command = [
             executable,
@@ -172,15 +173,15 @@ class GrowingRay:
             "--block",
             f"--autoscaling-config={config}",
             f"--node-ip-address={NODE_IP}",
-            f"--port={self.ports.gcs}",
+            f"--port={self.gcs_port}",
             f"--ray-client-server-port={free_port()}",
-            f"--dashboard-agent-listen-port={self.ports.agent_http}",
+            f"--dashboard-agent-listen-port={free_port()}",
             # A raylet that is given its agents' ports need not wait for them, for 15 s at most.
             f"--dashboard-agent-grpc-port={free_port()}",
             f"--metrics-export-port={free_port()}",
             f"--runtime-env-agent-port={free_port()}",
             "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={self.ports.dashboard}",
+            f"--dashboard-port={self.dashboard_port}",
             "--min-worker-port=0",
             "--max-worker-port=0",
             "--num-cpus=0",
@@ -192,7 +193,7 @@ class GrowingRay:
         with self.temp_dir.with_suffix(".log").open("wb") as output:
             self._head = subprocess.Popen(
                 command,
-                env=_environment(self.token, self.ports),
+                env=_environment(self.token),
                 cwd=REPO,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -36,29 +37,32 @@ def _fails(error: type[httpx.TransportError]) -> Handler:
     return handler
 
 
-def test_a_submission_carries_id_entrypoint_environment_and_token() -> None:
+def test_a_submission_carries_id_entrypoint_environment_token_and_code() -> None:
     seen: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         return httpx.Response(200, json={"submission_id": "job-1-a0"})
 
-    _backend(handler, auth_token="secret").submit(SUBMISSION)
-    (request,) = seen
-    assert str(request.url) == "http://ray:8265/api/jobs/"
-    assert request.headers["Authorization"] == "Bearer secret"
-    assert json.loads(request.content) == {
+    backend, uri = _backend(handler, auth_token="secret"), "file:///runs/job-1/code/ab.zip"
+    backend.submit(SUBMISSION)
+    backend.submit(replace(SUBMISSION, code_uris=(uri,)))
+    assert {str(request.url) for request in seen} == {"http://ray:8265/api/jobs/"}
+    assert {request.headers["Authorization"] for request in seen} == {"Bearer secret"}
+    plain, with_code = (json.loads(request.content) for request in seen)
+    assert plain == {
         "submission_id": "job-1-a0",
         "entrypoint": "python -m trainer.driver",
         "runtime_env": {"env_vars": {"A": "b"}},
         "metadata": {"k": "v"},
     }
+    assert with_code["runtime_env"] == {"env_vars": {"A": "b"}, "py_modules": [uri]}
 
 
 def test_a_repeated_submission_is_accepted() -> None:
     text = "Traceback...\nValueError: Job with submission_id job-1-a0 already exists. Use another."
-    _backend(_answers(500, text=text)).submit(SUBMISSION)
-    _backend(_answers(400, text=text)).submit(SUBMISSION)
+    for status in (500, 400):
+        _backend(_answers(status, text=text)).submit(SUBMISSION)
 
 
 def test_a_refusal_shows_the_last_line_of_rays_answer() -> None:
@@ -86,17 +90,13 @@ def test_no_answer_is_unreachable_everywhere(error: type[httpx.TransportError]) 
 
 
 def test_every_status_of_ray_is_known() -> None:
-    for status in ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"):
-        body = {"status": status, "message": "exit code 1"}
-        seen = _backend(_answers(200, body=body)).observe("job-1-a0")
-        assert (seen.state, seen.message) == (ObservedState[status], "exit code 1")
-
-
-def test_the_log_that_ray_adds_to_its_verdict_is_left_out() -> None:
     verdict = "Job entrypoint command failed with exit code 3"
+    # Ray adds the end of the log to it.
     message = f"{verdict}, last available logs (truncated to 20,000 chars):\nRunning\n"
-    backend = _backend(_answers(200, body={"status": "FAILED", "message": message}))
-    assert backend.observe("job-1-a0").message == verdict
+    for status in ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"):
+        body = {"status": status, "message": message}
+        seen = _backend(_answers(200, body=body)).observe("job-1-a0")
+        assert (seen.state, seen.message) == (ObservedState[status], verdict)
 
 
 def test_an_unknown_job_is_not_found() -> None:
@@ -128,18 +128,17 @@ def _node(address: str, state: str = "ALIVE", **resources: float) -> dict[str, o
     return {"node_ip": address, "state": state, "resources_total": resources}
 
 
-def test_live_nodes_of_an_address_are_one_host() -> None:
-    nodes = [
+@pytest.mark.parametrize("num_alive", [0, 3])
+def test_live_nodes_of_an_address_are_one_host_and_none_an_empty_cluster(num_alive: int) -> None:
+    alive = [
         _node("10.0.0.1", CPU=4.0, memory=1000.0, object_store_memory=5.0),
         _node("10.0.0.2", CPU=8.0, GPU=2.0, memory=2000.0),
         _node("10.0.0.1", CPU=2.0, memory=500.0),
-        _node("10.0.0.3", state="DEAD", CPU=8.0),
     ]
+    nodes = [*alive[:num_alive], _node("10.0.0.3", state="DEAD", CPU=8.0)]
     body = {"result": True, "data": {"result": {"total": 4, "result": nodes}}}
-    assert _backend(_answers(200, body=body)).hosts() == (
-        HostFacts("10.0.0.1", 6.0, 0.0, 1500),
-        HostFacts("10.0.0.2", 8.0, 2.0, 2000),
-    )
+    hosts = HostFacts("10.0.0.1", 6.0, 0.0, 1500), HostFacts("10.0.0.2", 8.0, 2.0, 2000)
+    assert _backend(_answers(200, body=body)).hosts() == (hosts if num_alive else ())
 
 
 def test_an_answer_that_tells_no_hosts_is_no_cluster_without_hosts() -> None:
@@ -153,11 +152,6 @@ def test_an_answer_that_tells_no_hosts_is_no_cluster_without_hosts() -> None:
             _backend(handler).hosts()
 
 
-def test_a_cluster_without_a_live_host_is_known_to_be_empty() -> None:
-    body = {"data": {"result": {"result": [_node("10.0.0.1", state="DEAD", CPU=8.0)]}}}
-    assert _backend(_answers(200, body=body)).hosts() == ()
-
-
 def test_a_ray_that_cannot_tell_its_hosts_is_asked_for_its_version() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/api/version":
@@ -166,18 +160,3 @@ def test_a_ray_that_cannot_tell_its_hosts_is_asked_for_its_version() -> None:
 
     assert _backend(answer).hosts() is None
     assert _backend(answer).check() == "Ray 2.9.0"
-
-
-def test_code_of_the_user_travels_in_the_runtime_environment() -> None:
-    bodies = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        bodies.append(json.loads(request.content))
-        return httpx.Response(200, json={"submission_id": "job-1-a0"})
-
-    backend = _backend(answer)
-    uri = "file:///runs/job-1/code/ab.zip"
-    backend.submit(Submission("job-1-a0", "job-1", "python -m trainer.driver", code_uris=(uri,)))
-    backend.submit(Submission("job-2-a0", "job-2", "python -m trainer.driver"))
-    environments = [body["runtime_env"] for body in bodies]
-    assert environments == [{"env_vars": {}, "py_modules": [uri]}, {"env_vars": {}}]

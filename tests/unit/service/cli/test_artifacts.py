@@ -12,9 +12,10 @@ import yaml
 from rich.console import Console
 
 from service.cli import stack
-from service.cli.artifacts import comparison, exports_table, moment
+from service.cli.artifacts import exports_table, moment
 from service.dashboard import fragments
 from service.schemas.jobs import ExportOut
+from service.schemas.wording import comparison
 from tests.harness.builders import (
     NOW,
     queued_job,
@@ -223,9 +224,8 @@ def test_a_run_folder_without_checkpoints_is_refused_by_the_trainers_own_process
 
 
 def test_the_comparison_with_the_trainer_is_printed() -> None:
-    lines = comparison(export_out()).splitlines()
-    assert lines[0] == "583 validation rows compared"
-    assert "max 7.00e-04; rmse 0.860400 (trainer) 0.860500 (export)" in lines[1]
+    told = "rating: rmse 0.8604 as trained, 0.8605 exported; predictions differ by 6e-05 on average"
+    assert comparison(export_out()) == f"{told}, 0.0007 at most (583 validation rows)"
     missing = export_out(report={"not_measured": "no validation rows"})
     assert comparison(missing).endswith("no validation rows")
 
@@ -236,7 +236,7 @@ def test_exports_are_listed_with_where_they_stand() -> None:
     with console.capture() as captured:
         console.print(exports_table([export_out(), export_out(**failed)], NOW))
     done, broken = captured.get().splitlines()[1:]
-    for word in ("x-0000c0de", "succeeded", "best (step 1200)", "int8", "2.0 MB"):
+    for word in ("x-0000c0de", "succeeded", "best (step 1200)", "int8", "2 MB"):
         assert word in done
     assert "too large" in broken
 

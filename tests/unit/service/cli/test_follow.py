@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from service.cli.follow import Followed, LiveView, PlainView, end_page, live_page, watch
 from service.client.errors import ServerFault, ServiceUnreachable
@@ -23,15 +24,14 @@ class RecordingView:
         self.fresh_ids: list[list[int]] = []
         self.troubles: list[str] = []
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
     def show(self, followed, fresh):
         self.fresh_ids.append([event.id for event in fresh])
         self.troubles.append(followed.trouble)
+
+
+def watched(service: FakeService, view, clock: FakeClock):
+    """The job `ratings` once it was watched to its end."""
+    return watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
 
 
 def at_step(step: int, **changes):
@@ -41,8 +41,7 @@ def at_step(step: int, **changes):
 
 def plain_output(service: FakeService) -> str:
     output, clock = io.StringIO(), FakeClock()
-    view = PlainView(Console(file=output, width=200), clock=clock)
-    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    watched(service, PlainView(Console(file=output, width=200), clock=clock), clock)
     return output.getvalue()
 
 
@@ -53,44 +52,44 @@ def rendered(page) -> str:
 
 
 def test_each_event_is_shown_once():
-    service, view, clock = FakeService(), RecordingView(), FakeClock()
+    service, view = FakeService(), RecordingView()
     service.states = [job_body(), job_body(), job_body(), job_body(status="SUCCEEDED")]
-    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    watched(service, view, FakeClock())
     assert view.fresh_ids == [[1, 2], [], []]
 
 
-def test_a_service_that_comes_back_is_waited_for():
+@pytest.mark.parametrize(
+    ("trouble", "value", "said"),
+    [
+        ("is_down", True, "the job goes on"),
+        ("refusal", problem_body(503, "store_unavailable", "it is locked"), "it is locked"),
+    ],
+)
+def test_a_service_that_comes_back_is_waited_for(trouble, value, said):
     service, view = FakeService(), RecordingView()
-    clock = FakeClock(meanwhile=lambda _: setattr(service, "is_down", clock.now < 30.0))
+    clock = FakeClock(
+        meanwhile=lambda _: setattr(service, trouble, value if clock.now < 30.0 else None)
+    )
     service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-    job = watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
-    assert job.status == "SUCCEEDED"
-    assert any("the job goes on" in trouble for trouble in view.troubles)
+    assert watched(service, view, clock).status == "SUCCEEDED"
+    assert any(said in each for each in view.troubles)
     assert view.troubles[-1] == ""
 
 
-def test_a_service_whose_store_is_away_is_waited_for():
-    service, view = FakeService(), RecordingView()
-    clock = FakeClock(
-        meanwhile=lambda _: setattr(service, "refusal", problem if clock.now < 30.0 else None)
-    )
-    service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-    problem = problem_body(503, "store_unavailable", "the database is locked")
-    job = watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
-    assert job.status == "SUCCEEDED"
-    assert any("the database is locked" in trouble for trouble in view.troubles)
-
-
-def test_a_bug_of_the_service_ends_the_following_at_once():
-    service, view = FakeService(), RecordingView()
-    clock = FakeClock(
-        meanwhile=lambda _: setattr(
-            service, "refusal", problem_body(500, "internal_error", "the service failed")
-        )
-    )
-    with pytest.raises(ServerFault):
-        watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
-    assert clock.now < 2.0
+@pytest.mark.parametrize(
+    ("trouble", "value", "error", "least_s", "most_s"),
+    [
+        ("refusal", problem_body(500, "internal_error", "it failed"), ServerFault, 0.0, 2.0),
+        ("is_down", True, ServiceUnreachable, PATIENCE_S, PATIENCE_S + 2.0),
+    ],
+    ids=["a bug at once", "silence after the patience"],
+)
+def test_what_does_not_mend_ends_the_following(trouble, value, error, least_s, most_s):
+    service = FakeService()
+    clock = FakeClock(meanwhile=lambda _: setattr(service, trouble, value))
+    with pytest.raises(error):
+        watched(service, RecordingView(), clock)
+    assert least_s < clock.now < most_s
 
 
 def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
@@ -100,14 +99,6 @@ def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
     assert plain_output(service).count("no answer from Ray") == 1
 
 
-def test_a_service_that_stays_away_is_given_up_after_the_patience():
-    service, view = FakeService(), RecordingView()
-    clock = FakeClock(meanwhile=lambda _: setattr(service, "is_down", True))
-    with pytest.raises(ServiceUnreachable):
-        watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
-    assert PATIENCE_S < clock.now < PATIENCE_S + 2.0
-
-
 def test_plain_lines_tell_events_status_and_progress_now_and_then():
     service = FakeService()
     steps = [at_step(step) for step in range(1, 31)]
@@ -115,23 +106,16 @@ def test_plain_lines_tell_events_status_and_progress_now_and_then():
     lines = plain_output(service).splitlines()
     assert sum("line 1" in line for line in lines) == 1
     assert [line for line in lines if line.startswith("ratings")] == ["ratings  RUNNING"]
-    assert sum(line.startswith("step ") for line in lines) == 4
-
-
-def test_plain_progress_names_the_metric():
-    service = FakeService()
-    service.states = [job_body(), job_body(status="SUCCEEDED")]
-    assert "21.3k rows/s, validation/rmse 0.9340" in plain_output(service)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 4
+    assert steps[0].endswith("21.3k rows/s, 1m 12s to go, validation/rmse 0.9340")
 
 
 def test_the_live_page_shows_status_progress_and_metrics():
-    page = rendered(live_page(Followed(FakeService().client().get_job("ratings"))))
+    service = FakeService()
+    page = rendered(live_page(Followed(service.client().get_job("ratings"))))
     for text in ("RUNNING", "50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100"):
         assert text in page
-
-
-def test_the_live_page_waits_for_the_first_step_without_a_number():
-    service = FakeService()
     service.states[0]["progress"].update(step=0, total_steps=0, percent=0.0)
     page = rendered(live_page(Followed(service.client().get_job("ratings"))))
     assert "waiting for the first step" in page
@@ -143,7 +127,8 @@ def test_events_stay_above_the_live_display():
     console = Console(file=output, force_terminal=True, width=120)
     service, clock = FakeService(), FakeClock()
     service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-    watch(service.client(), "ratings", LiveView(console), sleep=clock.sleep, clock=clock)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        watched(service, LiveView(live), clock)
     text = output.getvalue()
     assert text.count("line 1") == 1
     assert text.index("line 2") < text.index("50/200")

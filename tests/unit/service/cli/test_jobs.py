@@ -6,33 +6,42 @@ import json
 import math
 import subprocess
 import sys
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.backends.base import HostFacts
+from service.backends.fake import Script
 from service.cli import common, jobs, stack
-from service.cli.common import (
-    BLOCKS,
-    human_age,
-    human_bytes,
-    human_count,
-    human_duration,
-    human_number,
-    job_names,
-    sparkline,
+from service.cli.common import BLOCKS, job_names, sparkline
+from service.client.client import ShardloomClient
+from tests.harness.builders import (
+    NOW,
+    attempt_ended,
+    batch,
+    checkpoint,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    metrics,
+    recovered,
+    spec_document,
+    workers_started,
 )
-from tests.harness.builders import spec_document
 from tests.harness.service import (
+    Api,
     FakeService,
-    event_body,
+    end,
     job_body,
-    membership_body,
     problem_body,
+    running,
     shardloom,
 )
+from trainer.protocol.events import Event, HostExcluded, Metrics
 
 
 @pytest.fixture
@@ -86,35 +95,18 @@ def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
     assert "shardloom up" in result.stderr
 
 
-def test_metrics_show_latest_extremes_and_curve(service):
-    points = [
-        {"step": step, "time": 1.0, "value": value, "min": value - 0.1, "max": value + 0.1}
-        for step, value in ((10, 2.0), (20, 1.0))
-    ]
-    service.metrics = {
-        "names": ["train/loss"],
-        "series": [{"name": "train/loss", "points": points}],
-    }
+@pytest.mark.usefixtures("client")
+def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
+    job_id = api.start(name="ratings")
+    reports = (metrics(10, train_loss=2.0), metrics(20, train_loss=1.0))
+    api.post_events(f"{job_id}-a0", batch(*reports, checkpoint(1200, is_best=True)))
     line = shardloom("metrics", "ratings").stdout.splitlines()[1]
-    assert line.split() == ["train/loss", "1.000", "0.9000", "2.100", "20", "█▁"]
+    assert line.split() == ["train/loss", "1.0000", "1.0000", "2.0000", "20", "█▁"]
     unknown = shardloom("metrics", "ratings", "--name", "train/lose")
     assert (unknown.exit_code, "train/loss" in unknown.stderr) == (2, True)
-
-
-def test_checkpoints_show_size_and_the_best(service):
-    service.checkpoints = [
-        {
-            "step": 1200,
-            "path": "/runs/x/checkpoints/step-00001200",
-            "size_bytes": 12_345_678,
-            "created_at": 0.0,
-            "is_best": True,
-            "metrics": {"validation/rmse": 0.91},
-        }
-    ]
-    result = shardloom("checkpoints", "ratings")
-    for word in ("1,200", "best", "12.3 MB", "0.9100", "step-00001200"):
-        assert word in result.stdout
+    saved = shardloom("checkpoints", "ratings").stdout
+    for word in ("1,200", "best", "1 kB", "0.9000", "step-00001200"):
+        assert word in saved
 
 
 def test_submit_prints_the_id_alone_and_applies_overrides(service, spec_file):
@@ -186,7 +178,7 @@ def test_run_starts_the_stack_follows_and_mirrors_the_job(service, spec_file, mo
         result = shardloom("run", spec_file)
         assert result.exit_code == code
         assert "line 1" in result.stdout
-        assert f"{status} after 8.0s" in result.stdout
+        assert f"{status} after 8s" in result.stdout
         assert "validation  rmse 0.9340" in result.stdout
         assert ("the reason" in result.stdout) == (code != 0)
     assert started == [True] * 3
@@ -234,27 +226,19 @@ def test_the_cli_imports_nothing_heavy():
 
 # ---- `shardloom cluster`, and completion
 
-CLUSTER = {
-    "reachable": True,
-    "backend": "ray_jobs",
-    "address": "http://127.0.0.1:8265",
-    "message": "Ray 2.60.0",
-    "max_workers": 32,
-    "hosts": [
-        {"address": "10.0.0.7", "num_cpus": 16.0, "num_gpus": 8.0, "memory_bytes": 512 << 30}
-    ],
-}
 
-
-def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
-    service.cluster = CLUSTER
-    result = shardloom("cluster")
-    assert result.exit_code == 0, result.output
-    for word in ("ray_jobs at http://127.0.0.1:8265 answers", "Ray 2.60.0", "10.0.0.7", "16", "8"):
-        assert word in result.stdout
-    assert "autoscales up to 32 workers" in result.stdout
-    assert json.loads(shardloom("cluster", "--json").stdout) == CLUSTER
-    service.cluster = {**CLUSTER, "reachable": False, "message": "no answer", "hosts": []}
+@pytest.mark.usefixtures("client")
+def test_the_cluster_is_shown_with_its_hosts(api: Api) -> None:
+    api.backend.set_hosts(HostFacts("10.0.0.7", 16.0, 8.0, 512 << 30))
+    grows = api.settings.model_copy(update={"cluster_max_workers": 32})
+    state = api.http.app.state
+    state.context = replace(state.context, settings=grows)
+    shown = shardloom("cluster").stdout
+    for word in (f"fake at {api.backend.address} answers", "fake cluster", "10.0.0.7", "550 GB"):
+        assert word in shown
+    assert "autoscales up to 32 workers" in shown
+    assert json.loads(shardloom("cluster", "--json").stdout)["reachable"] is True
+    api.backend.set_down(True)
     away = shardloom("cluster")
     assert (away.exit_code, "does not answer" in away.stdout) == (3, True)
 
@@ -267,21 +251,7 @@ def test_the_shell_completes_names_and_where_asked_for_ids(service: FakeService)
     assert job_names("") == []
 
 
-# ---- formats
-
-
-def test_numbers_sizes_and_times_are_short():
-    sizes = {0: "0 B", 999: "999 B", 12_345_678: "12.3 MB", 999_960: "1.0 MB"}
-    assert {size: human_bytes(size) for size in sizes} == sizes
-    lengths = {-1: "0.0s", 3.21: "3.2s", 42: "42s", 72: "1m 12s", 3900: "1h 05m", 90000: "1d 01h"}
-    assert {length: human_duration(length) for length in lengths} == lengths
-    ages = {0.4: "now", 59: "59 s ago", 125: "2 m ago", 200_000: "2 d ago"}
-    assert {age: human_age(1000.0, 1000.0 + age) for age in ages} == ages
-    counts = {7: "7", 21_345: "21.3k", 2_100_000: "2.1M"}
-    assert {count: human_count(count) for count in counts} == counts
-    values = {0.0: "0.0000", 0.93412: "0.9341", 1.0657: "1.066", 21345.6: "21,346"}
-    values |= {3e-7: "3.000e-07", math.nan: "nan"}
-    assert {value: human_number(value) for value in values} == values
+# ---- curves
 
 
 def test_a_curve_falls_is_flat_or_has_gaps():
@@ -300,43 +270,39 @@ def test_a_curve_fits_its_width_and_touches_top_and_bottom(values, width):
 # ---- groups and sizes
 
 
-def attempt_body(**changes: Any) -> dict[str, Any]:
-    """An attempt that ended because a device ran out of memory."""
-    return {
-        "id": "job-0000000000ab-a0",
-        "index": 0,
-        "created_at": 1000.0,
-        "submitted_at": 1001.0,
-        "started_at": 1002.0,
-        "ended_at": 1100.0,
-        "end_reason": "device_oom",
-        "message": "rank 1: out of memory",
-        "num_worker_failures": 1,
-        "evidence": {"rank": "1", "exception": "OutOfMemoryError"},
-        **changes,
-    }
+def report(api: Api, *records: Event, first_seq: int = 0) -> None:
+    """Let the workers of the only job tell these."""
+    (job,), _ = api.store.list_jobs()
+    told = batch(*records, first_seq=first_seq)
+    assert api.post_events(f"{job.id}-a0", told).status_code == 200
 
 
 @pytest.fixture
-def degraded(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeService:
+def degraded(api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch) -> Api:
     """A service whose job lost one of three groups twelve seconds ago."""
-    monkeypatch.setattr(jobs.time, "time", lambda: 2000.0)
-    metrics = {
+    values = {
         "goodput/share": 0.971,
         "goodput/lost_s/start": 14.0,
         "goodput/lost_s/recovery": 3.2,
         "goodput/lost_s/hang": 0.0,
         "risk/steps_undurable": 48.0,
     }
-    service.states = [
-        job_body(
-            membership=membership_body(),
-            num_current_groups=2,
-            num_wanted_groups=3,
-            latest_metrics=metrics,
-        )
-    ]
-    return service
+    spread = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 2}}
+    api.start(name="ratings", parallelism=spread)
+    rest = (group_member(0), group_member(2))
+    report(
+        api,
+        layout_chosen(),
+        workers_started(),
+        membership_changed(),
+        group_lost(1, time=NOW),
+        membership_changed(*rest, generation=4, commit=128),
+        recovered(time=NOW + 0.4),
+        HostExcluded(time=NOW, host="127.0.0.9", num_failures=3, until=NOW + 612),
+        Metrics(time=NOW, step=1, values=values),
+    )
+    monkeypatch.setattr(jobs.time, "time", lambda: NOW + 12)
+    return api
 
 
 def shown() -> list[str]:
@@ -344,34 +310,30 @@ def shown() -> list[str]:
     return [" ".join(line.split()) for line in shardloom("show", "ratings").stdout.splitlines()]
 
 
-def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
+def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
+    assert shardloom("drain", "ratings", "127.0.0.3").exit_code == 0
     lines = shown()
     for line in (
-        "domain replica_group: a lost host takes down its groups; the others train on",
-        "chosen three copies on three hosts survive the loss of two (105.0 MB more memory a "
-        "worker, 12 ms a full sync)",
-        "groups 2 of 3 train, generation 4, commit 128",
-        "copies 2 copies of each shard on 2 hosts; survive needs 3",
-        "recovered 11 s ago, after a pause of 0.31 s, nothing to redo; 1 group lost so far",
-        "left out 127.0.0.9 (for 10m 00s)",
-        "at risk 48 steps (49.2k rows) since the newest checkpoint",
+        "failure domain replica group: a lost host takes down its groups; the others train on",
+        "chosen three copies on three hosts survive the loss of two (105 MB more memory a worker, "
+        "12 ms a full sync)",
+        "training 2 of 3 groups, generation 4, commit 128",
+        "copies alive 2 of each shard, on 2 hosts; survive needs 3",
+        "last recovery in 310 ms, nothing to redo, 11s ago; 1 group lost so far",
+        "left out 127.0.0.9 for 10m 00s",
+        "wanted without 127.0.0.3",
+        "at risk 48 steps (73.7k rows) since the newest checkpoint",
         "goodput 97.1%; lost: start 2.4%, recovery 0.5%",
         # Every group, the lost one included.
         "0 trains 0 127.0.0.2",
-        "1 gone 12 s ago (host lost) 0 127.0.0.3",
+        "1 gone 12s ago (host lost) 0 127.0.0.3",
         "2 trains 0 127.0.0.4",
     ):
         assert line in lines
-    whole = membership_body(copies_alive=3, host_copies_alive=3)
-    degraded.states = [job_body(membership=whole)]
-    survived = "copies 3 copies of each shard on 3 hosts; the loss of 2 more is survived"
-    assert survived in shown()
-
-
-def test_show_tells_what_is_wanted_of_the_workers(degraded: FakeService) -> None:
-    data = {"id": "r-1", "workers": 4, "drain_hosts": ["127.0.0.3"]}
-    degraded.events = [event_body(1, kind="drain_requested", data=data)]
-    assert "wanted 4 workers, without 127.0.0.3" in shown()
+    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
+    report(degraded, membership_changed(time=NOW + 1), first_seq=8)
+    assert "copies alive 3 of each shard, on 3 hosts; 2 more may be lost" in shown()
+    assert "groups" not in shardloom("ps").stdout
 
 
 def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -> None:
@@ -380,43 +342,39 @@ def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -
         assert word not in output
 
 
-def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) -> None:
-    degraded.states = [job_body(status="SUCCEEDED", membership=membership_body())]
+def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: Api) -> None:
+    (job,), _ = degraded.store.list_jobs()
+    end(degraded, job.id)
     output = shardloom("show", "ratings").stdout
-    assert "after a pause of 0.31 s" in output
-    assert "of 3 train" not in output
+    assert "in 310 ms, nothing to redo" in output
+    assert "of 3 groups" not in output
     assert "Standing" not in output
 
 
-def test_show_ends_with_the_evidence_and_what_to_change(service: FakeService) -> None:
-    service.states = [job_body(status="FAILED", reason="retries_exhausted")]
-    service.attempts = [attempt_body()]
+@pytest.mark.usefixtures("client")
+def test_show_ends_with_the_evidence_and_what_to_change(api: Api) -> None:
+    job_id = api.start(name="ratings", retry={"max_failures": 0})
+    evidence = {"rank": "1", "exception": "OutOfMemoryError"}
+    told = attempt_ended("device_oom").model_copy(update={"evidence": evidence})
+    api.post_events(f"{job_id}-a0", batch(told, stream="driver"))
+    api.backend.play(job_id, Script(("failed",)))
+    api.poll()
     lines = shown()
     assert {"rank 1", "exception OutOfMemoryError"} <= set(lines)
     assert any("Lower data.batch_size" in line for line in lines)
 
 
-def test_ps_marks_a_job_with_fewer_groups_than_it_should_have(degraded: FakeService) -> None:
-    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
-    degraded.states = [job_body(num_current_groups=3, num_wanted_groups=3)]
-    assert "groups" not in shardloom("ps").stdout
-
-
-def test_resize_asks_for_a_number_of_workers(service: FakeService) -> None:
-    result = shardloom("resize", "ratings", "4")
-    assert (result.exit_code, result.stdout) == (0, "asked for 4 workers without 127.0.0.3\n")
-    (request,) = service.requests
-    assert request.url.path == "/v1/jobs/ratings/resize"
-    assert json.loads(request.content) == {"workers": 4}
-    answer = json.loads(shardloom("resize", "ratings", "4", "--json").stdout)
-    assert answer == {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+@pytest.mark.usefixtures("client")
+def test_a_job_is_asked_to_resize_and_to_leave_a_host(api: Api) -> None:
+    job_id = running(
+        api, name="ratings", parallelism={"workers": {"min": 2, "max": 8}, "shard_group_size": 2}
+    )
+    asked = shardloom("resize", "ratings", "6")
+    assert (asked.exit_code, asked.stdout) == (0, "asked for 6 workers\n")
     assert shardloom("resize", "ratings", "0").exit_code == 2
-    assert len(service.requests) == 2
-
-
-def test_drain_asks_to_leave_a_host_or_takes_it_back(service: FakeService) -> None:
-    for options, undo in (([], False), (["--undo"], True)):
-        assert shardloom("drain", "ratings", "127.0.0.3", *options).exit_code == 0
-        request = service.requests[-1]
-        assert request.url.path == "/v1/jobs/ratings/drain"
-        assert json.loads(request.content) == {"host": "127.0.0.3", "undo": undo}
+    (host,) = set(workers_started().hosts)
+    drained = shardloom("drain", "ratings", host)
+    assert drained.stdout == f"asked for 6 workers without {host}\n"
+    undone = json.loads(shardloom("drain", "ratings", host, "--undo", "--json").stdout)
+    assert (undone["workers"], undone["drain_hosts"]) == (6, [])
+    assert api.files(job_id).resize_request_path.exists()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.views import progress_of
-from service.dashboard import charts, format
+from service.dashboard import charts
 from service.domain.models import JobStatus, MetricPoint, Progress
+from service.schemas import wording
 from tests.harness.builders import NOW, queued_job
 
 
@@ -30,17 +31,11 @@ def chart_of(key: str) -> charts.ChartSpec:
 def test_a_value_that_is_not_finite_is_a_gap_and_the_options_stay_strict_json() -> None:
     chart = chart_of("quality")
     options = charts.chart_options(chart)
+    charts.fill(options, chart, {}, best=None)
+    assert options["title"]["show"] is True, "it says that it is empty"
     charts.fill(options, chart, {"train/rmse": points(1.0, math.nan, 0.9)}, best=None)
     data = json.loads(json.dumps(options, allow_nan=False))["series"][0]["data"]
     assert data == [[10, 1.0], [20, None], [30, 0.9]]
-
-
-def test_an_empty_chart_says_so_until_it_has_points() -> None:
-    chart = chart_of("quality")
-    options = charts.chart_options(chart)
-    charts.fill(options, chart, {}, best=None)
-    assert options["title"]["show"] is True
-    charts.fill(options, chart, {"train/rmse": points(1.0)}, best=None)
     assert options["title"]["show"] is False
 
 
@@ -73,14 +68,14 @@ def test_compact_keeps_three_digits_and_a_suffix() -> None:
         999_960: "1M",
         3e9: "3B",
         math.nan: "NaN",
-        None: format.NOTHING,
+        None: wording.NOTHING,
     }
-    assert {value: format.compact(value) for value in values} == values
+    assert {value: wording.compact(value) for value in values} == values
 
 
 @given(st.floats(min_value=0.01, max_value=9.9e11))
 def test_compact_is_within_half_a_percent_of_the_value(value: float) -> None:
-    text = format.compact(value)
+    text = wording.compact(value)
     scale = {"k": 1e3, "M": 1e6, "B": 1e9}.get(text[-1])
     shown = float(text[:-1]) * scale if scale else float(text)
     assert shown == pytest.approx(value, rel=5.1e-3)
@@ -88,14 +83,14 @@ def test_compact_is_within_half_a_percent_of_the_value(value: float) -> None:
 
 
 def test_precise_shows_four_decimals_unless_they_would_hide_the_value() -> None:
-    found = [format.precise(value) for value in (0.88123, 0.0, 1e-5, -math.inf)]
+    found = [wording.precise(value) for value in (0.88123, 0.0, 1e-5, -math.inf)]
     assert found == ["0.8812", "0.0000", "1e-05", "-∞"]
 
 
 def test_latency_and_size_pick_the_unit_of_the_value() -> None:
-    latencies = [format.latency(seconds) for seconds in (1.25, 0.0125, 0.00084, 0.0)]
+    latencies = [wording.latency(seconds) for seconds in (1.25, 0.0125, 0.00084, 0.0)]
     assert latencies == ["1.25 s", "12.5 ms", "840 µs", "0 µs"]
-    sizes = [format.size(num_bytes) for num_bytes in (512, 84_300_000, 999_900)]
+    sizes = [wording.size(num_bytes) for num_bytes in (512, 84_300_000, 999_900)]
     assert sizes == ["512 B", "84.3 MB", "1 MB"]
 
 
@@ -107,24 +102,24 @@ def test_duration_shows_the_two_largest_units() -> None:
         7_500: "2h 05m",
         97 * 3600: "4d 01h",
         -3: "0s",
-        math.inf: format.NOTHING,
-        None: format.NOTHING,
+        math.inf: wording.NOTHING,
+        None: wording.NOTHING,
     }
-    assert {length: format.duration(length) for length in lengths} == lengths
+    assert {length: wording.duration(length) for length in lengths} == lengths
 
 
 @given(st.integers(min_value=0, max_value=10**7))
 def test_duration_never_promises_more_than_there_is(seconds: int) -> None:
     unit_s = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-    shown = [(int(part[:-1]), unit_s[part[-1]]) for part in format.duration(seconds).split()]
+    shown = [(int(part[:-1]), unit_s[part[-1]]) for part in wording.duration(seconds).split()]
     total_s = sum(number * unit for number, unit in shown)
     assert total_s <= seconds < total_s + shown[-1][1]
 
 
 def test_clock_adds_hours_only_when_there_are_any() -> None:
-    assert format.clock(133) == "+02:13"
-    assert format.clock(3909) == "+1:05:09"
-    assert format.utc(0) == "1970-01-01 00:00:00 UTC"
+    assert wording.clock(133) == "+02:13"
+    assert wording.clock(3909) == "+1:05:09"
+    assert wording.utc(0) == "1970-01-01 00:00:00 UTC"
 
 
 @given(st.integers(min_value=0, max_value=10**9), st.integers(min_value=0, max_value=10**9))
@@ -141,6 +136,6 @@ def test_a_metric_is_written_in_the_unit_that_its_name_implies() -> None:
         ("sync/bytes", 21e6, "21 MB"),
         ("validation/rmse", 0.87123, "0.8712"),
     ):
-        assert format.metric(name, value) == text
-    line = format.metrics_line({"validation/rmse": 0.9, "validation/mae": 0.7})
+        assert wording.metric(name, value) == text
+    line = wording.metrics_line({"validation/rmse": 0.9, "validation/mae": 0.7})
     assert line == "validation/mae 0.7000 · validation/rmse 0.9000"

@@ -103,7 +103,7 @@ def test_a_lane_shows_when_its_group_trained_and_when_it_was_gone() -> None:
     ]
     spans = [(span.tone, span.left, span.width) for span in lanes[1].spans]
     assert spans == [("good", 0.0, 75.0), ("bad", 75.0, 25.0)]
-    assert lanes[1].spans[1].title == "group 1 is gone, 20s"
+    assert lanes[1].spans[1].title == "group 1 gone, 20s"
     job, timeline = degraded()
     ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW + 70)
     assert groups_view(ended, timeline, (), NOW + 5000).until == "+01:10"
@@ -143,7 +143,8 @@ def test_what_needs_attention_is_coloured() -> None:
     view = view_of(degraded())
     assert fact(view, "Training") == ("2 of 3 groups, generation 2, commit 2", "warn")
     assert fact(view, "Copies alive") == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
-    assert fact(view, "Last recovery") == ("in 310 ms, nothing to redo, 19s ago", "good")
+    recovery = "in 310 ms, nothing to redo, 19s ago; 1 group lost so far"
+    assert fact(view, "Last recovery") == (recovery, "good")
     alone = membership_changed(group_member(0), generation=3)
     fewer = fact(view_of(scene(layout_chosen(), alone)), "Copies alive")
     assert fewer == ("1 of each shard, on 1 host; survive needs 2", "warn")
@@ -151,12 +152,12 @@ def test_what_needs_attention_is_coloured() -> None:
 
 def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_so() -> None:
     told = degraded()
-    text = "30 steps (46.1k rows) since the checkpoint of step 100"
+    text = "30 steps (46.1k rows) since the newest checkpoint"
     assert fact(view_of(told, saved(100)), "At risk")[0] == text
     job = replace(told[0], latest_metrics={"risk/steps_undurable": 12.0})
     view = groups_view(job, told[1], [saved(100)], NOW)
     assert fact(view, "At risk")[0].startswith("12 steps")
-    assert fact(view_of(told), "At risk")[0].endswith("so far")
+    assert fact(view_of(told), "At risk")[0].startswith("130 steps")
 
 
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
@@ -177,7 +178,7 @@ def test_what_is_wanted_is_shown_until_the_job_ends() -> None:
     assert fact(view, "Wanted") == (f"4 workers, without {HOSTS[2]}", "active")
     ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW)
     names = {each.name for each in groups_view(ended, [*timeline, line], (), NOW).facts}
-    assert names == {"Last recovery", "Failure domain", "Layout"}
+    assert names == {"Last recovery", "Failure domain", "Chosen"}
 
 
 def test_a_host_that_is_left_out_is_named_until_its_time_has_come() -> None:
@@ -205,7 +206,7 @@ def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
 def test_copies_alive_are_counted_under_each_shard() -> None:
     copies = grid_of(degraded()).copies
     assert [(each.text, each.tone) for each in copies] == [("2 of 3", "good")] * 2
-    assert copies[0].title == "2 copies of shard 0 on 2 host(s); survive needs 2"
+    assert copies[0].hint == "2 copies of shard 0 on 2 hosts; survive needs 2"
 
 
 def test_an_ended_job_shows_the_groups_that_its_workers_formed() -> None:
@@ -247,8 +248,10 @@ def test_text_of_records_cannot_become_markup() -> None:
         workers_started(tables=[plan]),
         divergence(table=hostile),
     )
+    failed = replace(told[0], status=JobStatus.FAILED, message=hostile)
     view = groups_view(told[0], told[1], (), NOW)
     html = fragments.membership(view) + fragments.groups(*told) + fragments.sharding(*told)
+    html += fragments.heading(failed, NOW) + fragments.timeline(*told)
     assert "<img" not in html
     assert "&lt;img" in html
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ from service.local.ray_node import (
     MachineNode,
     NodePorts,
     RayNode,
-    RayPorts,
+    RayState,
     check_node_ports_free,
     drain_command,
     join_command,
@@ -39,6 +40,7 @@ from service.local.ray_node import (
 from service.local.stack import LocalStack
 from service.local.state import StackError, StackHome
 from service.network import NoAddress, interface_of
+from tests.harness.clock import FakeClock
 from tests.harness.machines import keep_joined, keep_stack
 from tests.harness.service import shardloom
 
@@ -195,13 +197,12 @@ def test_only_machines_with_the_token_and_administrators_learn_of_the_head(open_
 
 def test_a_machine_that_has_joined_or_has_a_stack_of_its_own_cannot_join(home):
     keep_joined(home, THIS_PROCESS)
-    request = joining.JoinRequest("http://x", TOKEN)
     with pytest.raises(StackError, match=r"has joined http://10\.0\.0\.1:8700 already.*leave"):
-        JoinedMachine(home).join(request, pytest.fail)
+        JoinedMachine(home).join("http://x", TOKEN, NODE, pytest.fail)
     keep_joined(home, DEAD_PROCESS)
     keep_stack(home, service=THIS_PROCESS, machine=socket.gethostname())
     with pytest.raises(StackError, match="`shardloom down` ends it"):
-        JoinedMachine(home).join(request, pytest.fail)
+        JoinedMachine(home).join("http://x", TOKEN, NODE, pytest.fail)
 
 
 def test_leaving_forgets_a_node_that_is_gone_and_ends_nobody_else(home, monkeypatch):
@@ -302,15 +303,15 @@ def test_the_usual_ports_are_taken_and_a_range_that_is_none_refused():
 
 
 def test_a_node_is_started_with_its_address_its_ports_and_all_its_gpus():
-    command = join_command("ray", NODE, "10.0.0.1:6379", Path("/tmp/x"))
+    command = join_command(NODE, "10.0.0.1:6379", Path("/tmp/x"))
     assert "--address=10.0.0.1:6379" in command
     assert "--node-ip-address=10.0.0.7" in command
     assert {f"--min-worker-port={10002}", f"--max-worker-port={19999}"} <= set(command)
     assert "--node-manager-port=8710" in command
     assert not [word for word in command if word.startswith("--num-gpus")]
     head = MachineHead(NODE)
-    drained = drain_command("ray", head.gcs_address, "abc", 9)
-    words = [*command, *head.command("ray", Path("/tmp/x")), *drained]
+    drained = drain_command(head.gcs_address, "abc", 9)
+    words = [*command, *head.command(Path("/tmp/x")), *drained]
     assert not [word for word in words if "token" in word]
 
 
@@ -325,22 +326,21 @@ def test_collectives_use_the_interface_that_leads_to_the_others_unless_told_othe
 def test_the_head_is_reached_at_its_address_with_a_token_only(tmp_path):
     head = MachineHead(NODE)
     assert (head.gcs_address, head.ray_address) == ("10.0.0.7:6379", "http://10.0.0.7:8265")
-    environment = head.environment({}, RayPorts(*range(5001, 5008)), tmp_path / "token")
+    environment = head.environment({}, tmp_path / "token")
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
-    assert "--dashboard-host=10.0.0.7" in head.command("ray", tmp_path)
+    assert "--dashboard-host=10.0.0.7" in head.command(tmp_path)
 
 
 def test_ports_of_a_head_that_have_two_uses_are_refused():
-    MachineHead(NODE).check_ports()
-    for faulty, message in (
-        (MachineHead(NODE, ray_port=12000), "12000 of the head lies in the workers' range"),
-        (MachineHead(NODE, dashboard_port=8712), "8712 has two uses"),
-        (MachineHead(NODE, ray_port=8265), "8265 has two uses"),
-        (MachineHead(replace(NODE, ports=NodePorts(65531))), "beyond 65535"),
+    parse_ports(8710, "10002-19999", 6379, 8265)
+    for others, message in (
+        ((12000, 8265), "12000 lies in the workers' range"),
+        ((6379, 8712), "8712 has two uses"),
+        ((8265, 8265), "8265 has two uses"),
     ):
         with pytest.raises(ValueError, match=message):
-            faulty.check_ports()
+            parse_ports(8710, "10002-19999", *others)
 
 
 def test_the_service_of_a_head_takes_no_port_of_its_ray(home, monkeypatch):
@@ -367,41 +367,35 @@ def test_a_port_in_use_and_a_head_that_is_away_are_told_with_what_to_change():
 # ---- `shardloom leave`
 
 
-class Head:
-    """A head of Ray that gives the answers of a list, the last one for ever."""
-
-    def __init__(self, nodes, num_actors=(0,)):
-        self.nodes, self.num_actors = list(nodes), list(num_actors)
-        self.drained = []
-
-    def live_nodes(self):
-        return self.nodes.pop(0) if len(self.nodes) > 1 else self.nodes[0]
-
-    def num_actors_on(self, node_id):
-        return self.num_actors.pop(0) if len(self.num_actors) > 1 else self.num_actors[0]
-
-    def drain(self, machine, state, node_id, grace_s, report):
-        self.drained.append(node_id)
-        return True
+def head_with(nodes, num_actors=(0,)) -> Mock:
+    """A head of Ray that gives these answers, one after another."""
+    head = Mock(spec=RayState)
+    head.live_nodes.side_effect, head.num_actors_on.side_effect = nodes, num_actors
+    return head
 
 
 @pytest.fixture
 def leave(home, monkeypatch):
-    """Leaves with a head; what was said, and whether the node has ended."""
+    """Leaves with a head; what was said, and which node was drained."""
     monkeypatch.setattr(joining, "_POLL_S", 0.0)
     ended: list[ProcessId] = []
     monkeypatch.setattr(joining, "_end", ended.append)
+    drained: list[str] = []
 
-    def act(head: Head, grace_s: int = 120) -> list[str]:
+    def drain(_machine, _state, node_id, *_) -> bool:
+        drained.append(node_id)
+        return True
+
+    monkeypatch.setattr(JoinedMachine, "_ask_to_drain", drain)
+
+    def act(head: Mock, grace_s: int = 120, **state: str) -> tuple[str, list[str]]:
+        keep_joined(home, THIS_PROCESS, **state)
         monkeypatch.setattr(joining, "RayState", lambda *_: head)
-        monkeypatch.setattr(
-            JoinedMachine, "_ask_to_drain", lambda *arguments: head.drain(*arguments)
-        )
         said: list[str] = []
         assert JoinedMachine(home).leave(grace_s, said.append)
         assert ended == [THIS_PROCESS]
         assert home.read_joined() is None
-        return said
+        return said[0], drained
 
     return act
 
@@ -411,42 +405,33 @@ def node(node_id: str) -> RayNode:
 
 
 def test_a_head_that_does_not_answer_for_a_while_is_asked_again(home, leave):
-    keep_joined(home, THIS_PROCESS)
     home.keep_cluster_token(TOKEN)
-    head = Head([None, None, [node("n")]], [None, 2, None, 0])
-    assert leave(head)[0].startswith("no job is on this machine any more")
-    assert head.drained == ["n"]
+    said, drained = leave(head_with([None, None, [node("n")]], [None, 2, None, 0]))
+    assert said.startswith("no job is on this machine any more")
+    assert drained == ["n"]
 
 
-def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave):
-    keep_joined(home, THIS_PROCESS)
+def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave, monkeypatch):
     home.keep_cluster_token(TOKEN)
-    monotonic = iter(range(1000))
-    joining_time = joining.time
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining_time, "monotonic", lambda: next(monotonic))
-        said = leave(Head([[node("n")]], [None]), grace_s=30)
-    assert said[0] == "the head has not said within 30 s whether jobs are still here"
+    monkeypatch.setattr(joining, "time", FakeClock())
+    monkeypatch.setattr(joining, "_POLL_S", 1.0)
+    said, _ = leave(head_with([[node("n")]], itertools.repeat(None)), grace_s=30)
+    assert said == "the head has not said within 30 s whether jobs are still here"
 
 
-def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
-    keep_joined(home, THIS_PROCESS)
-    head = Head([[node("n")]])
-    assert "the node ends without notice to its jobs" in leave(head)[0]
-    assert head.drained == []
-
-
-def test_of_two_nodes_with_this_address_the_own_one_is_drained_if_it_still_counts(home, leave):
-    home.keep_cluster_token(TOKEN)
-    keep_joined(home, THIS_PROCESS, node_id="new")
-    head = Head([[node("dead"), node("new")]])
-    leave(head)
-    assert head.drained == ["new"]
+def test_a_machine_whose_token_is_gone_leaves_all_the_same(leave):
+    said, drained = leave(head_with([[node("n")]]))
+    assert "the node ends without notice to its jobs" in said
+    assert drained == []
 
 
 def test_a_node_that_the_head_has_given_up_is_not_drained(home, leave):
     home.keep_cluster_token(TOKEN)
-    keep_joined(home, THIS_PROCESS, node_id="given-up")
-    head = Head([[node("other")]])
-    assert "no longer counts this node" in leave(head)[0]
-    assert head.drained == []
+    said, drained = leave(head_with([[node("other")]]), node_id="given-up")
+    assert "no longer counts this node" in said
+    assert drained == []
+
+
+def test_of_two_nodes_with_this_address_the_own_one_is_drained(home, leave):
+    home.keep_cluster_token(TOKEN)
+    assert leave(head_with([[node("dead"), node("new")]]), node_id="new")[1] == ["new"]

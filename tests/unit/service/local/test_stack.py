@@ -8,9 +8,8 @@ import signal
 import socket
 import stat
 from dataclasses import replace
-from typing import cast
+from unittest.mock import Mock
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,19 +29,16 @@ from service.local.processes import (
 )
 from service.local.ray_node import (
     TRAINER_SETTINGS,
-    RayPorts,
-    choose_ports,
-    head_command,
-    head_environment,
+    free_ports,
+    join_command,
     make_temp_dir,
-    node_command,
-    node_environment,
+    private_head,
+    private_node,
 )
 from service.local.stack import (
     Component,
     LocalStack,
     check_port_free,
-    wait_for_port,
     wait_until_ready,
 )
 from service.local.state import StackError, StackHome, StackState
@@ -53,7 +49,6 @@ from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
 from trainer.protocol.versions import Mismatch
 
-PORTS = RayPorts(*range(5001, 5008))
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
 
@@ -126,24 +121,27 @@ def test_the_token_is_private_and_stays(home):
 
 
 def test_a_node_has_ports_for_its_agents_and_slots_for_a_small_job(home):
-    ports = vars(choose_ports()).values()
-    assert len(set(ports)) == len(ports) == 7
+    assert len(set(free_ports(7))) == 7
     options = {"--dashboard-agent-grpc-port", "--runtime-env-agent-port", "--metrics-export-port"}
-    head = head_command("ray", PORTS, home.ray_dir, 2)
-    for command in (head, node_command("ray", "127.0.0.2:5001", "127.0.0.3", 2)):
+    head = private_head(2).command(home.ray_dir)
+    node = join_command(private_node("127.0.0.3", 2), "127.0.0.2:5001", home.ray_dir)
+    for command in (head, node):
         assert options <= {word.partition("=")[0] for word in command}
+        assert {"--node-manager-port=0", "--min-worker-port=0", "--max-worker-port=0"} < {*command}
     assert "--num-cpus=8" in head
-    assert "--num-cpus=64" in head_command("ray", PORTS, home.ray_dir, 64)
+    assert "--num-cpus=64" in private_head(64).command(home.ray_dir)
 
 
 def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
     inherited = {"RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "HOME": "/home/me"}
-    environment = head_environment(inherited, PORTS, home.token_path)
+    head = private_head(2)
+    environment = head.environment(inherited, home.token_path)
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(home.token_path)
     assert environment["HOME"] == "/home/me"
-    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & set(environment)
-    assert "--dashboard-host=127.0.0.1" in head_command("ray", PORTS, home.ray_dir, 2)
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"} & set(environment)
+    assert "--dashboard-host=127.0.0.1" in head.command(home.ray_dir)
+    assert head.ray_address == f"http://127.0.0.1:{head.dashboard_port}"
 
 
 def test_code_of_jobs_sees_none_of_the_services_secrets(home):
@@ -156,10 +154,8 @@ def test_code_of_jobs_sees_none_of_the_services_secrets(home):
         "PGPASSWORD": "p",
     }
     wanted = {"SHARDLOOM_DATA_CACHE": "/cache", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
-    for environment in (
-        node_environment(secrets | wanted, home.token_path),
-        head_environment(secrets | wanted, PORTS, home.token_path),
-    ):
+    for each in (private_node("127.0.0.3", 2), private_head(2)):
+        environment = each.environment(secrets | wanted, home.token_path)
         assert not set(secrets) & set(environment)
         assert wanted.items() <= environment.items()
 
@@ -200,7 +196,7 @@ def test_a_port_that_is_held_on_the_heads_own_address_is_waited_for(monkeypatch)
     monkeypatch.setattr(
         stack_module, "port_fault", lambda *where: asked.append(where) or (len(asked) < 3 or None)
     )
-    wait_for_port(8700, "10.0.0.1")
+    check_port_free(8700, "10.0.0.1", patience_s=60.0)
     assert asked == [("10.0.0.1", 8700)] * 3
 
 
@@ -220,22 +216,17 @@ def test_a_failed_start_of_the_service_leaves_the_ray_that_the_same_stack_starte
         terminate_tree(ray, grace_s=0.0)
 
 
-def test_ray_is_ready_once_it_counts_the_heads_node():
+def test_a_part_is_waited_for_until_it_is_ready_or_late(monkeypatch):
+    told = []
+    monkeypatch.setattr(stack_module, "_READY_POLL_S", 0.0)
     answers = iter([False, False, True])
-    part = Component("ray", THIS_PROCESS, "http://ray/api/jobs/", "t", lambda: next(answers))
-    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as http:
-        assert "does not count the node" in part.fault(http)
-        assert "does not count the node" in part.fault(http)
-        assert part.fault(http) is None
-    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(503))) as http:
-        assert part.fault(http) == "does not answer at http://ray/api/jobs/"
-
-
-def test_a_part_that_is_late_is_told_with_what_is_missing(monkeypatch):
+    part = Component("ray", THIS_PROCESS, "http://127.0.0.1:9/", lambda: next(answers))
+    wait_until_ready([part], told.append, pytest.fail)
+    assert told[0].startswith("ray ready after")
     monkeypatch.setattr(stack_module, "START_TIMEOUT_S", -1.0)
-    part = Component("ray", THIS_PROCESS, "http://127.0.0.1:9/")
-    with pytest.raises(StackError, match=r"ray runs but does not answer at .*: end of log"):
-        wait_until_ready([part], pytest.fail, lambda name: f"{name}: end of log")
+    late = replace(part, is_ready=lambda: stack_module.answers(part.url))
+    with pytest.raises(StackError, match=r"ray runs but is not ready at .*: end of log"):
+        wait_until_ready([late], pytest.fail, lambda name: f"{name}: end of log")
 
 
 def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(home):
@@ -342,36 +333,16 @@ def test_a_head_with_other_ports_or_address_is_not_taken_for_the_one_that_runs(h
     assert "a head with Ray at 10.0.0.7:6379" in " ".join(done.output.split())
 
 
-class Foreground:
-    """A head's stack whose service dies once, and starts again at the third try at the latest."""
+FIRST = StackState(url="first", boot_id="b", started_at=1.0, head_address="10.0.0.7")
 
-    def __init__(self, home, ray_lives, failures):
-        self.home, self.ray_lives, self.failures = home, ray_lives, failures
-        self.num_starts = 0
 
-    def wait_until_broken(self, state):
-        if state.url == "again":
-            raise KeyboardInterrupt
-        return "service has ended"
-
-    def was_ended(self, state):
-        return False
-
-    def has_live_ray(self, state):
-        return self.ray_lives(self.num_starts)
-
-    def up(self, *, port, report):
-        self.num_starts += 1
-        if self.num_starts <= self.failures:
-            raise StackError("the database is away")
-        return self.state.model_copy(update={"url": "again"})
-
-    def down(self, report, *, only):
-        self.ended = only.url
-
-    @property
-    def state(self):
-        return StackState(url="first", boot_id="b", started_at=1.0, head_address="10.0.0.7")
+def broken_stack(*starts: StackState | StackError) -> Mock:
+    """A head's stack whose service dies once; `starts` are what its further starts come to."""
+    stack = Mock(spec=LocalStack)
+    stack.wait_until_broken.side_effect = ["service has ended", KeyboardInterrupt]
+    stack.was_ended.return_value = False
+    stack.up.side_effect = starts
+    return stack
 
 
 @pytest.fixture
@@ -380,15 +351,16 @@ def quick(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
-def test_a_head_tries_to_start_its_service_until_it_can(home, quick, capsys):
-    stack = Foreground(home, ray_lives=lambda _: True, failures=2)
-    stack_commands._stay(cast(LocalStack, stack), stack.state)
-    assert (stack.num_starts, stack.ended) == (3, "again")
+def test_a_head_tries_to_start_its_service_until_it_can(quick, capsys):
+    away, again = StackError("the database is away"), FIRST.model_copy(update={"url": "again"})
+    stack = broken_stack(away, away, again)
+    stack_commands._stay(stack, FIRST)
+    assert stack.down.call_args.kwargs == {"only": again}
     assert capsys.readouterr().err.count("the database is away") == 2
 
 
-def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(home, quick):
-    stack = Foreground(home, ray_lives=lambda num_starts: num_starts == 0, failures=9)
+def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(quick):
+    stack = broken_stack(StackError("the database is away"))
+    stack.has_lost_service_only.side_effect = [True, False]
     with pytest.raises(StackError, match="database is away"):
-        stack_commands._stay(cast(LocalStack, stack), stack.state)
-    assert stack.num_starts == 1
+        stack_commands._stay(stack, FIRST)

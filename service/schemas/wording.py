@@ -1,0 +1,276 @@
+"""Numbers, times and facts of a job in words, the same in the terminal and the browser. Pure.
+
+Numbers are short, in a sensible unit. A *tone* is what a word's colour says: `neutral`, `active`,
+`good`, `warn` or `bad`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import wraps
+from itertools import pairwise
+
+from service.domain.metrics import steps_at_risk
+from service.domain.models import Checkpoint, Job, JobStatus
+from service.domain.sharding import TimelineEntry
+from service.domain.timeline import latest_resize_request
+from service.schemas.jobs import ExportOut, JobDetail, JobSummary, MembershipOut
+
+NOTHING = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+_SECOND_UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
+_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def _of_finite(text_of: Callable[[float], str]) -> Callable[[float | None], str]:
+    """A format that has words for what is unknown or no finite number, too."""
+
+    @wraps(text_of)
+    def shown(value: float | None) -> str:
+        if value is None:
+            return NOTHING
+        if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+        return text_of(value)
+
+    return shown
+
+
+@_of_finite
+def compact(value: float) -> str:
+    """At most four characters of digits and a suffix: `987`, `16.5k`, `1.2M`."""
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{suffix}" if abs(value) < limit * 1e3 else f"{value:.2e}"
+    return f"{value:.3g}"
+
+
+@_of_finite
+def precise(value: float) -> str:
+    """A loss or a quality metric: four decimals, or three digits when tiny or large."""
+    return f"{value:.3g}" if value and not 1e-3 <= abs(value) < 1e4 else f"{value:.4f}"
+
+
+@_of_finite
+def ratio(value: float) -> str:
+    """How many times the mean the largest share is: `1.08×`."""
+    return f"{value:.2f}{TIMES}"
+
+
+@_of_finite
+def latency(seconds: float) -> str:
+    """A short time in its natural unit: `840 µs`, `12.3 ms`, `1.25 s`."""
+    for unit_s, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= unit_s * 0.9995:
+            return f"{seconds / unit_s:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+@_of_finite
+def size(num_bytes: float) -> str:
+    """Bytes in decimal units: `512 B`, `105 MB`."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_SIZE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {_SIZE_UNITS[unit]}"
+
+
+def duration(seconds: float | None) -> str:
+    """A span in its two largest units: `45s`, `3m 20s`, `2h 05m`, `4d 03h`."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    rest = max(0, int(seconds))
+    for (unit_s, unit), (smaller_s, smaller) in pairwise(_SECOND_UNITS):
+        if rest >= unit_s:
+            return f"{rest // unit_s}{unit} {rest % unit_s // smaller_s:02d}{smaller}"
+    return f"{rest}s"
+
+
+def age(time_s: float, now_s: float) -> str:
+    """How long ago a Unix time was, as in `3m 20s ago`."""
+    return f"{duration(now_s - time_s)} ago"
+
+
+def clock(seconds: float) -> str:
+    """Time since the start of a job: `+02:13`, `+1:05:09`."""
+    rest = max(0, int(seconds))
+    hours, minutes, rest_s = rest // 3600, rest % 3600 // 60, rest % 60
+    return f"+{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"+{minutes:02d}:{rest_s:02d}"
+
+
+def utc(time_s: float) -> str:
+    """Unix seconds as a date and time, `2026-11-21 04:31:11 UTC`."""
+    return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def metric(name: str, value: float | None) -> str:
+    """A metric in the unit that its name implies, as in `sync/time_s` or `balance/lookup`."""
+    if name.startswith("balance/"):
+        return ratio(value)
+    if name.startswith("speed/"):
+        return compact(value)
+    if name.endswith("_s"):
+        return latency(value)
+    if name.endswith("bytes"):
+        return size(value)
+    return precise(value)
+
+
+def metrics_line(values: Mapping[str, float]) -> str:
+    """All metrics of a record on one line: `validation/rmse 0.8812 · validation/mae 0.6700`."""
+    return " · ".join(f"{name} {metric(name, values[name])}" for name in sorted(values)) or NOTHING
+
+
+# ---- a job
+
+_TONES = {
+    JobStatus.STARTING: "active",
+    JobStatus.RUNNING: "active",
+    JobStatus.PAUSED: "warn",
+    JobStatus.STOPPING: "warn",
+    JobStatus.SUCCEEDED: "good",
+    JobStatus.FAILED: "bad",
+}
+_STANDINGS = {
+    "current": ("trains", "good"),
+    "listening": ("copies from a peer", "active"),
+    "initial": ("starts", "neutral"),
+    "gone": ("gone", "bad"),
+}
+_DOMAINS = {
+    "replica_group": "a lost host takes down its groups; the others train on",
+    "job": "a lost worker restarts all of them from the newest checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is said of a subject."""
+
+    name: str
+    text: str
+    tone: str = "neutral"
+    hint: str = ""
+
+
+def tone_of(status: JobStatus) -> str:
+    """The tone of a status."""
+    return _TONES.get(status, "neutral")
+
+
+def standing_of(standing: str) -> tuple[str, str]:
+    """Word and tone of what a group does; one without processes is `gone`."""
+    return _STANDINGS.get(standing, (standing, "neutral"))
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as in `1 host`, `2 hosts`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def duration_of(job: Job | JobSummary, now_s: float) -> str:
+    """How long a job has trained, or had when it ended; empty before it began to."""
+    if job.started_at is None:
+        return ""
+    return duration((job.ended_at or now_s) - job.started_at)
+
+
+def groups_text(job: JobSummary) -> str:
+    """How many groups train, as in `2 of 3 groups`; empty while all do or nothing is known."""
+    current, wanted = job.num_current_groups, job.num_wanted_groups
+    if current is None or wanted is None or current >= wanted:
+        return ""
+    return f"{current} of {wanted} groups"
+
+
+def group_facts(
+    job: Job | JobDetail,
+    membership: MembershipOut | None,
+    timeline: Iterable[TimelineEntry],
+    now_s: float,
+    checkpoints: Sequence[Checkpoint] | None = None,
+) -> list[Fact]:
+    """What is known of a job's groups, of what is wanted of them, and of work at risk.
+
+    `membership` is that of the newest attempt. With `checkpoints`, all that there are, work at risk
+    is told of jobs that do not report it themselves.
+    """
+    facts = [] if membership is None else _membership_facts(job, membership, now_s)
+    if job.status.is_terminal:
+        return facts
+    wanted = latest_resize_request(timeline)
+    parts = [f"{wanted.workers} workers"] if wanted.workers else []
+    parts += [f"without {host}" for host in sorted(wanted.drain_hosts)]
+    if parts:
+        facts.append(Fact("Wanted", ", ".join(parts), "active"))
+    steps = steps_at_risk(job.latest_metrics)
+    if steps is None and checkpoints is not None and job.status is JobStatus.RUNNING:
+        newest = max((checkpoint.step for checkpoint in checkpoints), default=0)
+        steps = max(0, job.progress.step - newest)
+    if steps is not None:
+        rows = compact(steps * job.spec.parallelism.world_size * job.spec.data.batch_size)
+        hint = "Steps that the newest durable checkpoint does not hold"
+        text = f"{steps:,} steps ({rows} rows) since the newest checkpoint"
+        facts.append(Fact("At risk", text, hint=hint))
+    return facts
+
+
+def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: float) -> list[Fact]:
+    facts = []
+    if membership.changed_at and job.status is JobStatus.RUNNING:
+        current, wanted = membership.num_current, membership.num_wanted
+        text = f"{current} of {wanted} groups, generation {membership.generation}"
+        tone = "good" if current >= wanted else "warn"
+        facts.append(Fact("Training", f"{text}, commit {membership.commit:,}", tone))
+        facts.append(_copies_fact(membership))
+    recovery = membership.last_recovery
+    if recovery is not None:
+        lost, redo = recovery.syncs_lost, "nothing to redo"
+        if lost:
+            redo = f"{counted(lost, 'sync interval')} to redo"
+        text = f"in {latency(recovery.pause_s)}, {redo}, {age(recovery.time, now_s)}"
+        so_far = f"{counted(membership.num_losses, 'group')} lost so far"
+        hint = f"Cause: {recovery.cause}"
+        facts.append(Fact("Last recovery", f"{text}; {so_far}", "good", hint))
+    layout = membership.layout
+    if layout is not None:
+        domain = layout.failure_domain
+        facts.append(Fact("Failure domain", f"{domain.replace('_', ' ')}: {_DOMAINS[domain]}"))
+        price = f"{size(layout.memory_overhead_bytes)} more memory a worker"
+        if layout.sync_latency_s is not None:
+            price += f", {latency(layout.sync_latency_s)} a full sync"
+        facts.append(Fact("Chosen", f"{layout.reason} ({price})"))
+    excluded = [host for host in membership.excluded_hosts if host.until > now_s]
+    if excluded and not job.status.is_terminal:
+        names = (f"{host.host} for {duration(host.until - now_s)}" for host in excluded)
+        facts.append(Fact("Left out", ", ".join(names), "warn", "Hosts that failed too often"))
+    return facts
+
+
+def _copies_fact(membership: MembershipOut) -> Fact:
+    hosts, needed = membership.host_copies_alive, membership.host_copies_needed
+    text = f"{membership.copies_alive} of each shard, on {counted(hosts, 'host')}"
+    if not needed:
+        return Fact("Copies alive", text)
+    if hosts < needed:
+        return Fact("Copies alive", f"{text}; survive needs {needed}", "warn")
+    return Fact("Copies alive", f"{text}; {needed - 1} more may be lost", "good")
+
+
+def comparison(export: ExportOut) -> str:
+    """How far the predictions of an export are from the trainer's, by task."""
+    report = export.report or {}
+    tasks = report.get("tasks", {})
+    if not tasks:
+        why = report.get("not_measured", "it has no report of them")
+        return f"not compared with the trainer's predictions: {why}"
+    errors = "; ".join(
+        f"{name}: {task['metric']} {precise(task['trainer_metric'])} as trained, "
+        f"{precise(task['export_metric'])} exported; predictions differ by "
+        f"{precise(task['mean_abs_error'])} on average, {precise(task['max_abs_error'])} at most"
+        for name, task in tasks.items()
+    )
+    return f"{errors} ({report['num_rows']:,} validation rows)"

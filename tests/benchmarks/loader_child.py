@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torchrec import KeyedJaggedTensor
@@ -26,12 +27,13 @@ def ours(folder: Path) -> Epoch:
     from trainer.data import reader
     from trainer.data.batches import TrainBatches
 
-    reader.CACHE_BYTES = 0
     spec = spec_over(folder)
 
     def epoch() -> Iterator[Item]:
         source = reader.open_source(spec, folder)
-        with TrainBatches(source, spec, 0, 1) as batches:
+        with patch.object(reader, "CACHE_BYTES", 0):
+            made = TrainBatches(source, spec, 0, 1)
+        with made as batches:
             for batch, _ in batches:
                 num_rows = int(batch.weight.sum())
                 assert num_rows == batch.num_rows, "the rows fill whole batches"

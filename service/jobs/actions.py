@@ -53,7 +53,6 @@ from service.errors import (
 from service.jobs.run_storage import (
     empty_trash,
     move_to_trash,
-    remove_job_file,
     restore_from_trash,
     run_dir_of,
     trashed_checkpoint_paths,
@@ -260,7 +259,8 @@ def delete_job(
             restore_from_trash(settings, job_id)
             raise
         if not artifacts:
-            remove_job_file(settings, job_id)
+            # Or the folder that stays would be taken for one of a job that is to be recovered.
+            run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
             return []
         # Once more: a service that started, or a restart that failed, may have undone it.
         move_to_trash(settings, job_id)

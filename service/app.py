@@ -96,7 +96,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
         dependencies=[Depends(authorize)],
     )
-    security = Security.open(settings, store, store.engine)
+    security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(
         settings,

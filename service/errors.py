@@ -6,7 +6,8 @@ Each class has its HTTP `status` and a stable `code`; its text is the `detail` o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
 from trainer.spec.base import FieldProblem
@@ -129,6 +130,15 @@ class StorageUnavailable(ServiceError):
     code = "storage_unavailable"
     title = "Run storage unavailable"
     template = "cannot write to run storage ({}); check SHARDLOOM_RUNS_DIR"
+
+
+@contextmanager
+def reaching_storage(purpose: str = "") -> Iterator[None]:
+    """Raise `StorageUnavailable` for an OSError; `purpose` precedes its message."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageUnavailable(f"{purpose}{error}") from error
 
 
 class ReconcilerDied(ServiceError):

@@ -43,8 +43,8 @@ from service.errors import (
     JobNotFound,
     NotSignedIn,
     ProjectNotFound,
-    StorageUnavailable,
     VersionUnknown,
+    reaching_storage,
 )
 from service.jobs.export_runner import ExportRunner
 from service.jobs.run_storage import run_dir_of, write_json
@@ -226,10 +226,8 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
     keys.keep_secrets(job_id, encrypted, time.time())
     path = run_dir_of(context.settings, job_id).secret_names_path
-    try:
+    with reaching_storage():
         write_json(path, sorted(secrets))
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
 
 
 _TAG = re.compile(r'"(\d{1,18})"')

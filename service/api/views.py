@@ -9,6 +9,7 @@ from typing import Any
 
 from service.domain.membership import (
     copies_needed,
+    current_membership,
     membership_of,
     missing,
     num_current,
@@ -135,8 +136,8 @@ def attempt_view(attempt: Attempt) -> AttemptOut:
 
 def membership_view(job: Job) -> MembershipOut | None:
     """Who trains in a job's newest attempt, as far as it has told."""
-    membership = job.membership
-    if membership is None or membership.attempt_id != job.current_attempt_id:
+    membership = current_membership(job)
+    if membership is None:
         return None
     return MembershipOut(
         **vars(membership),

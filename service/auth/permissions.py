@@ -226,7 +226,6 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/v1/code"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,
-    ("PATCH", _JOB): _CHANGE_JOB,
     ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
     **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},

@@ -1,4 +1,4 @@
-"""The security services of one app, the audit log writer, rights of attempts, the first API key."""
+"""The security services of one app, the audit log writer, the first API key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -17,17 +17,10 @@ from service.auth.crypto import MasterKeys, master_keys_of
 from service.auth.oidc import TokenVerifier
 from service.db.auth import KeyStore
 from service.db.engine import migrate, open_engine
-from service.db.jobs import JobStore
 from service.domain.auth import ApiKey, AuditRecord, hash_of, new_key_text, parse_roles
 from service.domain.models import Attempt, Job, JobStatus
-from service.errors import Forbidden
 from service.files import make_private
 from service.settings import Settings
-
-LATE_REPORTS_S = 3600.0
-"""Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
-_CACHE_S = 10.0
-_MAX_CACHED = 10_000
 
 
 def may_read_secrets(job: Job, attempt: Attempt) -> bool:
@@ -37,29 +30,6 @@ def may_read_secrets(job: Job, attempt: Attempt) -> bool:
     """
     is_current = job.current_attempt_id == attempt.id and attempt.end_reason is None
     return is_current and job.status is JobStatus.STARTING
-
-
-@dataclass
-class AttemptRights:
-    """Whether attempts may report, cached for `_CACHE_S` as drivers post several times a second."""
-
-    store: JobStore
-    clock: Callable[[], float] = time.time
-
-    def __post_init__(self) -> None:
-        self._asked_at: dict[str, float] = {}
-
-    def check_may_report(self, attempt_id: str) -> None:
-        """Raise `Forbidden` for an attempt that ended long ago, `AttemptNotFound` for none."""
-        now = self.clock()
-        if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
-            return
-        ended_at = self.store.get_attempt(attempt_id).ended_at
-        if ended_at is not None and now - ended_at >= LATE_REPORTS_S:
-            raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
-        if len(self._asked_at) >= _MAX_CACHED:
-            self._asked_at.clear()
-        self._asked_at[attempt_id] = now
 
 
 logger = logging.getLogger(__name__)
@@ -159,10 +129,9 @@ class Security:
     master: MasterKeys
     authenticator: Authenticator
     audit: AuditWriter
-    attempts: AttemptRights
 
     @classmethod
-    def open(cls, settings: Settings, store: JobStore, engine: Engine) -> Security:
+    def open(cls, settings: Settings, engine: Engine) -> Security:
         """Build it; raises `SecretKeyUnusable`."""
         keys, master = KeyStore(engine), master_keys_of(settings)
         has_provider = settings.oidc_issuer and settings.oidc_audience and settings.oidc_jwks_url
@@ -174,7 +143,7 @@ class Security:
             session_ttl_s=settings.session_ttl_s,
             machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,
         )
-        return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
+        return cls(keys, master, authenticator, AuditWriter(keys))
 
     def read_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""

@@ -23,9 +23,9 @@ from service.cli.common import (
 from service.cli.render import plain_table
 from service.client import credentials
 from service.client.client import ShardloomClient
+from service.domain.auth import AuditRecord
 from service.domain.membership import span_text
 from service.schemas.admin import (
-    AuditOut,
     DeliveryOut,
     KeyOut,
     NewKey,
@@ -175,7 +175,7 @@ def _key_state(key: KeyOut, now: float) -> Text:
     return Text(f"good for {(key.expires_at - now) / _DAY_S:.0f} days", style="green")
 
 
-def _audit_table(lines: list[AuditOut]) -> Table:
+def _audit_table(lines: list[AuditRecord]) -> Table:
     table = plain_table("Time", "Who", "From", "What", "Object", "Status")
     for line in lines:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.time))

@@ -37,7 +37,8 @@ from service.cli.common import (
 from service.cli.render import plain_table, traces_table
 from service.client.client import ShardloomClient
 from service.client.resources import LogFilters
-from service.schemas.jobs import ExportOut, LogLine, TraceOut
+from service.domain.timeline import Trace
+from service.schemas.jobs import ExportOut, LogLine
 from service.schemas.wording import age, comparison, size
 from trainer.spec.training import Quantization
 
@@ -311,7 +312,7 @@ def traces(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
 
 
 def _save_traces(
-    client: ShardloomClient, job: str, written: list[TraceOut], folder: Path, *, is_quiet: bool
+    client: ShardloomClient, job: str, written: list[Trace], folder: Path, *, is_quiet: bool
 ) -> None:
     for each in written:
         try:

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -145,15 +146,9 @@ def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomCli
     return ShardloomClient(service_url(url), retry=retry)
 
 
-def print_json(value: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
-    """Print one JSON document on standard output."""
-    if isinstance(value, BaseModel):
-        plain: Any = value.model_dump(mode="json")
-    elif isinstance(value, dict):
-        plain = value
-    else:
-        plain = [item.model_dump(mode="json") for item in value]
-    typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+def print_json(value: object) -> None:
+    """Print one JSON document on standard output, with models at any depth."""
+    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False))
 
 
 def print_answer(

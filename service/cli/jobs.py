@@ -245,7 +245,7 @@ def delete(
             typer.confirm(f"delete {found.id} ({found.name}){what}?", abort=True, err=True)
         deleted = client.delete(found.id, artifacts=not keep_files)
     if as_json:
-        print_json({"id": found.id, "deleted": True, "left": deleted.model_dump()["left"]})
+        print_json({"id": found.id, "deleted": True, "left": deleted.left})
     else:
         typer.echo(f"{found.id} ({found.name}) is deleted")
         for each in deleted.left:

@@ -26,7 +26,7 @@ from service.domain.sharding import (
     newest_workers,
     sync_text,
 )
-from service.domain.timeline import RESIZE_KINDS, WRITTEN
+from service.domain.timeline import RESIZE_KINDS, WRITTEN, Trace
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
@@ -36,7 +36,6 @@ from service.schemas.jobs import (
     MembershipOut,
     MetricSeries,
     TimelineEventOut,
-    TraceOut,
 )
 from service.schemas.wording import (
     age,
@@ -323,7 +322,7 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
     return table
 
 
-def traces_table(traces: Sequence[TraceOut], now_s: float) -> Table:
+def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
     """One row a trace, in the order of writing."""
     table = plain_table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
     for trace in traces:

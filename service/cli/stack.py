@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +18,7 @@ from service.cli.common import (
     UrlOption,
     console,
     error_console,
+    print_answer,
     print_json,
 )
 from service.cli.machines import print_dim
@@ -43,26 +44,26 @@ def cluster(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the cluster behind the service and its hosts; exit code 3 if it does not answer."""
     with common.open_client(url) as client:
         found = client.cluster()
-    if as_json:
-        print_json(found)
-    else:
-        _print_page(found)
+    print_answer(found, lambda: _cluster_page(found), as_json=as_json)
     if not found.reachable:
         raise typer.Exit(UNAVAILABLE)
 
 
-def _print_page(found: ClusterOut) -> None:
+def _cluster_page(found: ClusterOut) -> RenderableType:
     state = Text("answers", "green") if found.reachable else Text("does not answer", "red")
-    console().print(Text.assemble(f"{found.backend} at {found.address} ", state))
-    console().print(Text(found.message, style="dim"))
+    parts: list[RenderableType] = [
+        Text.assemble(f"{found.backend} at {found.address} ", state),
+        Text(found.message, style="dim"),
+    ]
     if found.max_workers:
-        console().print(f"autoscales up to {found.max_workers} workers")
+        parts.append(f"autoscales up to {found.max_workers} workers")
     if found.hosts:
         table = plain_table("Host", ">CPUs", ">GPUs", ">Memory")
         for host in found.hosts:
             memory = size(host.memory_bytes)
             table.add_row(host.address, f"{host.num_cpus:g}", f"{host.num_gpus:g}", memory)
-        console().print(table)
+        parts.append(table)
+    return Group(*parts)
 
 
 # ---- `shardloom host`: further hosts of the local stack
@@ -255,8 +256,8 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
                 {
                     "url": client.base_url,
                     "service_alive": is_alive,
-                    "cluster": cluster.model_dump() if cluster else None,
-                    "stack": state.model_dump() if state else None,
+                    "cluster": cluster,
+                    "stack": state,
                 }
             )
         else:

@@ -24,6 +24,7 @@ from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
 from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path, path_of
 from service.domain.models import JobStatus
+from service.domain.timeline import Trace
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
 from service.schemas.jobs import (
@@ -39,7 +40,6 @@ from service.schemas.jobs import (
     QueueOut,
     ResizeRequestOut,
     TimelineEventOut,
-    TraceOut,
     TraceRequested,
 )
 from trainer.spec.job import JobSpec
@@ -294,9 +294,9 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         body = {"num_steps": num_steps, "ranks": list(ranks)}
         return self._request("POST", job_path(job, "traces"), TraceRequested, json=body)
 
-    def traces(self, job: str) -> list[TraceOut]:
+    def traces(self, job: str) -> list[Trace]:
         """Traces that the job's workers wrote, in the order of writing."""
-        return self._get(job_path(job, "traces"), Page[TraceOut]).items
+        return self._get(job_path(job, "traces"), Page[Trace]).items
 
     def wait_for_traces(
         self,
@@ -305,7 +305,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         *,
         timeout_s: float = TRACE_TIMEOUT_S,
         poll_s: float = 0.5,
-    ) -> list[TraceOut]:
+    ) -> list[Trace]:
         """Block until everything that a request asked for is written; raises `TraceLost`."""
         deadline = self._clock() + timeout_s
         while True:
@@ -320,7 +320,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
                 raise TraceLost(requested.id, f"it was not written within {timeout_s:g} s")
             self._sleep(poll_s)
 
-    def download_trace(self, job: str, trace: TraceOut, folder: Path) -> Path:
+    def download_trace(self, job: str, trace: Trace, folder: Path) -> Path:
         """Save a trace in a folder, which is made if missing; returns the file's path.
 
         Raises `NotFound` if it is gone, and OSError if it cannot be written.

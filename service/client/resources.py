@@ -15,8 +15,8 @@ from typing import Any, TypedDict, Unpack
 
 from service.client.errors import ExportFailed
 from service.client.transport import PATIENCE_S, Connection, items_of_pages, job_path, path_of
+from service.domain.auth import AuditRecord
 from service.schemas.admin import (
-    AuditOut,
     DeliveryOut,
     KeyOut,
     NewKey,
@@ -71,10 +71,10 @@ class AccessCalls(Connection):
 
     def audit(
         self, *, after: str | None = None, limit: int = 100, **filters: Unpack[AuditFilters]
-    ) -> Page[AuditOut]:
+    ) -> Page[AuditRecord]:
         """One page of the audit log, newest first."""
         params: dict[str, Any] = {"after": after, "limit": limit, **filters}
-        return self._get("/v1/audit", Page[AuditOut], params)
+        return self._get("/v1/audit", Page[AuditRecord], params)
 
 
 class ExportCalls(Connection):

@@ -16,7 +16,6 @@ from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoi
 MAX_LISTED_JOBS = 100
 LIST_MAX_AGE_S = 0.9
 MAX_CHART_POINTS = 400
-_TIMELINE_PAGE = 200
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,15 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     """Read a job, of its timeline only what is newer than `previous`; raises `JobNotFound`."""
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
+    newest_id = known[-1].id if known else 0
     unchanged = previous is not None and job == previous.job
     return JobSnapshot(
         job=job,
         attempts=store.list_attempts(job_id),
-        timeline=[*known, *_newer_events(store, job_id, known[-1].id if known else 0)],
+        timeline=[*known, *store.list_timeline(job_id, after=newest_id)],
         checkpoints=store.list_checkpoints(job_id),
         points=None if unchanged else _load_points(store, job),
     )
-
-
-def _newer_events(store: JobStore, job_id: str, after: int) -> list[TimelineEvent]:
-    events: list[TimelineEvent] = []
-    while page := store.list_timeline(job_id, after=after, limit=_TIMELINE_PAGE):
-        events += page
-        after = page[-1].id
-        if len(page) < _TIMELINE_PAGE:
-            break
-    return events
 
 
 def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:

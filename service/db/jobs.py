@@ -17,6 +17,7 @@ Every method raises `StoreUnavailable` if the database is away.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,6 +58,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from service.errors import (
+    Forbidden,
     JobNotEnded,
     JobNotFound,
     JobUnreadable,
@@ -228,14 +230,18 @@ class JobStore:
         return [rows.attempt_of(row) for row in self._transactions.rows(query)]
 
     @repeated
-    def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
+    def append_events(
+        self, attempt_id: str, batch: EventBatch, now: float, *, late_s: float = math.inf
+    ) -> EventAck:
         """Store what is new in a batch.
 
         Raises `SequenceGap` if records before it are missing, `RecordRefused` if the database
-        cannot hold one of them.
+        cannot hold one of them, `Forbidden` if the attempt ended `late_s` or more before `now`.
         """
         with _refusing_bad_records(attempt_id), self._transactions.write() as connection:
             job, attempt = queries.lock(connection, attempt_id)
+            if attempt.ended_at is not None and now - attempt.ended_at >= late_s:
+                raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
             next_seq = queries.next_seq_of(connection, attempt_id, batch.stream)
             if batch.first_seq > next_seq:
                 raise SequenceGap(batch.stream, batch.first_seq, next_seq)

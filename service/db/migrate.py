@@ -7,7 +7,6 @@ where a migration should be able to fail by itself (a Kubernetes Job, a compose 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,29 +22,17 @@ BEHIND = 1
 UNAVAILABLE = 3
 
 
-@dataclass(frozen=True)
-class Revisions:
-    """The revision of a database (None: without tables) and the one that this version needs."""
-
-    found: str | None
-    wanted: str
-
-    @property
-    def is_behind(self) -> bool:
-        return self.found != self.wanted
-
-
-def bring_up(database_url: str) -> Revisions:
-    """Migrate, under the lock that replicas take; raises `StoreUnavailable`."""
+def bring_up(database_url: str) -> str | None:
+    """Migrate, as `service.db.engine.migrate`; the revision that the database was at."""
     engine = open_engine(database_url)
     try:
-        return Revisions(migrate(engine), newest_revision())
+        return migrate(engine)
     finally:
         engine.dispose()
 
 
-def read_revisions(database_url: str) -> Revisions:
-    """Read the revision without changing the database; raises `StoreUnavailable`."""
+def read_revision(database_url: str) -> str | None:
+    """The revision, without changing the database; raises `StoreUnavailable`."""
     engine = open_engine(database_url)
     try:
         found = _stored(engine)
@@ -56,7 +43,7 @@ def read_revisions(database_url: str) -> Revisions:
             f"the database {engine.url.render_as_string()} is at migration {found}, which this "
             "version does not know: a newer version of the service migrated it; run that version"
         )
-    return Revisions(found, newest_revision())
+    return found
 
 
 def _stored(engine: Engine) -> str | None:
@@ -77,7 +64,7 @@ def main(*, check: bool = False) -> int:
     """Migrate or, with `check`, only look; prints what was found and returns the exit code."""
     try:
         database_url = Settings().database_url
-        revisions = read_revisions(database_url) if check else bring_up(database_url)
+        found = read_revision(database_url) if check else bring_up(database_url)
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"]).upper()
@@ -86,8 +73,8 @@ def main(*, check: bool = False) -> int:
     except (ServiceError, OSError) as error:
         print(f"the database cannot be migrated: {error}", file=sys.stderr)
         return UNAVAILABLE
-    found, wanted = revisions.found or "nothing", revisions.wanted
-    if not revisions.is_behind:
+    found, wanted = found or "nothing", newest_revision()
+    if found == wanted:
         follows = ", as this version needs it" if check else " already"
         print(f"the database is at migration {wanted}{follows}")
         return UP_TO_DATE

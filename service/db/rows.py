@@ -107,6 +107,6 @@ def attempt_of(row: RowMapping) -> Attempt:
             row["reported_at"],
             row["reported_evidence"] or {},
         )
-    values = {name: value for name, value in row.items() if not name.startswith("reported_")}
+    values = {each.name: row[each.name] for each in fields(Attempt) if each.name != "reported_end"}
     end_reason = EndReason(row["end_reason"]) if row["end_reason"] else None
     return Attempt(**{**values, "end_reason": end_reason, "reported_end": report})

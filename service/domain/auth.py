@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from pydantic import BaseModel
+
 ALL_PROJECTS = "*"
 PrincipalKind = Literal["local", "key", "oidc", "session", "attempt", "machine"]
 
@@ -116,8 +118,7 @@ class Session:
     expires_at: float
 
 
-@dataclass(frozen=True)
-class AuditRecord:
+class AuditRecord(BaseModel, frozen=True):
     """A record of the audit log: who did what to which object, from where, with what result.
 
     `action` is method and route; `status` the HTTP status of the answer.

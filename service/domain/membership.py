@@ -15,7 +15,6 @@ from service.domain.models import (
     ExcludedHost,
     GoneGroup,
     Job,
-    JobStatus,
     Member,
     Membership,
     QueueState,
@@ -177,14 +176,6 @@ def missing(membership: Membership) -> tuple[GoneGroup, ...]:
     present = {member.group for member in membership.members}
     not_back = tuple(each for each in membership.gone if each.group not in present)
     return not_back[max(0, len(not_back) - num_awaited) :]
-
-
-def is_degraded(job: Job) -> bool:
-    """Whether a running job trains with fewer groups than it should."""
-    membership = membership_of(job)
-    if membership is None or job.status is not JobStatus.RUNNING:
-        return False
-    return num_current(membership) < num_wanted(membership)
 
 
 def copies_needed(job: Job) -> int:

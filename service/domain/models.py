@@ -257,8 +257,7 @@ class Attempt:
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
     `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
-    `end_reason` is None while it lives. `token_hash` is the SHA-256, in hex, of the token that its
-    driver posts with. Times are Unix seconds.
+    `end_reason` is None while it lives. Times are Unix seconds.
     """
 
     id: str
@@ -273,7 +272,6 @@ class Attempt:
     message: str = ""
     num_worker_failures: int = 0
     reported_end: ReportedEnd | None = None
-    token_hash: str | None = None
 
     @property
     def evidence(self) -> Mapping[str, str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from service.domain.membership import CURRENT
 from service.domain.models import Attempt, EndReason, Job, Membership, TimelineEvent
@@ -315,9 +316,8 @@ REQUESTED, WRITTEN, WITHDRAWN = "trace_requested", "trace_written", "trace_withd
 _NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A trace that was written: `num_steps` steps of one rank, the last of them `step`.
+class Trace(BaseModel, frozen=True):
+    """A trace in Chrome's format, gzipped: `num_steps` steps of one rank, `step` the last.
 
     `name` is that of its file, which is unique within the attempt.
     """
@@ -337,9 +337,8 @@ def traces_of(events: Sequence[TimelineEvent]) -> list[Trace]:
     for event in events:
         if event.kind == WRITTEN:
             data: dict[str, Any] = event.data
-            same = {name: data[name] for name in ("rank", "step", "num_steps", "size_bytes")}
-            name = Path(data["path"]).name
-            trace = Trace(name, event.attempt_id or "", time=event.time, **same)
+            own = {"name": Path(data["path"]).name, "attempt_id": event.attempt_id or ""}
+            trace = Trace.model_validate({**data, **own, "time": event.time})
             if _NAME_PATTERN.fullmatch(trace.name):
                 found[trace.attempt_id, trace.name] = trace
     return sorted(found.values(), key=lambda trace: trace.time)

@@ -47,13 +47,12 @@ from service.errors import (
     JobUnreadable,
     LayoutUnknown,
     StaleVersion,
-    StorageUnavailable,
     VersionChanged,
+    reaching_storage,
 )
 from service.jobs.run_storage import (
     empty_trash,
     move_to_trash,
-    remove_job_file,
     restore_from_trash,
     run_dir_of,
     trashed_checkpoint_paths,
@@ -181,13 +180,9 @@ def restart_job(
         if not (job.status.is_terminal or job.status.is_at_rest):
             raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
-        try:
+        with reaching_storage(f"cannot restore the files of job {job_id}: "):
             # A deletion which was cut off may have taken them.
             restore_from_trash(settings, job_id)
-        except OSError as error:
-            raise StorageUnavailable(
-                f"cannot restore the files of job {job_id}: {error}"
-            ) from error
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
     restarted = _change(store, job_id, change, **by)
@@ -255,7 +250,7 @@ def delete_job(
     if not job.status.is_terminal:
         raise JobNotEnded(job_id, job.status)
     set_aside = move_to_trash if artifacts else restore_from_trash
-    try:
+    with reaching_storage(f"cannot delete the files of job {job_id}: "):
         set_aside(settings, job_id)
         try:
             store.delete_job(job_id)
@@ -264,15 +259,14 @@ def delete_job(
             restore_from_trash(settings, job_id)
             raise
         if not artifacts:
-            remove_job_file(settings, job_id)
+            # Or the folder that stays would be taken for one of a job that is to be recovered.
+            run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
             return []
         # Once more: a service that started, or a restart that failed, may have undone it.
         move_to_trash(settings, job_id)
         left = remove_checkpoints(job.spec.checkpoint.path, job_id)
         empty_trash(settings, job_id)
-    except OSError as error:
-        raise StorageUnavailable(f"cannot delete the files of job {job_id}: {error}") from error
-    return left
+        return left
 
 
 def finish_deletions(store: JobStore, settings: Settings) -> None:
@@ -475,10 +469,8 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     path = run_dir.attempt(job.current_attempt_id).resize_request_path
     request = _requested(store, job.id)
     for _ in range(_MAX_TRIES if request.id else 0):
-        try:
+        with reaching_storage():
             write_json(path, request.model_dump())
-        except OSError as error:
-            raise StorageUnavailable(str(error)) from error
         placed, request = request, _requested(store, job.id)
         if placed == request:
             break

@@ -16,7 +16,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +33,7 @@ from service.errors import (
     JobNotFound,
     JobUnreadable,
     StorageUnavailable,
+    reaching_storage,
 )
 from service.files import is_below
 from service.jobs.run_storage import run_dir_of
@@ -147,12 +148,8 @@ def delete_export(folder: ExportFolder) -> None:
 
     When this returns it is gone for all who ask; the files of one that is being made follow.
     """
-    try:
+    with reaching_storage(), suppress(FileNotFoundError):  # somebody else was faster
         folder.mark_deleted()
-    except FileNotFoundError:
-        return  # somebody else was faster
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
     _remove_deleted(RunDir(folder.run_dir))
 
 
@@ -227,10 +224,8 @@ def request_export(
     for each in list_exports(run_dir):
         if is_pending(settings, each):
             raise ExportPending(job.id, each.id)
-    try:
+    with reaching_storage():
         return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
 
 
 def may_run_code(settings: Settings) -> bool:

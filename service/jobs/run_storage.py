@@ -137,11 +137,6 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
         write_bytes(path, data)
 
 
-def remove_job_file(settings: Settings, job_id: str) -> None:
-    """Let nobody take a folder that stays for one of a job that is to be recovered."""
-    run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
-
-
 def move_to_trash(settings: Settings, job_id: str) -> None:
     """Rename the folder of a job, so that no job has it; harmless where that was done before."""
     trashed = settings.runs_dir / f"{_TRASH_PREFIX}{job_id}.{secrets.token_hex(4)}"

@@ -51,11 +51,6 @@ class JoinedMachine:
     home: StackHome
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
-    def running(self) -> JoinedState | None:
-        """The node of this machine if it runs, else None."""
-        state = self.home.read_joined()
-        return state if state is not None and state.is_running else None
-
     def join(
         self, head_url: str, token: str, node: MachineNode, report: Report
     ) -> tuple[JoinedState, RayNode]:
@@ -88,8 +83,8 @@ class JoinedMachine:
             if was_running and grace_s > 0:
                 self._drain(state, grace_s, report)
             if state.boot_id == boot_id():
-                _end(state.node)
-            self.home.forget_joined()
+                end_process("the node", state.node, RAY_GRACE_S)
+            self.home.joined_path.unlink(missing_ok=True)
             if was_running:
                 report(f"the node at {state.address} has ended")
             return was_running
@@ -110,7 +105,7 @@ class JoinedMachine:
 
     def _check_is_free(self) -> None:
         """Raise `StackError` where this machine is part of a cluster already."""
-        if state := self.running():
+        if (state := self.home.read_joined()) and state.is_running:
             raise StackError(
                 f"this machine has joined {state.head_url} already, as {state.address}; "
                 "`shardloom leave` ends that"
@@ -135,7 +130,7 @@ class JoinedMachine:
             return command, node.environment(self.environment, home.cluster_token_path)
 
         def keep(process: ProcessId) -> None:
-            home.write_joined(
+            home.write(
                 JoinedState(
                     address=address,
                     head_url=head_url,
@@ -148,13 +143,13 @@ class JoinedMachine:
             )
 
         with ExitStack() as undo:
-            undo.callback(home.forget_joined)
+            undo.callback(home.joined_path.unlink, missing_ok=True)
             ray = RayState(facts.ray_address, token)
             found = self._stack.start_node(_log(address), address, ray, start, keep)
             state = home.read_joined()
             assert state is not None
             state = state.model_copy(update={"node_id": found.node_id})
-            home.write_joined(state)
+            home.write(state)
             undo.pop_all()
         return state, found
 
@@ -296,10 +291,6 @@ def _check_reaches(gcs_address: str) -> None:
             f"Ray of the head cannot be reached at {gcs_address} ({reason}): open its ports "
             "between the machines (docs/guides/machines.md lists them)"
         ) from None
-
-
-def _end(process: ProcessId) -> None:
-    end_process("the node", process, RAY_GRACE_S)
 
 
 def _own_node_id(state: JoinedState, nodes: Sequence[RayNode]) -> str | None:

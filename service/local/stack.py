@@ -194,7 +194,7 @@ class LocalStack:
             if state is None or (only is not None and not state.has_processes_of(only)):
                 return False
             ended = self._end(state, report)
-            self.home.forget_state()
+            self.home.state_path.unlink(missing_ok=True)
             return ended
 
     def wait_until_broken(self, state: StackState) -> str:
@@ -259,7 +259,7 @@ class LocalStack:
         """End a half-dead stack; returns its state if its Ray lives and can be used again."""
         state = self._own_state()
         if state is None or state.boot_id != boot_id():
-            self.home.forget_state()
+            self.home.state_path.unlink(missing_ok=True)
             return None
         keeps_ray = self._starts_ray and state.head_address == self._head_address
         if state.ray is not None and is_alive(state.ray) and keeps_ray:
@@ -268,7 +268,7 @@ class LocalStack:
                 terminate_tree(state.service, grace_s=0.0)
             return state
         self._end(state, report)
-        self.home.forget_state()
+        self.home.state_path.unlink(missing_ok=True)
         return None
 
     def _check_can_start(self, port: int, before: StackState | None) -> None:
@@ -334,7 +334,7 @@ class LocalStack:
             "gcs_address": head.gcs_address,
         }
         state = state.model_copy(update=started)
-        self.home.write_state(state)
+        self.home.write(state)
         return state
 
     def _launch_service(self, state: StackState, port: int) -> StackState:
@@ -350,7 +350,7 @@ class LocalStack:
             )
         process = self.spawn("service", self._service_command, self._environment | settings)
         state = state.model_copy(update={"service": process})
-        self.home.write_state(state)
+        self.home.write(state)
         return state
 
     def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
@@ -425,9 +425,9 @@ class LocalStack:
         for process in self._started:
             terminate_tree(process, grace_s=RAY_GRACE_S)
         if before is None:
-            self.home.forget_state()
+            self.home.state_path.unlink(missing_ok=True)
         else:
-            self.home.write_state(before)
+            self.home.write(before)
 
     def _end(self, state: StackState, report: Report) -> bool:
         """End the service, then hosts and Ray, so that the service does not see its cluster go."""
@@ -481,7 +481,7 @@ class LocalStack:
 
             def keep(process: ProcessId) -> None:
                 hosts = state.hosts | {address: process}
-                self.home.write_state(state.model_copy(update={"hosts": hosts}))
+                self.home.write(state.model_copy(update={"hosts": hosts}))
 
             with ExitStack() as undo:
                 undo.callback(self._forget_host, address)
@@ -492,7 +492,7 @@ class LocalStack:
     def _forget_host(self, address: str) -> None:
         state = self._running_state()
         hosts = {other: root for other, root in state.hosts.items() if other != address}
-        self.home.write_state(state.model_copy(update={"hosts": hosts}))
+        self.home.write(state.model_copy(update={"hosts": hosts}))
 
     def kill_host(self, address: str) -> int:
         """End everything that runs on a host at once, as a power cut would; how many processes.

@@ -138,34 +138,20 @@ class StackHome:
         """The stored state, whether or not its processes live; None if there is none."""
         return self._read(self.state_path, StackState)
 
-    def write_state(self, state: StackState) -> None:
-        """Store the state, atomically."""
-        self._write(self.state_path, state)
+    def write(self, state: StackState | JoinedState) -> None:
+        """Store a state in its file, atomically."""
+        path = self.state_path if isinstance(state, StackState) else self.joined_path
+        with self._explaining():
+            write_private(path, state.model_dump_json(indent=2))
 
     def read_joined(self) -> JoinedState | None:
         """By what node this machine has joined, whether or not it lives; None if it has not."""
         return self._read(self.joined_path, JoinedState)
 
-    def write_joined(self, state: JoinedState) -> None:
-        """Store the node, atomically."""
-        self._write(self.joined_path, state)
-
-    def forget_joined(self) -> None:
-        """Remove the stored node."""
-        self.joined_path.unlink(missing_ok=True)
-
     def _read(self, path: Path, kind: type[State]) -> State | None:
         with self._explaining(), suppress(FileNotFoundError, NotADirectoryError, ValidationError):
             return kind.model_validate_json(path.read_bytes())
         return None
-
-    def _write(self, path: Path, state: BaseModel) -> None:
-        with self._explaining():
-            write_private(path, state.model_dump_json(indent=2))
-
-    def forget_state(self) -> None:
-        """Remove the stored state."""
-        self.state_path.unlink(missing_ok=True)
 
     def token(self) -> str:
         """The token of the private Ray cluster, made on first use."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from service.domain.membership import (
     copies_needed,
+    current_membership,
     failure_domain,
     membership_of,
     num_current,
@@ -85,11 +86,9 @@ def _in_attempt(name: str, text: str, field_name: str) -> _Family:
     """A counter of the current attempt's membership; 0 before its first report."""
 
     def _value(job: Job) -> float | None:
-        membership = job.membership
         if job.current_attempt_id is None:
             return None
-        is_current = membership is not None and membership.attempt_id == job.current_attempt_id
-        return float(getattr(membership, field_name)) if is_current else 0.0
+        return float(getattr(current_membership(job), field_name, 0.0))
 
     return _single(name, text, _value)
 

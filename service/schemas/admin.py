@@ -104,20 +104,6 @@ class NewKey(KeyOut):
     key: str
 
 
-class AuditOut(ApiModel):
-    """One line of the audit log. `action` is method and route, `status` the HTTP status."""
-
-    id: int
-    time: float
-    actor: str
-    actor_kind: str
-    action: str
-    object: str
-    remote: str
-    status: int
-    request_id: str
-
-
 class AttemptSecrets(ApiModel):
     """Environment variables for the driver and the workers of an attempt."""
 

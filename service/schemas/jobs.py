@@ -342,18 +342,6 @@ class TraceRequested(ApiModel):
     names: list[str]
 
 
-class TraceOut(ApiModel):
-    """A trace in Chrome's format, gzipped: `num_steps` steps of one rank, `step` the last."""
-
-    name: str
-    attempt_id: str
-    rank: int
-    step: int
-    num_steps: int
-    size_bytes: int
-    time: float
-
-
 class ResizeJob(RequestModel):
     """Body of POST /v1/jobs/{job}/resize."""
 

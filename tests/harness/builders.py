@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from service.domain.auth import AuditRecord
 from service.domain.membership import apply_event
 from service.domain.models import (
     Attempt,
@@ -359,3 +360,19 @@ def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
         is_best=is_best,
         metrics={"validation/rmse": 0.9},
     )
+
+
+def audit_record(**changes: Any) -> AuditRecord:
+    """A record of the audit log, to be given its id."""
+    record = AuditRecord(
+        id=0,
+        time=1.0,
+        actor="key:ci",
+        actor_kind="key",
+        action="POST /v1/jobs",
+        object="/v1/jobs/a",
+        remote="10.0.0.7",
+        status=201,
+        request_id="req-1",
+    )
+    return record.model_copy(update=changes)

@@ -142,7 +142,7 @@ def keep_stack(home: StackHome, **fields: Any) -> StackState:
     given = {"url": "http://127.0.0.1:1", "boot_id": boot_id(), "started_at": 1.0, **fields}
     state = StackState(**given)
     home.root.mkdir(parents=True, exist_ok=True)
-    home.write_state(state)
+    home.write(state)
     return state
 
 
@@ -158,5 +158,5 @@ def keep_joined(home: StackHome, node: ProcessId, **changes: str) -> JoinedState
         node=node,
     ).model_copy(update=changes)
     home.root.mkdir(parents=True, exist_ok=True)
-    home.write_joined(state)
+    home.write(state)
     return state

@@ -10,7 +10,8 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from service.api.deps import ContextDep, JobDep
 from service.api.views import describe, describe_or_fail
-from service.errors import ExportPending, StorageUnavailable
+from service.domain.timeline import Trace
+from service.errors import ExportPending, reaching_storage
 from service.jobs.code_archives import keep_code
 from service.jobs.exports import (
     archive,
@@ -27,7 +28,6 @@ from service.schemas.jobs import (
     ExportOut,
     RequestExport,
     RequestTrace,
-    TraceOut,
     TraceRequested,
 )
 from trainer.export.requests import list_exports
@@ -55,10 +55,8 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     507 where as much is kept as the settings allow.
     """
     data = await request.body()
-    try:
+    with reaching_storage():
         return CodeOut.model_validate(await run_in_threadpool(keep_code, context.settings, data))
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
 
 
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
@@ -145,20 +143,13 @@ def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceReq
     """
     run_dir = run_dir_of(context.settings, job.id)
     asked = request_trace(context.store, run_dir, job.id, body.num_steps, body.ranks)
-    return TraceRequested(
-        id=asked.id,
-        attempt_id=asked.attempt_id,
-        num_steps=asked.num_steps,
-        ranks=list(asked.ranks),
-        names=[trace_name(asked.id, rank) for rank in asked.ranks],
-    )
+    return TraceRequested(**vars(asked), names=[trace_name(asked.id, rank) for rank in asked.ranks])
 
 
 @traces_router.get("", summary="Traces of a job")
-def read_traces(job: JobDep, context: ContextDep) -> Page[TraceOut]:
+def read_traces(job: JobDep, context: ContextDep) -> Page[Trace]:
     """Traces in the order of writing, all on one page."""
-    found = list_traces(context.store, job.id)
-    return Page(items=[TraceOut.model_validate(trace) for trace in found])
+    return Page(items=list_traces(context.store, job.id))
 
 
 @traces_router.get(

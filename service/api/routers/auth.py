@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, status
 
 from service.api.deps import ContextDep, PrincipalDep
-from service.domain.auth import ApiKey, AuditFilter, hash_of, new_key_text, parse_roles
-from service.schemas.admin import AuditOut, CreateKey, KeyOut, NewKey, WhoAmI
+from service.domain.auth import ApiKey, AuditFilter, AuditRecord, hash_of, new_key_text, parse_roles
+from service.schemas.admin import CreateKey, KeyOut, NewKey, WhoAmI
 from service.schemas.common import Page
 
 router = APIRouter(prefix="/v1", tags=["access"])
@@ -31,12 +31,12 @@ def list_audit(
     ] = None,
     since: Annotated[float | None, Query(ge=0, description="Unix seconds.")] = None,
     refused: Annotated[bool, Query(description="Only what was refused or failed.")] = False,
-) -> Page[AuditOut]:
+) -> Page[AuditRecord]:
     """Every request that changes something, the refused ones included."""
     context.security.audit.flush()
     wanted = AuditFilter(actor, action, object, since, refused)
     found = context.security.keys.list_audit(wanted, before=after, limit=limit + 1)
-    shown = [AuditOut.model_validate(record) for record in found[:limit]]
+    shown = found[:limit]
     return Page(items=shown, next=str(shown[-1].id) if len(found) > limit else None)
 
 

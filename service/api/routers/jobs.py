@@ -28,7 +28,7 @@ from service.backends.base import check_cluster, hosts_for
 from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
-from service.errors import StorageUnavailable
+from service.errors import reaching_storage
 from service.jobs.actions import (
     cancel_job,
     cloned_spec,
@@ -255,10 +255,8 @@ def clone(
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
-    try:
+    with reaching_storage():
         check_code(context.settings, spec, run_dir_of(context.settings, job.id))
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
     made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context.settings, response)

@@ -18,7 +18,7 @@ from service.errors import (
     NotAHead,
     ProjectNotFound,
     ReconcilerDied,
-    StorageUnavailable,
+    reaching_storage,
 )
 from service.schemas.admin import ClusterOut, HostOut, ProjectOut, Quotas
 from service.schemas.common import Page
@@ -114,10 +114,8 @@ def get_head(context: ContextDep) -> HeadFacts:
     settings = context.settings
     if settings.gcs_address is None:
         raise NotAHead
-    try:
+    with reaching_storage():
         storage = storage_id(settings.runs_dir)
-    except OSError as error:
-        raise StorageUnavailable(str(error)) from error
     return HeadFacts(
         gcs_address=settings.gcs_address,
         ray_address=settings.ray_address,

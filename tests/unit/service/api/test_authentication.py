@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -24,6 +23,7 @@ from service.api.authentication import (
 from service.auth.authenticator import Credentials
 from service.auth.oidc import TokenVerifier
 from service.domain.auth import AuditFilter, AuditRecord, Role, key_id_of
+from tests.harness.builders import audit_record
 from tests.harness.clock import FakeClock
 from tests.harness.service import Guarded, GuardedApps
 from tests.harness.wait import scaled
@@ -185,16 +185,13 @@ def test_who_is_refused_again_and_again_does_not_fill_the_audit_log(house: Guard
     assert sorted(line["actor"] for line in lines) == ["anonymous"] * 3 + ["key:viewer"] * 3
 
 
-LINE = AuditRecord(0, 1.0, "ada", "key", "POST /x", "/x", "", 200, "")
-
-
 def test_a_line_that_cannot_be_written_does_not_stop_those_after_it(house: Guarded) -> None:
     audit = house.security.audit
-    audit.append(replace(LINE, actor=None))  # type: ignore[arg-type]
+    audit.append(audit_record(actor=None))
     audit.flush()
-    audit.append(LINE)
+    audit.append(audit_record())
     audit.flush()
-    assert [kept.actor for kept in house.security.keys.list_audit(AuditFilter())] == ["ada"]
+    assert [kept.actor for kept in house.security.keys.list_audit(AuditFilter())] == ["key:ci"]
 
 
 def test_the_audit_log_of_a_slow_database_drops_lines_rather_than_grow(
@@ -211,10 +208,10 @@ def test_the_audit_log_of_a_slow_database_drops_lines_rather_than_grow(
         kept.extend(records)
 
     monkeypatch.setattr(house.security.keys, "append_audit", write)
-    audit.append(LINE)
+    audit.append(audit_record())
     assert is_writing.wait(scaled(10))
     for _ in range(20):
-        audit.append(LINE)
+        audit.append(audit_record())
     is_open.set()
     audit.flush()
     assert len(kept) == 6

@@ -25,7 +25,8 @@ from service.client.errors import (
 )
 from service.client.transport import RetryBudget, RetryPolicy
 from service.domain.models import JobStatus
-from service.schemas.jobs import ResizeRequestOut, TraceOut, TraceRequested
+from service.domain.timeline import Trace
+from service.schemas.jobs import ResizeRequestOut, TraceRequested
 from tests.harness.builders import spec_document
 from tests.harness.clock import FakeClock
 from tests.harness.service import (
@@ -344,5 +345,5 @@ def test_waiting_gives_up_when_the_workers_asked_are_gone_or_time_is_over() -> N
 def test_a_trace_that_is_gone_leaves_no_file(tmp_path: Path) -> None:
     script = Script(httpx.Response(404, json=problem_body(404, "trace_not_found", "gone")))
     with pytest.raises(NotFound):
-        script.client().download_trace("ratings", TraceOut(**trace_body(0)), tmp_path)
+        script.client().download_trace("ratings", Trace(**trace_body(0)), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, MetaData, Table, insert, inspect, make_url, s
 from service.db import rows
 from service.db.engine import migrate, migration_config, newest_revision, open_engine
 from service.db.jobs import JobStore
-from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revisions
+from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revision
 from service.db.queries import JobFilter
 from service.db.tables import job_progress, jobs, metric_names, metric_points
 from service.domain.models import EndReason, Job, ReportedEnd
@@ -248,8 +248,7 @@ def configured(database_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_new_database_is_behind_and_stays_so_when_looked_at(database_url: str) -> None:
-    assert read_revisions(database_url).found is None
-    assert read_revisions(database_url).is_behind
+    assert read_revision(database_url) is None
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
         assert url.database is not None and not Path(url.database).exists()
@@ -260,11 +259,9 @@ def test_a_new_database_is_behind_and_stays_so_when_looked_at(database_url: str)
 def test_migrating_says_from_where_and_a_second_time_does_nothing(database_url: str) -> None:
     with _writing(database_url, "0001"):
         pass
-    assert read_revisions(database_url).found == "0001"
-    assert bring_up(database_url).found == "0001"
-    assert not read_revisions(database_url).is_behind
-    again = bring_up(database_url)
-    assert again.found == again.wanted == newest_revision()
+    assert read_revision(database_url) == "0001"
+    assert bring_up(database_url) == "0001"
+    assert bring_up(database_url) == read_revision(database_url) == newest_revision()
     JobStore.open(database_url).close()
 
 

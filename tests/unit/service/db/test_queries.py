@@ -45,7 +45,7 @@ def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
     job = replace(job, resume_from="checkpoints/step-1", queue_note={"code": "quota", "free": 2})
     stored = store_job(store, job)
     assert store.get_job(job.id) == stored == job
-    attempt = attempt_of(job, token_hash="ab" * 32)
+    attempt = attempt_of(job)
     store.update_job(job, attempt=attempt)
     assert store.get_attempt(attempt.id) == attempt
 

@@ -17,7 +17,6 @@ from service.domain.membership import (
     apply_event,
     copies_needed,
     failure_domain,
-    is_degraded,
     layout_of_attempt,
     membership_of,
     missing,
@@ -68,7 +67,6 @@ def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
     lost = folded_membership(*START, group_lost(1))
     assert [gone.group for gone in missing(lost)] == [1]
     assert (num_current(lost), num_wanted(lost), lost.num_losses) == (2, 3, 1)
-    assert is_degraded(running(lost))
     copying = membership_changed(
         group_member(0), group_member(1, "listening", incarnation=1), group_member(2), generation=3
     )
@@ -124,7 +122,6 @@ def test_groups_are_awaited_up_to_what_there_should_be(
     found = folded_membership(*records)
     assert (num_current(found), num_wanted(found)) == (current, wanted)
     assert [gone.group for gone in missing(found)] == awaited
-    assert is_degraded(running(found)) == (current < wanted)
 
 
 def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
@@ -156,7 +153,6 @@ def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
     again = replace(job, current_attempt_id=f"{job.id}-a1")
     assert membership_of(again) is None
     assert layout_of_attempt(again) is None
-    assert not is_degraded(again)
 
 
 def test_a_job_without_groups_of_its_own_has_no_membership() -> None:

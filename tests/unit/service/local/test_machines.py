@@ -379,7 +379,7 @@ def leave(home, monkeypatch):
     """Leaves with a head; what was said, and which node was drained."""
     monkeypatch.setattr(joining, "_POLL_S", 0.0)
     ended: list[ProcessId] = []
-    monkeypatch.setattr(joining, "_end", ended.append)
+    monkeypatch.setattr(joining, "end_process", lambda name, process, _: ended.append(process))
     drained: list[str] = []
 
     def drain(_machine, _state, node_id, *_) -> bool:

@@ -171,9 +171,13 @@ def read_schema(folder: Path) -> pa.Schema:
     return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
 
 
-def is_data_file(name: str) -> bool:
-    """Whether a file of this name holds rows; a hidden one is what some tool has not finished."""
-    return name.endswith(".parquet") and not name.startswith((".", "_"))
+def is_data_file(path: str) -> bool:
+    """Whether a file at this path below a folder of data holds rows.
+
+    A hidden file, or one in a hidden folder, is what some tool has not finished.
+    """
+    is_hidden = any(part.startswith((".", "_")) for part in path.split("/"))
+    return path.endswith(".parquet") and not is_hidden
 
 
 def _parquet_files(folder: Path) -> list[Path]:

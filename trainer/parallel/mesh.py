@@ -70,7 +70,7 @@ class MeshGroups:
     @property
     def shard_index(self) -> int:
         """Which shard this rank holds, from 0 to L - 1."""
-        return self.mesh.shard_index_of(self.rank)
+        return self.sharding_ranks.index(self.rank)
 
 
 def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:

@@ -38,7 +38,7 @@ def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
     found: list[Location] = []
     for text in texts:
         location = Location.parse(text)
-        if location.is_folder():
+        if location.is_dir():
             files = [file for file in location.list() if _is_data(file.name)]
             found += sorted(files, key=lambda file: _natural(file.name))
         elif location.exists():

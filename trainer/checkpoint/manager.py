@@ -203,15 +203,12 @@ class CheckpointManager:
         return duration_s
 
     def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
-        layout = self._groups.layout
         return Commit(
             **_shared(state),
             step=state.step,
             epoch=state.position.epoch,
             row=state.position.row,
-            world_size=layout.world_size,
-            shard_group_size=layout.shard_group_size,
-            placement=layout.placement,
+            **vars(self._groups.layout),
             time=time.time(),
             is_best=is_best,
             moment_scale=self._config.spec.moment_scale,

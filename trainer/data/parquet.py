@@ -49,10 +49,8 @@ class ParquetSource:
         # Before the footers: a file replaced in between is then found to be another one.
         identities = [_identity(path) if path.exists() else (0, 0, 0) for path in self._paths]
         footers = [read_footer(path) for path in self._paths]
-        kept = zip(self._paths, identities, footers, strict=True)
-        self._kept = {
-            path: (identity, footer) for path, identity, footer in islice(kept, _MAX_KEPT_FOOTERS)
-        }
+        kept = zip(self._paths, zip(identities, footers, strict=True), strict=True)
+        self._kept = dict(islice(kept, _MAX_KEPT_FOOTERS))
         self.schema = self._common_schema(footers)
         self._groups = [
             (file, group)

@@ -117,6 +117,8 @@ class ColumnSketch:
         num_distinct = len(self._counts.filter(self._is_sampled())) << self._level
         std = self._moments.deviation  # infinite where squares were too large to be added up
         minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
+        num_lists, longest, num_empty = self._lengths or (0, 0, 0)
+        lists = ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -130,7 +132,7 @@ class ColumnSketch:
             std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
             zipf_exponent=_zipf_exponent(counts),
-            lists=self._list_lengths(),
+            lists=lists if self._lengths else None,
             num_infinite=self._num_infinite if is_number else 0,
         )
 
@@ -143,12 +145,6 @@ class ColumnSketch:
             num_empty + int((lengths == 0).sum()),
         )
         return lists.filter(lengths > 0).explode().drop_nulls()
-
-    def _list_lengths(self) -> ListLengths | None:
-        if self._lengths is None:
-            return None
-        num_lists, longest, num_empty = self._lengths
-        return ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
 
     def _add_numbers(self, values: pl.Series) -> None:
         if not len(values):

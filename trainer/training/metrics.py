@@ -338,18 +338,15 @@ class QuarantineReporter:
         self._device = device
         self._emit = emit
         self._found: QuarantinedRows = Counter()
-        self._has_validated = False
+        self.has_validated = False
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
 
     def add_held_out(self, found: QuarantinedRows) -> None:
         """Count what a batch of a validation left out: all read the same rows, the first counts."""
-        if not self._has_validated:
+        if not self.has_validated:
             self.add(found)
-
-    def end_validation(self) -> None:
-        self._has_validated = True
 
     def report(self) -> dict[str, float]:
         """Rows left out since the last call, over all ranks; an event for each file and reason.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
@@ -49,12 +50,13 @@ class Suggestion:
 
     def yaml(self) -> str:
         """The parts as YAML, with the notes as comments."""
+        flow = partial(yaml.safe_dump, default_flow_style=True, sort_keys=False, width=10_000)
         lines = [f"# {note}" for note in self.notes]
         if self.label:
             lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
         for name in ("features", "embedding_tables"):
             lines.append(f"{name}:")
-            lines += [f"  - {_flow(item)}" for item in getattr(self, name)]
+            lines += [f"  - {flow(item).strip()}" for item in getattr(self, name)]
         return "\n".join(lines) + "\n"
 
 
@@ -174,11 +176,6 @@ def _embedding_dim(columns: Sequence[ColumnReport], sizes: dict[str, int]) -> in
     largest = max([sizes.get(column.name, column.num_distinct) for column in ids], default=1)
     wanted = 2 * largest**0.25
     return next((dim for dim in _DIMS if dim >= wanted), _DIMS[-1])
-
-
-def _flow(item: dict[str, Any]) -> str:
-    text: str = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
-    return text.strip()
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,8 @@ class TaskMeter:
     """Loss and metrics of all tasks, over all ranks, since the last `compute`.
 
     A step only keeps its outputs; the metrics see them all at once at the report, and their sums
-    travel in one all-reduce. Left to themselves the metrics would sync state by state, with
-    several collectives each. `state` and `load_state` carry what came in since the last report
-    over to another run, at any number of ranks.
+    travel in one all-reduce instead of several for each metric. `state` and `load_state` carry what
+    came in since the last report over to another run, at any number of ranks.
 
     The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
     metric weighs rows by `Batch.weight`.

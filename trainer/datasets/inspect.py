@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import yaml
@@ -50,13 +49,14 @@ class Suggestion:
 
     def yaml(self) -> str:
         """The parts as YAML, with the notes as comments."""
-        flow = partial(yaml.safe_dump, default_flow_style=True, sort_keys=False, width=10_000)
         lines = [f"# {note}" for note in self.notes]
         if self.label:
             lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
         for name in ("features", "embedding_tables"):
             lines.append(f"{name}:")
-            lines += [f"  - {flow(item).strip()}" for item in getattr(self, name)]
+            for item in getattr(self, name):
+                flow = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
+                lines.append(f"  - {flow.strip()}")
         return "\n".join(lines) + "\n"
 
 

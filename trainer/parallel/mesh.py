@@ -49,7 +49,7 @@ class MeshGroups:
     @property
     def sharding_ranks(self) -> tuple[int, ...]:
         """Global ranks of this rank's sharding group, in shard order."""
-        return self.mesh.sharding_group_of(self.rank)
+        return next(group for group in self.mesh.sharding_groups if self.rank in group)
 
     @property
     def sharding_placements(self) -> tuple[str, ...]:

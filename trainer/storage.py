@@ -194,7 +194,7 @@ class Location:
     def exists(self) -> bool:
         return self._info().type != fs.FileType.NotFound
 
-    def is_folder(self) -> bool:
+    def is_dir(self) -> bool:
         """Whether it is a folder; on object stores: whether any object lies under it."""
         return self._info().type == fs.FileType.Directory
 

@@ -81,10 +81,6 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
     ]
 
 
-def is_folder(folder: Folder) -> bool:
-    return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
-
-
 def read_file(folder: Folder, name: str) -> bytes | None:
     """A small file; None where there is none."""
     try:

@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 _STORAGE_TIMEOUT = timedelta(minutes=30)
 
 
+# What a state, the marker of a checkpoint and a ledger hold under the same name.
+_SHARED = ("rows_trained", "best", "commit", "rows_skipped", "plateau")
+
+
 @dataclass
 class TrainState:
     """Where training stands; what a resumed run continues from.
@@ -61,23 +65,20 @@ class TrainState:
     rows_skipped: int = 0
     plateau: EarlyStoppingState | None = None
 
+    @classmethod
+    def at(cls, step: int, position: DataPosition, record: Commit | Ledger) -> TrainState:
+        """The state at `step` and `position`, with what `record` holds beside them."""
+        return cls(step, position, **_shared(record))
+
     @property
     def ledger(self) -> Ledger:
         """What groups go on from."""
-        return ledger_of(self.position).model_copy(
-            update={
-                "rows_trained": self.rows_trained,
-                "best": self.best,
-                "commit": self.commit,
-                "rows_skipped": self.rows_skipped,
-                "plateau": self.plateau,
-                "led": LeaderProgress(step=self.step, epoch=self.position.epoch),
-            }
-        )
+        led = LeaderProgress(step=self.step, epoch=self.position.epoch)
+        return ledger_of(self.position).model_copy(update={**_shared(self), "led": led})
 
 
-# What of a state a marker holds under the same name.
-_STORED = ("step", "rows_trained", "best", "commit", "rows_skipped", "plateau")
+def _shared(record: TrainState | Commit | Ledger) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _SHARED}
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,12 @@ class CheckpointManager:
         return duration_s
 
     def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
-        layout = self._groups.layout
         return Commit(
-            **{name: getattr(state, name) for name in _STORED},
+            **_shared(state),
+            step=state.step,
             epoch=state.position.epoch,
             row=state.position.row,
-            world_size=layout.world_size,
-            shard_group_size=layout.shard_group_size,
-            placement=layout.placement,
+            **vars(self._groups.layout),
             time=time.time(),
             is_best=is_best,
             moment_scale=self._config.spec.moment_scale,
@@ -304,7 +303,7 @@ def state_of(commit: Commit) -> TrainState:
     position = DataPosition(epoch=commit.epoch, row=commit.row)
     if commit.open_epochs:
         position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
-    return TrainState(position=position, **{name: getattr(commit, name) for name in _STORED})
+    return TrainState.at(commit.step, position, commit)
 
 
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:

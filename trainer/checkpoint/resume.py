@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.files import Folder, RowOrder, folder_at, is_folder, read_commit
+from trainer.checkpoint.files import Folder, RowOrder, folder_at, read_commit
 from trainer.checkpoint.manager import CheckpointManager, TrainState, resumed_state
 from trainer.checkpoint.save_load import (
     CheckpointError,
@@ -143,7 +143,4 @@ def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:
     commit = read_commit(path)
     if commit is not None:
         return CommittedCheckpoint(path, commit), None
-    inside = path / "checkpoints"
-    if is_folder(inside):
-        return None, inside
-    return None, path if is_folder(path) else None
+    return None, next((each for each in (path / "checkpoints", path) if each.is_dir()), None)

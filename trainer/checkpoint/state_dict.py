@@ -107,10 +107,6 @@ class RowMoments:
     row_offset: int
     values: torch.Tensor
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.row_offset, self.values.numel()
-
 
 def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:
     """Everything of `model` and `optimizer`, live, by the names that a checkpoint has for it.
@@ -222,7 +218,8 @@ class _MomentTensors:
         """
         key = moment_key(moments.key, columns, moments.whole)
         self._num_rows[key] = moments.num_rows
-        return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
+        place = (moments.row_offset, moments.values.numel())
+        return self._chunks.setdefault(key, {}).setdefault(place, values)
 
     def by_key(self) -> dict[str, DTensor]:
         return {

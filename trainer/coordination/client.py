@@ -54,15 +54,7 @@ _EXIT_DROPPED = 70
 
 
 class Refused(Exception):
-    """The coordinator does not let this rank go on."""
-
-
-class Fenced(Refused):
-    """This life of the group is over for the others: the process must end."""
-
-
-class RunFailed(Refused):
-    """The run as a whole cannot go on."""
+    """The coordinator does not let this rank go on: its life, or the whole run, is over."""
 
 
 class CoordinatorLost(Exception):
@@ -120,7 +112,7 @@ class CoordinatorClient:
     def join(self, standing: GroupState, origin: str, ledger: Ledger, donor: str) -> Welcome:
         """Say who this rank is and what it holds; may be said again before the first `arrive`.
 
-        Raises `Fenced`, `RunFailed`, `CoordinatorLost`.
+        Raises `Refused` or `CoordinatorLost`.
         """
         hello = Hello(
             **asdict(self.identity),
@@ -204,8 +196,7 @@ class CoordinatorClient:
     def _check(self) -> None:
         """Raise if no answer can come any more."""
         if self._refusal:
-            failed = self._refusal.reason == "failed"
-            raise (RunFailed if failed else Fenced)(self._refusal.message)
+            raise Refused(self._refusal.message)
         if self._is_closed:
             raise CoordinatorLost("this rank has closed its connection to the coordinator")
         away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since

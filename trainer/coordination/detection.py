@@ -1,4 +1,4 @@
-"""Failure detection: hangs, stragglers, diverging losses, bad hosts; pure policies.
+"""Failure detection: hangs, stragglers, bad hosts; pure policies.
 
 Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
 none reads a clock or acts. State belongs to one attempt.
@@ -6,7 +6,6 @@ none reads a clock or acts. State belongs to one attempt.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -20,11 +19,6 @@ _UNTIMED_FACTOR = 10
 # A rank that is slow in so many windows in a row is persistently slow.
 _SLOW_WINDOWS = 5
 _WINDOW_S = 10.0
-# A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
-# `_EXPLODE_FACTOR` times the best so far explodes, in so many reports in a row.
-_MAX_NE = 1.5
-_EXPLODE_FACTOR = 1.5
-_EXPLODED_REPORTS = 3
 _FAILURE_WINDOW_S = 3600.0
 
 
@@ -65,28 +59,6 @@ def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
         for rank, each in mates.items():
             needed[rank] = max(step_s - (busiest_s - each.local_s), each.local_s)
     return needed
-
-
-class LossWatch:
-    """Judges the normalised entropy (NE) of the reports of one attempt."""
-
-    def __init__(self) -> None:
-        self._best_ne = math.inf
-        self._exploded = 0
-
-    def judge_ne(self, ne: float) -> str | None:
-        """Why the training diverges, if it does. An NE that is not finite says nothing."""
-        if not math.isfinite(ne):
-            return None
-        self._best_ne = min(self._best_ne, ne)
-        limit = max(_MAX_NE, _EXPLODE_FACTOR * self._best_ne)
-        self._exploded = self._exploded + 1 if ne > limit else 0
-        if self._exploded < _EXPLODED_REPORTS:
-            return None
-        return (
-            f"normalised entropy was above {limit:.3g} in {self._exploded} reports in a row, after "
-            f"{self._best_ne:.3g} at best"
-        )
 
 
 class HostRecord:

@@ -107,9 +107,8 @@ def layout_of(spec: JobSpec) -> RowLayout:
 def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
     """Columns of the label of task number `index`."""
     task = spec.model.tasks[index]
-    label, path = task.label or spec.data.label, "data.label"
-    if task.label:
-        path = f"model.tasks[{index}].label"
+    label = task.label or spec.data.label
+    path = f"model.tasks[{index}].label" if task.label else "data.label"
     return LabelColumns(
         value=InputColumn(f"{path}.column", label.column),
         offset=_optional(f"{path}.offset_column", label.offset_column),

@@ -129,7 +129,12 @@ class DataCache:
         self._use(folder)
         wanted = [file for file in data.files if parts is None or _is_below(file.path, parts)]
         with _lock(self._beside(folder, "fetch")):
-            missing = [file for file in wanted if not _is_there(folder / file.path, file)]
+            missing = [
+                file
+                for file in wanted
+                if not (path := folder / file.path).is_file()
+                or path.stat().st_size != file.size_bytes
+            ]
             if missing:
                 self._fetch_missing(missing, data)
             folder.mkdir(exist_ok=True)
@@ -251,10 +256,6 @@ def _is_below(path: str, parts: Collection[str]) -> bool:
     """Whether a file is one of `parts`, or lies in one, at whatever depth."""
     wanted = (posixpath.normpath(part) for part in parts)
     return any(path == part or path.startswith(f"{part}/") for part in wanted)
-
-
-def _is_there(path: Path, file: StoredFile) -> bool:
-    return path.is_file() and path.stat().st_size == file.size_bytes
 
 
 @contextmanager

@@ -49,10 +49,8 @@ class ParquetSource:
         # Before the footers: a file replaced in between is then found to be another one.
         identities = [_identity(path) if path.exists() else (0, 0, 0) for path in self._paths]
         footers = [read_footer(path) for path in self._paths]
-        kept = zip(self._paths, identities, footers, strict=True)
-        self._kept = {
-            path: (identity, footer) for path, identity, footer in islice(kept, _MAX_KEPT_FOOTERS)
-        }
+        kept = zip(self._paths, zip(identities, footers, strict=True), strict=True)
+        self._kept = dict(islice(kept, _MAX_KEPT_FOOTERS))
         self.schema = self._common_schema(footers)
         self._groups = [
             (file, group)
@@ -171,9 +169,13 @@ def read_schema(folder: Path) -> pa.Schema:
     return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
 
 
-def is_data_file(name: str) -> bool:
-    """Whether a file of this name holds rows; a hidden one is what some tool has not finished."""
-    return name.endswith(".parquet") and not name.startswith((".", "_"))
+def is_data_file(path: str) -> bool:
+    """Whether a file at this path below a folder of data holds rows.
+
+    A hidden file, or one in a hidden folder, is what some tool has not finished.
+    """
+    is_hidden = any(part.startswith((".", "_")) for part in path.split("/"))
+    return path.endswith(".parquet") and not is_hidden
 
 
 def _parquet_files(folder: Path) -> list[Path]:

@@ -6,9 +6,8 @@ that resumes at another T loses and repeats nothing. Every rank gets the same nu
 last step of an epoch takes what is left, shared out evenly, and the batches are filled up with rows
 of weight 0.
 
-Rows on which the loss became NaN or infinite are kept in a file of the run. In the failure domain
-`job` the workers restart from the newest checkpoint, which holds no NaN, and skip these rows.
-Groups that are failure domains need no file: the coordinator skips the lease.
+Rows on which the loss became NaN or infinite are kept in a file of the run: workers that restart
+from a checkpoint skip them. Groups that are failure domains need none: the coordinator skips them.
 """
 
 from __future__ import annotations

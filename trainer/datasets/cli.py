@@ -230,12 +230,18 @@ def inspect_command(
     ] = False,
 ) -> None:
     """Show counts, cardinalities, skew and nulls of data, and suggest features and tables."""
+    from trainer.data.manifest import verify_checksums
+
     with data_errors_shown():
         reports = _inspect(sources)
         if not (as_json or spec):
             for report in reports:
                 _show(report)
-        verified = _verify(reports) if verify else {}
+        verified = {
+            str(data.folder): verify_checksums(data.folder, data.manifest)
+            for data in (report.data for report in reports if verify)
+            if data.folder and data.manifest
+        }
         if as_json:
             documents = [
                 report.document() | {"num_verified_files": verified.get(str(report.data.folder))}
@@ -268,17 +274,6 @@ def _inspect(sources: list[str]) -> list[DataReport]:
             task = progress.add_task(escape(f"reading {data.title}"), total=None)
             reports.append(inspect_data(data, partial(progress.advance, task)))
     return reports
-
-
-def _verify(reports: list[DataReport]) -> dict[str, int]:
-    """Check the files of those that are prepared folders; gives their numbers of files."""
-    from trainer.data.manifest import verify_checksums
-
-    found = {}
-    for data in (report.data for report in reports):
-        if data.folder and data.manifest:
-            found[str(data.folder)] = verify_checksums(data.folder, data.manifest)
-    return found
 
 
 def _show(report: DataReport) -> None:

@@ -54,7 +54,9 @@ class Suggestion:
             lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
         for name in ("features", "embedding_tables"):
             lines.append(f"{name}:")
-            lines += [f"  - {_flow(item)}" for item in getattr(self, name)]
+            for item in getattr(self, name):
+                flow = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
+                lines.append(f"  - {flow.strip()}")
         return "\n".join(lines) + "\n"
 
 
@@ -91,10 +93,8 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
 
 def _find_label(columns: Sequence[ColumnReport]) -> str | None:
     names = {column.name.lower(): column.name for column in columns}
-    for name in _LABEL_NAMES:
-        if name in names:
-            return names[name]
-    return next((column.name for column in columns if column.is_binary), None)
+    named = [names[name] for name in _LABEL_NAMES if name in names]
+    return next(iter(named or (column.name for column in columns if column.is_binary)), None)
 
 
 def _unusable(column: ColumnReport) -> str | None:
@@ -176,11 +176,6 @@ def _embedding_dim(columns: Sequence[ColumnReport], sizes: dict[str, int]) -> in
     largest = max([sizes.get(column.name, column.num_distinct) for column in ids], default=1)
     wanted = 2 * largest**0.25
     return next((dim for dim in _DIMS if dim >= wanted), _DIMS[-1])
-
-
-def _flow(item: dict[str, Any]) -> str:
-    text: str = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
-    return text.strip()
 
 
 @dataclass(frozen=True)

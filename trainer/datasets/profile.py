@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from trainer.data.parquet import is_data_file
 from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
 from trainer.datasets.io.csv_reader import read_blocks, whole_rows
@@ -113,9 +114,11 @@ class ColumnSketch:
         kind = self._kinds[0] if self._kinds else "other"
         is_number = kind in ("integer", "number") and self._bounds is not None
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
-        num_distinct = self._num_distinct()
+        num_distinct = len(self._counts.filter(self._is_sampled())) << self._level
         std = self._moments.deviation  # infinite where squares were too large to be added up
         minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
+        num_lists, longest, num_empty = self._lengths or (0, 0, 0)
+        lists = ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -129,7 +132,7 @@ class ColumnSketch:
             std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
             zipf_exponent=_zipf_exponent(counts),
-            lists=self._list_lengths(),
+            lists=lists if self._lengths else None,
             num_infinite=self._num_infinite if is_number else 0,
         )
 
@@ -142,12 +145,6 @@ class ColumnSketch:
             num_empty + int((lengths == 0).sum()),
         )
         return lists.filter(lengths > 0).explode().drop_nulls()
-
-    def _list_lengths(self) -> ListLengths | None:
-        if self._lengths is None:
-            return None
-        num_lists, longest, num_empty = self._lengths
-        return ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
 
     def _add_numbers(self, values: pl.Series) -> None:
         if not len(values):
@@ -209,9 +206,6 @@ class ColumnSketch:
 
     def _is_sampled(self) -> pl.Expr:
         return pl.col("value") % (1 << self._level) == 0
-
-    def _num_distinct(self) -> int:
-        return len(self._counts.filter(self._is_sampled())) << self._level
 
 
 def _top_share(counts: np.ndarray, num_distinct: int, num_values: int) -> float | None:
@@ -290,17 +284,12 @@ def find_data(texts: Sequence[str]) -> list[DataSet]:
     found: list[DataSet] = []
     for text in texts:
         location = Location.parse(text)
-        manifest = _find_manifest(location)
-        found += [_prepared(location, manifest)] if manifest else _raw(location)
+        path = location / MANIFEST_NAME
+        if location.is_dir() and path.exists():
+            found.append(_prepared(location, parse_manifest(path.read_bytes(), str(path))))
+        else:
+            found += _raw(location)
     return found
-
-
-def _find_manifest(folder: Location) -> Manifest | None:
-    """The manifest of a prepared folder, None for anything else; raises `ManifestError`."""
-    path = folder / MANIFEST_NAME
-    if not folder.is_folder() or not path.exists():
-        return None
-    return parse_manifest(path.read_bytes(), str(path))
 
 
 def _prepared(folder: Location, manifest: Manifest) -> DataSet:
@@ -336,18 +325,13 @@ def _raw(location: Location) -> list[DataSet]:
 
 def _files(location: Location) -> Sequence[Location]:
     """Parquet files anywhere below a folder; if there are none, its text files."""
-    if location.is_folder():
-        nested = [file for file in location.list(recursive=True) if _is_parquet(file, location)]
-        if nested:
+    if location.is_dir():
+        files = location.list(recursive=True)
+        if nested := [file for file in files if is_data_file(file.relative_to(location))]:
             return nested
         if not location.list():
             raise SourceMissingError(f"{location} holds neither {MANIFEST_NAME} nor data files")
     return find_sources([location.text])
-
-
-def _is_parquet(file: Location, folder: Location) -> bool:
-    parts = file.relative_to(folder).split("/")
-    return file.name.endswith(".parquet") and not any(part.startswith(".") for part in parts)
 
 
 def sniff_text(file: Location) -> TextFormat:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
@@ -129,7 +129,8 @@ def _starts(policy: GroupPolicy, view: View, staying: Sequence[PlacedGroup]) -> 
     """Starts of the groups that are missing, as far as there is room."""
     if not view.may_start:
         return []
-    slots = _HostSlots(policy, _usable(policy, view), view.groups, view.target)
+    num_on = Counter(host for group in view.groups for host in set(group.hosts))
+    slots = _HostSlots(policy, _usable(policy, view), view.target, num_on)
     taken = {group.group for group in view.groups}
     numbers = (number for number in itertools.count() if number not in taken)
     starts: list[Start] = []
@@ -152,16 +153,12 @@ def _usable(policy: GroupPolicy, view: View) -> list[Host]:
 
 @dataclass
 class _HostSlots:
-    """Takes room for one group after another."""
+    """Takes room for one group after another; `num_on` counts the groups on each host."""
 
     policy: GroupPolicy
     hosts: list[Host]
-    groups: Sequence[PlacedGroup]
     target: int
-    _num_on: Counter[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._num_on = Counter(host for group in self.groups for host in set(group.hosts))
+    num_on: Counter[str]
 
     def take(self) -> tuple[str, ...] | None:
         """The hosts of the next group's ranks; None without room."""
@@ -173,7 +170,7 @@ class _HostSlots:
         self.hosts = [
             replace(host, num_free=host.num_free - taken[host.address]) for host in self.hosts
         ]
-        self._num_on.update(taken.keys())
+        self.num_on.update(taken.keys())
         return hosts
 
     def _inside(self, able: Sequence[Host]) -> tuple[str, ...] | None:
@@ -181,16 +178,16 @@ class _HostSlots:
         free = [host for host in able if host.num_free >= size and self._may_take(host, len(able))]
         if not free:
             return None
-        best = min(free, key=lambda host: (self._num_on[host.address], -host.num_free))
+        best = min(free, key=lambda host: (self.num_on[host.address], -host.num_free))
         return (best.address,) * size
 
     def _may_take(self, host: Host, num_able: int) -> bool:
-        is_empty = not self._num_on[host.address]
+        is_empty = not self.num_on[host.address]
         return is_empty or (not self.policy.must_spread and num_able < self.target)
 
     def _across(self) -> tuple[str, ...] | None:
         """A group over several hosts that no other group is on, as few as possible."""
-        empty = [host for host in self.hosts if not self._num_on[host.address]]
+        empty = [host for host in self.hosts if not self.num_on[host.address]]
         places = fill_hosts(empty, self.policy.group_size)
         is_whole = len(places) == self.policy.group_size
         return tuple(host.address for host in places) if is_whole else None

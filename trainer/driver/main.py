@@ -58,7 +58,8 @@ from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import check_versions, installed_versions
-from trainer.sinks.manager import NO_SINKS, Sinks, open_sinks
+from trainer.sinks.base import Feed
+from trainer.sinks.manager import open_sinks
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -171,10 +172,8 @@ def layout_chosen(choice: Choice) -> events.LayoutChosen:
     layout = choice.layout
     return events.LayoutChosen(
         time=time.time(),
-        world_size=layout.world_size,
-        shard_group_size=layout.shard_group_size,
+        **vars(layout),
         num_replicas=layout.num_replicas,
-        placement=layout.placement,
         failure_domain=choice.failure_domain,
         num_hosts=choice.num_hosts,
         num_hosts_survived=choice.num_hosts_survived,
@@ -312,7 +311,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 
 
 def end_attempt(
-    context: DriverContext, writer: EventWriter, sinks: Sinks = NO_SINKS
+    context: DriverContext, writer: EventWriter, sinks: Sequence[Feed] = ()
 ) -> events.AttemptEnded:
     """Run the attempt; how it ended. Raises `Evicted`."""
     ended = run_alone(context, writer, sinks)
@@ -324,7 +323,7 @@ def end_attempt(
 
 
 def run_alone(
-    context: DriverContext, writer: EventWriter, sinks: Sinks
+    context: DriverContext, writer: EventWriter, sinks: Sequence[Feed]
 ) -> Failure | events.AttemptEnded:
     """Run the attempt in a folder that no other one uses; raises `Evicted`."""
     if mismatches := check_versions():
@@ -333,7 +332,8 @@ def run_alone(
     try:
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
-        sinks.start()
+        for sink in sinks:
+            sink.start()
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):
@@ -403,5 +403,6 @@ def main() -> int:
     writer.write(ended)
     if poster:
         poster.close(POST_TIMEOUT_S)
-    sinks.close(SINK_TIMEOUT_S)
+    for sink in sinks:
+        sink.close(SINK_TIMEOUT_S)
     return EXIT_CODES.get(ended.reason, 1)

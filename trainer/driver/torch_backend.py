@@ -8,7 +8,7 @@ in a worker to Ray's functions, and imports them there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
 import ray
@@ -75,11 +75,8 @@ class _ProcessGroup(Backend):
     def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         """Let the workers leave it."""
         leaves = worker_group.execute_async(_leave, destroy_process_group=len(worker_group) > 1)
-        # One that does not leave in time is ended all the same.
-        try:
+        with suppress(GetTimeoutError):  # who does not leave in time is ended all the same
             ray.get(leaves, timeout=_LEAVE_TIMEOUT_S)  # type: ignore[arg-type]
-        except GetTimeoutError:
-            return
 
 
 def _join(config: ProcessGroupConfig, rank: int, size: int, address: str, port: int) -> None:

@@ -246,15 +246,8 @@ class GroupSession(Session):
         position = position_of(ledger)
         rows_done = position.rows_done(self.shape.num_rows)
         is_complete = rows_done >= self.num_rows
-        self.state = TrainState(
-            step=self.total_steps if is_complete else rows_done // self.shape.rows_per_step,
-            position=position,
-            rows_trained=ledger.rows_trained,
-            best=ledger.best,
-            commit=ledger.commit,
-            rows_skipped=ledger.rows_skipped,
-            plateau=ledger.plateau,
-        )
+        step = self.total_steps if is_complete else rows_done // self.shape.rows_per_step
+        self.state = TrainState.at(step, position, ledger)
         # Groups took unequal numbers of steps since the last sync, with equal results.
         self.optimizers.set_num_steps(-(-self.state.step // self._accumulate_steps))
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -116,25 +116,22 @@ class CrossGroupProcessGroup:
         return self.replica.size
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        backend = self._backend
-        assert backend is not None, "a dropped group exchanges nothing"
-        self._complete(lambda: backend._allgather_base(out, part))  # type: ignore[union-attr]
+        self._complete(lambda backend: backend._allgather_base(out, part))
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
-        backend = self._backend
-        assert backend is not None, "a dropped group exchanges nothing"
-        self._complete(lambda: backend.alltoall_base(out, parts, [], []))  # type: ignore[union-attr]
+        self._complete(lambda backend: backend.alltoall_base(out, parts, [], []))
 
-    def _complete(self, start: Callable[[], dist.Work]) -> None:
+    def _complete(self, start: Callable[[Any], dist.Work]) -> None:
         # The operation holds the sockets open: no frame of the error's traceback may hold it.
         if problem := self._problem_of(start):
             raise ExchangeError(f"an exchange between the copies failed: {problem}")
 
-    def _problem_of(self, start: Callable[[], dist.Work]) -> str:
+    def _problem_of(self, start: Callable[[Any], dist.Work]) -> str:
         """Run an operation to its end; returns its error, empty if there is none."""
+        assert self._backend is not None, "a dropped group exchanges nothing"
         deadline = time.monotonic() + self._timeout_s
         try:
-            work = start()
+            work = start(self._backend)
             while not self._is_over(work):
                 self._is_stuck = True
                 self._check(deadline, "answer")

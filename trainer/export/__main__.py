@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _REFUSALS = (
     MemoryError,
 )
 _POLL_S = 1.0
+_print = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,10 +133,6 @@ def _attempt(tell: Tell, run_dir: Path, to: Path, *wanted: Any, **options: Any) 
     tell(report.text)
     tell(f"exported to {to} ({report.program_bytes / 1e6:.1f} MB program)")
     return None
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

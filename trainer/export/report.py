@@ -144,7 +144,11 @@ def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Tab
         for start in range(0, len(group), _BATCH_ROWS):
             table = group.slice(start, _BATCH_ROWS)
             if spec.data.on_bad_rows == "quarantine":
-                marks = FaultMarks(np.arange(len(table)), FaultLog(), _in_one_file)
+                marks = FaultMarks(
+                    np.arange(len(table)),
+                    FaultLog(),
+                    lambda bad: [(_VALIDATION, np.arange(len(bad)))],
+                )
                 decode(table, layout, _locate, marks)
                 table = table.filter(pa.array(marks.faults == 0))
             if len(table):
@@ -156,10 +160,6 @@ def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Tab
 
 def _locate(row: int) -> tuple[Path, int]:
     return _VALIDATION, row
-
-
-def _in_one_file(rows: NDArray[np.int64]) -> list[tuple[Path, NDArray[np.int64]]]:
-    return [(_VALIDATION, np.arange(len(rows)))]
 
 
 def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float32]:

@@ -110,13 +110,6 @@ class MeshLayout:
         """As `Layout.replica_groups`, in ranks."""
         return tuple(tuple(self.ranks[p] for p in g) for g in self.layout.replica_groups)
 
-    def sharding_group_of(self, rank: int) -> tuple[int, ...]:
-        return next(group for group in self.sharding_groups if rank in group)
-
-    def shard_index_of(self, rank: int) -> int:
-        """Which shard of its copy `rank` holds, from 0 to L - 1."""
-        return self.sharding_group_of(rank).index(rank)
-
 
 def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | None:
     """A sentence when the true topology does not give what the placement promises, else None."""

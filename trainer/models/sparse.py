@@ -110,8 +110,7 @@ class SparseArch(nn.Module):
     table-wise by the number of ids, and FBGEMM's CPU backward forgets the division altogether;
     without weights, row-wise adds 1e-6 to the divisor.
 
-    An id that shares the table of a sequence is a sequence of one. The sequence `encoded` is not
-    pooled at all: `with_history` gives its vectors to a model that reads them itself.
+    The sequence `encoded` is not pooled: `with_history` gives its vectors to a model to read.
     """
 
     is_mean: torch.Tensor

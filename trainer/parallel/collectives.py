@@ -199,8 +199,21 @@ class ReplicaCollectives:
         return bool(self.gather(flag.view(1)).any())
 
     def batches(self, blocks: Iterable[Block]) -> Iterator[Batch]:
-        """`blocks` in portions that are exchanged one at a time."""
-        return batches(blocks, self.chunk_bytes, self.num_replicas)
+        """`blocks` in portions of at most `chunk_bytes`, but at least a row, split where larger.
+
+        Each is exchanged at a time, padded to a multiple of M elements.
+        """
+        waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
+        for whole in blocks:
+            key = (whole.tensor.dtype, whole.wire)
+            max_numel = self.chunk_bytes // whole.tensor.itemsize
+            for block in whole.split(max_numel):
+                batch = waiting.setdefault(key, [])
+                if batch and sum(each.numel for each in batch) + block.numel > max_numel:
+                    yield Batch(batch, self.num_replicas)
+                    waiting[key] = batch = []
+                batch.append(block)
+        yield from (Batch(batch, self.num_replicas) for batch in waiting.values())
 
     def average_in_place(self, blocks: Iterable[Block]) -> None:
         """Write the mean of the replicas into every row of `blocks`. Collective.
@@ -265,21 +278,3 @@ class Batch:
         flat = self.blocks[0].tensor.new_empty(numel + -numel % self._multiple)
         flat[numel:] = 0
         return flat
-
-
-def batches(blocks: Iterable[Block], max_bytes: int, multiple: int) -> Iterator[Batch]:
-    """Blocks, split where they are larger than `max_bytes`, in batches of at most that.
-
-    A batch is padded to a multiple of `multiple` elements. One row is never split.
-    """
-    waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
-    for whole in blocks:
-        key = (whole.tensor.dtype, whole.wire)
-        max_numel = max_bytes // whole.tensor.itemsize
-        for block in whole.split(max_numel):
-            batch = waiting.setdefault(key, [])
-            if batch and sum(each.numel for each in batch) + block.numel > max_numel:
-                yield Batch(batch, multiple)
-                waiting[key] = batch = []
-            batch.append(block)
-    yield from (Batch(batch, multiple) for batch in waiting.values())

@@ -49,7 +49,7 @@ class MeshGroups:
     @property
     def sharding_ranks(self) -> tuple[int, ...]:
         """Global ranks of this rank's sharding group, in shard order."""
-        return self.mesh.sharding_group_of(self.rank)
+        return next(group for group in self.mesh.sharding_groups if self.rank in group)
 
     @property
     def sharding_placements(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class MeshGroups:
     @property
     def shard_index(self) -> int:
         """Which shard this rank holds, from 0 to L - 1."""
-        return self.mesh.shard_index_of(self.rank)
+        return self.sharding_ranks.index(self.rank)
 
 
 def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:

@@ -197,11 +197,9 @@ class Optimizers:
     `combined` is the state dict of all for checkpoints: tables under `sparse_`, however they
     are sharded, and the rest under `dense_`; `dense` is the optimizer of that rest.
 
-    The dense part may take its own steps more rarely (gradient accumulation), by the mean of the
-    gradients since the last one, weighted as `weigh` says before each backward pass. That DDP
-    averages them in every backward pass makes no difference to the sum, because what is there
-    already is equal on all ranks. `clip_norm` bounds the norm of that mean: the dense part is whole
-    on every rank, so its norm is the true one everywhere.
+    That DDP averages gradients in every backward pass makes no difference to accumulated ones: what
+    is there already is equal on all ranks. `clip_norm` bounds the norm of their mean: the dense
+    part is whole on every rank, so its norm is the true one everywhere.
     """
 
     def __init__(

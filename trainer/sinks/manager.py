@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,8 @@ from trainer.spec.training import SinksSpec
 logger = logging.getLogger(__name__)
 
 
-class Sinks:
-    """The sinks of an attempt, each fed by a thread of its own."""
-
-    def __init__(self, feeds: Sequence[Feed]) -> None:
-        self._feeds = feeds
-
-    def start(self) -> None:
-        for feed in self._feeds:
-            feed.start()
-
-    def close(self, timeout_s: float) -> None:
-        """Feed what is left; each for at most `timeout_s`."""
-        for feed in self._feeds:
-            feed.close(timeout_s)
-
-
-NO_SINKS = Sinks(())
-
-
-def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWriter) -> Sinks:
-    """The sinks that the attempt's spec asks for, none where the spec is faulty."""
+def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWriter) -> list[Feed]:
+    """Feeds of the sinks that the attempt's spec asks for, none where the spec is faulty."""
 
     def _warn(message: str) -> None:
         writer.write(Note(time=time.time(), level="warning", message=message))
@@ -54,7 +35,7 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
         wanted = SinksSpec.model_validate(document.get("sinks") or {})
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         logger.warning("no sinks: %s", error)
-        return NO_SINKS
+        return []
     sinks = sinks_of(wanted, run_dir, job_id, document)
     feeds = [Feed(sink, run_dir, attempt_id, _warn) for sink in sinks]
     # The service names a collector and the trace of the job.
@@ -63,7 +44,7 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
     if endpoint and traceparent:
         spans = SpanSink(endpoint, traceparent, attempt_id)
         feeds.append(Feed(spans, run_dir, attempt_id, _warn, is_of_attempt=True))
-    return Sinks(feeds)
+    return feeds
 
 
 def sinks_of(

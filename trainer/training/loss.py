@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from trainer.coordination.detection import LossWatch
 from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
@@ -36,6 +35,9 @@ NON_FINITE_ADVICE = (
     "rows out with training.on_non_finite: skip"
 )
 _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
+# A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
+# `_EXPLODE_FACTOR` times the best so far explodes, in so many reports in a row.
+_MAX_NE, _EXPLODE_FACTOR, _EXPLODED_REPORTS = 1.5, 1.5, 3
 
 
 class NonFiniteLossGuard:
@@ -56,16 +58,22 @@ class NonFiniteLossGuard:
         self._emit = emit
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._finite_at = DataPosition()
-        self._watch = LossWatch()
+        self._best_ne, self._num_exploded = math.inf, 0
 
     def judge(self, values: Mapping[str, float]) -> None:
         """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
         # Of several tasks, the worst: `train/TASK/ne`.
-        found = [value for name, value in values.items() if _TRAIN_NE.fullmatch(name)]
-        if cause := self._watch.judge_ne(max(found, default=math.nan)):
+        ne = max((values[name] for name in values if _TRAIN_NE.fullmatch(name)), default=math.nan)
+        if not math.isfinite(ne):
+            return
+        self._best_ne = min(self._best_ne, ne)
+        limit = max(_MAX_NE, _EXPLODE_FACTOR * self._best_ne)
+        self._num_exploded = self._num_exploded + 1 if ne > limit else 0
+        if self._num_exploded >= _EXPLODED_REPORTS:
             raise NonFiniteLoss(
-                f"{cause}: training diverges; lower optimizer.sparse.lr or "
-                "optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
+                f"normalised entropy was above {limit:.3g} in {self._num_exploded} reports in a "
+                f"row, after {self._best_ne:.3g} at best: training diverges; lower "
+                "optimizer.sparse.lr or optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
             )
 
     def begin_at(self, position: DataPosition) -> None:

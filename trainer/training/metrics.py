@@ -76,9 +76,8 @@ class TaskMeter:
     """Loss and metrics of all tasks, over all ranks, since the last `compute`.
 
     A step only keeps its outputs; the metrics see them all at once at the report, and their sums
-    travel in one all-reduce. Left to themselves the metrics would sync state by state, with
-    several collectives each. `state` and `load_state` carry what came in since the last report
-    over to another run, at any number of ranks.
+    travel in one all-reduce instead of several for each metric. `state` and `load_state` carry what
+    came in since the last report over to another run, at any number of ranks.
 
     The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
     metric weighs rows by `Batch.weight`.
@@ -338,18 +337,15 @@ class QuarantineReporter:
         self._device = device
         self._emit = emit
         self._found: QuarantinedRows = Counter()
-        self._has_validated = False
+        self.has_validated = False
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
 
     def add_held_out(self, found: QuarantinedRows) -> None:
         """Count what a batch of a validation left out: all read the same rows, the first counts."""
-        if not self._has_validated:
+        if not self.has_validated:
             self.add(found)
-
-    def end_validation(self) -> None:
-        self._has_validated = True
 
     def report(self) -> dict[str, float]:
         """Rows left out since the last call, over all ranks; an event for each file and reason.

@@ -224,10 +224,8 @@ class Session:
         return events.WorkersStarted(
             time=time.time(),
             run_index=self.config.run_index,
-            world_size=layout.world_size,
-            shard_group_size=layout.shard_group_size,
+            **vars(layout),
             num_replicas=layout.num_replicas,
-            placement=layout.placement,
             backend=dist.get_backend(),
             sharding_groups=[list(group) for group in sharding_groups],
             replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
@@ -452,7 +450,7 @@ class Session:
             on_device = self.on_device(batch)
             self.quarantine.add_held_out(batch.quarantined)
             self.validation_meter.update(on_device, *self.model(on_device))
-        self.quarantine.end_validation()
+        self.quarantine.has_validated = True
         self.model.train()
         return self.validation_meter.compute("validation")
 

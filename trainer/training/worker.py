@@ -3,9 +3,7 @@
     driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
     rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
 
-Both are files of the attempt (`trainer.protocol.requests`). Workers that end well have completed
-the training, or left that mark. Before a pause the leader of the domain `replica_group` is asked in
-the same way: it saves for all and leaves the mark once the checkpoint is on storage.
+Both are files of the attempt; `trainer.protocol.requests` says what the mark tells the driver.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
-from trainer.coordination.client import CoordinatorClient, Fenced, Identity
+from trainer.coordination.client import CoordinatorClient, Identity, Refused
 from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.job_runner import HangMonitor
@@ -97,7 +97,7 @@ def live(identity: Identity, address: str, timeout_s: float) -> None:
     life.member.on_refusal = lambda _: os._exit(FENCED)
     try:
         life.run()
-    except Fenced:
+    except Refused:
         os._exit(FENCED)
 
 

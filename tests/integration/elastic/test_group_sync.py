@@ -20,7 +20,7 @@ from tests.integration.elastic.group_sync_cases import (
     assert_all_equal,
     open_coordinator,
 )
-from trainer.coordination.client import Fenced
+from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
 from trainer.elastic.group_sync import ExchangeError
@@ -160,7 +160,7 @@ def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
             raise ConnectionError("it died")
 
     life.sync._inject = fail  # type: ignore[method-assign]
-    with pytest.raises(Fenced if gone_on else ConnectionError):
+    with pytest.raises(Refused if gone_on else ConnectionError):
         life.exchange()
     life.end()
     return {"hashes": life.hashes}

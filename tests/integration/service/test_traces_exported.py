@@ -32,7 +32,8 @@ from trainer.protocol.run_dir import RunDir
 from trainer.sinks.manager import open_sinks
 context = DriverContext.from_env(os.environ)
 writer = EventWriter(context.files.stream_path("driver"))
-open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer).close(10.0)
+for feed in open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer):
+    feed.close(10.0)
 """
 
 

@@ -27,7 +27,7 @@ def test_a_file_is_written_listed_read_and_deleted(tmp_path):
     assert below == ["a.txt", "b.txt", "inner/c.txt"]
     assert (folder / "b.txt").read_bytes() == b"two"
     assert (folder / "b.txt").size_bytes() == 3
-    assert folder.is_folder() and not (folder / "a.txt").is_folder()
+    assert folder.is_dir() and not (folder / "a.txt").is_dir()
     (folder / "a.txt").delete()
     assert not (folder / "a.txt").exists()
     folder.delete()

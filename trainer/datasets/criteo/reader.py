@@ -38,7 +38,7 @@ def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
     found: list[Location] = []
     for text in texts:
         location = Location.parse(text)
-        if location.is_folder():
+        if location.is_dir():
             files = [file for file in location.list() if _is_data(file.name)]
             found += sorted(files, key=lambda file: _natural(file.name))
         elif location.exists():
@@ -60,7 +60,8 @@ def check_distinct(files: Sequence[Location]) -> None:
     """
     known: dict[object, Location] = {}
     for file in files:
-        names = {_identity(file), ("plain", file.root, str(file.parent), _plain_name(file.name))}
+        end = next((end for end in COMPRESSIONS if file.name.endswith(end)), "")
+        names = {_identity(file), ("plain", file.root, file.path.removesuffix(end))}
         if earlier := next((known[name] for name in names if name in known), None):
             raise SourceMissingError(
                 f"{file} and {earlier} are the same rows, which would be counted twice; name or "
@@ -75,11 +76,6 @@ def _identity(file: Location) -> object:
         return file.text
     status = file.local_path.stat()
     return status.st_dev, status.st_ino
-
-
-def _plain_name(name: str) -> str:
-    """The name without the ending of a compressed file."""
-    return next((name.removesuffix(end) for end in COMPRESSIONS if name.endswith(end)), name)
 
 
 def _is_data(name: str) -> bool:

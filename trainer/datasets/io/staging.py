@@ -150,7 +150,12 @@ class Staging:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = make(path) or {}
         part = Part(part_name, path.stat().st_size, sha256_of(path), facts, made_of)
-        self._begin_upload()
+        if not self._is_begun:
+            # Before the first file of an older folder is replaced, its manifest must go; without it
+            # nothing but this note says that the files that it names are ours.
+            _note_uploads(self._journal.folder, _old_files(self._out))
+            (self._out / MANIFEST_NAME).delete()
+            self._is_begun = True
         _note_uploads(self._journal.folder, [name])
         target.upload(path)
         self._journal.record(part)
@@ -189,16 +194,6 @@ class Staging:
             if file.relative_to(self._out) in stale:
                 file.delete()
         (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
-
-    def _begin_upload(self) -> None:
-        """Before the first file of an older folder is replaced, its manifest must go.
-
-        The files that it names are noted first: without it nothing else says that they are ours.
-        """
-        if not self._is_begun:
-            _note_uploads(self._journal.folder, _old_files(self._out))
-            (self._out / MANIFEST_NAME).delete()
-            self._is_begun = True
 
 
 def vocabulary_entry(part: Part, num_values: int) -> VocabularyEntry:

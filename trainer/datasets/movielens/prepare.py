@@ -170,7 +170,7 @@ def prepare_movielens(
     """
     options = options or MovieLensOptions()
     source = Location.parse(source)
-    if not source.is_folder():
+    if not source.is_dir():
         raise SourceMissingError(
             f"{source} is not a folder; name the folder that holds ratings.csv"
         )

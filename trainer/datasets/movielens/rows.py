@@ -118,7 +118,9 @@ class RowBuilder:
 
     def build(self, rows: IntArray) -> pa.Table:
         columns = {name: pa.array(values[rows]) for name, values in self.numbers.items()}
-        columns |= {name: _list_array(lists) for name, lists in self._lists(rows).items()}
+        for name, lists in self._lists(rows).items():
+            offsets = pa.array(lists.offsets.astype(np.int32))
+            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(lists.values))
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     @cached_property
@@ -166,12 +168,6 @@ class _Chosen:
         return gather(self.values, np.maximum(first, last - limit), last)
 
 
-def _list_array(lists: Ragged) -> pa.Array:
-    return pa.ListArray.from_arrays(
-        pa.array(lists.offsets.astype(np.int32)), pa.array(lists.values)
-    )
-
-
 def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
     """First movie number of each range of about `range_rows` rows, and the number of movies."""
     num_ranges = max(1, round(int(rows_of_movie.sum()) / range_rows))
@@ -211,14 +207,12 @@ class MovieExchange:
         count, mean = np.empty(len(order)), np.empty(len(order))
         for number, path in enumerate(self._histories):
             begin, end = self._cuts[unit, number : number + 2]
-            histories, place = map_columns(path), self._place(unit, number)
+            histories = map_columns(path)
+            # The rows of the units before this one come first.
+            place = int((self._cuts[:unit, number + 1] - self._cuts[:unit, number]).sum())
             count[order[begin:end]] = histories["count"][place : place + end - begin]
             mean[order[begin:end]] = histories["mean"][place : place + end - begin]
         return MovieHistory(count, mean)
-
-    def _place(self, unit: int, number: int) -> int:
-        """Where, among the histories of a range, those of a unit begin."""
-        return int((self._cuts[:unit, number + 1] - self._cuts[:unit, number]).sum())
 
     def _compute_range(self, path: Path, number: int) -> Facts:
         rows = self._gather(number)

@@ -82,14 +82,11 @@ class StarsScore:
 def _rounded_moments() -> tuple[FloatArray, FloatArray]:
     """Mean and variance of the rounded and clipped stars, for each point of the grid."""
     edges = (_LEVELS[:-1] + 0.25)[None, :]
-    below = _normal_cdf((edges - _GRID[:, None]) / NOISE_STD)
+    deviations = (edges - _GRID[:, None]) / NOISE_STD
+    below = 0.5 * (1 + np.vectorize(math.erf)(deviations / math.sqrt(2)))
     chance = np.diff(below, axis=1, prepend=0, append=1)
     mean = chance @ _LEVELS
     return mean, chance @ _LEVELS**2 - mean**2
-
-
-def _normal_cdf(values: FloatArray) -> FloatArray:
-    return 0.5 * (1 + np.vectorize(math.erf)(values / math.sqrt(2)))
 
 
 # ml-latest-small. Up to its size users, movies and tags are in proportion to ratings; beyond it

@@ -77,11 +77,7 @@ class Group:
 
     def add_rank(self, hello: Hello) -> None:
         """Register a rank, at first or after it reconnected."""
-        known = self.ranks.get(hello.rank)
-        if known is None:
-            self.ranks[hello.rank] = RankState(hello)
-        else:
-            known.hello = hello
+        self.ranks.setdefault(hello.rank, RankState(hello)).hello = hello
         if not self.is_current:
             standings = {hello.standing for hello in self.hellos}
             self.is_pristine = self.donor is None and standings == {"initial"}
@@ -172,12 +168,12 @@ def choose_donor(listener: Group, current: Iterable[Group], groups: Mapping[int,
 
     Among equals the highest number, since the lowest leads and so has more to do.
     """
-    able = list(current)
-    for each in able:
-        if each.group == listener.donor:
-            return each
     users = [other.donor for other in groups.values() if other is not listener]
-    return min(able, key=lambda each: (users.count(each.group), -each.group))
+
+    def rank(each: Group) -> tuple[bool, int, int]:
+        return each.group != listener.donor, users.count(each.group), -each.group
+
+    return min(current, key=rank)
 
 
 def choose_start(groups: Iterable[Group]) -> list[Group]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from trainer.coordination.detection import RankId
@@ -59,15 +59,10 @@ class MembershipPolicy:
         return cls(
             num_groups=num_groups,
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
-            start_grace_s=recovery.start_grace_s,
-            heartbeat_timeout_s=recovery.heartbeat_timeout_s,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
             recovery_grace_s=max(3.0, 2 * recovery.heartbeat_timeout_s),
-            hang_factor=recovery.hang_factor,
-            min_hang_s=recovery.min_hang_s,
-            straggler_factor=recovery.straggler_factor,
-            replace_stragglers=recovery.replace_stragglers,
             on_non_finite=spec.training.on_non_finite,
+            **recovery.model_dump(include={each.name for each in fields(cls)}),
         )
 
 

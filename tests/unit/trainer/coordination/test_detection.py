@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from unittest.mock import Mock, call
 
@@ -14,7 +13,6 @@ from trainer.coordination import client as ranks
 from trainer.coordination.detection import (
     HeartbeatMonitor,
     HostRecord,
-    LossWatch,
     RankId,
     times_needed,
 )
@@ -130,14 +128,6 @@ def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time(
     beats: dict[RankId, Heartbeat], expected: dict[RankId, float]
 ) -> None:
     assert times_needed(beats) == pytest.approx(expected)
-
-
-def test_an_entropy_that_explodes_fails_after_some_reports() -> None:
-    watch = LossWatch()
-    assert not any(watch.judge_ne(ne) for ne in (0.9, 3.0, 3.0, 0.9, 3.0, 3.0))
-    assert "after 0.9 at best" in (watch.judge_ne(3.0) or "")
-    high = LossWatch()
-    assert not any(high.judge_ne(ne) for ne in (4.0, 4.5, 4.0, 4.2, math.nan)), "from the start"
 
 
 def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:

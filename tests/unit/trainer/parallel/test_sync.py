@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest.mock import Mock
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.spec.test_spec import minimal
-from trainer.parallel.collectives import Block, batches, pairwise_mean
+from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
 from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync
 from trainer.spec import validate_spec
 
@@ -69,6 +72,12 @@ SHAPES = st.lists(
 )
 
 
+def _batches(blocks: list[Block], max_bytes: int, num_replicas: int) -> Iterator[Batch]:
+    replicas = ReplicaCollectives(Mock(size=lambda: num_replicas), torch.device("cpu"))
+    replicas.chunk_bytes = max_bytes
+    return replicas.batches(blocks)
+
+
 @given(SHAPES, st.integers(0, 1000), st.integers(1, 4), st.integers(20, 400))
 def test_rows_packed_in_batches_are_written_back_where_they_were(
     shapes: list[tuple[int, int, bool]], seed: int, multiple: int, max_bytes: int
@@ -76,7 +85,7 @@ def test_rows_packed_in_batches_are_written_back_where_they_were(
     blocks = _blocks(seed, shapes)
     starts = [block.tensor.clone() for block in blocks]
     num_rows = 0
-    for batch in batches(blocks, max_bytes, multiple):
+    for batch in _batches(blocks, max_bytes, multiple):
         packed = batch.pack()
         assert packed.numel() % multiple == 0
         single_row = len(batch.blocks) == 1 and batch.blocks[0].num_rows == 1
@@ -100,7 +109,7 @@ def test_dtypes_and_wires_never_share_a_batch() -> None:
         Block(torch.ones(2, 4), None, base, torch.bfloat16),
         Block(torch.ones(3, 4)),
     ]
-    found = list(batches(blocks, 1000, 2))
+    found = list(_batches(blocks, 1000, 2))
     assert sorted(len(batch.blocks) for batch in found) == [1, 1, 2]
 
 

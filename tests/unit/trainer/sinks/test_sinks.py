@@ -281,11 +281,11 @@ def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir:
     # A faulty spec starts no sink.
     for spec in ("", "[]", '{"sinks": 7}', '{"sinks": {"nobody": {}}}'):
         files.spec_path.write_text(spec)
-        open_sinks(run_dir, f"{JOB}-a0", JOB, writer).close(1.0)
+        assert open_sinks(run_dir, f"{JOB}-a0", JOB, writer) == []
     files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
-    sinks = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
-    sinks.start()
+    [feed] = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
+    feed.start()
     _write(run_dir, 0, _metrics(1))
-    sinks.close(scaled(30))
+    feed.close(scaled(30))
     [written] = run_dir.tensorboard_dir.iterdir()
     assert b"train/loss" in written.read_bytes()

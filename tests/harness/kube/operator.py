@@ -2,13 +2,13 @@
 
 It watches RayJobs over the API like any client (so it serves a real API server too) and takes
 them through KubeRay's states: Initializing, Running, Complete, Failed, Suspending, Suspended; with
-KubeRay's finalizer, names, labels, owners and reasons; deadlines, shutdown after the ttl. With the
-address of a real Ray the entrypoint really runs there; else the test says how jobs go
-(`ScriptedRay`).
+KubeRay's finalizer, names, labels, owners and reasons; deadlines. With the address of a real Ray
+the entrypoint really runs there; else the test says how jobs go (`ScriptedRay`).
 
 What it does not do: validation, clusters by selector, counts of ends, K8sJobMode, InteractiveMode
-and SidecarMode (all submit like HTTPMode), back-off limits, deletionStrategy, RayServices, Services
-and Ingresses, autoscaling, batch schedulers, events. All RayJobs share the one Ray: a RayCluster
+and SidecarMode (all submit like HTTPMode), back-off limits, shutdown after the ttl, another start
+after a suspension, deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch
+schedulers, events. All RayJobs share the one Ray: a RayCluster
 that goes takes only its own RayJob's job with it.
 """
 
@@ -71,35 +71,26 @@ def deployment_status(job: Manifest) -> str:
 
 def initialized(job: Manifest, now: datetime) -> Manifest:
     """Status of a RayJob that the operator takes on: names are chosen before anything is made."""
-    name, spec, status = job["metadata"]["name"], job["spec"], dict(job.get("status", {}))
-    if not status.get("jobId"):
-        status["jobId"] = spec.get("jobId") or f"{name}-{_suffix()}"
-    if not status.get("rayClusterName"):
-        status["rayClusterName"] = f"{name}-{_suffix()}"
-    return {**status, "jobDeploymentStatus": "Initializing", "startTime": time_text(now)}
-
-
-def _suffix() -> str:
-    return "".join(secrets.choice(_NAME_CHARS) for _ in range(5))
+    suffix = "".join(secrets.choice(_NAME_CHARS) for _ in range(5))
+    return {
+        "jobId": job["spec"]["jobId"],
+        "rayClusterName": f"{job['metadata']['name']}-{suffix}",
+        "jobDeploymentStatus": "Initializing",
+        "startTime": time_text(now),
+    }
 
 
 def past_deadline(job: Manifest, now: datetime) -> Manifest | None:
     """Status of a RayJob that took longer than it may; None if it did not."""
-    spec, status = job["spec"], job["status"]
-    started = status.get("startTime")
-    limits = [("activeDeadlineSeconds", "DeadlineExceeded")]
-    if status["jobDeploymentStatus"] == "Initializing":
-        limits.append(("preRunningDeadlineSeconds", "PreRunningDeadlineExceeded"))
-    for name, reason in limits:
-        limit_s = spec.get(name)
-        if limit_s and started and now >= _time_of(started) + timedelta(seconds=limit_s):
-            message = (
-                f"The RayJob has passed the {name}. StartTime: {started}. "
-                f"{name[0].upper()}{name[1:]}: {limit_s}"
-            )
-            failed = {"jobDeploymentStatus": "Failed", "reason": reason, "message": message}
-            return {**status, **failed}
-    return None
+    started, limit_s = job["status"]["startTime"], job["spec"].get("activeDeadlineSeconds")
+    if not limit_s or now < _time_of(started) + timedelta(seconds=limit_s):
+        return None
+    message = (
+        f"The RayJob has passed the activeDeadlineSeconds. StartTime: {started}. "
+        f"ActiveDeadlineSeconds: {limit_s}"
+    )
+    failed = {"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded", "message": message}
+    return {**job["status"], **failed}
 
 
 def has_lost_its_head(job: Manifest) -> bool:
@@ -141,14 +132,6 @@ def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | N
 def suspended(status: Manifest) -> Manifest:
     """Status after all that a suspended RayJob had is gone."""
     return {"startTime": status["startTime"], "jobDeploymentStatus": "Suspended"}
-
-
-def is_over(job: Manifest, now: datetime) -> bool:
-    """Whether the RayCluster of an ended RayJob is to be deleted by now."""
-    spec, ended = job["spec"], job["status"].get("endTime")
-    if not spec.get("shutdownAfterJobFinishes") or not ended:
-        return False
-    return now >= _time_of(ended) + timedelta(seconds=spec.get("ttlSecondsAfterFinished", 0))
 
 
 def cluster_of(job: Manifest) -> Manifest:
@@ -522,10 +505,6 @@ class RayJobOperator:
             )
         if state == "Suspending":
             return suspended(job["status"]) if self._delete_cluster(job) else None
-        if state == "Suspended" and not job["spec"].get("suspend"):
-            return {**job["status"], "jobDeploymentStatus": ""}
-        if state in ENDED and is_over(job, now):
-            self._delete_cluster(job)
         return None
 
     def _hold(self, job: Manifest) -> None:

@@ -176,35 +176,29 @@ class ApiError(Exception):
         }
 
 
-def _details(resource: Resource, name: str, kind: str = "", **more: Any) -> Manifest:
-    group = {"group": resource.group} if resource.group else {}
-    return {**({"name": name} if name else {}), **group, "kind": kind or resource.plural, **more}
-
-
 def not_found(resource: Resource, name: str) -> ApiError:
     """There is no object of that name."""
     message = f'{resource.qualified} "{name}" not found'
-    return ApiError(404, "NotFound", message, _details(resource, name))
+    return ApiError(404, "NotFound", message, {"name": name, "kind": resource.plural})
 
 
 def conflict(resource: Resource, name: str, why: str) -> ApiError:
     """The object is not the one, or not as old, as the request takes it to be."""
     message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(resource, name))
+    return ApiError(409, "Conflict", message)
 
 
 def forbidden(resource: Resource, name: str, why: str) -> ApiError:
     """The caller may not."""
     quoted = f' "{name}"' if name else ""
     message = f"{resource.qualified}{quoted} is forbidden: {why}"
-    return ApiError(403, "Forbidden", message, _details(resource, name))
+    return ApiError(403, "Forbidden", message)
 
 
 def invalid(resource: Resource, name: str, field: str, why: str) -> ApiError:
     """The object breaks its schema."""
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    details = _details(resource, name, resource.kind, causes=[{"field": field, "message": why}])
-    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}', details)
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}')
 
 
 def bad_request(message: str) -> ApiError:
@@ -357,7 +351,7 @@ class Verbs:
         with self.store.changed:
             if self.store.get(target.key) is not None:
                 message = f'{resource.qualified} "{name}" already exists'
-                raise ApiError(409, "AlreadyExists", message, _details(resource, name))
+                raise ApiError(409, "AlreadyExists", message)
             return self.store.put(target.key, manifest)
 
     def update(self, target: Target, body: Any, *, is_strict: bool = False) -> Manifest:
@@ -394,9 +388,7 @@ class Verbs:
                 about.setdefault("deletionGracePeriodSeconds", 0)
                 return self.store.put(target.key, {**old, "metadata": about})
             self.store.remove(target.key)
-        details = _details(target.resource, target.name, uid=about["uid"])
-        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-        return {**status, "details": details}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _replace(
         self, target: Target, old: Manifest, manifest: Manifest, is_strict: bool

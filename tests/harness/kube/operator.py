@@ -2,7 +2,7 @@
 
 It watches RayJobs over the API like any client (so it serves a real API server too) and takes
 them through KubeRay's states: Initializing, Running, Complete, Failed, Suspending, Suspended; with
-KubeRay's finalizer, names, labels, owners and reasons; deadlines. With the address of a real Ray
+KubeRay's finalizer, names, owners and reasons; deadlines. With the address of a real Ray
 the entrypoint really runs there; else the test says how jobs go (`ScriptedRay`).
 
 What it does not do: validation, clusters by selector, counts of ends, K8sJobMode, InteractiveMode
@@ -18,10 +18,9 @@ import base64
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -47,12 +46,10 @@ _NAME_CHARS = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Ray says of a job; times in milliseconds since the epoch, 0 for none."""
+    """What Ray says of a job."""
 
     status: str
     message: str = ""
-    start_ms: int = 0
-    end_ms: int = 0
 
 
 def time_text(moment: datetime) -> str:
@@ -109,9 +106,7 @@ def after_check(job: Manifest, info: JobInfo) -> Manifest:
         status["jobDeploymentStatus"] = "Failed" if info.status == "FAILED" else "Complete"
         if info.status == "FAILED":
             status["reason"] = "AppFailed"
-    times = {"startTime": info.start_ms, "endTime": info.end_ms}
-    told = {k: time_text(datetime.fromtimestamp(v / 1000, UTC)) for k, v in times.items() if v}
-    return {**status, **({"rayJobInfo": told} if told else {})}
+    return status
 
 
 def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | None:
@@ -136,25 +131,18 @@ def suspended(status: Manifest) -> Manifest:
 
 def cluster_of(job: Manifest) -> Manifest:
     """The RayCluster that KubeRay makes for a RayJob."""
-    about, spec = job["metadata"], job["spec"]
-    mode = spec.get("submissionMode", "K8sJobMode")
-    labels = {
-        **about.get("labels", {}),
-        "ray.io/originated-from-cr-name": about["name"],
-        "ray.io/originated-from-crd": "RayJob",
-        "ray.io/job-submission-mode": mode,
-    }
+    about = job["metadata"]
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {
             "name": job["status"]["rayClusterName"],
             "namespace": about["namespace"],
-            "labels": labels,
+            "labels": about.get("labels", {}),
             "annotations": about.get("annotations", {}),
             "ownerReferences": [owner_reference("RayJob", job)],
         },
-        "spec": spec["rayClusterSpec"],
+        "spec": job["spec"]["rayClusterSpec"],
     }
 
 
@@ -223,12 +211,7 @@ class RealRay:
             return None
         answer.raise_for_status()
         said = answer.json()
-        return JobInfo(
-            said["status"],
-            said.get("message") or "",
-            said.get("start_time") or 0,
-            said.get("end_time") or 0,
-        )
+        return JobInfo(said["status"], said.get("message") or "")
 
     def stop(self, job_id: str) -> None:
         """End a job, if it is there."""
@@ -255,9 +238,7 @@ class ScriptedRay:
         """Note a job as running."""
         with self._lock:
             self.submitted.append(request)
-            self._jobs[request.job_id] = JobInfo(
-                "RUNNING", "Job is currently running.", int(time.time() * 1000)
-            )
+            self._jobs[request.job_id] = JobInfo("RUNNING", "Job is currently running.")
 
     def info(self, job_id: str) -> JobInfo | None:
         """What the test said of a job last."""
@@ -275,8 +256,7 @@ class ScriptedRay:
     def finish(self, job_id: str, status: str = "SUCCEEDED", message: str = "") -> None:
         """End a job in SUCCEEDED, FAILED or STOPPED."""
         with self._lock:
-            end_ms, known = int(time.time() * 1000), self._jobs[job_id]
-            self._jobs[job_id] = replace(known, status=status, message=message, end_ms=end_ms)
+            self._jobs[job_id] = JobInfo(status, message)
 
     def forget(self, job_id: str) -> None:
         """Lose a job, as a head that starts again without fault tolerance does."""
@@ -401,15 +381,7 @@ class RayClusters:
 
 
 def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
-    name = cluster["metadata"]["name"]
-    num_workers = len(wanted) - 1
-    status = {
-        **cluster.get("status", {}),
-        "desiredWorkerReplicas": num_workers,
-        "availableWorkerReplicas": num_workers if is_ready else 0,
-        "head": {"serviceName": f"{name}-head-svc", "podName": f"{name}-head"},
-        "observedGeneration": cluster["metadata"].get("generation", 1),
-    }
+    status = {**cluster.get("status", {}), "desiredWorkerReplicas": len(wanted) - 1}
     return {**status, **({"state": "ready"} if is_ready else {})}
 
 

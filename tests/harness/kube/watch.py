@@ -1,6 +1,6 @@
 """Lists and watches of the API server of the tests, with their selectors.
 
-Selectors are those of equality. Lists come whole, without pages.
+Selectors are those of equality. Lists come whole, without pages, and watches without bookmarks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tests.harness.kube.objects import ApiError, Change, Manifest, Resource, Store
 
 Selects = Callable[[Manifest], bool]
-_BOOKMARK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,22 +74,17 @@ def watched(
     A compacted start is told by an ERROR event.
     """
     revision = int(query["resourceVersion"])
-    has_bookmarks = query.get("allowWatchBookmarks") in ("1", "true", "True")
     end = time.monotonic() + timeout_s
-    bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
     while not dropped.is_set() and time.monotonic() < end:
         if revision < store.compacted:
             told = f"too old resource version: {revision} ({store.compacted})"
             yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
             return
-        for change in _wait_for_changes(store, revision, min(end, bookmark_at), dropped):
+        for change in _wait_for_changes(store, revision, end, dropped):
             revision = change.revision
             event = _event(change, wanted)
             if event is not None:
                 yield event
-        if has_bookmarks and time.monotonic() >= min(end, bookmark_at):
-            yield _bookmark(wanted.resource, revision)
-            bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
 
 
 def _wait_for_changes(
@@ -115,9 +109,3 @@ def _event(change: Change, wanted: Selection) -> Manifest | None:
         return None
     before["metadata"]["resourceVersion"] = str(change.revision)
     return {"type": "DELETED", "object": before}
-
-
-def _bookmark(resource: Resource, revision: int) -> Manifest:
-    about = {"resourceVersion": str(revision), "creationTimestamp": None}
-    manifest = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": about}
-    return {"type": "BOOKMARK", "object": manifest}

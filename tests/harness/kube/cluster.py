@@ -36,9 +36,9 @@ class InProcessCluster:
         self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
         server.add_namespace(self.namespace)
 
-    def client(self, token: str | None = None) -> ApiClient:
-        """A client of the administrator, or of a token."""
-        return self._server.client(token)
+    def client(self) -> ApiClient:
+        """A client of the administrator."""
+        return self._server.client()
 
     def operator_client(self) -> ApiClient:
         """The client of operators."""
@@ -71,15 +71,9 @@ class RealCluster:
         _install_definitions(self.client())
         self._core.create_namespace({"metadata": {"name": self.namespace}})
 
-    def client(self, token: str | None = None) -> ApiClient:
-        """A client of the kubeconfig's user, or of a token."""
-        configuration = client.Configuration()
-        config.load_kube_config(self._kubeconfig, client_configuration=configuration)
-        if token is not None:
-            configuration.cert_file = configuration.key_file = None
-            configuration.api_key = {"authorization": f"Bearer {token}"}
-            configuration.refresh_api_key_hook = None
-        return client.ApiClient(configuration)
+    def client(self) -> ApiClient:
+        """A client of the kubeconfig's user."""
+        return config.new_client_from_config(self._kubeconfig)
 
     def operator_client(self) -> ApiClient:
         """The client of operators."""

@@ -340,7 +340,7 @@ class Verbs:
         about = {
             **manifest["metadata"],
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": now_text(),
+            "creationTimestamp": time_text(datetime.now(UTC)),
             **({"generation": 1} if resource.validator else {}),
             **({"namespace": target.namespace} if resource.namespaced else {}),
         }
@@ -384,7 +384,7 @@ class Verbs:
             if is_foreground and FOREGROUND not in about.get("finalizers", ()):
                 about["finalizers"] = [*about.get("finalizers", ()), FOREGROUND]
             if about.get("finalizers"):
-                about.setdefault("deletionTimestamp", now_text())
+                about.setdefault("deletionTimestamp", time_text(datetime.now(UTC)))
                 about.setdefault("deletionGracePeriodSeconds", 0)
                 return self.store.put(target.key, {**old, "metadata": about})
             self.store.remove(target.key)
@@ -422,9 +422,9 @@ def merged(target: Any, change: Any) -> Any:
     return result
 
 
-def now_text() -> str:
-    """The time as Kubernetes writes it: UTC, whole seconds."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def time_text(moment: datetime) -> str:
+    """A time in UTC as Kubernetes writes it: whole seconds."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> None:
@@ -556,7 +556,7 @@ class GarbageCollector:
                 for each, dependent in dependents.items():
                     self._delete(each, dependent, is_foreground=True)
                 if not any(self._store.get(each) for each in dependents):
-                    self._release(key)
+                    self._release(key, manifest)
 
     def _delete(self, key: Key, manifest: Manifest, *, is_foreground: bool) -> None:
         resource = self._find(key[0])
@@ -564,10 +564,7 @@ class GarbageCollector:
         if resource is not None and not is_going and self._store.get(key) is not None:
             self._verbs.delete(Target(resource, key[1], key[2]), is_foreground=is_foreground)
 
-    def _release(self, key: Key) -> None:
-        manifest = self._store.get(key)
-        if manifest is None:
-            return
+    def _release(self, key: Key, manifest: Manifest) -> None:
         left = [name for name in manifest["metadata"]["finalizers"] if name != FOREGROUND]
         manifest["metadata"]["finalizers"] = left
         self._store.put(key, manifest)

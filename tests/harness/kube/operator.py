@@ -31,7 +31,7 @@ import yaml
 from kubernetes import client
 
 from tests.harness.kube.cluster import KubeCluster, RealCluster
-from tests.harness.kube.objects import Manifest
+from tests.harness.kube.objects import Manifest, time_text
 
 _log = logging.getLogger(__name__)
 _NOT_THERE = 404
@@ -50,11 +50,6 @@ class JobInfo:
 
     status: str
     message: str = ""
-
-
-def time_text(moment: datetime) -> str:
-    """A time as Kubernetes writes it."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _time_of(text: str) -> datetime:
@@ -270,29 +265,20 @@ class ScriptedRay:
 def pods_of(cluster: Manifest) -> Iterator[Manifest]:
     """Pods that a RayCluster is to have: a head, and each group's hosts."""
     spec = cluster["spec"]
-    yield _pod(cluster, "head", "headgroup", "head", spec["headGroupSpec"]["template"])
+    yield _pod(cluster, "head", spec["headGroupSpec"]["template"])
     for group in spec.get("workerGroupSpecs", ()):
-        replicas = max(group.get("replicas", 0), group.get("minReplicas", 0))
-        for index in range(0 if group.get("suspend") else replicas * group.get("numOfHosts", 1)):
-            name = f"{group['groupName']}-worker-{index}"
-            yield _pod(cluster, "worker", group["groupName"], name, group["template"])
+        for index in range(max(group.get("replicas", 0), group.get("minReplicas", 0))):
+            yield _pod(cluster, f"{group['groupName']}-worker-{index}", group["template"])
 
 
-def _pod(cluster: Manifest, node_type: str, group: str, name: str, template: Manifest) -> Manifest:
+def _pod(cluster: Manifest, name: str, template: Manifest) -> Manifest:
     about, cluster_name = template.get("metadata", {}), cluster["metadata"]["name"]
-    labels = {
-        **about.get("labels", {}),
-        "ray.io/cluster": cluster_name,
-        "ray.io/node-type": node_type,
-        "ray.io/group": group,
-        "ray.io/is-ray-node": "yes",
-    }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": f"{cluster_name}-{name}",
-            "labels": labels,
+            "labels": {**about.get("labels", {}), "ray.io/cluster": cluster_name},
             "annotations": about.get("annotations", {}),
             "ownerReferences": [owner_reference("RayCluster", cluster)],
         },

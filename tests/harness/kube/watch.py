@@ -80,7 +80,7 @@ def watched(
             told = f"too old resource version: {revision} ({store.compacted})"
             yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
             return
-        for change in _wait_for_changes(store, revision, end, dropped):
+        for change in _wait_for_changes(store, revision, end - time.monotonic(), dropped):
             revision = change.revision
             event = _event(change, wanted)
             if event is not None:
@@ -88,13 +88,10 @@ def watched(
 
 
 def _wait_for_changes(
-    store: Store, revision: int, until: float, dropped: threading.Event
+    store: Store, revision: int, limit_s: float, dropped: threading.Event
 ) -> list[Change]:
     with store.changed:
-        left_s = until - time.monotonic()
-        store.changed.wait_for(
-            lambda: store.revision > revision or dropped.is_set(), max(0.0, left_s)
-        )
+        store.changed.wait_for(lambda: store.revision > revision or dropped.is_set(), limit_s)
         return [] if revision < store.compacted else store.since(revision)
 
 

@@ -24,6 +24,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from tests.harness.builders import (
+    ELASTIC,
     HOSTS,
     NOW,
     attempt_of,
@@ -44,12 +45,7 @@ from tests.harness.builders import (
 from trainer.protocol import events
 from trainer.protocol.events import Event, Metrics, TablePlan
 
-SPREAD = {
-    "workers": {"min": 2, "max": 6},
-    "shard_group_size": 2,
-    "placement": "inter_host",
-    "survive": {"hosts": 1},
-}
+SPREAD = ELASTIC | {"workers": {"min": 2, "max": 6}}
 Scene = tuple[Job, Sequence[TimelineEvent]]
 
 

@@ -1,6 +1,6 @@
 """Normalized entropy of 2D training against 1D after the same samples, by moment scale c.
 
-python -m tests.benchmarks.ne_parity --json FILE [--plot FILE.png] [--criteo TSV] [--seeds N] ...
+python -m tests.benchmarks.ne_parity --json FILE [--criteo TSV] [--seeds N] ...
 
 2D training divides each gradient by L instead of T, so the second moments of row-wise AdaGrad grow
 up to M times faster; the paper's algorithm 1 divides them by c = M again. This measures how close
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +29,7 @@ from rich.table import Table
 
 from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import SeedResult, Variant, measure_seed
-from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, plot, ratio_of_gap, table_of
+from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, ratio_of_gap, table_of
 from tests.benchmarks.report import log, measure_and_tell, parser_of
 from tests.harness.ranks import run_ranks
 
@@ -104,7 +103,6 @@ def document_of(
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; every number of `Settings` has an option of its name."""
     parser = parser_of(__doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw gaps along training here")
     parser.add_argument("--criteo", metavar="TSV", help="train on this file, not the generator")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each variant (default 4)")
     parser.add_argument("--shard-group-size", type=int, default=1, help="L in 2D (default 1)")
@@ -138,13 +136,10 @@ def main(arguments: list[str]) -> int:
 
 
 def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str, Any], list[Table]]:
-    """Measure, and draw where that is asked for; the document and the table to print."""
+    """Measure; the document and the table to print."""
     settings: Settings = options.settings
     variants = variants_of(settings.world_size, options.shard_group_size)
     results = measure(settings, variants, options.seeds)
-    if options.plot:
-        curves = {v.name: [r.curves[v.name].ne for r in results] for v in variants}
-        plot(options.plot, results[0].curves[PEER].rows, curves)
     num_replicas = settings.world_size // options.shard_group_size
     document = document_of(settings, num_replicas, results, machine)
     return document, [table_of(final_ne(results), results[0].teacher_ne)]

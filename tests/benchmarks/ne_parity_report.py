@@ -1,4 +1,4 @@
-"""From held-out NE to gaps: means over seeds, their error, the ratios and the plot.
+"""From held-out NE to gaps: means over seeds, their error and the ratios.
 
 A *gap* is relative: (NE of a variant - NE of the peer) / NE of the peer, from means over seeds.
 Runs are paired by seed, so the error of a gap is that of the paired differences.
@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 
@@ -86,32 +85,3 @@ def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float | None) 
         relative = f"{100 * gap.relative:+.4f}"
         table.add_row(name, means[name], relative, error, f"{low} to {high}", significant)
     return table
-
-
-def plot(path: Path, rows: Sequence[int], ne: Mapping[str, Sequence[Sequence[float]]]) -> None:
-    """Draw each variant's gap along the training rows to `path` (format by its suffix).
-
-    `ne[variant][seed][i]` is the NE after `rows[i]` training rows. Like figure 4 of the 2D sparse
-    parallelism paper; bands are two standard errors wide on each side.
-    """
-    import matplotlib.pyplot as plt  # only --plot needs it
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in (name for name in ne if name != PEER):
-        gaps = [gap_of(_at(ne[name], i), _at(ne[PEER], i)) for i in range(len(rows))]
-        middle = [100 * gap.relative for gap in gaps]
-        width = [200 * (gap.standard_error or 0) for gap in gaps]
-        (line,) = axes.plot(rows, middle, marker="o", markersize=3, label=name)
-        low, high = ([m + s * w for m, w in zip(middle, width, strict=True)] for s in (-1, 1))
-        axes.fill_between(rows, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.axhspan(-100 * PARITY, 100 * PARITY, color="gray", alpha=0.25, linewidth=0)
-    axes.set(xlabel="training samples", ylabel=f"relative NE gap to {PEER} (%)")
-    axes.set_title("Held-out normalized entropy of 2D against 1D")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _at(curves: Sequence[Sequence[float]], index: int) -> list[float]:
-    return [curve[index] for curve in curves]

@@ -18,14 +18,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
+from tests.harness.small_model import form_groups
 from tests.harness.wait import free_port
-from tests.integration.ranks.sharding_cases import (
-    DENSE_LR,
-    Lookups,
-    ShardingCase,
-    form_groups,
-    make_rows,
-)
+from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params

@@ -1,9 +1,13 @@
-"""What lies in a folder, to compare it with another one."""
+"""What lies in a folder: digests to compare, records of an attempt."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
+
+from trainer.protocol.events import EventModel, read_record
+from trainer.protocol.run_dir import AttemptDir
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -13,3 +17,9 @@ def digest(folder: Path) -> dict[str, str]:
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
     }
+
+
+def records_in(attempt: AttemptDir, *kinds: type[EventModel]) -> list[Any]:
+    """Records of these kinds that the streams of an attempt hold, stream by stream."""
+    lines = [line for path in attempt.stream_paths() for line in path.read_bytes().splitlines()]
+    return [r for r in (read_record(line, now=0.0) for line in lines) if isinstance(r, kinds)]

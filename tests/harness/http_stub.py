@@ -21,12 +21,16 @@ class Received:
 
 @dataclass
 class HttpStub:
-    """What a server was sent; `statuses` are its next answers, the last one for ever."""
+    """What a server was sent; `statuses` are its next answers, the last one for ever.
+
+    Each answer has these `headers` and this `body`.
+    """
 
     port: int = 0
     statuses: list[int] = field(default_factory=lambda: [200])
     received: list[Received] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
 
     @property
     def url(self) -> str:
@@ -50,8 +54,9 @@ def http_stub(*statuses: int, tls: ssl.SSLContext | None = None) -> Iterator[Htt
             self.send_response(status)
             for name, value in stub.headers.items():
                 self.send_header(name, value)
-            self.send_header("content-length", "0")
+            self.send_header("content-length", str(len(stub.body)))
             self.end_headers()
+            self.wfile.write(stub.body)
 
         do_GET = do_POST  # noqa: N815
 

@@ -22,11 +22,12 @@ from typing import Any
 
 from service.local.processes import process_table
 from service.local.ray_node import ray_executable
+from tests.harness.files import records_in
 from tests.harness.wait import free_port, wait_for
 from trainer.driver.attempt import DriverContext
 from trainer.fault_injection import FAULTS, VARIABLE, Fault
 from trainer.protocol import events
-from trainer.protocol.events import EventModel, read_record
+from trainer.protocol.events import EventModel
 from trainer.spec.job import JobSpec
 
 HEAD = "127.0.0.2"
@@ -200,14 +201,8 @@ class DriverProcess:
         return cls(context, process)
 
     def told(self, *kinds: type[EventModel]) -> list[Any]:
-        """What was told so far of these kinds, stream by stream."""
-        lines = [
-            line
-            for path in self.context.files.stream_paths()
-            for line in path.read_bytes().splitlines()
-        ]
-        records = [read_record(line, 0.0) for line in lines]
-        return sorted((r for r in records if isinstance(r, kinds)), key=lambda r: r.time)
+        """What was told so far of these kinds, by time."""
+        return sorted(records_in(self.context.files, *kinds), key=lambda record: record.time)
 
     @property
     def step(self) -> int:

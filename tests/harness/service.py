@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 from click.testing import Result
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -109,22 +108,25 @@ class House:
         return path
 
 
-def _poll(app: Api | Guarded, num_times: int) -> None:
-    """Let a fresh reconciler reconcile every job of an app, now."""
-    reconciler = Reconciler(app.store, app.backend, app.settings, ServiceMetrics())
-    for _ in range(num_times):
-        reconciler.run_once()
-    reconciler.close()
-
-
 @dataclass
-class Api:
-    """A client of an app whose reconciler runs only when a test says so."""
+class _Served:
+    """An app behind a client, whose reconciler runs only when a test says so."""
 
     http: TestClient
     store: JobStore
     backend: FakeBackend
     settings: Settings
+
+    def poll(self, num_times: int = 1) -> None:
+        """Let a fresh reconciler reconcile every job, now."""
+        reconciler = Reconciler(self.store, self.backend, self.settings, ServiceMetrics())
+        for _ in range(num_times):
+            reconciler.run_once()
+        reconciler.close()
+
+
+class Api(_Served):
+    """An app in local mode, which asks nobody who they are."""
 
     def submit(self, **changes: Any) -> str:
         """Id of a new job."""
@@ -137,9 +139,6 @@ class Api:
         job_id = self.submit(**changes)
         self.poll()
         return job_id
-
-    def poll(self, num_times: int = 1) -> None:
-        _poll(self, num_times)
 
     def end(self, job_id: str) -> None:
         """Let a job that was never submitted end."""
@@ -211,19 +210,14 @@ def end(api: Api, job_id: str, reason: str = "completed") -> None:
 
 
 @dataclass
-class Guarded:
+class Guarded(_Served):
     """An app with `auth=required`; `keys` are texts of keys by their names."""
 
-    app: FastAPI
-    http: TestClient
-    store: JobStore
-    settings: Settings
-    backend: FakeBackend
     keys: dict[str, str] = field(default_factory=dict)
 
     @property
     def security(self) -> Security:
-        found: Security = self.app.state.context.security
+        found: Security = self.http.app.state.context.security
         return found
 
     def add_key(self, name: str, roles: dict[str, Role], **changes: Any) -> str:
@@ -242,9 +236,6 @@ class Guarded:
         if key is not None:
             headers["Authorization"] = f"Bearer {self.keys[key]}"
         return self.http.request(method, path, headers=headers, follow_redirects=False, **options)
-
-    def poll(self, num_times: int = 1) -> None:
-        _poll(self, num_times)
 
     def submit(self, key: str, **changes: Any) -> str:
         """Id of a new job."""
@@ -274,7 +265,7 @@ def guarded(home: Path, **changes: Any) -> Guarded:
     backend = FakeBackend(home / "fake")
     app = create_app(settings, store, backend)
     http = TestClient(app, base_url=HOST, raise_server_exceptions=False)
-    house = Guarded(app, http, store, settings, backend)
+    house = Guarded(http, store, backend, settings)
     for role in Role:
         house.add_key(role.label, {"default": role})
     house.add_key("root", {"*": Role.ADMIN})

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tests.conftest import EXAMPLE_SPEC
+from tests.harness.files import records_in
 from tests.harness.small_model import dense_parameters, local_shards
 from tests.harness.wait import scaled
 from trainer.data.manifest import load_manifest
 from trainer.parallel.mesh import build_groups
-from trainer.protocol.events import read_record
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
@@ -34,9 +34,7 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
 
 def told(run_dir: Path, *kinds: type[Any], attempt: str = "job-test-a0") -> list[Any]:
     """Records of these kinds that the streams of an attempt hold, stream by stream."""
-    streams = RunDir(run_dir).attempt(attempt).stream_paths()
-    lines = [line for path in streams for line in path.read_bytes().splitlines()]
-    return [r for r in (read_record(line, now=0.0) for line in lines) if isinstance(r, kinds)]
+    return records_in(RunDir(run_dir).attempt(attempt), *kinds)
 
 
 def open_session(config: WorkerConfig) -> Session:

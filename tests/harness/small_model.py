@@ -31,6 +31,7 @@ from trainer.spec.job import JobSpec
 TABLE_ROWS = {"users": 37, "movies": 53, "genres": 11}
 FEATURES = {"user": "users", "movie": "movies", "history": "movies", "genres": "genres"}
 EMBEDDING_DIM = 8
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,11 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def form_groups(case: Case) -> MeshGroups:
-    """The groups of `case` around this rank."""
+def form_groups(case: Any, device: torch.device = _CPU) -> MeshGroups:
+    """The groups of `case`, which has `sites` and a `mesh`, around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=scaled(30), host=site.host)
+    return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
 
 
 def initial_copy(case: Case) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class DenseReference:
         self.case = case
         self.groups = case.mesh.sharding_groups
         spec = spec_of(replace(case, moment_scale="auto"))
-        self.network = build_model(spec, torch.device("cpu")).network
+        self.network = build_model(spec, _CPU).network
         with torch.no_grad():
             for name, parameter in self.network.named_parameters():
                 if "embedding_bags" not in name:
@@ -294,9 +295,9 @@ class DenseReference:
         for step in range(1, self.case.num_steps + 1):
             self._step(step)
             if step % self.case.sync_every == 0:
-                self._average(self.tables)
+                average(self.tables)
                 if self.case.optimizer_state == "every":
-                    self._average(self.moments)
+                    average(self.moments)
 
     def _step(self, step: int) -> None:
         dense = [p for n, p in self.network.named_parameters() if "embedding_bags" not in n]
@@ -340,9 +341,10 @@ class DenseReference:
         step = 0.1 / ((moment / self.scale).sqrt() + 0.01)
         self.tables[copy][name] -= step[:, None] * grad
 
-    @staticmethod
-    def _average(copies: list[dict[str, torch.Tensor]]) -> None:
-        for name in copies[0]:
-            mean = torch.stack([copy[name] for copy in copies]).mean(dim=0)
-            for copy in copies:
-                copy[name] = mean.clone()
+
+def average(copies: list[dict[str, torch.Tensor]]) -> None:
+    """Let each copy of a table hold the mean of all of them."""
+    for name in copies[0]:
+        mean = torch.stack([copy[name] for copy in copies]).mean(dim=0)
+        for copy in copies:
+            copy[name] = mean.clone()

@@ -13,12 +13,13 @@ import pytest
 import yaml
 from kubernetes import client
 
-from service.backends.base import ClusterNeed, Submission
+from service.backends.base import Submission
 from service.backends.kuberay.backend import KubeRayBackend, live_template
 from service.backends.kuberay.client import KubeApi
 from service.backends.kuberay.manifest import ClusterOptions
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import Observation, ObservedState
+from tests.harness import kuberay
 from tests.harness.kube.cluster import KubeCluster
 from tests.harness.wait import scaled, wait_for
 from tests.unit.k8s.rendering import FOLDER
@@ -48,7 +49,7 @@ def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
 
 def template() -> dict[str, Any]:
     """The RayCluster of the base, in whatever namespace; its operator is left out of it."""
-    manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
+    manifest = kuberay.template()
     # Frozen: it is a template here, and nobody's cluster.
     manifest["spec"]["suspend"] = True
     return manifest
@@ -140,18 +141,9 @@ def backends(kube: KubeCluster, tmp_path: Path) -> Iterator[KubeRayBackends]:
 
 def submission(number: int = 0, env: dict[str, str] | None = None, **need: Any) -> Submission:
     """An attempt of job `number`, on a cluster of its own with 2 workers without GPUs."""
-    job_id = f"job-{number:012d}"
-    wanted = ClusterNeed(
-        is_own=True, min_workers=2, max_workers=2, device="cpu", job_name="ads", project="default"
-    )
-    return Submission(
-        attempt_id=f"{job_id}-a0",
-        job_id=job_id,
-        entrypoint="python -m trainer.driver",
-        env=env or {"SHARDLOOM_ATTEMPT_TOKEN": "a token"},
-        metadata={"shardloom_job_id": job_id},
-        cluster=replace(wanted, **need),
-    )
+    small = {"min_workers": 2, "max_workers": 2, "device": "cpu"}
+    made = kuberay.submission(f"job-{number:012d}-a0", **small | need)
+    return replace(made, env=env) if env else made
 
 
 def wait_for_state(

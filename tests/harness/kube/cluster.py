@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kubernetes.client import ApiClient
 
 from tests.harness.kube.objects import CRD_FOLDER, read_definitions
 from tests.harness.kube.server import KubeApiServer, Rule
+from tests.harness.wait import wait_for
 
 _CONFLICT = 409
 _TOKEN_S = 3600
@@ -35,9 +36,9 @@ class InProcessCluster:
         self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
         server.add_namespace(self.namespace)
 
-    def client(self, token: str | None = None) -> ApiClient:
-        """A client of the administrator, or of a token."""
-        return self._server.client(token)
+    def client(self) -> ApiClient:
+        """A client of the administrator."""
+        return self._server.client()
 
     def operator_client(self) -> ApiClient:
         """The client of operators."""
@@ -70,15 +71,9 @@ class RealCluster:
         _install_definitions(self.client())
         self._core.create_namespace({"metadata": {"name": self.namespace}})
 
-    def client(self, token: str | None = None) -> ApiClient:
-        """A client of the kubeconfig's user, or of a token."""
-        configuration = client.Configuration()
-        config.load_kube_config(self._kubeconfig, client_configuration=configuration)
-        if token is not None:
-            configuration.cert_file = configuration.key_file = None
-            configuration.api_key = {"authorization": f"Bearer {token}"}
-            configuration.refresh_api_key_hook = None
-        return client.ApiClient(configuration)
+    def client(self) -> ApiClient:
+        """A client of the kubeconfig's user."""
+        return config.new_client_from_config(self._kubeconfig)
 
     def operator_client(self) -> ApiClient:
         """The client of operators."""
@@ -142,17 +137,13 @@ def _install_definitions(api: client.ApiClient) -> None:
             if error.status != _CONFLICT:
                 raise
     for definition in read_definitions():
-        _wait_for_definition(definitions, definition["metadata"]["name"])
+        name = definition["metadata"]["name"]
+        wait_for(partial(_is_established, definitions, name), f"{name} to be established")
 
 
-def _wait_for_definition(definitions: Any, name: str) -> None:
-    for _ in range(100):
-        found = definitions.read_custom_resource_definition(name)
-        conditions = found.status.conditions or []
-        if any(each.type == "Established" and each.status == "True" for each in conditions):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{name} is not established: look at the API server's log")
+def _is_established(definitions: Any, name: str) -> bool:
+    conditions = definitions.read_custom_resource_definition(name).status.conditions or []
+    return any(each.type == "Established" and each.status == "True" for each in conditions)
 
 
 # ---- fixtures; tests/integration/conftest.py makes them known

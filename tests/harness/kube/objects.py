@@ -60,9 +60,8 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
-NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 BUILT_IN = (
-    NAMESPACES,
+    Resource("", "v1", "namespaces", "Namespace", namespaced=False),
     Resource("", "v1", "secrets", "Secret"),
     Resource("", "v1", "pods", "Pod", subresources=("status",)),
     Resource("", "v1", "serviceaccounts", "ServiceAccount"),
@@ -177,35 +176,29 @@ class ApiError(Exception):
         }
 
 
-def _details(resource: Resource, name: str, kind: str = "", **more: Any) -> Manifest:
-    group = {"group": resource.group} if resource.group else {}
-    return {**({"name": name} if name else {}), **group, "kind": kind or resource.plural, **more}
-
-
 def not_found(resource: Resource, name: str) -> ApiError:
     """There is no object of that name."""
     message = f'{resource.qualified} "{name}" not found'
-    return ApiError(404, "NotFound", message, _details(resource, name))
+    return ApiError(404, "NotFound", message, {"name": name, "kind": resource.plural})
 
 
 def conflict(resource: Resource, name: str, why: str) -> ApiError:
     """The object is not the one, or not as old, as the request takes it to be."""
     message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(resource, name))
+    return ApiError(409, "Conflict", message)
 
 
 def forbidden(resource: Resource, name: str, why: str) -> ApiError:
     """The caller may not."""
     quoted = f' "{name}"' if name else ""
     message = f"{resource.qualified}{quoted} is forbidden: {why}"
-    return ApiError(403, "Forbidden", message, _details(resource, name))
+    return ApiError(403, "Forbidden", message)
 
 
 def invalid(resource: Resource, name: str, field: str, why: str) -> ApiError:
     """The object breaks its schema."""
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    details = _details(resource, name, resource.kind, causes=[{"field": field, "message": why}])
-    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}', details)
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}')
 
 
 def bad_request(message: str) -> ApiError:
@@ -344,14 +337,10 @@ class Verbs:
         manifest = _typed(body, resource)
         name = manifest["metadata"].get("name", "")
         target = Target(resource, target.namespace, name)
-        if resource.namespaced:
-            home = ("namespaces", "", target.namespace)
-            if self.store.get(home) is None:
-                raise not_found(NAMESPACES, target.namespace)
         about = {
             **manifest["metadata"],
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": now_text(),
+            "creationTimestamp": time_text(datetime.now(UTC)),
             **({"generation": 1} if resource.validator else {}),
             **({"namespace": target.namespace} if resource.namespaced else {}),
         }
@@ -362,16 +351,13 @@ class Verbs:
         with self.store.changed:
             if self.store.get(target.key) is not None:
                 message = f'{resource.qualified} "{name}" already exists'
-                raise ApiError(409, "AlreadyExists", message, _details(resource, name))
+                raise ApiError(409, "AlreadyExists", message)
             return self.store.put(target.key, manifest)
 
     def update(self, target: Target, body: Any, *, is_strict: bool = False) -> Manifest:
         """Replace an object, or only its status where the target says so."""
         manifest = _typed(body, target.resource)
         with self.store.changed:
-            if target.resource.validator and not manifest["metadata"].get("resourceVersion"):
-                why = "Invalid value: 0: must be specified for an update"
-                raise invalid(target.resource, target.name, "metadata.resourceVersion", why)
             return self._replace(target, self.get(target), manifest, is_strict)
 
     def patch(self, target: Target, change: Any, *, is_strict: bool = False) -> Manifest:
@@ -398,13 +384,11 @@ class Verbs:
             if is_foreground and FOREGROUND not in about.get("finalizers", ()):
                 about["finalizers"] = [*about.get("finalizers", ()), FOREGROUND]
             if about.get("finalizers"):
-                about.setdefault("deletionTimestamp", now_text())
+                about.setdefault("deletionTimestamp", time_text(datetime.now(UTC)))
                 about.setdefault("deletionGracePeriodSeconds", 0)
                 return self.store.put(target.key, {**old, "metadata": about})
             self.store.remove(target.key)
-        details = _details(target.resource, target.name, uid=about["uid"])
-        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-        return {**status, "details": details}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _replace(
         self, target: Target, old: Manifest, manifest: Manifest, is_strict: bool
@@ -438,9 +422,9 @@ def merged(target: Any, change: Any) -> Any:
     return result
 
 
-def now_text() -> str:
-    """The time as Kubernetes writes it: UTC, whole seconds."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def time_text(moment: datetime) -> str:
+    """A time in UTC as Kubernetes writes it: whole seconds."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> None:
@@ -463,8 +447,6 @@ def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> N
 
 def _typed(body: Any, resource: Resource) -> Manifest:
     """The body as an object of the kind that the path names; raises 400 for another kind."""
-    if not isinstance(body, dict):
-        raise bad_request("the body is no object")
     for name, wanted in (("apiVersion", resource.api_version), ("kind", resource.kind)):
         said = body.get(name, None if resource.validator else wanted)
         if said != wanted:
@@ -505,9 +487,6 @@ def _with_system_fields(manifest: Manifest, old: Manifest) -> Manifest:
 
 def _check_meant(target: Target, said: Manifest, old: Manifest) -> None:
     """The update must be of this object, as it is now."""
-    if said.get("uid", old["uid"]) != old["uid"]:
-        why = f"Precondition failed: UID in precondition: {said['uid']}, in meta: {old['uid']}"
-        raise conflict(target.resource, target.name, why)
     if said.get("resourceVersion", old["resourceVersion"]) != old["resourceVersion"]:
         why = (
             "the object has been modified; please apply your changes to the latest version and "
@@ -577,7 +556,7 @@ class GarbageCollector:
                 for each, dependent in dependents.items():
                     self._delete(each, dependent, is_foreground=True)
                 if not any(self._store.get(each) for each in dependents):
-                    self._release(key)
+                    self._release(key, manifest)
 
     def _delete(self, key: Key, manifest: Manifest, *, is_foreground: bool) -> None:
         resource = self._find(key[0])
@@ -585,10 +564,7 @@ class GarbageCollector:
         if resource is not None and not is_going and self._store.get(key) is not None:
             self._verbs.delete(Target(resource, key[1], key[2]), is_foreground=is_foreground)
 
-    def _release(self, key: Key) -> None:
-        manifest = self._store.get(key)
-        if manifest is None:
-            return
+    def _release(self, key: Key, manifest: Manifest) -> None:
         left = [name for name in manifest["metadata"]["finalizers"] if name != FOREGROUND]
         manifest["metadata"]["finalizers"] = left
         self._store.put(key, manifest)

@@ -2,13 +2,13 @@
 
 It watches RayJobs over the API like any client (so it serves a real API server too) and takes
 them through KubeRay's states: Initializing, Running, Complete, Failed, Suspending, Suspended; with
-KubeRay's finalizer, names, labels, owners and reasons; deadlines, shutdown after the ttl. With the
-address of a real Ray the entrypoint really runs there; else the test says how jobs go
-(`ScriptedRay`).
+KubeRay's finalizer, names, owners and reasons; deadlines. With the address of a real Ray
+the entrypoint really runs there; else the test says how jobs go (`ScriptedRay`).
 
 What it does not do: validation, clusters by selector, counts of ends, K8sJobMode, InteractiveMode
-and SidecarMode (all submit like HTTPMode), back-off limits, deletionStrategy, RayServices, Services
-and Ingresses, autoscaling, batch schedulers, events. All RayJobs share the one Ray: a RayCluster
+and SidecarMode (all submit like HTTPMode), back-off limits, shutdown after the ttl, another start
+after a suspension, deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch
+schedulers, events. All RayJobs share the one Ray: a RayCluster
 that goes takes only its own RayJob's job with it.
 """
 
@@ -18,10 +18,9 @@ import base64
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ import yaml
 from kubernetes import client
 
 from tests.harness.kube.cluster import KubeCluster, RealCluster
-from tests.harness.kube.objects import Manifest
+from tests.harness.kube.objects import Manifest, time_text
 
 _log = logging.getLogger(__name__)
 _NOT_THERE = 404
@@ -47,17 +46,10 @@ _NAME_CHARS = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Ray says of a job; times in milliseconds since the epoch, 0 for none."""
+    """What Ray says of a job."""
 
     status: str
     message: str = ""
-    start_ms: int = 0
-    end_ms: int = 0
-
-
-def time_text(moment: datetime) -> str:
-    """A time as Kubernetes writes it."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _time_of(text: str) -> datetime:
@@ -71,35 +63,26 @@ def deployment_status(job: Manifest) -> str:
 
 def initialized(job: Manifest, now: datetime) -> Manifest:
     """Status of a RayJob that the operator takes on: names are chosen before anything is made."""
-    name, spec, status = job["metadata"]["name"], job["spec"], dict(job.get("status", {}))
-    if not status.get("jobId"):
-        status["jobId"] = spec.get("jobId") or f"{name}-{_suffix()}"
-    if not status.get("rayClusterName"):
-        status["rayClusterName"] = f"{name}-{_suffix()}"
-    return {**status, "jobDeploymentStatus": "Initializing", "startTime": time_text(now)}
-
-
-def _suffix() -> str:
-    return "".join(secrets.choice(_NAME_CHARS) for _ in range(5))
+    suffix = "".join(secrets.choice(_NAME_CHARS) for _ in range(5))
+    return {
+        "jobId": job["spec"]["jobId"],
+        "rayClusterName": f"{job['metadata']['name']}-{suffix}",
+        "jobDeploymentStatus": "Initializing",
+        "startTime": time_text(now),
+    }
 
 
 def past_deadline(job: Manifest, now: datetime) -> Manifest | None:
     """Status of a RayJob that took longer than it may; None if it did not."""
-    spec, status = job["spec"], job["status"]
-    started = status.get("startTime")
-    limits = [("activeDeadlineSeconds", "DeadlineExceeded")]
-    if status["jobDeploymentStatus"] == "Initializing":
-        limits.append(("preRunningDeadlineSeconds", "PreRunningDeadlineExceeded"))
-    for name, reason in limits:
-        limit_s = spec.get(name)
-        if limit_s and started and now >= _time_of(started) + timedelta(seconds=limit_s):
-            message = (
-                f"The RayJob has passed the {name}. StartTime: {started}. "
-                f"{name[0].upper()}{name[1:]}: {limit_s}"
-            )
-            failed = {"jobDeploymentStatus": "Failed", "reason": reason, "message": message}
-            return {**status, **failed}
-    return None
+    started, limit_s = job["status"]["startTime"], job["spec"].get("activeDeadlineSeconds")
+    if not limit_s or now < _time_of(started) + timedelta(seconds=limit_s):
+        return None
+    message = (
+        f"The RayJob has passed the activeDeadlineSeconds. StartTime: {started}. "
+        f"ActiveDeadlineSeconds: {limit_s}"
+    )
+    failed = {"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded", "message": message}
+    return {**job["status"], **failed}
 
 
 def has_lost_its_head(job: Manifest) -> bool:
@@ -118,9 +101,7 @@ def after_check(job: Manifest, info: JobInfo) -> Manifest:
         status["jobDeploymentStatus"] = "Failed" if info.status == "FAILED" else "Complete"
         if info.status == "FAILED":
             status["reason"] = "AppFailed"
-    times = {"startTime": info.start_ms, "endTime": info.end_ms}
-    told = {k: time_text(datetime.fromtimestamp(v / 1000, UTC)) for k, v in times.items() if v}
-    return {**status, **({"rayJobInfo": told} if told else {})}
+    return status
 
 
 def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | None:
@@ -143,35 +124,20 @@ def suspended(status: Manifest) -> Manifest:
     return {"startTime": status["startTime"], "jobDeploymentStatus": "Suspended"}
 
 
-def is_over(job: Manifest, now: datetime) -> bool:
-    """Whether the RayCluster of an ended RayJob is to be deleted by now."""
-    spec, ended = job["spec"], job["status"].get("endTime")
-    if not spec.get("shutdownAfterJobFinishes") or not ended:
-        return False
-    return now >= _time_of(ended) + timedelta(seconds=spec.get("ttlSecondsAfterFinished", 0))
-
-
 def cluster_of(job: Manifest) -> Manifest:
     """The RayCluster that KubeRay makes for a RayJob."""
-    about, spec = job["metadata"], job["spec"]
-    mode = spec.get("submissionMode", "K8sJobMode")
-    labels = {
-        **about.get("labels", {}),
-        "ray.io/originated-from-cr-name": about["name"],
-        "ray.io/originated-from-crd": "RayJob",
-        "ray.io/job-submission-mode": mode,
-    }
+    about = job["metadata"]
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {
             "name": job["status"]["rayClusterName"],
             "namespace": about["namespace"],
-            "labels": labels,
+            "labels": about.get("labels", {}),
             "annotations": about.get("annotations", {}),
             "ownerReferences": [owner_reference("RayJob", job)],
         },
-        "spec": spec["rayClusterSpec"],
+        "spec": job["spec"]["rayClusterSpec"],
     }
 
 
@@ -240,12 +206,7 @@ class RealRay:
             return None
         answer.raise_for_status()
         said = answer.json()
-        return JobInfo(
-            said["status"],
-            said.get("message") or "",
-            said.get("start_time") or 0,
-            said.get("end_time") or 0,
-        )
+        return JobInfo(said["status"], said.get("message") or "")
 
     def stop(self, job_id: str) -> None:
         """End a job, if it is there."""
@@ -272,9 +233,7 @@ class ScriptedRay:
         """Note a job as running."""
         with self._lock:
             self.submitted.append(request)
-            self._jobs[request.job_id] = JobInfo(
-                "RUNNING", "Job is currently running.", int(time.time() * 1000)
-            )
+            self._jobs[request.job_id] = JobInfo("RUNNING", "Job is currently running.")
 
     def info(self, job_id: str) -> JobInfo | None:
         """What the test said of a job last."""
@@ -292,8 +251,7 @@ class ScriptedRay:
     def finish(self, job_id: str, status: str = "SUCCEEDED", message: str = "") -> None:
         """End a job in SUCCEEDED, FAILED or STOPPED."""
         with self._lock:
-            end_ms, known = int(time.time() * 1000), self._jobs[job_id]
-            self._jobs[job_id] = replace(known, status=status, message=message, end_ms=end_ms)
+            self._jobs[job_id] = JobInfo(status, message)
 
     def forget(self, job_id: str) -> None:
         """Lose a job, as a head that starts again without fault tolerance does."""
@@ -307,29 +265,20 @@ class ScriptedRay:
 def pods_of(cluster: Manifest) -> Iterator[Manifest]:
     """Pods that a RayCluster is to have: a head, and each group's hosts."""
     spec = cluster["spec"]
-    yield _pod(cluster, "head", "headgroup", "head", spec["headGroupSpec"]["template"])
+    yield _pod(cluster, "head", spec["headGroupSpec"]["template"])
     for group in spec.get("workerGroupSpecs", ()):
-        replicas = max(group.get("replicas", 0), group.get("minReplicas", 0))
-        for index in range(0 if group.get("suspend") else replicas * group.get("numOfHosts", 1)):
-            name = f"{group['groupName']}-worker-{index}"
-            yield _pod(cluster, "worker", group["groupName"], name, group["template"])
+        for index in range(max(group.get("replicas", 0), group.get("minReplicas", 0))):
+            yield _pod(cluster, f"{group['groupName']}-worker-{index}", group["template"])
 
 
-def _pod(cluster: Manifest, node_type: str, group: str, name: str, template: Manifest) -> Manifest:
+def _pod(cluster: Manifest, name: str, template: Manifest) -> Manifest:
     about, cluster_name = template.get("metadata", {}), cluster["metadata"]["name"]
-    labels = {
-        **about.get("labels", {}),
-        "ray.io/cluster": cluster_name,
-        "ray.io/node-type": node_type,
-        "ray.io/group": group,
-        "ray.io/is-ray-node": "yes",
-    }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": f"{cluster_name}-{name}",
-            "labels": labels,
+            "labels": {**about.get("labels", {}), "ray.io/cluster": cluster_name},
             "annotations": about.get("annotations", {}),
             "ownerReferences": [owner_reference("RayCluster", cluster)],
         },
@@ -418,15 +367,7 @@ class RayClusters:
 
 
 def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
-    name = cluster["metadata"]["name"]
-    num_workers = len(wanted) - 1
-    status = {
-        **cluster.get("status", {}),
-        "desiredWorkerReplicas": num_workers,
-        "availableWorkerReplicas": num_workers if is_ready else 0,
-        "head": {"serviceName": f"{name}-head-svc", "podName": f"{name}-head"},
-        "observedGeneration": cluster["metadata"].get("generation", 1),
-    }
+    status = {**cluster.get("status", {}), "desiredWorkerReplicas": len(wanted) - 1}
     return {**status, **({"state": "ready"} if is_ready else {})}
 
 
@@ -522,10 +463,6 @@ class RayJobOperator:
             )
         if state == "Suspending":
             return suspended(job["status"]) if self._delete_cluster(job) else None
-        if state == "Suspended" and not job["spec"].get("suspend"):
-            return {**job["status"], "jobDeploymentStatus": ""}
-        if state in ENDED and is_over(job, now):
-            self._delete_cluster(job)
         return None
 
     def _hold(self, job: Manifest) -> None:

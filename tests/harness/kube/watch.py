@@ -1,6 +1,6 @@
 """Lists and watches of the API server of the tests, with their selectors.
 
-Selectors are those of equality. Lists come whole, without pages.
+Selectors are those of equality. Lists come whole, without pages, and watches without bookmarks.
 """
 
 from __future__ import annotations
@@ -11,17 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.harness.kube.objects import (
-    ApiError,
-    Change,
-    Manifest,
-    Resource,
-    Store,
-    bad_request,
-)
+from tests.harness.kube.objects import ApiError, Change, Manifest, Resource, Store
 
 Selects = Callable[[Manifest], bool]
-_BOOKMARK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,37 +31,22 @@ class Selection:
 
 
 def selection(resource: Resource, namespace: str, query: Mapping[str, str]) -> Selection:
-    """What the path and the selectors of a query ask for; raises 400 if they cannot be read."""
-    labels = [_label_check(part) for part in _parts(query.get("labelSelector", ""))]
-    fields = [_field_check(part) for part in _parts(query.get("fieldSelector", ""))]
-    return Selection(
-        resource,
-        namespace if resource.namespaced and namespace else None,
-        lambda manifest: all(check(manifest) for check in (*labels, *fields)),
-    )
+    """What the path and the selectors of a query ask for; other selectors are mistakes of ours."""
+    labels, fields = (_pairs(query.get(name, "")) for name in ("labelSelector", "fieldSelector"))
+    assert fields.keys() <= {"involvedObject.name"}, fields
+
+    def selects(manifest: Manifest) -> bool:
+        found = manifest["metadata"].get("labels") or {}
+        about = {"involvedObject.name": manifest.get("involvedObject", {}).get("name")}
+        return labels.items() <= found.items() and fields.items() <= about.items()
+
+    return Selection(resource, namespace if resource.namespaced and namespace else None, selects)
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _pair(part: str, what: str) -> tuple[str, str]:
-    key, equals, value = part.partition("=")
-    if not equals or key.endswith("!"):
-        raise bad_request(f"{what}: {part}")
-    return key, value.removeprefix("=")
-
-
-def _label_check(part: str) -> Selects:
-    key, value = _pair(part, "unable to parse requirement")
-    return lambda manifest: (manifest["metadata"].get("labels") or {}).get(key) == value
-
-
-def _field_check(part: str) -> Selects:
-    key, value = _pair(part, "field label not supported")
-    if key != "involvedObject.name":
-        raise bad_request(f"field label not supported: {part}")
-    return lambda manifest: manifest.get("involvedObject", {}).get("name") == value
+def _pairs(text: str) -> dict[str, str]:
+    """The pairs of a selector like a=b,c=d."""
+    assert "!=" not in text and "==" not in text, text
+    return dict(part.split("=") for part in text.split(",") if part)
 
 
 def listed(store: Store, wanted: Selection) -> Manifest:
@@ -92,46 +69,29 @@ def watched(
     timeout_s: float,
     dropped: threading.Event,
 ) -> Iterator[Manifest]:
-    """Events of a watch, until its time-out, or at once when it is dropped.
+    """Events after a list, until the time-out, or until the watch is dropped.
 
     A compacted start is told by an ERROR event.
     """
-    asked = query.get("resourceVersion", "")
-    has_bookmarks = query.get("allowWatchBookmarks") in ("1", "true", "True")
-    with store.changed:
-        revision = store.revision
-        initial = store.under(wanted.resource.qualified, wanted.namespace)
-    if asked in ("", "0"):
-        for each in initial:
-            if wanted.selects(each):
-                yield {"type": "ADDED", "object": each}
-    else:
-        revision = int(asked)
+    revision = int(query["resourceVersion"])
     end = time.monotonic() + timeout_s
-    bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
     while not dropped.is_set() and time.monotonic() < end:
         if revision < store.compacted:
             told = f"too old resource version: {revision} ({store.compacted})"
             yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
             return
-        for change in _wait_for_changes(store, revision, min(end, bookmark_at), dropped):
+        for change in _wait_for_changes(store, revision, end - time.monotonic(), dropped):
             revision = change.revision
             event = _event(change, wanted)
             if event is not None:
                 yield event
-        if has_bookmarks and time.monotonic() >= min(end, bookmark_at):
-            yield _bookmark(wanted.resource, revision)
-            bookmark_at = time.monotonic() + _BOOKMARK_EVERY_S
 
 
 def _wait_for_changes(
-    store: Store, revision: int, until: float, dropped: threading.Event
+    store: Store, revision: int, limit_s: float, dropped: threading.Event
 ) -> list[Change]:
     with store.changed:
-        left_s = until - time.monotonic()
-        store.changed.wait_for(
-            lambda: store.revision > revision or dropped.is_set(), max(0.0, left_s)
-        )
+        store.changed.wait_for(lambda: store.revision > revision or dropped.is_set(), limit_s)
         return [] if revision < store.compacted else store.since(revision)
 
 
@@ -146,9 +106,3 @@ def _event(change: Change, wanted: Selection) -> Manifest | None:
         return None
     before["metadata"]["resourceVersion"] = str(change.revision)
     return {"type": "DELETED", "object": before}
-
-
-def _bookmark(resource: Resource, revision: int) -> Manifest:
-    about = {"resourceVersion": str(revision), "creationTimestamp": None}
-    manifest = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": about}
-    return {"type": "BOOKMARK", "object": manifest}

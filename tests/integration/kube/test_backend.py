@@ -325,9 +325,12 @@ def test_a_watch_that_breaks_misses_nothing(
     wait_for_state(backend, sent.attempt_id, SUCCEEDED)
     if is_compacted:
         server.store.compact()
-    wait_for(lambda: backend._watch.is_live, "another watch", 15)
-    found = wait_for(lambda: backend._watch.find(sent.attempt_id), "the RayJob in it", 15)
-    assert found["status"]["jobStatus"] == "SUCCEEDED"
+
+    def is_told() -> bool:
+        found = backend._watch.find(sent.attempt_id)
+        return found is not None and found["status"]["jobStatus"] == "SUCCEEDED"
+
+    wait_for(is_told, "the end in another watch", 15)
 
 
 def test_pods_that_find_no_room_are_told_of(

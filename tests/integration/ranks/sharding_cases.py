@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,10 +19,9 @@ from torchrec import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from tests.harness.small_model import dlrm_spec
-from tests.harness.wait import scaled
+from tests.harness.small_model import average, dlrm_spec, form_groups
 from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
-from trainer.parallel.mesh import MeshGroups, build_groups, form_node_groups
+from trainer.parallel.mesh import form_node_groups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
@@ -40,7 +38,6 @@ POOLED = {"user": "users", "movie": "movies", "liked": "movies", "genre": "genre
 SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
 LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
 BATCH_SIZE = 6
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -250,13 +247,6 @@ def start(case: ShardingCase) -> dict[str, Any]:
     }
 
 
-def form_groups(case: ShardingCase, device: torch.device = _CPU) -> MeshGroups:
-    """The groups of `case` around this rank."""
-    site = case.sites[dist.get_rank()]
-    os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
-
-
 def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
     spec, groups = case.spec, form_groups(case)
     fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
@@ -351,8 +341,8 @@ class Reference:
         for step in range(1, self.case.num_steps + 1):
             self._step(step)
             if step % self.case.sync_every == 0:
-                _average_copies(self.tables)
-                _average_copies(self.moments)
+                average(self.tables)
+                average(self.moments)
 
     def _step(self, step: int) -> None:
         head_grad = torch.zeros_like(self.head.weight)
@@ -405,10 +395,3 @@ class Reference:
                 shard = slice(start, start + width)
                 moment[:, shard] += grad[:, shard].square().mean(dim=1, keepdim=True)
         table -= LR / ((moment / len(self.groups)).sqrt() + EPS) * grad
-
-
-def _average_copies(copies: list[dict[str, torch.Tensor]]) -> None:
-    for name in copies[0]:
-        mean = torch.stack([copy[name] for copy in copies]).mean(dim=0)
-        for copy in copies:
-            copy[name] = mean.clone()

@@ -9,7 +9,7 @@ import zipfile
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.api.sse import LATE_LINES_S, LogFollower
@@ -95,11 +95,7 @@ def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
 # ---- following
 
 
-@settings(
-    max_examples=examples(15),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(15))
 @given(cut=st.integers(0, 7), level=st.sampled_from([None, "warning"]))
 def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     api: Api, cut: int, level: str | None

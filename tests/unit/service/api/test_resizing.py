@@ -14,23 +14,25 @@ from service.domain import timeline
 from service.domain.models import JobStatus
 from service.jobs import actions
 from service.jobs.run_storage import run_dir_of
-from tests.harness.builders import HOSTS, batch, layout_chosen, membership_changed, workers_started
+from tests.harness.builders import (
+    ELASTIC,
+    HOSTS,
+    batch,
+    layout_chosen,
+    membership_changed,
+    workers_started,
+)
 from tests.harness.service import Api, problem_in, replace_attempt
 from trainer.protocol.events import Event
 from trainer.protocol.requests import ResizeRequests
 from trainer.protocol.run_dir import AttemptDir
 
-ELASTIC = {
-    "workers": {"min": 2, "max": 8},
-    "shard_group_size": 2,
-    "placement": "inter_host",
-    "survive": {"hosts": 1},
-}
+FROM_TWO = ELASTIC | {"workers": {"min": 2, "max": 8}}
 
 
 def running(api: Api, *records: Event, **parallelism: Any) -> str:
     """Id of a running job of three groups of two."""
-    job_id = api.start(parallelism={**ELASTIC, **parallelism})
+    job_id = api.start(parallelism={**FROM_TWO, **parallelism})
     told = records or (layout_chosen(), workers_started(), membership_changed())
     assert api.post_events(f"{job_id}-a0", batch(*told)).status_code == 200
     assert api.store.get_job(job_id).status is JobStatus.RUNNING
@@ -132,7 +134,7 @@ def test_a_faulty_drain_is_named_by_its_field(api: Api) -> None:
 
 
 def test_only_a_running_job_can_be_placed_anew(api: Api) -> None:
-    job_id = api.submit(parallelism=ELASTIC)
+    job_id = api.submit(parallelism=FROM_TWO)
     for response in (resize(api, job_id, 4), drain(api, job_id, HOSTS[0])):
         problem = problem_in(response, 409, "job_not_running")
         assert "QUEUED" in problem["detail"]

@@ -232,7 +232,7 @@ def test_clones_keep_their_checkpoints_below_the_root_of_today(open_guarded: Gua
     again = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
     assert again.json()["spec"]["checkpoint"]["path"] == "s3://lake/runs"
     changed = house.settings.model_copy(update={"checkpoint_root": "s3://lake/later"})
-    house.app.state.context = replace(house.app.state.context, settings=changed)
+    house.http.app.state.context = replace(house.http.app.state.context, settings=changed)
     later = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
     assert later.json()["spec"]["checkpoint"]["path"] == "s3://lake/later"
 

@@ -45,7 +45,7 @@ def _walk(routes: Any) -> Iterator[tuple[str, str]]:
 
 
 def test_every_route_has_a_rule(house: Guarded) -> None:
-    routes = routes_of(house.app)
+    routes = routes_of(house.http.app)
     assert len(routes) > 20
     assert [route for route in routes if route not in RULES] == []
 
@@ -73,7 +73,7 @@ def _expected(rule: Rule, caller: str | None) -> set[int]:
 def test_each_role_gets_what_the_table_says_of_each_route(house: Guarded) -> None:
     job_id = house.submit("root")
     wrong = []
-    for method, template in routes_of(house.app):
+    for method, template in routes_of(house.http.app):
         rule = rule_of(method, template)
         path = re.sub(r"\{job\}", job_id, template).replace("{name}", "default")
         path = re.sub(r"\{[a-z_]+\}", "unknown", path)

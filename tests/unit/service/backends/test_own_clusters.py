@@ -32,7 +32,7 @@ from service.errors import BackendUnreachable, SubmissionRefused
 from service.reconciler.submission import plan_attempt, submission_of
 from service.scheduler.policy import Capacity, admit
 from service.settings import Settings
-from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_document
+from tests.harness.builders import ELASTIC, NOW, attempt_of, queued_job, spec, spec_document
 from tests.harness.databases import store_job
 from tests.harness.service import Api, House
 from tests.unit.service.scheduler.test_runner import submit
@@ -101,12 +101,7 @@ def test_queues_have_names_that_kubernetes_takes(queue: str) -> None:
 
 def test_a_submission_says_what_its_cluster_must_hold(house: House) -> None:
     job = queued_job(
-        parallelism={
-            "workers": {"min": 4, "max": 8},
-            "shard_group_size": 2,
-            "placement": "inter_host",
-            "survive": {"hosts": 1},
-        },
+        parallelism=ELASTIC,
         resources={**OWN, "queue": "ads", "cpus_per_worker": 3, "device": "cpu"},
         priority=5,
     )

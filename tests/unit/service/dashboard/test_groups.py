@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
@@ -24,6 +24,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from tests.harness.builders import (
+    ELASTIC,
     HOSTS,
     NOW,
     attempt_of,
@@ -44,12 +45,7 @@ from tests.harness.builders import (
 from trainer.protocol import events
 from trainer.protocol.events import Event, Metrics, TablePlan
 
-SPREAD = {
-    "workers": {"min": 2, "max": 6},
-    "shard_group_size": 2,
-    "placement": "inter_host",
-    "survive": {"hosts": 1},
-}
+SPREAD = ELASTIC | {"workers": {"min": 2, "max": 6}}
 Scene = tuple[Job, Sequence[TimelineEvent]]
 
 
@@ -123,7 +119,6 @@ def test_a_group_that_copies_is_not_yet_shown_as_training() -> None:
     assert [span.width for span in lane.spans] == [25.0] * 4
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(0, 50)), min_size=1, max_size=8))
 def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[int], int]]) -> None:
     records = [

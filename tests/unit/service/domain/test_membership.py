@@ -26,6 +26,7 @@ from service.domain.membership import (
 )
 from service.domain.models import Job, Membership
 from tests.harness.builders import (
+    ELASTIC,
     NOW,
     folded_membership,
     group_joined,
@@ -172,12 +173,7 @@ def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies
 
 def test_one_more_host_is_needed_than_may_be_lost() -> None:
     assert copies_needed(queued_job()) == 0
-    spread = {
-        "workers": 6,
-        "shard_group_size": 2,
-        "placement": "inter_host",
-        "survive": {"hosts": 2},
-    }
+    spread = ELASTIC | {"workers": 6, "survive": {"hosts": 2}}
     assert copies_needed(queued_job(parallelism=spread)) == 3
 
 

@@ -58,25 +58,16 @@ SIZES = st.integers(2, 2**40)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(
-    values=st.lists(st.one_of(st.none(), st.text(max_size=9)), max_size=20),
-    size=SIZES,
-    seed=SEEDS,
-    skipped=st.integers(0, 3),
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(pa.string(), st.text(max_size=9)), (pa.int64(), st.integers(-(2**63), 2**63 - 1))],
+    ids=str,
 )
-def test_strings_hash_as_in_plain_arithmetic(values, size, seed, skipped):
-    found = HashEncoder(size, seed).encode(pa.array(values, pa.string()).slice(skipped))
+@given(data=st.data(), size=SIZES, seed=SEEDS, skipped=st.integers(0, 3))
+def test_values_hash_as_in_plain_arithmetic(kind, value, data, size, seed, skipped):
+    values = data.draw(st.lists(st.none() | value, max_size=20))
+    found = HashEncoder(size, seed).encode(pa.array(values, kind).slice(skipped))
     assert found.tolist() == [expected_id(value, size, seed) for value in values[skipped:]]
-
-
-@given(
-    values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), max_size=20),
-    size=SIZES,
-    seed=SEEDS,
-)
-def test_integers_hash_as_in_plain_arithmetic(values, size, seed):
-    found = HashEncoder(size, seed).encode(pa.array(values, pa.int64()))
-    assert found.tolist() == [expected_id(value, size, seed) for value in values]
 
 
 def test_hashed_ids_never_change():

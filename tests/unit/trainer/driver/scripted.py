@@ -1,4 +1,4 @@
-"""Parts of a scripted cluster: an autoscaler that does as it is told, and what an attempt told."""
+"""Parts of a scripted cluster: an autoscaler that does as it is told, and an attempt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.autoscale import CapacityRequest, PendingCapacity
-from trainer.protocol import events
-from trainer.protocol.events import read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.spec.job import JobSpec
 
@@ -48,10 +46,3 @@ def attempt_in(run_dir: Path, job: JobSpec) -> Attempt:
     context = DriverContext("job", "job-a0", run_dir, None, max_worker_failures=1)
     context.files.root.mkdir(parents=True)
     return Attempt(context, job, EventWriter(context.files.stream_path("driver")))
-
-
-def told(context: DriverContext, kind: type[events.EventModel]) -> list[events.EventModel]:
-    """The events of a kind that the driver of an attempt has written."""
-    path = context.files.stream_path("driver")
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [e for line in lines if isinstance(e := read_record(line, 0.0), kind)]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.harness.builders import spec
-from tests.unit.trainer.driver.scripted import Cloud, attempt_in, told
+from tests.harness.files import records_in
+from tests.unit.trainer.driver.scripted import Cloud, attempt_in
 from trainer import failures
 from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import Ledger
@@ -94,7 +95,7 @@ class World:
         ]
 
     def told(self, kind: type[events.EventModel]) -> list[Any]:
-        return told(self.attempt.context, kind)
+        return records_in(self.attempt.context.files, kind)
 
     def wish(self, text: str) -> None:
         self.files.resize_request_path.write_text(text)

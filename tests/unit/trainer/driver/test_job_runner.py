@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.builders import spec
-from tests.unit.trainer.driver.scripted import Cloud, attempt_in, told
+from tests.harness.files import records_in
+from tests.unit.trainer.driver.scripted import Cloud, attempt_in
 from trainer import failures
 from trainer.driver.attempt import PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
@@ -222,7 +223,7 @@ class World:
         self.files.resize_request_path.write_text(text)
 
     def told(self, kind: type[events.EventModel]) -> list[events.EventModel]:
-        return told(self.attempt.context, kind)
+        return records_in(self.attempt.context.files, kind)
 
 
 @pytest.fixture

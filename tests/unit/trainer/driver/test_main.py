@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.builders import spec
-from tests.unit.trainer.driver.scripted import told
+from tests.harness.files import records_in
 from trainer import failures
 from trainer.driver import main
 from trainer.driver.attempt import (
@@ -78,7 +78,7 @@ def test_workers_that_may_do_better_start_again_and_each_end_is_told(
     ended, indices, _ = run(attempt, [lost, lost, None])
     assert ended is None
     assert indices == [0, 1, 2]
-    first, second = told(attempt.context, WorkersLost)
+    first, second = records_in(attempt.context.files, WorkersLost)
     for index, event in enumerate((first, second)):
         assert (event.run_index, event.reason, event.will_restart) == (index, reason, True)
     assert first.evidence == {"host": "10.0.0.3"}
@@ -88,7 +88,11 @@ def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt)
     lost = [Failure(failures.WORKERS_LOST, f"life {index}") for index in range(3)]
     ended, _, _ = run(attempt, list(lost))
     assert ended == lost[2]
-    assert [e.will_restart for e in told(attempt.context, WorkersLost)] == [True, True, False]
+    assert [e.will_restart for e in records_in(attempt.context.files, WorkersLost)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt) -> None:
@@ -96,7 +100,7 @@ def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt
     short = Failure(failures.DEVICE_OOM, "rank 3")
     ended, indices, _ = run(replace(attempt, context=context), [short])
     assert (ended, indices) == (short, [0])
-    assert [e.will_restart for e in told(attempt.context, WorkersLost)] == [False]
+    assert [e.will_restart for e in records_in(attempt.context.files, WorkersLost)] == [False]
 
 
 def test_a_pause_is_no_loss_and_is_followed_by_no_other_life(attempt: Attempt) -> None:

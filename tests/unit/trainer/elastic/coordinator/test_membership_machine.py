@@ -107,6 +107,5 @@ TestMembership = MembershipMachine.TestCase
 TestMembership.settings = settings(
     max_examples=examples(40, fast=12),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

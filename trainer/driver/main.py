@@ -340,7 +340,8 @@ def run_alone(
             return run_until_stopped(context, writer) or _completed(context)
     except StorageError as error:
         # Nothing that was trained is lost: the next attempt finds it complete.
-        return Failure(failures.STORAGE_ERROR, str(error))
+        is_refused = isinstance(error, StorageRefusedError)
+        return Failure(failures.DATA_ERROR if is_refused else failures.STORAGE_ERROR, str(error))
     except AttemptFailed as error:
         return error.failure
     except KeyboardInterrupt:

@@ -1,8 +1,9 @@
 """Watch of RayJobs, so that polling one costs no request; and what keeps their pods from running.
 
-A list comes first; the watch goes on from its version and, when it ends or breaks, from the newest
-version seen. A server that does not keep that version any more (410) is asked for a list again. As
-long as nothing has answered for a while `find` gives nothing at all: the caller then asks itself.
+A list comes first; the watch goes on from its version and, when it ends, from the newest version
+seen. Where it breaks, or the server does not keep that version any more (410), a list comes again:
+the caller may have learnt more meanwhile. For as long as nothing answers `find` gives nothing at
+all: the caller then asks itself.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class RayJobWatch:
                 failures = 1 if is_first else failures + 1
                 self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
         finally:
-            self._lose(is_expired=True)
+            self._lose()
 
     def follow(self) -> bool:
         """List if that is needed, then watch until the stream ends; whether it ended well."""
@@ -195,23 +196,22 @@ class RayJobWatch:
             return True
         except (WatchExpired, KubeRefused) as error:
             is_expired = isinstance(error, WatchExpired) or error.status == _GONE
-            self._lose(is_expired=is_expired)
+            self._lose()
             if not is_expired and not self._closing.is_set():
                 logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
             return is_expired
         except BackendUnreachable as error:
-            self._lose(is_expired=False)
+            self._lose()
             logger.info("the watch of RayJobs broke: %s", error)
             return False
         except (AttributeError, KeyError, TypeError, ValueError):
             # What came was no event: nothing of what is known may be relied on.
-            self._lose(is_expired=True)
+            self._lose()
             if not self._closing.is_set():
                 logger.exception("the watch of RayJobs broke")
             return False
 
-    def _lose(self, *, is_expired: bool) -> None:
+    def _lose(self) -> None:
         with self._lock:
             self.is_live = False
-            if is_expired:
-                self._cache.version = None
+            self._cache.version = None

@@ -325,12 +325,11 @@ def test_a_watch_that_breaks_misses_nothing(
     wait_for_state(backend, sent.attempt_id, SUCCEEDED)
     if is_compacted:
         server.store.compact()
-
-    def is_told() -> bool:
-        found = backend._watch.find(sent.attempt_id)
-        return found is not None and found["status"]["jobStatus"] == "SUCCEEDED"
-
-    wait_for(is_told, "the end in another watch", 15)
+    wait_for(lambda: backend._watch.is_live, "another watch", 15)
+    # What was seen meanwhile without a watch is not forgotten.
+    found = backend._watch.find(sent.attempt_id)
+    assert found is not None
+    assert found["status"]["jobStatus"] == "SUCCEEDED"
 
 
 def test_pods_that_find_no_room_are_told_of(

@@ -79,11 +79,6 @@ class Stack:
         assert self.state.ray_address is not None
         return self.state.ray_address, self._local.home.token()
 
-    @property
-    def ray_temp_dir(self) -> Path:
-        """Where Ray keeps its sessions, and lists its nodes for Prometheus."""
-        return self._local.home.ray_dir
-
     def kill_service(self) -> None:
         """SIGKILL the service; Ray and the jobs on it go on."""
         service = self.state.service

@@ -112,6 +112,7 @@ def test_the_jobs_api_of_ray_answers_with_its_token_only(stack: Stack) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(
     stack: Stack, small_movielens: Path
 ) -> None:

@@ -141,7 +141,7 @@ def test_the_service_runs_from_wheel_and_lock_on_postgresql(
         wait_for(is_healthy, "the service", 60)
         assert '"postgresql"' in httpx.get(f"{url}/readyz", trust_env=False).text
         assert httpx.get(f"{url}/v1/jobs", trust_env=False).status_code == 401
-        client = {**settings, "SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key.split()[-1]}
+        client = {**settings, "SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key.split()[0]}
         code, listed = installed.run("shardloom", "ps", "--all", "--json", **client)
         assert (code, json.loads(listed)) == (0, [])
         stop = signal.Signals[_DOCKERFILE["STOPSIGNAL"]]

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -59,7 +59,7 @@ pytestmark = [
 class Prometheus:
     """A server with its files below `home`; `targets` by scrape job, `key` for the service.
 
-    Texts of rules are replaced as `faster` says; `ray_nodes` is where a Ray head lists its nodes.
+    Texts of rules are replaced as `faster` says; `ray_nodes` are where Ray's nodes are scraped.
     """
 
     def __init__(
@@ -68,14 +68,13 @@ class Prometheus:
         targets: Mapping[str, list[str]],
         key: str,
         faster: Mapping[str, str],
-        ray_nodes: Path | None = None,
+        ray_nodes: Sequence[str] = (),
     ) -> None:
         self._home = home
         self._port = free_port()
         (home / "shardloom-metrics-key").write_text(key)
         self._write_config(targets)
-        if ray_nodes is not None:
-            (home / "ray-nodes.json").symlink_to(ray_nodes)
+        (home / "ray-nodes.json").write_text(json.dumps([{"targets": list(ray_nodes)}]))
         self._write_rules(faster)
         url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=10.0)
@@ -390,7 +389,11 @@ def test_the_series_of_a_job_go_with_it(watched: Watched) -> None:
 
 
 def test_the_nodes_of_ray_are_found_and_fill_their_dashboard(stack: Stack, tmp_path: Path) -> None:
-    listed = stack.ray_temp_dir / "prom_metrics_service_discovery.json"
+    address, token = stack.jobs_api()
+    headers = {"Authorization": f"Bearer {token}"}
+    nodes = httpx.get(f"{address}/nodes?view=summary", headers=headers, trust_env=False).json()
+    raylets = [node["raylet"] for node in nodes["data"]["summary"]]
+    listed = [f"{each['nodeManagerAddress']}:{each['metricsExportPort']}" for each in raylets]
     with Prometheus(tmp_path, {}, "", {}, ray_nodes=listed) as prometheus:
         prometheus.until(
             lambda: prometheus.query("last_over_time(ray_node_mem_total[2m])"),

@@ -16,6 +16,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.small_model import (
     Case,
     DenseReference,
+    average,
     dense_parameters,
     form_groups,
     gather_tables,
@@ -98,8 +99,8 @@ class LocalReference(DenseReference):
             for index in range(len(self.groups)):
                 self._train_copy(index, step)
             if step % self.case.sync_every == 0:
-                self._average(self.tables)
-                self._average(self.moments)
+                average(self.tables)
+                average(self.moments)
                 self._average_dense()
 
     def _train_copy(self, index: int, step: int) -> None:

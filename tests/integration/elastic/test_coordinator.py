@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -110,20 +112,50 @@ def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe:
 
 
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
-    """A coordinator on a thread; its events go to `folder`."""
+    """A coordinator on a thread; its events and what it commits go to `folder`."""
     policy = MembershipPolicy(
         num_groups,
         heartbeat_timeout_s=timeout_s,
         start_grace_s=scaled(60),
         recovery_grace_s=scaled(20),
     )
-    book = LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE)
+    book = WrittenBook(folder / "commits.jsonl")
     return Coordinator(CoordinatorConfig(policy, book, folder, port=port))
 
 
-def has_every_row_once(ledger: Ledger) -> bool:
-    """Whether all rows are in a committed sync, by their places and by their number."""
-    return (ledger.epoch, ledger.rows_trained) == (EPOCHS, EPOCHS * ROWS)
+class WrittenBook(LeaseBook):
+    """Writes the rows of each commit to a file, under the commit's number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(ROWS, EPOCHS, ROWS_PER_LEASE)
+
+    def restore(self, ledger: Ledger) -> None:
+        super().restore(ledger)
+        self._commit = ledger.commit
+
+    def commit(self, ids: Iterable[int]) -> None:
+        leases = [self._leases[lease_id][1] for lease_id in ids]
+        super().commit(lease.id for lease in leases)
+        self._commit += 1
+        rows = [(lease.epoch, lease.start, lease.stop) for lease in leases]
+        with self._path.open("a") as file:
+            file.write(json.dumps([self._commit, rows]) + "\n")
+
+
+def rows_trained(folder: Path) -> Counter[tuple[int, int]]:
+    """How often each (epoch, row) is in a commit; one that no rank heard of is made again."""
+    lines = (folder / "commits.jsonl").read_text().splitlines()
+    commits = dict(map(json.loads, lines))
+    return Counter(
+        (epoch, row)
+        for rows in commits.values()
+        for epoch, start, stop in rows
+        for row in range(start, stop)
+    )
+
+
+EVERY_ROW_ONCE = Counter({(epoch, row): 1 for epoch in range(EPOCHS) for row in range(ROWS)})
 
 
 def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1) -> Identity:
@@ -211,7 +243,7 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
         assert groups.exit_codes(0) == groups.exit_codes(1) == groups.exit_codes(2) == [0, 0]
         assert coordinator.status().has_finished
-        assert has_every_row_once(coordinator.status().ledger)
+        assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert pause_s < _NEVER_S / 4
     assert [lost.reason for lost in events_of(tmp_path, "group_lost")] == ["connection"]
     assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
@@ -229,7 +261,7 @@ def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path
         groups.signal(1, 0, signal.SIGCONT)
         assert groups.exit_codes(1) == [FENCED, FENCED]
         assert groups.exit_codes(0) == [0, 0]
-        assert has_every_row_once(coordinator.status().ledger)
+        assert rows_trained(tmp_path) == EVERY_ROW_ONCE
 
 
 @contextmanager
@@ -261,7 +293,8 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
-    assert all(has_every_row_once(verdict.ledger) for verdict in verdicts)
+    assert {verdict.ledger.rows_trained for verdict in verdicts} == {EPOCHS * ROWS}
+    assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert not events_of(tmp_path, "group_lost")
 
 

@@ -16,7 +16,7 @@ DEV_STAMP := .venv/.installed-dev-$(STACK)
 # Two processes: most tests wait. Files stay together; the long ones begin (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
-.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit lint format lock sbom images docs bench clean
+.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock sbom images docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -45,6 +45,10 @@ test-all: setup-dev ## run all tests, with many more made-up cases: half an hour
 
 test-unit: setup-dev ## run the tests that need no Ray, network or browser
 	@$(PYTEST) tests/unit -m "not slow" $(PYTEST_ARGS)
+
+coverage: setup-dev ## run the tests that need no Ray and print what share of the lines they run
+	@$(PYTEST) tests/unit tests/integration/kube tests/integration/elastic/test_coordinator.py \
+		tests/integration/elastic/test_peer_copy.py --cov --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 chaos: setup-dev ## strike elastic jobs with 200 faults; takes ten minutes
 	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/elastic/test_chaos.py --timeout 900 $(PYTEST_ARGS)

@@ -26,6 +26,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry
@@ -34,7 +35,6 @@ from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
 from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
-from trainer.datasets.io.vocabulary import fit_vocabulary, vocabulary_of, write_vocabulary
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
@@ -391,3 +391,27 @@ class _Preparation:
         group_rows = self.options.row_group_rows
         write_partition(path, partition, partial(rows.build, split), group_rows)
         return {"rows": num_rows, "row_groups": -(-num_rows // group_rows)}
+
+
+def fit_vocabulary(
+    values: pl.Series, *, min_count: int = 1, max_size: int | None = None
+) -> VocabularyEncoder:
+    """Keep values seen at least `min_count` times, the `max_size` most frequent of them.
+
+    Ties in frequency go to the smaller value, so that the result depends on the values alone.
+    """
+    counts = values.alias("value").value_counts(name="count")
+    kept = counts.filter(pl.col("count") >= min_count).sort(
+        ["count", "value"], descending=[True, False]
+    )
+    return vocabulary_of(kept["value"].head(max_size or len(kept)).sort())
+
+
+def vocabulary_of(values: pl.Series | NDArray) -> VocabularyEncoder:
+    """The value at position i of `values` (distinct, ascending) has index i + 1; 0 is unknown."""
+    index = np.arange(1, len(values) + 1, dtype=np.int64)
+    return VocabularyEncoder(pl.Series("value", values), index, len(values) + 1)
+
+
+def write_vocabulary(path: Path, vocabulary: VocabularyEncoder) -> None:
+    pl.DataFrame({"index": vocabulary.ids, "value": vocabulary.values}).write_parquet(path)

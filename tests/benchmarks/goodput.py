@@ -64,7 +64,7 @@ def spec_document(data: Path) -> dict[str, Any]:
     tables = [
         {
             "name": name,
-            "num_embeddings": size,
+            "num_embeddings": size + 1,  # and the unknown id, 0
             "embedding_dim": EMBEDDING_DIM,
             "constraints": {"sharding_types": ["table_wise"]},
         }

@@ -21,6 +21,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -269,6 +270,9 @@ def main() -> None:
     try:
         results = [lab.do(action) for action in config["actions"]]
         Path(config["folder"], "RESULT.json").write_text(json.dumps(results))
+    except Exception:
+        traceback.print_exc()  # here: Ray ends this process when its cluster goes away
+        raise
     finally:
         lab.close()
     os._exit(0)  # the trainer's thread would wait for workers that are gone

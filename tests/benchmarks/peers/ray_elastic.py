@@ -49,7 +49,7 @@ from tests.benchmarks.peers.raw_ray_train import (
 
 OBJECT_STORE_BYTES = 80 * 2**20
 STEPS_UNDER_WAY = 12
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0
 RESIZE_MONITOR_INTERVAL_S = 2.0
 Event = dict[str, Any]
 

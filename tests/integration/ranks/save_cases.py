@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
@@ -127,7 +128,7 @@ def _refusal(attempt: Callable[[], None]) -> str:
     try:
         attempt()
     except CheckpointError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("the save went well")
 
 
@@ -213,9 +214,10 @@ def save_with_file_limit(run_dir: Path) -> dict[str, Any]:
     return {"notes": saver.notes(), "step": found.commit.step if found else None}
 
 
-def open_where_nothing_can_be_written(run_dir: Path) -> str:
-    """The message with which a job is refused whose checkpoints cannot be written."""
-    saver = Saver.open(run_dir)
+def open_unwritable(run_dir: Path, path: str | None = None, environment: Any = ()) -> str:
+    """The error with which a job is refused whose checkpoints cannot be written."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
     return _refusal(lambda: saver.checkpoints.newest() and None)
 
 

@@ -18,10 +18,10 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.types import ShardingPlan
+from torchrec.types import DataType
 
 from tests.harness.small_model import average, dlrm_spec, form_groups
-from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
-from trainer.parallel.mesh import form_node_groups
+from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
@@ -52,6 +52,7 @@ class ShardingCase:
     hosts: str = "abab"
     optimizer: str = "row_wise_adagrad"
     weighted: bool = False
+    data_type: str = "fp32"
     all_to_all: str = "fp32"
     min_partition: int = 8
     memory_bytes: int | None = None
@@ -107,6 +108,7 @@ class ShardingCase:
             "name": name,
             "num_embeddings": TABLES[name],
             "embedding_dim": DIM,
+            "data_type": self.data_type,
             "constraints": {
                 "sharding_types": [sharding_type],
                 "min_partition": self.min_partition,
@@ -141,13 +143,14 @@ def _reduce(sequence: JaggedTensor, num_rows: int) -> torch.Tensor:
 
 
 def _configs(
-    kind: Callable[..., Any], tables: dict[str, int], features: dict[str, str]
+    kind: Callable[..., Any], tables: dict[str, int], features: dict[str, str], data_type: str
 ) -> list[Any]:
     return [
         kind(
             num_embeddings=rows,
             embedding_dim=DIM,
             name=name,
+            data_type=DataType[data_type.upper()],
             feature_names=[feature for feature, table in features.items() if table == name],
         )
         for name, rows in tables.items()
@@ -161,12 +164,12 @@ class Lookups(nn.Module):
         super().__init__()
         meta = torch.device("meta")
         self.pooled = EmbeddingBagCollection(
-            _configs(EmbeddingBagConfig, POOLED_TABLES, POOLED),
+            _configs(EmbeddingBagConfig, POOLED_TABLES, POOLED, case.data_type),
             is_weighted=case.weighted,
             device=meta,
         )
         self.sequences = EmbeddingCollection(
-            _configs(EmbeddingConfig, SEQUENCE_TABLES, SEQUENCES),
+            _configs(EmbeddingConfig, SEQUENCE_TABLES, SEQUENCES, case.data_type),
             device=meta,
         )
         self.head = Head()
@@ -226,15 +229,6 @@ def refusals(cases: list[ShardingCase]) -> list[str]:
         except PlanError as error:
             messages.append(str(error))
     return messages
-
-
-def node_group_refusal(case: ShardingCase) -> str | None:
-    """What forming the node groups of `case` is refused with."""
-    try:
-        form_node_groups(form_groups(case))
-    except LayoutError as error:
-        return str(error)
-    return None
 
 
 def start(case: ShardingCase) -> dict[str, Any]:

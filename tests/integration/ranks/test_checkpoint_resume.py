@@ -43,6 +43,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
 ) -> None:
     # A save between two reports: what the metrics took in so far comes back with it.
     settings = (*SHORT, "checkpoint.every_steps=4", "checkpoint.asynchronous=false")
+    settings += ("optimizer.schedule={warmup_steps: 6, decay: cosine}",)
     whole = make_config(small_movielens, tmp_path / "whole", *settings)
     straight = run_ranks(train_session, 4, whole)
     cut = make_config(small_movielens, tmp_path / "cut", *settings)

@@ -19,7 +19,7 @@ from tests.integration.ranks.save_cases import (
     SLOW_S,
     close_in_the_middle,
     look_at_damage,
-    open_where_nothing_can_be_written,
+    open_unwritable,
     save_in_trouble,
     save_while_training,
     save_with_file_limit,
@@ -124,7 +124,7 @@ def read_only_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_read_only_storage_is_refused_at_the_start_on_every_rank(read_only_folder: Path) -> None:
-    messages = run_ranks(open_where_nothing_can_be_written, 2, read_only_folder)
+    messages = run_ranks(open_unwritable, 2, read_only_folder)
     assert len(set(messages)) == 1
     assert "checkpoints cannot be written" in messages[0]
     assert "make it writable" in messages[0]

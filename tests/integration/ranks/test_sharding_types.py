@@ -15,7 +15,6 @@ from tests.integration.ranks.sharding_cases import (
     TABLES,
     Reference,
     ShardingCase,
-    node_group_refusal,
     refusals,
     start,
     train_sharded,
@@ -93,15 +92,15 @@ def test_1d_over_two_hosts_equals_the_reference_for_every_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "optimizer", "weighted"),
-    [("intra_host", "adagrad", True), ("inter_host", "sgd", False)],
+    "case",
+    [
+        ShardingCase(4, 2, optimizer="adagrad", weighted=True),
+        ShardingCase(4, 2, placement="inter_host", optimizer="sgd"),
+        pytest.param(ShardingCase(8, 4, hosts="abababab", weighted=True), marks=pytest.mark.slow),
+    ],
 )
-def test_two_replicas_of_two_shards_equal_the_reference_for_every_type(
-    placement: str, optimizer: str, weighted: bool
-) -> None:
-    _check(
-        _every_type(ShardingCase(4, 2, placement=placement, optimizer=optimizer, weighted=weighted))
-    )
+def test_two_replicas_equal_the_reference_for_every_type(case: ShardingCase) -> None:
+    _check(_every_type(case))
 
 
 def _largest_difference(result: dict[str, Any], other: dict[str, Any]) -> float:
@@ -112,15 +111,17 @@ def _largest_difference(result: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_half_precision_on_the_way_rounds_every_type_by_its_own_precision() -> None:
-    fp32 = _every_type(ShardingCase(4, 4, num_steps=2))
+def test_half_precision_on_the_way_and_in_tables_rounds_every_type_by_its_own_precision() -> None:
+    fp32 = _every_type(ShardingCase(4, 4, num_steps=2, weighted=True))
     cases = [replace(case, all_to_all=half) for half in ("fp32", "fp16", "bf16") for case in fp32]
+    cases += [replace(case, data_type="fp16") for case in fp32]
     results = run_ranks(train_sharded, 4, cases)[0]
     for index in range(len(fp32)):
-        exact, fp16, bf16 = results[index :: len(fp32)]
+        exact, fp16, bf16, tables = results[index :: len(fp32)]
         # fp16 has a mantissa of 10 bits, bf16 one of 7. TorchRec means fp16 by bf16 on CPU.
         assert 0 < _largest_difference(fp16, exact) < 0.02
         assert _largest_difference(fp16, exact) < _largest_difference(bf16, exact) < 0.1
+        assert 0 < _largest_difference(tables, exact) < 0.02
 
 
 def test_every_rank_learns_why_there_is_no_plan() -> None:
@@ -134,11 +135,6 @@ def test_every_rank_learns_why_there_is_no_plan() -> None:
     assert ranks == [ranks[0]] * 3
     assert "'movies'" in too_large and "shard_group_size" in too_large
     assert "table_row_wise needs equally many ranks" in unequal_hosts
-
-
-def test_node_groups_are_refused_where_hosts_hold_unequal_shares() -> None:
-    ranks = run_ranks(node_group_refusal, 3, ShardingCase(3, 3, hosts="aab"))
-    assert all("each host" in message for message in ranks)
 
 
 def test_data_parallel_tables_and_measured_bandwidths_are_the_same_everywhere() -> None:

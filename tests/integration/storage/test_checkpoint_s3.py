@@ -31,7 +31,7 @@ from tests.integration.ranks.checkpoint_cases import (
     train,
     whole_tables,
 )
-from tests.integration.ranks.save_cases import DAMAGE, Saver, config_of
+from tests.integration.ranks.save_cases import DAMAGE, Saver, config_of, open_unwritable
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
 from trainer.checkpoint.manager import CheckpointManager, TrainState
@@ -321,7 +321,7 @@ def test_any_damage_makes_the_checkpoint_before_count_and_is_said(store, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
+def test_a_store_that_is_away_or_refuses_at_the_start_damages_nothing(store, run_dir):
     arguments = (store.environment, run_dir, store.url("runs"))
     run_ranks(save_large, 1, *arguments, 1000, [1])
     impatient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
@@ -330,6 +330,10 @@ def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
         pytest.raises(AssertionError, match="StorageAwayError"),
     ):
         run_ranks(look_for_newest, 2, impatient, *arguments[1:])
+    wrong = store.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    refused = run_ranks(open_unwritable, 2, *arguments[1:], wrong)
+    assert refused == [refused[0]] * 2, "on every rank"
+    assert refused[0].startswith("CheckpointRefused: checkpoints cannot be written: s3://data/runs")
     found, _ = run_ranks(look_for_newest, 2, *arguments)
     assert found == {"step": 1, "notes": []}
 

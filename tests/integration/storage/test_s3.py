@@ -47,7 +47,7 @@ def test_files_are_uploaded_listed_and_downloaded(store, tmp_path):
 def test_a_missing_key_and_a_missing_bucket_are_told_apart(store):
     with pytest.raises(SourceMissingError, match="s3://data/nothing is missing"):
         Location.parse(store.url("nothing")).read_bytes()
-    with pytest.raises(StorageError, match="there is no bucket 'elsewhere'"):
+    with pytest.raises(StorageRefusedError, match="there is no bucket 'elsewhere'"):
         Location.parse("s3://elsewhere/key").write_bytes(b"x")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from tests.harness.clock import FakeClock
+from trainer import storage as module
 from trainer.errors import SourceMissingError, StorageAwayError, StorageError, StorageRefusedError
 from trainer.storage import Location, kind_of, retry
 
@@ -170,6 +171,8 @@ def test_delays_double_up_to_the_longest(monkeypatch, said) -> None:
     storage = Storage(7, StorageAwayError("busy"))
     assert storage.retried() == "content"
     assert storage.clock.slept == [0.5, 1, 2, 4, 8, 10, 10]
+    sdk_s = module._MAX_ATTEMPTS * module._REQUEST_TIMEOUT_S
+    assert sdk_s + module._FIRST_DELAY_S < module._RETRY_S, "the SDK would leave no time for any"
 
 
 def test_what_no_retry_helps_is_said_at_once(monkeypatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.spec.test_spec import minimal
-from trainer.layout.choice import Choice, Need, choose, need_of
+from trainer.layout.choice import Choice, Need, candidates, choose, need_of
 from trainer.layout.layout import LayoutError, num_hosts_survived
 from trainer.spec import validate_spec
 from trainer.spec.parse import apply_overrides
@@ -77,6 +77,10 @@ def test_survivability_is_exact_for_groups_on_runs_of_hosts(
 
 @given(needs())
 def test_whatever_is_chosen_is_legal_and_survives_what_it_must(need: Need) -> None:
+    for each in candidates(need):
+        if each.failure_domain == "replica_group":
+            survived = survived_by_trying(each.group_hosts, len(need.hosts))
+            assert each.num_hosts_survived == survived
     try:
         choice = choose(need)
     except LayoutError as error:
@@ -92,9 +96,6 @@ def test_whatever_is_chosen_is_legal_and_survives_what_it_must(need: Need) -> No
     assert [len(group) for group in choice.group_hosts] == (
         [layout.shard_group_size] * layout.num_replicas
     )
-    if choice.failure_domain == "replica_group":
-        survived = survived_by_trying(choice.group_hosts, len(need.hosts))
-        assert choice.num_hosts_survived == survived
     assert choice.num_hosts_survived >= need.survive_hosts
     assert choice.reason
 

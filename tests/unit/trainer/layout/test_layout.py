@@ -90,7 +90,6 @@ def test_groups_follow_the_hosts_however_ranks_are_numbered() -> None:
     mesh = MeshLayout.build(Layout(8, 4, "inter_host"), interleaved)
     assert mesh.sharding_groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert placement_warning(mesh, interleaved) is None
-    assert (1, 3, 5, 7) in mesh.sharding_groups
 
 
 @pytest.mark.parametrize(("placement", "num_hosts"), [("intra_host", 4), ("inter_host", 1)])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.unit.trainer.spec.test_spec import minimal
@@ -22,6 +23,7 @@ from trainer.parallel.planner import (
     place_plan,
     table_constraints,
     table_plans,
+    uses_node_groups,
 )
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -57,11 +59,17 @@ def test_types_that_split_over_a_host_need_equal_hosts_and_enough_rows(sharding_
     assert obstacle(sharding_type, table, spec, ranks_per_host=2) is None
     assert "each host" in (obstacle(sharding_type, table, spec, ranks_per_host=None) or "")
     assert "5 rows" in (obstacle(sharding_type, table, spec, ranks_per_host=4) or "")
+    assert uses_node_groups(_plan(sharding_type, _halves()))
+    assert not uses_node_groups(_plan("row_wise", _halves())), "it needs no equal hosts"
 
 
 def test_impossible_types_are_left_out_and_a_table_without_any_other_is_refused() -> None:
-    spec = _spec(4, 3, sharding_types=["row_wise", "table_wise", "table_row_wise"])
-    assert table_constraints(spec, ranks_per_host=None)["movies"].sharding_types == ["table_wise"]
+    types = ["row_wise", "table_wise", "table_row_wise"]
+    spec = _spec(4, 3, sharding_types=types, pooling_factor=7.5, min_partition=4)
+    found = table_constraints(spec, ranks_per_host=None)["movies"]
+    assert found.sharding_types == ["table_wise"]
+    # What the planner reckons with; one factor for each feature of the table.
+    assert (found.min_partition, found.pooling_factors, found.is_weighted) == (4, [7.5] * 2, True)
     spec = _spec(4, 3, sharding_types=["row_wise", "grid_shard"])
     with pytest.raises(PlanError) as error:
         table_constraints(spec, ranks_per_host=None)
@@ -128,6 +136,9 @@ def test_partners_are_mutual_pairs_of_the_asked_kind(hosts: list[str], same_host
 def test_medians_count_only_the_workers_that_could_measure() -> None:
     measured = [Bandwidths(10.0, 4.0), Bandwidths(30.0, None), Bandwidths(20.0, 8.0)]
     assert median_bandwidths(measured) == Bandwidths(20.0, 6.0, None)
+    # A collective within a host is reckoned at its own speed.
+    links = Bandwidths(memory=1.0, intra_host=8.0, inter_host=2.0)
+    assert [links.get_bw(n, 4, CollectiveType.ALL_REDUCE) for n in (4, 2)] == [8.0, 2.0]
 
 
 def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() -> None:

@@ -356,6 +356,14 @@ def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_
     assert world.end.ledger.rows_skipped == 4
 
 
+@pytest.mark.parametrize(("last", "fails"), [(12, True), (16, False)])
+def test_leaving_rows_out_stops_helping_where_every_interval_is_poisoned(last, fails):
+    world = World(num_groups=1)
+    world.poison = {(0, row) for row in (0, 4, 8, last)}
+    world.run_until(lambda: world.tend() or world.status.failure or world.end)
+    assert fails == ("4 intervals in a row" in str(world.status.failure))
+
+
 def test_poison_fails_the_run_where_that_is_asked_for():
     world = World(on_non_finite="fail")
     world.poison.add((0, 5))

@@ -24,6 +24,8 @@ from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
 from trainer.training.metrics import LookupCounter
+from trainer.training.pipeline import StepPipeline
+from trainer.training.profiling import HostClock, PhaseTimes
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120
@@ -69,6 +71,7 @@ class TwoDTrainer:
         self._model, _ = build_parallel_model(self._spec, groups)
         self._optimizers = Optimizers(self._model, self._spec.optimizer, self._spec.moment_scale)
         dense_at_sync = layout.dense == "at_sync"
+        self._pipeline = StepPipeline(self._model, PhaseTimes(HostClock()))
         self._sync = build_sync(
             self._model,
             self._spec,
@@ -82,9 +85,10 @@ class TwoDTrainer:
 
     def train(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Train a step, and sync when it is due, for each item that is taken."""
-        for step, batch in enumerate(batches, start=1):
+        stream = self._pipeline.over((batch, None) for batch in batches)
+        for step, (batch, _) in enumerate(stream, start=1):
             self._optimizers.begin_step(step, _TOTAL_STEPS)
-            loss, _ = self._model(batch)
+            loss, _ = self._pipeline.forward(batch)
             loss.backward()
             self._optimizers.step()
             self._count(self._sync.finish())

@@ -97,6 +97,7 @@ class Workload:
     embedding_dim: int = 64
     zipf_exponent: float = 1.05
     global_batch_size: int = 4096
+    ids_per_feature: int = 1
 
     @property
     def batch_size(self) -> int:
@@ -115,7 +116,7 @@ class Workload:
 
     @property
     def features(self) -> list[str]:
-        """Features of one id a row, each with a table of its own."""
+        """Features of `ids_per_feature` ids a row, each with a table of its own."""
         return [f"feature_{number:02d}" for number in range(self.num_tables)]
 
     @property
@@ -135,8 +136,9 @@ def clicks_spec(workload: Workload, name: str, **parallelism: Any) -> JobSpec:
         }
         for table in workload.tables
     ]
+    kind = "id" if workload.ids_per_feature == 1 else "id_list"
     features = [
-        {"name": feature, "type": "id", "table": table}
+        {"name": feature, "type": kind, "table": table}
         for feature, table in zip(workload.features, workload.tables, strict=True)
     ]
     dense = [{"name": f"dense_{number:02d}", "type": "dense"} for number in range(NUM_DENSE)]
@@ -167,7 +169,11 @@ def zipf_batches(workload: Workload, rank: int, num_batches: int) -> list[Batch]
     draw = np.random.default_rng([CLICKS_SEED, rank])
     frequencies = np.arange(1, workload.table_rows + 1) ** -workload.zipf_exponent
     bounds = np.cumsum(frequencies / frequencies.sum())
-    shape = (workload.num_tables, num_batches, workload.batch_size)
+    shape = (
+        workload.num_tables,
+        num_batches,
+        workload.batch_size * workload.ids_per_feature,
+    )
     ids = np.searchsorted(bounds, draw.random(shape)).clip(max=workload.table_rows - 1)
     for table in range(workload.num_tables):
         # Which ids are the frequent ones is random, as after hashing, and alike on all ranks.
@@ -190,13 +196,15 @@ def clicks_batch(
     ids: NDArray[np.int64],
     label: NDArray[np.float32],
 ) -> Batch:
-    """B rows with one id a feature: dense [B, columns], ids [features, B], label [B]."""
+    """B rows with P ids a feature: dense [B, columns], ids [features, B * P], label [B]."""
     return plain_batch(
         dense=torch.from_numpy(dense),
         sparse=KeyedJaggedTensor(
             keys=features,
             values=torch.from_numpy(np.ascontiguousarray(ids).ravel()),
-            lengths=torch.ones(ids.size, dtype=torch.int32),
+            lengths=torch.full(
+                (len(features) * len(label),), ids.shape[1] // len(label), dtype=torch.int32
+            ),
         ),
         label=torch.from_numpy(label)[:, None],
     )

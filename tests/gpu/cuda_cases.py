@@ -18,17 +18,19 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
-from tests.harness.small_model import form_groups
+from tests.harness.small_model import Case, form_groups, make_batch, spec_of
 from tests.harness.wait import free_port
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
-from trainer.parallel.sharding import sharders
+from trainer.parallel.sharding import build_parallel_model, sharders
 from trainer.parallel.sync import build_sync
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
+from trainer.training.pipeline import StepPipeline
+from trainer.training.profiling import PhaseTimes, clock_of
 
 SyncMode = Literal["full", "touched_rows"]
 
@@ -103,6 +105,31 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
         stock.sync(include_optimizer_state=True)
         gaps.append(_gap(ours, stock))
     sync.close()
+    return gaps
+
+
+def compare_pipelined(case: Case) -> list[dict[str, float]]:
+    """Train pipelined and in plain steps; after each step, how far apart both are."""
+    spec, groups = spec_of(case), form_groups(case, local_device())
+    rank, pinned = groups.rank, groups.device.type == "cuda"
+    batches = [make_batch(step, rank, case.batch_size) for step in range(1, case.num_steps + 1)]
+    ours, plain = (build_parallel_model(spec, groups)[0] for _ in range(2))
+    both = [(m, Optimizers(m, spec.optimizer, spec.moment_scale)) for m in (ours, plain)]
+    with torch.no_grad():
+        for theirs, mine in zip(*(_tensors(m.state_dict()) for m in (plain, ours)), strict=True):
+            theirs.copy_(mine)
+    pipeline = StepPipeline(ours, PhaseTimes(clock_of(groups.device)))
+    ahead = pipeline.over((batch.pin_memory() if pinned else batch, None) for batch in batches)
+    gaps = []
+    for step, (batch, (on_device, _)) in enumerate(zip(batches, ahead, strict=True), start=1):
+        for model, optimizers in both:
+            optimizers.begin_step(step, case.num_steps)
+            is_plain = model is plain
+            found = model(batch.to(groups.device)) if is_plain else pipeline.forward(on_device)
+            found[0].backward()
+            optimizers.step()
+        gaps.append(_gap(ours, plain))
+    assert pipeline.is_ahead
     return gaps
 
 

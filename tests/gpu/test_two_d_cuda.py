@@ -1,4 +1,4 @@
-"""The wrapper on NCCL against TorchRec's own DMPCollection, step by step.
+"""The wrapper on NCCL against TorchRec's own DMPCollection and pipelined against plain, by step.
 
 T is the number of GPUs, rounded down to an even one: with a single GPU T = M = 1, otherwise M = 2.
 Written from TorchRec's sources (1.6.1 and 1.8.0) on a machine without a GPU.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cuda_cases import SyncMode, compare, run_ranks
+from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, run_ranks
+from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
 
 pytestmark = [
@@ -52,3 +53,12 @@ def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_s
             )
             assert gap["weight"] <= TOLERANCE, where
             assert gap["state"] <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_pipelined_steps_equal_plain_ones(sharding: str) -> None:
+    world_size, _ = _sizes()
+    case = Case(world_size, world_size, sharding=(sharding,), num_steps=20)
+    for gaps in run_ranks(compare_pipelined, world_size, case):
+        assert len(gaps) == case.num_steps
+        assert max(max(gap.values()) for gap in gaps) <= TOLERANCE

@@ -165,7 +165,7 @@ class GroupSession(Session):
         if not self._leases:
             return
         lease = self._leases.popleft()
-        for batch, is_last in self._batches_of(lease):
+        for batch, is_last in self.pipeline.over(self._batches_of(lease)):
             self._train_batch(batch, is_last)
         self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
         if self.spec.training.on_non_finite == "fail" and not self._is_finite():
@@ -178,10 +178,13 @@ class GroupSession(Session):
         return bool(self._interval.loss_sum.isfinite())
 
     def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, bool]]:
-        """(batch, whether it is the last) of `lease`, the next that was submitted."""
+        """(batch, whether it is the last) of `lease`, the next that was submitted.
+
+        Nothing of a later lease is on its way when this one ends: it may yet be taken back.
+        """
         for batch, found, is_last in self.speed.awaited(self._loader):
             assert found.id == lease.id, "leases are trained in the order of their submission"
-            yield self.on_device(batch), is_last
+            yield batch, is_last
             if is_last:
                 return
 

@@ -10,6 +10,7 @@ Replicas may weigh differently; those of weight 0 get the means without counting
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -204,15 +205,16 @@ class ReplicaCollectives:
         Each is exchanged at a time, padded to a multiple of M elements.
         """
         waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
+        waiting_numel: Counter[tuple[torch.dtype, torch.dtype | None]] = Counter()
         for whole in blocks:
             key = (whole.tensor.dtype, whole.wire)
             max_numel = self.chunk_bytes // whole.tensor.itemsize
             for block in whole.split(max_numel):
-                batch = waiting.setdefault(key, [])
-                if batch and sum(each.numel for each in batch) + block.numel > max_numel:
-                    yield Batch(batch, self.num_replicas)
-                    waiting[key] = batch = []
-                batch.append(block)
+                if waiting_numel[key] + block.numel > max_numel and key in waiting:
+                    yield Batch(waiting.pop(key), self.num_replicas)
+                    del waiting_numel[key]
+                waiting.setdefault(key, []).append(block)
+                waiting_numel[key] += block.numel
         yield from (Batch(batch, self.num_replicas) for batch in waiting.values())
 
     def average_in_place(self, blocks: Iterable[Block]) -> None:

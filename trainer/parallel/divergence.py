@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from trainer.parallel.model import TwoDParallel, dense_part
@@ -121,6 +122,9 @@ class DivergenceGuard:
         states = self._optimizer.state if self._compare_state else {}
         whole = [*self._model.data_parallel_tables().items(), *dense_part(self._model.module)]
         for name, tensor in whole:
+            # Buffers are each rank's own: the running statistics of a BatchNorm, say.
+            if not isinstance(tensor, nn.Parameter):
+                continue
             # Step counters have no dimension; torch keeps them on the CPU.
             state = states.get(tensor, {}).values()
             of_rows = (v for v in state if isinstance(v, torch.Tensor) and v.dim())

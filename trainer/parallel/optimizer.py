@@ -331,17 +331,17 @@ class Optimizers:
         """(weights, optimizer state) that every rank holds whole and a sync must average.
 
         Data-parallel tables always, and the dense part when `dense` (it is averaged at syncs).
-        State that counts steps is equal everywhere and stays out.
+        State that counts steps is equal everywhere and stays out. Scalars come as views [1].
         """
         optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
         states = [
-            state
+            torch.atleast_1d(state)
             for parameter, named in parameters
-            for state in named.values()
-            if isinstance(state, torch.Tensor) and state.shape[:1] == parameter.shape[:1]
+            for name, state in named.items()
+            if name != "step" and state.shape[:1] == parameter.shape[:1]
         ]
-        return [parameter.data for parameter, _ in parameters], states
+        return [torch.atleast_1d(parameter.data) for parameter, _ in parameters], states
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -71,8 +71,11 @@ class SyncReport:
 class Sync:
     """Keeps the replicas of a rank's shards together. All ranks call the same methods in turn.
 
-    This is the sync for M = 1, where there is one replica and nothing to do.
+    This is the sync for M = 1, where there is one replica and nothing to do. `is_exact` says
+    whether a sync leaves all replicas equal as `flush` does: moments too, in full precision.
     """
+
+    is_exact = True
 
     def __call__(self) -> SyncReport:
         """One sync by the policy. Collective over the replica group."""
@@ -146,6 +149,7 @@ class ReplicaSync(Sync):
     ) -> None:
         device = model.groups.device
         self._spec = spec
+        self.is_exact = (spec.dtype, spec.optimizer_state, spec.overlap) == ("fp32", "every", False)
         self._extra = extra
         self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
         self._numbers = RowNumbers(model.table_shards(), device)

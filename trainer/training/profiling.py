@@ -1,7 +1,8 @@
 """Where the time of a run goes: phases of a step, throughput, traces by torch.profiler.
 
     data_wait    waiting for the reader's next batch
-    input_dist   from the entry of a sharded module to its first lookup: the all-to-all of the ids
+    input_dist   starting the all-to-all of the next batch's ids before the forward pass and going
+                 on with it after that, and waiting for this batch's in each sharded module
     lookup       reading and pooling rows, until the output all-to-all starts
     output_dist  from there until its result was waited for, dense work in between included
     dense        the rest of the forward pass

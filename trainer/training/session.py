@@ -58,6 +58,7 @@ from trainer.training.metrics import (
     is_over,
     phase_metrics,
 )
+from trainer.training.pipeline import StepPipeline
 from trainer.training.profiling import (
     ForwardPhases,
     PhaseTimes,
@@ -123,6 +124,7 @@ class Session:
             ),
             warn=self._warn_of_sync,
         )
+        self._synced_step = -1
         self._divergence_guard: DivergenceGuard | None = None
         if spec.parallelism.divergence_check is not None:
             self._divergence_guard = DivergenceGuard(
@@ -171,6 +173,7 @@ class Session:
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))
         ForwardPhases(self.model, self.phases)
+        self.pipeline = StepPipeline(self.model, self.phases)
         self.speed = Speedometer(self.shape.rows_per_step, self.phases)
 
     @property
@@ -246,17 +249,12 @@ class Session:
             position=self.state.position,
             pin=self._copies_batches,
         ) as loader:
-            for batch, position in self.speed.awaited(loader):
-                yield self.on_device(batch), position
+            yield from self.pipeline.over(self.speed.awaited(loader))
 
     @property
     def _copies_batches(self) -> bool:
         """Whether batches have to be copied to a device, best from page-locked memory."""
         return self.groups.device.type == "cuda"
-
-    def on_device(self, batch: Batch) -> Batch:
-        """The batch where it is trained, copied while the device computes."""
-        return batch.to(self.groups.device, non_blocking=self._copies_batches)
 
     def train_step(self, batch: Batch, position: DataPosition) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
@@ -285,7 +283,7 @@ class Session:
         self.loss_weighting.begin(batch)
         fault_injection.inject("lookup", *self.site, step)
         with self.phases.during("dense"):
-            loss, outputs = self.model(batch)
+            loss, outputs = self.pipeline.forward(batch)
         loss = fault_injection.poison(loss, *self.site, step)
         fault_injection.inject("backward", *self.site, step)
         with self.phases.during("backward"):
@@ -304,9 +302,12 @@ class Session:
     def synchronise(self) -> None:
         """Average the replicas, then compare them if that is due.
 
-        Collective over the replica group; a comparison over all ranks, where it raises
-        `DivergenceError` on each.
+        Does nothing where that was done after this step already. Collective over the replica group;
+        a comparison over all ranks, where it raises `DivergenceError` on each.
         """
+        if self._synced_step == self.state.step:
+            return
+        self._synced_step = self.state.step
         with self.phases.during("sync"):
             self.speed.sync(self.sync())
         if self._divergence_guard and self._divergence_guard.is_due_after_sync():
@@ -424,12 +425,19 @@ class Session:
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
-        value = values.get(f"validation/{metric}", math.nan)
+        value = self._of_first_rank(values.get(f"validation/{metric}", math.nan))
         self._update_early_stopping(metric, value)
         if not is_better(metric, value, self.state.best):
             return False
         self.state.best = value
         return True
+
+    def _of_first_rank(self, value: float) -> float:
+        """Rank 0's value, so that all ranks decide alike. Collective over all ranks."""
+        group = self.groups.global_group
+        found = torch.tensor([value], dtype=torch.float64, device=self.groups.device)
+        dist.broadcast(found, dist.get_process_group_ranks(group)[0], group=group)
+        return found.item()
 
     def _measure(self) -> dict[str, float]:
         """Metrics over every validation row once. Collective over all ranks.
@@ -440,16 +448,16 @@ class Session:
         self.synchronise()
         self.sync.finish()
         self.model.eval()
-        for batch in validation_batches(
+        held_out = validation_batches(
             self.validation_source,
             self.spec,
             rank=self.groups.rank,
             world_size=self.groups.layout.world_size,
-        ):
+        )
+        for batch, _ in self.pipeline.over((batch, None) for batch in held_out):
             self.heartbeat.enter("validation", self.state.step)
-            on_device = self.on_device(batch)
             self.quarantine.add_held_out(batch.quarantined)
-            self.validation_meter.update(on_device, *self.model(on_device))
+            self.validation_meter.update(batch, *self.pipeline.forward(batch))
         self.quarantine.has_validated = True
         self.model.train()
         return self.validation_meter.compute("validation")
@@ -486,7 +494,8 @@ class Session:
         self.heartbeat.enter("checkpoint", self.state.step)
         with self.off_the_clock():
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
-            self.sync.flush()
+            if not (self.sync.is_exact and self._synced_step == self.state.step):
+                self.sync.flush()
             self._check_divergence()
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)

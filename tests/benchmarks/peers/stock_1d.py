@@ -43,7 +43,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 from tests.benchmarks.two_d_workload import IN_1D
-from tests.benchmarks.workload import NUM_DENSE, OVER_LAYERS
+from tests.benchmarks.workload import NUM_DENSE, OVER_LAYERS, Workload
 from trainer.data.batches import Batch
 
 FP16_WIRE = "fp16_wire"
@@ -120,7 +120,7 @@ class StockTrainer:
 
     sync_s = 0.0  # one copy: nothing to sync
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, workload: Workload = IN_1D) -> None:
         kind = EmbeddingBagCollectionSharder if variant == "planner" else AnySharder
         sharder = kind(
             fused_params=fused_adagrad(SPARSE_LR, SPARSE_EPS),
@@ -128,7 +128,9 @@ class StockTrainer:
         )
         types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}
         self._variant = variant
-        self._model = sharded(_dlrm(), sharder, IN_1D.tables, types.get(variant, variant))
+        self._model = sharded(
+            _dlrm(workload), sharder, workload.tables, types.get(variant, variant)
+        )
         self._optimizer = dense_adam(self._model, lr=DENSE_LR)
 
     def embedding_kernels(self) -> list[Any]:
@@ -161,20 +163,20 @@ class StockTrainer:
             yield
 
 
-def _dlrm() -> DLRM:
+def _dlrm(workload: Workload) -> DLRM:
     tables = [
         EmbeddingBagConfig(
             name=table,
-            embedding_dim=IN_1D.embedding_dim,
-            num_embeddings=IN_1D.table_rows,
+            embedding_dim=workload.embedding_dim,
+            num_embeddings=workload.table_rows,
             feature_names=[feature],
         )
-        for table, feature in zip(IN_1D.tables, IN_1D.features, strict=True)
+        for table, feature in zip(workload.tables, workload.features, strict=True)
     ]
     return DLRM(
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         dense_in_features=NUM_DENSE,
-        dense_arch_layer_sizes=list(IN_1D.dense_layers),
+        dense_arch_layer_sizes=list(workload.dense_layers),
         over_arch_layer_sizes=list(OVER_LAYERS),
     )
 

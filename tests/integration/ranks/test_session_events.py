@@ -18,10 +18,13 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, next_run, open_session, told, train_session
+from tests.harness.small_model import dense_parameters
 from trainer import failures
 from trainer.checkpoint.save_load import list_committed
+from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
 from trainer.fault_injection import VARIABLE
+from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.protocol import requests
 from trainer.protocol.events import (
@@ -34,7 +37,8 @@ from trainer.protocol.events import (
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.training.worker import prepare_process, run_worker
+from trainer.spec.job import JobSpec
+from trainer.training.worker import prepare_process, run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
 UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
@@ -217,6 +221,69 @@ def test_an_overflow_away_from_rank_0_is_an_event(small_movielens: Path, tmp_pat
     run_ranks(overflow_in_shard_one, 4, config)
     (warning,) = [note for note in told(config.run_dir, Note) if "fp16" in note.message]
     assert warning.level == "warning"
+
+
+class Scaled(torch.nn.Module):
+    """A user's network with what few have: a BatchNorm, and a parameter without a dimension."""
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        self.tables = SparseArch(spec, device)
+        dim = spec.embedding_tables[0].embedding_dim
+        self.normalise = torch.nn.BatchNorm1d(dim, device=device)
+        self.out = torch.nn.Linear(dim, 1, device=device)
+        self.scale = torch.nn.Parameter(torch.ones((), device=device))
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors = self.tables(batch.sparse, batch.sequences).mean(dim=1)
+        found = self.scale * self.out(self.normalise(vectors))
+        return ((found - batch.label) ** 2 * batch.weight[:, None]).mean(), found
+
+
+def train_scaled(config: WorkerConfig) -> dict[str, Any]:
+    """Train with a sync, a validation and a save after each fourth step, judged a little otherwise
+    by rank 1; how often everything was averaged, the best value and the dense part."""
+    session = open_session(config)
+    num_averages = 0
+    average, compute = session.sync._replicas.average_in_place, session.validation_meter.compute
+
+    def counted(blocks: Any) -> None:
+        nonlocal num_averages
+        num_averages += 1
+        average(blocks)
+
+    session.sync._replicas.average_in_place = counted
+    session.validation_meter.compute = lambda prefix: {
+        name: value + 1e-9 * session.rank for name, value in compute(prefix).items()
+    }
+    train(session)
+    return {
+        "num_averages": num_averages,
+        "best": session.state.best,
+        "dense": dense_parameters(session.model),
+    }
+
+
+def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        f"model={{module: '{__name__}:Scaled', tasks: [{{name: rating, loss: mse}}]}}",
+        "parallelism.sync={every_steps: 4, mode: full}",
+        "parallelism.dense=at_sync",
+        "parallelism.divergence_check={every_syncs: 1, action: fail}",
+        "training.max_steps=8",
+        "training.report_every_steps=4",
+        "training.validate_every_steps=4",
+        "checkpoint.every_steps=4",
+    )
+    ranks = run_ranks(train_scaled, 4, config)
+    assert [rank["num_averages"] for rank in ranks] == [2] * 4
+    assert len({rank["best"] for rank in ranks}) == 1
+    for rank in ranks[1:]:
+        torch.testing.assert_close(rank["dense"], ranks[0]["dense"], atol=0, rtol=0)
 
 
 def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_left(

@@ -1,0 +1,156 @@
+"""Pipelined steps over the plain loop, and over TorchRec's own pipeline, in 1D on two hosts.
+
+python -m tests.benchmarks.pipeline --json FILE
+
+Four gloo ranks, two on each of two network namespaces that a 1 Gbit/s link joins, train the same
+DLRM on the same small batches, where the exchange of ids is a good part of a step: by our pipeline,
+by our plain loop, and by stock TorchRec under `TrainPipelineSparseDist`. All three run the same
+steps in the order of the pairs.
+
+Needs root; skips with a message where hosts cannot be emulated.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.peers.stock_1d import StockTrainer
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    BenchmarkSkipped,
+    Goal,
+    Values,
+    log,
+    main,
+    run_pairs,
+)
+from tests.benchmarks.two_d import LINK, MALLOC, NUM_HOSTS
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from tests.harness.emulated import EmulatedHosts, EmulationError, missing_requirement
+from tests.harness.host_ranks import HostRanks
+from trainer.data.batches import Batch
+from trainer.layout.layout import Layout, WorkerSite
+from trainer.parallel.mesh import build_groups
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
+from trainer.training.pipeline import StepPipeline
+from trainer.training.profiling import HostClock, PhaseTimes
+
+NAME = "pipeline"
+PAIRS = 3
+RANKS_PER_HOST = 2
+WORLD_SIZE = NUM_HOSTS * RANKS_PER_HOST
+WORKLOAD = Workload(
+    WORLD_SIZE,
+    WORLD_SIZE,
+    table_rows=50_000,
+    embedding_dim=16,
+    global_batch_size=WORLD_SIZE * 512,
+    ids_per_feature=8,
+)
+WARMUP_STEPS = 10
+NUM_WINDOWS = 5
+STEPS_PER_WINDOW = 20
+NUM_BATCHES = 32  # the steps take turns with them
+_TIMEOUT_S = 120
+_TOTAL_STEPS = 1_000_000  # of the schedule, which is constant
+GOALS = [
+    Goal("over_plain_loop", "over_plain", "rows/s", 1.15, "higher", "our steps, not pipelined"),
+    Goal("over_stock_pipeline", "over_stock", "rows/s", 0.98, "higher", "TrainPipelineSparseDist"),
+]
+Way = Literal["pipelined", "plain", "stock"]
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure. Raises `BenchmarkError` when a side cannot run, `BenchmarkSkipped` without hosts."""
+    if missing := missing_requirement():
+        raise BenchmarkSkipped(missing)
+    os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
+    try:
+        with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
+            ranks = HostRanks(hosts, RANKS_PER_HOST)
+            runs = run_pairs(num_pairs, lambda: _ours(ranks), lambda: _peers(ranks), log)
+    except EmulationError as error:
+        raise BenchmarkError(str(error)) from error
+    return BenchmarkReport(NAME, _settings(), GOALS, runs)
+
+
+def _ours(ranks: HostRanks) -> Values:
+    rows_per_s = _rows_per_s(ranks, "pipelined")
+    return {"over_plain": rows_per_s, "over_stock": rows_per_s}
+
+
+def _peers(ranks: HostRanks) -> Values:
+    return {"over_plain": _rows_per_s(ranks, "plain"), "over_stock": _rows_per_s(ranks, "stock")}
+
+
+def _rows_per_s(ranks: HostRanks, way: Way) -> float:
+    """The median window of the slowest rank."""
+    window_s = zip(*ranks.call(measure, way), strict=True)
+    step_s = statistics.median(map(max, window_s)) / STEPS_PER_WINDOW
+    return WORKLOAD.global_batch_size / step_s
+
+
+def measure(site: WorkerSite, way: Way) -> list[float]:
+    """Seconds of each window on this rank."""
+    batches = cycle(zipf_batches(WORKLOAD, site.rank, NUM_BATCHES))
+    if way == "stock":
+        steps = StockTrainer("pipelined", WORKLOAD).train(batches)
+    else:
+        steps = train(site, batches, way)
+    _take(steps, WARMUP_STEPS)
+    dist.barrier()
+    window_s = []
+    for _ in range(NUM_WINDOWS):
+        started = time.perf_counter()
+        _take(steps, STEPS_PER_WINDOW)
+        window_s.append(time.perf_counter() - started)
+    return window_s
+
+
+def train(site: WorkerSite, batches: Iterator[Batch], way: Way) -> Iterator[None]:
+    """A step of ours for each item that is taken."""
+    spec = clicks_spec(WORKLOAD, NAME)
+    layout = Layout(WORLD_SIZE, WORLD_SIZE, "intra_host")
+    groups = build_groups(layout, torch.device("cpu"), _TIMEOUT_S, host=site.host)
+    model, _ = build_parallel_model(spec, groups)
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    pipeline = StepPipeline(model, PhaseTimes(HostClock()))
+    pipeline.is_ahead = None if way == "pipelined" else False
+    for step, (batch, _) in enumerate(pipeline.over((each, None) for each in batches), start=1):
+        optimizers.begin_step(step, _TOTAL_STEPS)
+        loss, _ = pipeline.forward(batch)
+        loss.backward()
+        optimizers.step()
+        yield
+
+
+def _take(steps: Iterator[None], num_steps: int) -> None:
+    for _ in islice(steps, num_steps):
+        pass
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "world_size": WORLD_SIZE,
+        "hosts": NUM_HOSTS,
+        "link_bits_per_s": LINK.rate_bits_per_s,
+        "backend": "gloo",
+        "batch_size_per_rank": WORKLOAD.batch_size,
+        "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
+        "steps": [WARMUP_STEPS, NUM_WINDOWS * STEPS_PER_WINDOW],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

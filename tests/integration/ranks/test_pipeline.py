@@ -1,0 +1,118 @@
+"""Pipelined steps do exactly what steps one after the other do."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.sessions import make_config, open_session, snapshot, told
+from tests.integration.ranks.test_dynamic_ids import DYNAMIC
+from trainer.parallel.sharding import ids_by_table
+from trainer.protocol.events import Metrics
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.worker import train
+
+# Validations and saves fall between steps.
+BETWEEN = (
+    "training.max_steps=17",
+    "training.validate_every_steps=4",
+    "checkpoint.every_steps=8",
+    "training.accumulate_steps=2",
+    "training.report_every_steps=2",
+    "parallelism.planner.bandwidths=default",
+)
+CASES = {
+    "1D": (1, "parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null"),
+    "2D, tables by rows and by columns": (
+        4,
+        "embedding_tables[0].constraints={sharding_types: [row_wise]}",
+        "embedding_tables[1].constraints={sharding_types: [column_wise]}",
+        "parallelism.sync={every_steps: 3, mode: touched_rows, overlap: true}",
+    ),
+    "dynamic ids and a sequence": (
+        2,
+        *("parallelism.workers=2", "parallelism.shard_group_size=2", *DYNAMIC),
+        "training.validate_every_steps=4",
+    ),
+}
+
+
+def train_session(config: WorkerConfig, is_ahead: bool | None) -> dict[str, Any]:
+    """Train to the end, pipelined where it can be, or not at all (False)."""
+    session = open_session(config)
+    session.pipeline.is_ahead = is_ahead
+    train(session)
+    ids = {table: each.state_dict() for table, each in ids_by_table(session.model)}
+    return {"is_ahead": session.pipeline.is_ahead, "ids": ids, **snapshot(session)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_and_metrics_are_bitwise_those_of_a_plain_loop(
+    small_movielens: Path, tmp_path: Path, name: str
+) -> None:
+    num_ranks, *overrides = CASES[name]
+    configs = [
+        make_config(small_movielens, tmp_path / run, *BETWEEN, *overrides)
+        for run in ("ahead", "plain")
+    ]
+    calls = zip([train_session] * 2, configs, [None, False], strict=True)
+    for ahead, plain in run_ranks(in_turn, num_ranks, *calls):
+        assert (ahead.pop("is_ahead"), plain.pop("is_ahead")) == (True, False)
+        torch.testing.assert_close(ahead, plain, atol=0, rtol=0)
+    ahead, plain = map(_learned, configs)
+    assert ahead == plain != {}
+
+
+def _learned(config: WorkerConfig) -> dict[tuple[int, str], float]:
+    """Metrics of training and of validations, by step and name."""
+    return {
+        (report.step, name): value
+        for report in told(config.run_dir, Metrics)
+        for name, value in report.values.items()
+        if name.startswith(("train/", "validation/"))
+    }
+
+
+def doubled(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids in tensors of their own."""
+    return KeyedJaggedTensor(ids.keys(), ids.values().clone(), lengths=ids.lengths())
+
+
+def train_rewritten(config: WorkerConfig, from_step: int) -> tuple[bool | None, str]:
+    """Whether a job whose network rewrites its ids is pipelined, and how it fails."""
+    session = open_session(config)
+    steps = count()
+
+    def rewrite(_network: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        dense, sparse, sequences = args
+        return dense, doubled(sparse) if next(steps) >= from_step else sparse, sequences
+
+    session.model.module.network.register_forward_pre_hook(rewrite)
+    try:
+        train(session)
+    except ValueError as error:
+        return session.pipeline.is_ahead, str(error)
+    return session.pipeline.is_ahead, ""
+
+
+def test_a_model_that_rewrites_its_ids_trains_in_plain_steps_if_it_always_does(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    size = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
+    calls = [
+        (
+            train_rewritten,
+            make_config(small_movielens, tmp_path / f"{step}", *size, "training.max_steps=6"),
+            step,
+        )
+        for step in (0, 3)
+    ]
+    ((always, later),) = run_ranks(in_turn, 1, *calls)
+    assert always == (False, "")
+    assert later[0] and "other ids than in the first step" in later[1]

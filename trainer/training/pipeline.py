@@ -1,0 +1,241 @@
+"""Pipelined steps: the ids of the next batch are exchanged while the current one is computed.
+
+    step i       wait for the ids of i ─► forward(i) ─► backward(i) ─► optimizer(i)
+    batch i+1    copy to the device, counts all-to-all ─┴─► ids all-to-all ─────────► ids are there
+
+As TorchRec's `TrainPipelineSparseDist`, but without tracing the model by torch.fx: what each table
+collection reads of a batch is seen in the first forward pass, so any model can be pipelined whose
+collections take `batch.sparse` or `batch.sequences` as they are. Batches on their way hold ids and
+no rows, so results are bitwise those of steps one after the other, and a run may stop between any
+two steps: what was not trained is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import Awaitable, ShardedModule
+
+from trainer.data.batches import Batch
+from trainer.models.sparse import unweighted
+from trainer.parallel.model import TwoDParallel
+from trainer.training.profiling import PhaseTimes
+
+logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Reads = Callable[[Batch], KeyedJaggedTensor | None]
+# What a collection may read of a batch.
+_READS: tuple[Reads, ...] = (
+    lambda batch: batch.sparse,
+    lambda batch: batch.sequences,
+    lambda batch: None if batch.sequences is None else unweighted(batch.sequences),
+)
+
+
+def _is_same(ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> bool:
+    """Whether both are the same tensors under the same keys."""
+    return (
+        ids.keys() == others.keys()
+        and ids.values() is others.values()
+        and ids.lengths() is others.lengths()
+        and ids.weights_or_none() is others.weights_or_none()
+    )
+
+
+@dataclass
+class _Exchange:
+    """Ids of one batch on their way to the ranks that hold their rows.
+
+    `arriving` gives an awaitable of the ids once the counts are there, then the ids themselves.
+    """
+
+    ids: KeyedJaggedTensor
+    context: Any
+    arriving: Awaitable[Any]
+
+
+class _PipelinedForward:
+    """Stands in for `forward` of a sharded collection; takes what was exchanged before, if any."""
+
+    def __init__(self, module: ShardedModule, stream: torch.cuda.Stream | None) -> None:
+        self._module = module
+        self._stream = stream
+        self._plain = module.forward
+        self._given: list[tuple[Any, ...]] | None = None
+        self._reads: Reads | None = None
+        self._exchange: _Exchange | None = None
+        module.forward = self
+
+    def observe(self) -> None:
+        """Note what the collection is given, until `choose_reads`."""
+        self._given = []
+
+    def choose_reads(self, batch: Batch) -> bool:
+        """Whether all that was noted is ids of `batch`, given once; these are sent ahead then."""
+        given, self._given = self._given or [], None
+        if len(given) != 1 or len(given[0]) != 1:
+            return False
+        found = [(reads, reads(batch)) for reads in _READS]
+        self._reads = next((r for r, ids in found if ids and _is_same(given[0][0], ids)), None)
+        return self._reads is not None
+
+    def start(self, batch: Batch) -> _Exchange:
+        """Begin to exchange how many ids go where. Collective over the sharding group."""
+        assert self._reads is not None, "`choose_reads` comes first"
+        ids = self._reads(batch)
+        assert ids is not None, "batches of one job have the same parts"
+        context = self._module.create_context()
+        return _Exchange(ids, context, self._module.input_dist(context, ids))
+
+    def take(self, exchange: _Exchange) -> None:
+        """Use `exchange` in the next call."""
+        self._exchange = exchange
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        exchange, self._exchange = self._exchange, None
+        if self._given is not None:
+            self._given.append((*args, *kwargs.values()))
+        if exchange is None:
+            return self._plain(*args, **kwargs)
+        (ids,) = (*args, *kwargs.values())
+        if not _is_same(ids, exchange.ids):
+            raise ValueError(
+                "a table collection was given other ids than in the first step: give each "
+                "collection batch.sparse or batch.sequences in every step, or never"
+            )
+        with _on(self._stream):
+            arrived = exchange.arriving.wait()
+        if self._stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._stream)
+            arrived.record_stream(current)
+            exchange.context.record_stream(current)
+        return self._module.compute_and_output_dist(exchange.context, arrived)
+
+
+@dataclass
+class _Staged(Generic[Item]):
+    """A batch on the device, what came with it, and its ids where these are on their way."""
+
+    batch: Batch
+    item: Item
+    exchanges: list[_Exchange] | None = None
+
+
+class StepPipeline:
+    """Runs the forward passes of a model over a stream of batches, one batch ahead.
+
+    All ranks go through equally many batches and ask for the next one at the same steps.
+    """
+
+    def __init__(self, model: TwoDParallel, phases: PhaseTimes) -> None:
+        self._model = model
+        self._phases = phases
+        self._device = model.groups.device
+        is_cuda = self._device.type == "cuda"
+        self._copy_stream = torch.cuda.Stream(priority=-1) if is_cuda else None
+        self._dist_stream = torch.cuda.Stream(priority=-1) if is_cuda else None
+        found = _sharded_modules(model.module)
+        self._forwards = [_PipelinedForward(module, self._dist_stream) for module in found]
+        self.is_ahead: bool | None = None  # None until the first forward pass
+        self._current: _Staged[Any] | None = None
+        self._following: _Staged[Any] | None = None
+
+    def over(self, items: Iterable[tuple[Batch, Item]]) -> Iterator[tuple[Batch, Item]]:
+        """`items` with batches on the device; each comes when the one after it has been read.
+
+        Streams may be nested, as when a validation begins between two steps.
+        """
+        iterator = iter(items)
+        current = self._stage(next(iterator, None))
+        while current is not None:
+            following = self._stage(next(iterator, None))
+            self._current, self._following = current, following
+            yield current.batch, current.item
+            current = following
+        self._current = self._following = None
+
+    def _stage(self, item: tuple[Batch, Item] | None) -> _Staged[Item] | None:
+        if item is None:
+            return None
+        with _on(self._copy_stream):
+            batch = item[0].to(self._device, non_blocking=self._copy_stream is not None)
+        return _Staged(batch, item[1])
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, outputs) of the batch that `over` gave last. Collective."""
+        current, following = self._current, self._following
+        assert current is not None and batch is current.batch, "batches come from `over`"
+        if self._copy_stream is not None:
+            _hand_over(batch, self._copy_stream, torch.cuda.current_stream())
+        if self.is_ahead is None:
+            return self._observe(batch)
+        if not self.is_ahead:
+            return self._model(batch)
+        if current.exchanges is None:
+            self._start(current)
+            self._send(current)
+        for forward, exchange in zip(self._forwards, current.exchanges or [], strict=True):
+            forward.take(exchange)
+        if following is None:
+            return self._model(batch)
+        self._start(following)
+        found = self._model(batch)
+        self._send(following)
+        return found
+
+    def _observe(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A plain forward pass, which shows whether batches can be sent ahead. Collective."""
+        for forward in self._forwards:
+            forward.observe()
+        found = self._model(batch)
+        is_able = [forward.choose_reads(batch) for forward in self._forwards]
+        agreed = torch.tensor(int(all(is_able)), device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._model.groups.global_group)
+        self.is_ahead = bool(agreed.item())
+        if not self.is_ahead:
+            logger.warning(
+                "steps are not pipelined: a table collection takes other ids than batch.sparse or "
+                "batch.sequences, or is called more than once"
+            )
+        return found
+
+    def _start(self, staged: _Staged[Any]) -> None:
+        """Exchange how many ids go where. Collective over the sharding group."""
+        with self._phases.during("input_dist"), _on(self._dist_stream):
+            if self._copy_stream is not None and self._dist_stream is not None:
+                _hand_over(staged.batch, self._copy_stream, self._dist_stream)
+            staged.exchanges = [forward.start(staged.batch) for forward in self._forwards]
+
+    def _send(self, staged: _Staged[Any]) -> None:
+        """Wait for the counts and exchange the ids. Collective over the sharding group."""
+        with self._phases.during("input_dist"), _on(self._dist_stream):
+            for exchange in staged.exchanges or []:
+                exchange.arriving = exchange.arriving.wait()
+
+
+def _sharded_modules(module: nn.Module) -> Iterator[ShardedModule[Any, Any, Any, Any]]:
+    """The outermost sharded modules, in order."""
+    if isinstance(module, ShardedModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _sharded_modules(child)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _hand_over(batch: Batch, source: torch.cuda.Stream, target: torch.cuda.Stream) -> None:
+    """Let `target` use what `source` copies."""
+    target.wait_stream(source)
+    batch.record_stream(target)

@@ -160,6 +160,8 @@ def describe(event: Event, membership: Membership | None = None) -> str:
         case RowsSkipped():
             # Epochs are counted from 1 wherever people read them.
             rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
+            if event.num_rows not in (None, event.stop - event.start):
+                rows = f"{_count(event.num_rows, 'row')} among {rows}"
             return f"{rows} are left out: {event.reason}"
         case TraceWritten():
             steps = f"{event.num_steps} step(s) up to step {event.step} on rank {event.rank}"

@@ -8,6 +8,9 @@ size; that they are the same is checked by sums over an epoch, which also warms 
 with all its processes on one core. Every peer is measured once; the ratio is against the faster of
 those that do what ours does, in pairs that take turns.
 
+How the work of T ranks adds up is measured on six times as many rows: rows decoded and CPU seconds
+of 8 ranks, one after the other, for a row that is used, against those of one rank.
+
 The wait for data is that of a real training session of one rank (DLRM, no Ray): seconds that a step
 waits for its batch, over the seconds of a step.
 """
@@ -44,6 +47,14 @@ PEERS = {
     "ray_data_unshuffled": ("Ray Data, not shuffled", False),
     "pandas_rows": ("DataLoader over pandas rows", False),
 }
+NUM_RANKS = 8
+# Ranks share a larger split, as they do: the same files again and again, so many that the ranks'
+# parts do not end where windows do.
+NUM_LINKS = 35
+RANK_GOALS = [
+    Goal("decoded_per_used_row", "decoded_rows", "rows", 1.1, "lower", "one rank"),
+    Goal("rank_cpu", "cpu_s_per_row", "s/row", 1.15, "lower", "one rank"),
+]
 WAIT_GOAL = Goal("data_wait", "seconds", "s/step", 0.03, "lower", "the whole step")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -65,13 +76,35 @@ def run(num_pairs: int) -> BenchmarkReport:
         log(f"pairs: ours against {PEERS[peer][0]}")
         speeds = run_pairs(num_pairs, lambda: speed(OURS, folder), lambda: speed(peer, folder), log)
         waits = [measure_wait(folder) for _ in range(num_pairs)]
+        linked = with_links(folder)
+        ranks = run_pairs(
+            num_pairs, lambda: ranks_cost(NUM_RANKS, linked), lambda: ranks_cost(1, linked), log
+        )
     return BenchmarkReport(
         NAME,
         _settings(num_rows),
-        [speed_goal(peer), WAIT_GOAL],
-        with_waits(speeds, waits),
+        [speed_goal(peer), WAIT_GOAL, *RANK_GOALS],
+        [
+            Run(each.pair, each.side, each.values | more.values)
+            for each, more in zip(with_waits(speeds, waits), ranks, strict=True)
+        ],
         rows_of(survey),
     )
+
+
+def with_links(folder: Path) -> Path:
+    """A folder with `NUM_LINKS` links to the files of rows."""
+    linked, files = folder / "linked", sorted(folder.glob("*.parquet"))
+    linked.mkdir()
+    for number in range(NUM_LINKS):
+        (linked / f"part-{number:03d}.parquet").symlink_to(files[number % len(files)])
+    return linked
+
+
+def ranks_cost(num_ranks: int, folder: Path) -> dict[str, float]:
+    """What an epoch of `num_ranks` ranks costs for a row that is used."""
+    core = max(os.sched_getaffinity(0))
+    return run_module("loader_child", num_ranks, folder, core, environment=_ONE_THREAD)
 
 
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
@@ -141,6 +174,7 @@ def _settings(num_rows: int) -> dict[str, Any]:
         "columns": f"{loader_data.NUM_IDS} ids, {loader_data.NUM_DENSE} dense, a list of ids",
         "batch_size": loader_data.BATCH_SIZE,
         "rows_per_row_group": loader_data.ROWS_PER_GROUP,
+        "ranks": {"num_ranks": NUM_RANKS, "num_files": NUM_LINKS},
         "cores": "all processes of a side on one core",
         "ours": "TrainBatches, shuffled, windows decoded again in each epoch",
         "session": {

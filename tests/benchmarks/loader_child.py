@@ -1,6 +1,8 @@
 """One side of the loader benchmark, in a process of its own on one core; prints JSON.
 
 python -m tests.benchmarks.loader_child SIDE FOLDER CORE
+
+SIDE may also be a number T: the batches of T ranks, one rank after the other.
 """
 
 from __future__ import annotations
@@ -42,6 +44,25 @@ def ours(folder: Path) -> Epoch:
     return epoch
 
 
+def measure_ranks(num_ranks: int, folder: Path) -> dict[str, float]:
+    """CPU seconds and decoded rows, each for a row that is used, of an epoch of all ranks."""
+    from trainer.data import reader
+    from trainer.data.batches import TrainBatches
+
+    spec = spec_over(folder)
+    num_used = num_decoded = 0
+    source = reader.open_source(spec, folder)
+    assert source.decoded_bytes > reader.CACHE_BYTES, "it is decoded window by window"
+    begun_s = time.process_time()
+    with patch.object(source, "read_group", wraps=source.read_group) as read:
+        for rank in range(num_ranks):
+            with TrainBatches(source, spec, rank, num_ranks) as batches:
+                num_used += sum(int(batch.weight.sum()) for batch, _ in batches)
+    cpu_s = time.process_time() - begun_s
+    num_decoded = sum(int(source.group_rows[call.args[0]]) for call in read.call_args_list)
+    return {"cpu_s_per_row": cpu_s / num_used, "decoded_rows": num_decoded / num_used}
+
+
 def side_of(name: str, folder: Path) -> Epoch:
     """Everything that a side does before its clock runs: imports, and for Ray the start."""
     if name == "ours":
@@ -79,6 +100,9 @@ def main() -> None:
     name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    if name.isdigit():
+        print(json.dumps(measure_ranks(int(name), folder)))
+        return
     epoch = side_of(name, folder)
     summary = checksum(epoch)
     print(json.dumps({"checksum": summary, **measure(epoch)}))

@@ -237,7 +237,7 @@ def _meter(settings: Settings) -> TaskMeter:
     """NE by torchrec.metrics, summed over all ranks."""
     tasks = spec_of(settings, Variant("meter", settings.world_size, 1.0)).model.tasks
     # Sizes matter to windowed values alone, and NE here is over everything since the last reset.
-    return TaskMeter(tasks, batch_size=1, window_rows=settings.num_held_out_rows)
+    return TaskMeter(tasks, batch_size=1)
 
 
 @torch.no_grad()

@@ -15,12 +15,9 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
@@ -35,16 +32,11 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.benchmarks.two_d import LINK, MALLOC, NUM_HOSTS
+from tests.benchmarks.two_d_train import NUM_BATCHES, Schedule, TwoDTrainer, take, time_windows
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.harness.emulated import EmulatedHosts, EmulationError, missing_requirement
 from tests.harness.host_ranks import HostRanks
-from trainer.data.batches import Batch
-from trainer.layout.layout import Layout, WorkerSite
-from trainer.parallel.mesh import build_groups
-from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.sharding import build_parallel_model
-from trainer.training.pipeline import StepPipeline
-from trainer.training.profiling import HostClock, PhaseTimes
+from trainer.layout.layout import WorkerSite
 
 NAME = "pipeline"
 PAIRS = 3
@@ -58,12 +50,7 @@ WORKLOAD = Workload(
     global_batch_size=WORLD_SIZE * 512,
     ids_per_feature=8,
 )
-WARMUP_STEPS = 10
-NUM_WINDOWS = 5
-STEPS_PER_WINDOW = 20
-NUM_BATCHES = 32  # the steps take turns with them
-_TIMEOUT_S = 120
-_TOTAL_STEPS = 1_000_000  # of the schedule, which is constant
+SCHEDULE = Schedule(warmup_steps=10, num_windows=5, steps_per_window=20)
 GOALS = [
     Goal("over_plain_loop", "over_plain", "rows/s", 1.15, "higher", "our steps, not pipelined"),
     Goal("over_stock_pipeline", "over_stock", "rows/s", 0.98, "higher", "TrainPipelineSparseDist"),
@@ -97,47 +84,22 @@ def _peers(ranks: HostRanks) -> Values:
 def _rows_per_s(ranks: HostRanks, way: Way) -> float:
     """The median window of the slowest rank."""
     window_s = zip(*ranks.call(measure, way), strict=True)
-    step_s = statistics.median(map(max, window_s)) / STEPS_PER_WINDOW
+    step_s = statistics.median(map(max, window_s)) / SCHEDULE.steps_per_window
     return WORKLOAD.global_batch_size / step_s
 
 
-def measure(site: WorkerSite, way: Way) -> list[float]:
+def measure(site: WorkerSite, way: Way) -> tuple[float, ...]:
     """Seconds of each window on this rank."""
-    batches = cycle(zipf_batches(WORKLOAD, site.rank, NUM_BATCHES))
+    trainer: StockTrainer | TwoDTrainer
     if way == "stock":
-        steps = StockTrainer("pipelined", WORKLOAD).train(batches)
+        trainer = StockTrainer("pipelined", WORKLOAD)
     else:
-        steps = train(site, batches, way)
-    _take(steps, WARMUP_STEPS)
+        spec = clicks_spec(WORKLOAD, NAME)
+        trainer = TwoDTrainer(site, spec, is_ahead=None if way == "pipelined" else False)
+    steps = trainer.train(cycle(zipf_batches(WORKLOAD, site.rank, NUM_BATCHES)))
+    take(steps, SCHEDULE.warmup_steps)
     dist.barrier()
-    window_s = []
-    for _ in range(NUM_WINDOWS):
-        started = time.perf_counter()
-        _take(steps, STEPS_PER_WINDOW)
-        window_s.append(time.perf_counter() - started)
-    return window_s
-
-
-def train(site: WorkerSite, batches: Iterator[Batch], way: Way) -> Iterator[None]:
-    """A step of ours for each item that is taken."""
-    spec = clicks_spec(WORKLOAD, NAME)
-    layout = Layout(WORLD_SIZE, WORLD_SIZE, "intra_host")
-    groups = build_groups(layout, torch.device("cpu"), _TIMEOUT_S, host=site.host)
-    model, _ = build_parallel_model(spec, groups)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
-    pipeline = StepPipeline(model, PhaseTimes(HostClock()))
-    pipeline.is_ahead = None if way == "pipelined" else False
-    for step, (batch, _) in enumerate(pipeline.over((each, None) for each in batches), start=1):
-        optimizers.begin_step(step, _TOTAL_STEPS)
-        loss, _ = pipeline.forward(batch)
-        loss.backward()
-        optimizers.step()
-        yield
-
-
-def _take(steps: Iterator[None], num_steps: int) -> None:
-    for _ in islice(steps, num_steps):
-        pass
+    return time_windows(steps, SCHEDULE)
 
 
 def _settings() -> dict[str, Any]:
@@ -148,7 +110,8 @@ def _settings() -> dict[str, Any]:
         "backend": "gloo",
         "batch_size_per_rank": WORKLOAD.batch_size,
         "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
-        "steps": [WARMUP_STEPS, NUM_WINDOWS * STEPS_PER_WINDOW],
+        "ids_per_feature": WORKLOAD.ids_per_feature,
+        "steps": [SCHEDULE.warmup_steps, SCHEDULE.num_steps],
     }
 
 

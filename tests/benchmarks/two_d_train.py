@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +15,20 @@ import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.prepare_child import memory_bytes
-from tests.benchmarks.two_d_workload import WORLD_SIZE, TwoDLayout, make_batches, spec_of
+from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
 from tests.harness.emulated import sent_bytes
 from trainer.data.batches import Batch
-from trainer.layout.layout import Layout, WorkerSite
+from trainer.layout.layout import WorkerSite
+from trainer.parallel.collectives import reduce_parts
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
+from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.spec.job import JobSpec
 from trainer.training.metrics import LookupCounter
 from trainer.training.pipeline import StepPipeline
 from trainer.training.profiling import HostClock, PhaseTimes
+from trainer.training.worker import layout_of
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120
@@ -58,23 +61,20 @@ class RankResult:
 
 
 class TwoDTrainer:
-    """Our engine."""
+    """Our engine; `is_ahead` False leaves its steps without a pipeline."""
 
-    def __init__(self, site: WorkerSite, layout: TwoDLayout) -> None:
-        self._spec = spec_of(layout)
-        groups = build_groups(
-            Layout(WORLD_SIZE, WORLD_SIZE // layout.num_replicas, layout.placement),
-            torch.device("cpu"),
-            _COLLECTIVE_TIMEOUT_S,
-            host=site.host,
-        )
-        self._model, _ = build_parallel_model(self._spec, groups)
-        self._optimizers = Optimizers(self._model, self._spec.optimizer, self._spec.moment_scale)
-        dense_at_sync = layout.dense == "at_sync"
+    def __init__(self, site: WorkerSite, spec: JobSpec, is_ahead: bool | None = None) -> None:
+        self._spec = spec
+        device = torch.device("cpu")
+        groups = build_groups(layout_of(spec), device, _COLLECTIVE_TIMEOUT_S, host=site.host)
+        self._model, _ = build_parallel_model(spec, groups)
+        self._optimizers = Optimizers(self._model, spec.optimizer, spec.moment_scale)
         self._pipeline = StepPipeline(self._model, PhaseTimes(HostClock()))
+        self._pipeline.is_ahead = is_ahead
+        dense_at_sync = spec.parallelism.dense_policy == "at_sync"
         self._sync = build_sync(
             self._model,
-            self._spec,
+            spec,
             extra=lambda: self._optimizers.synced_whole(dense=dense_at_sync),
         )
         self.sync_s = 0.0
@@ -91,23 +91,24 @@ class TwoDTrainer:
             loss, _ = self._pipeline.forward(batch)
             loss.backward()
             self._optimizers.step()
-            self._count(self._sync.finish())
+            self._sync.finish()
             if is_sync_step(step, self._spec.parallelism.sync):
-                self._count(self._sync())
+                self.sync_s += self._sync().time_s
             yield
-
-    def _count(self, report: SyncReport | None) -> None:
-        self.sync_s += report.time_s if report else 0.0
 
 
 def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> RankResult:
     """Measure one side on this rank: a layout of ours, or a variant of stock TorchRec by name."""
-    trainer = TwoDTrainer(site, side) if isinstance(side, TwoDLayout) else StockTrainer(side)
+    trainer: TwoDTrainer | StockTrainer
+    if isinstance(side, TwoDLayout):
+        trainer = TwoDTrainer(site, spec_of(side))
+    else:
+        trainer = StockTrainer(side)
     steps = trainer.train(cycle(make_batches(site.rank, NUM_BATCHES)))
     imbalance = _warm_up(trainer, steps, schedule)
     dist.barrier()
     sync_s, link_bytes = trainer.sync_s, sent_bytes()
-    window_s = tuple(_time_window(steps, schedule) for _ in range(schedule.num_windows))
+    window_s = time_windows(steps, schedule)
     dist.barrier()  # so that the other ranks of the host have sent theirs
     return RankResult(
         window_s=window_s,
@@ -124,18 +125,22 @@ def _warm_up(
     """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
     counter = LookupCounter(SimpleNamespace(embedding_kernels=trainer.embedding_kernels))
     counter.sampling = True
-    _take(steps, schedule.warmup_steps)
+    take(steps, schedule.warmup_steps)
     counter.sampling = False
-    return counter.imbalance(torch.device("cpu"))["balance/lookup"]
+    return reduce_parts([counter.part()], torch.device("cpu"))["balance/lookup"]
 
 
-def _time_window(steps: Iterator[None], schedule: Schedule) -> float:
-    started = time.perf_counter()
-    _take(steps, schedule.steps_per_window)
-    return time.perf_counter() - started
+def time_windows(steps: Iterator[None], schedule: Schedule) -> tuple[float, ...]:
+    """Seconds of each window on this rank."""
+    marks = [time.perf_counter()]
+    for _ in range(schedule.num_windows):
+        take(steps, schedule.steps_per_window)
+        marks.append(time.perf_counter())
+    return tuple(end - start for start, end in pairwise(marks))
 
 
-def _take(steps: Iterator[None], num_steps: int) -> None:
+def take(steps: Iterator[None], num_steps: int) -> None:
+    """Train so many steps."""
     for _ in islice(steps, num_steps):
         pass
 

@@ -70,7 +70,7 @@ def _done(ledger: Record, num_rows: int) -> Rows:
 
 
 def _rows_of(lease: Record) -> Rows:
-    return {(lease["epoch"], row) for row in range(lease["start"], lease["stop"])}
+    return {(lease["epoch"], row) for span in lease["spans"] for row in range(*span)}
 
 
 def _check_is_union(rows: Rows, trained: Iterable[Rows], what: str) -> None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,7 +32,15 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, LivePlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
-from trainer.data.position import BatchShape, DataPosition, ledger_of, position_of, step_start
+from trainer.data.position import (
+    START,
+    BatchShape,
+    DataPosition,
+    Step,
+    ledger_of,
+    position_of,
+    step_start,
+)
 from trainer.errors import DataError
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
@@ -54,11 +62,12 @@ _SHARED = ("rows_trained", "best", "commit", "rows_skipped", "plateau")
 class TrainState:
     """Where training stands; what a resumed run continues from.
 
-    `commit` counts the committed syncs where groups are failure domains.
+    `reached` is where in the data, or the step that led there. `commit` counts the committed syncs
+    where groups are failure domains.
     """
 
     step: int = 0
-    position: DataPosition = field(default_factory=DataPosition)
+    reached: DataPosition | Step = START
     rows_trained: int = 0
     best: float | None = None
     commit: int = 0
@@ -69,6 +78,10 @@ class TrainState:
     def at(cls, step: int, position: DataPosition, record: Commit | Ledger) -> TrainState:
         """The state at `step` and `position`, with what `record` holds beside them."""
         return cls(step, position, **_shared(record))
+
+    @property
+    def position(self) -> DataPosition:
+        return self.reached.end if isinstance(self.reached, Step) else self.reached
 
     @property
     def ledger(self) -> Ledger:
@@ -203,17 +216,18 @@ class CheckpointManager:
         return duration_s
 
     def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
+        position = state.position
         return Commit(
             **_shared(state),
             step=state.step,
-            epoch=state.position.epoch,
-            row=state.position.row,
+            epoch=position.epoch,
+            row=position.row,
             **vars(self._groups.layout),
             time=time.time(),
             is_best=is_best,
             moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
-            open_epochs=state.ledger.open_epochs,
+            open_epochs=ledger_of(position).open_epochs,
             row_order=self._row_order,
         )
 
@@ -324,4 +338,4 @@ def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
             f"epoch {start.epoch} is half done: some of its rows would be trained twice and others "
             "never. Put the data back as it was, or submit a new job with checkpoint.warm_start"
         )
-    return replace(state, position=start)
+    return replace(state, reached=start)

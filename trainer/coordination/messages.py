@@ -29,16 +29,18 @@ class Message(BaseModel):
 
 
 class Lease(Message):
-    """Rows [start, stop) of the order of `epoch` that one group may train between two syncs."""
+    """Rows of the order of `epoch` that one group may train between two syncs.
+
+    The spans lie apart and are given in the order in which the ranks of the group share them.
+    """
 
     id: Count
     epoch: Count
-    start: Count
-    stop: Count
+    spans: tuple[Span, ...]
 
     @property
     def num_rows(self) -> int:
-        return self.stop - self.start
+        return sum(stop - start for start, stop in self.spans)
 
 
 class EpochRows(Message):

@@ -25,11 +25,9 @@ from trainer.data.position import (
     START,
     BatchShape,
     DataPosition,
-    Span,
-    advance,
-    rank_rows,
-    step_rows,
-    step_start,
+    Step,
+    Stripes,
+    steps_from,
 )
 from trainer.data.quarantine import QuarantinedRows
 from trainer.data.reader import RowReader
@@ -161,7 +159,7 @@ class BatchMaker:
     """Makes one rank's batches out of the rows of steps, all of `data.batch_size` rows."""
 
     def __init__(
-        self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+        self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool
     ) -> None:
         """`pin` puts batches into page-locked memory."""
         self._pin = pin
@@ -171,15 +169,14 @@ class BatchMaker:
         self._rank = rank
         self._num_ranks = num_ranks
 
-    def make(self, epoch: int, rows: list[Span]) -> Batch:
-        """This rank's share of `rows`, which one step takes over all ranks; raises `DataError`.
+    def make(self, epoch: int, stripes: Stripes, step: int) -> Batch:
+        """This rank's share of a step over `stripes` of an epoch's order; raises `DataError`.
 
         What is missing to a full batch is filled with repeated rows of weight 0, also where the
         rank's whole share is empty.
         """
-        share = rank_rows(rows, self._rank, self._num_ranks)
-        some_row = rows[0][0]
-        found = self._reader.read(epoch, share or [(some_row, some_row + 1)])
+        share = stripes.share(step, self._rank)
+        found = self._reader.read(epoch, share or stripes.padding(self._rank))
         batch = self._fill(found, len(found) if share else 0)
         return batch.pin_memory() if self._pin else batch
 
@@ -197,11 +194,12 @@ class BatchMaker:
 
 
 @dataclass(frozen=True)
-class _Step(Generic[Given]):
-    """Rows that one step takes over all ranks, and what is given along with its batch."""
+class _Planned(Generic[Given]):
+    """A batch to make: step `number` over `stripes`, and what is given along with the batch."""
 
     epoch: int
-    rows: list[Span]
+    stripes: Stripes
+    number: int
     given: Given
 
 
@@ -212,31 +210,44 @@ class _ReadAhead(ABC, Generic[Given]):
     """
 
     def __init__(
-        self, source: ParquetSource, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+        self,
+        source: ParquetSource,
+        spec: JobSpec,
+        rank: int,
+        num_ranks: int,
+        *,
+        pin: bool = False,
+        shuffle: bool = True,
     ) -> None:
-        """`pin` puts batches into page-locked memory, for a GPU to copy them from."""
+        """`pin` puts batches into page-locked memory, for a GPU to copy them from.
+
+        Rows are shuffled where the spec says so, too.
+        """
         self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
-        self._maker = BatchMaker(RowReader(source, spec), spec, rank, num_ranks, pin=pin)
+        reader = RowReader(source, spec, shuffle=shuffle)
+        self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: deque[tuple[_Step[Given], Future[Batch]]] = deque()
+        self._ahead: deque[tuple[_Planned[Given], Future[Batch]]] = deque()
 
     @abstractmethod
-    def _next_step(self) -> _Step[Given] | None:
+    def _next(self) -> _Planned[Given] | None:
         """What to make after all that was asked for so far; None where there is nothing."""
 
     def _read_ahead(self) -> None:
-        while len(self._ahead) < NUM_PREFETCHED and (step := self._next_step()):
-            made = self._thread.submit(self._maker.make, step.epoch, step.rows)
-            self._ahead.append((step, made))
+        while len(self._ahead) < NUM_PREFETCHED and (next_one := self._next()):
+            made = self._thread.submit(
+                self._maker.make, next_one.epoch, next_one.stripes, next_one.number
+            )
+            self._ahead.append((next_one, made))
 
-    def _take(self) -> tuple[Batch, _Step[Given]]:
+    def _take(self) -> tuple[Batch, _Planned[Given]]:
         if not self._ahead:
             raise StopIteration
-        step, made = self._ahead.popleft()
+        taken, made = self._ahead.popleft()
         batch = made.result()
         self._read_ahead()
-        return batch, step
+        return batch, taken
 
     def close(self) -> None:
         """End the thread; what it has not begun is dropped. Harmless when called again."""
@@ -250,8 +261,8 @@ class _ReadAhead(ABC, Generic[Given]):
         self.close()
 
 
-class TrainBatches(_ReadAhead[DataPosition], Iterator[tuple[Batch, DataPosition]]):
-    """Batches of one rank for `spec.training.epochs` epochs; gives (batch, position after it)."""
+class TrainBatches(_ReadAhead[Step], Iterator[tuple[Batch, Step]]):
+    """Batches of one rank for `spec.training.epochs` epochs; gives (batch, its step)."""
 
     def __init__(
         self,
@@ -265,20 +276,16 @@ class TrainBatches(_ReadAhead[DataPosition], Iterator[tuple[Batch, DataPosition]
     ) -> None:
         """Start reading ahead from `position`."""
         super().__init__(source, spec, rank, world_size, pin=pin)
-        self._epochs = spec.training.epochs
-        self._position = position
+        self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()
 
-    def __next__(self) -> tuple[Batch, DataPosition]:
-        batch, step = self._take()
-        return batch, step.given
+    def __next__(self) -> tuple[Batch, Step]:
+        batch, taken = self._take()
+        return batch, taken.given
 
-    def _next_step(self) -> _Step[DataPosition] | None:
-        start = step_start(self._position, self.shape)
-        if start.epoch >= self._epochs:
-            return None
-        self._position = advance(start, self.shape)
-        return _Step(start.epoch, step_rows(start, self.shape), self._position)
+    def _next(self) -> _Planned[Step] | None:
+        step = next(self._steps, None)
+        return None if step is None else _Planned(step.epoch, step.stripes, step.number, step)
 
 
 class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
@@ -295,43 +302,50 @@ class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group."""
         super().__init__(source, spec, rank, num_ranks, pin=pin)
-        self._planned: deque[_Step[Lease]] = deque()
+        self._planned: deque[_Planned[Lease]] = deque()
 
     def submit(self, lease: Lease) -> None:
         """Read `lease` after those submitted before."""
-        size = self.shape.rows_per_step
-        for start in range(lease.start, lease.stop, size):
-            rows = [(start, min(start + size, lease.stop))]
-            self._planned.append(_Step(lease.epoch, rows, lease))
+        stripes = Stripes(lease.spans, self.shape.world_size, self.shape.batch_size)
+        for number in range(stripes.num_steps):
+            self._planned.append(_Planned(lease.epoch, stripes, number, lease))
         self._read_ahead()
 
     def forget(self, ids: Container[int]) -> None:
         """Give no more batches of leases `ids`, which were taken back; others stay in order."""
-        for step, made in self._ahead:
-            if step.given.id in ids:
+        for planned, made in self._ahead:
+            if planned.given.id in ids:
                 made.cancel()
         self._ahead = deque(each for each in self._ahead if each[0].given.id not in ids)
-        self._planned = deque(step for step in self._planned if step.given.id not in ids)
+        self._planned = deque(each for each in self._planned if each.given.id not in ids)
         self._read_ahead()
 
     def __next__(self) -> tuple[Batch, Lease, bool]:
-        batch, step = self._take()
-        return batch, step.given, step.rows[-1][1] == step.given.stop
+        batch, taken = self._take()
+        return batch, taken.given, taken.number + 1 == taken.stripes.num_steps
 
-    def _next_step(self) -> _Step[Lease] | None:
+    def _next(self) -> _Planned[Lease] | None:
         return self._planned.popleft() if self._planned else None
 
 
-def validation_batches(
-    source: ParquetSource, spec: JobSpec, rank: int, world_size: int
-) -> Iterator[Batch]:
+class ValidationBatches(_ReadAhead[None], Iterator[Batch]):
     """Every row once over all ranks, unshuffled, in equally many full batches on each rank.
 
-    What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
+    What is missing at the end is filled with repeated rows of weight 0.
     """
-    shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-    maker = BatchMaker(RowReader(source, spec, shuffle=False), spec, rank, world_size)
-    position = START
-    for _ in range(shape.steps_per_epoch):
-        yield maker.make(0, step_rows(position, shape))
-        position = advance(position, shape)
+
+    def __init__(
+        self, source: ParquetSource, spec: JobSpec, rank: int, world_size: int, *, pin: bool = False
+    ) -> None:
+        super().__init__(source, spec, rank, world_size, pin=pin, shuffle=False)
+        stripes = Stripes([(0, source.num_rows)], world_size, spec.data.batch_size)
+        self._steps = iter(range(stripes.num_steps))
+        self._stripes = stripes
+        self._read_ahead()
+
+    def __next__(self) -> Batch:
+        return self._take()[0]
+
+    def _next(self) -> _Planned[None] | None:
+        number = next(self._steps, None)
+        return None if number is None else _Planned(0, self._stripes, number, None)

@@ -2,9 +2,9 @@
 
 A set of rows is kept as sorted spans [start, stop). A position says which rows of an epoch's order
 are consumed, by all ranks together. The order does not depend on the number of ranks T, so a job
-that resumes at another T loses and repeats nothing. Every rank gets the same number of batches: the
-last step of an epoch takes what is left, shared out evenly, and the batches are filled up with rows
-of weight 0.
+that resumes at another T loses and repeats nothing. What is left of an epoch is cut into T stripes,
+and each rank reads its own. Every rank gets the same number of batches: the last step of an epoch
+takes what is left, shared out evenly, and the batches are filled up with rows of weight 0.
 
 Rows on which the loss became NaN or infinite are kept in a file of the run: workers that restart
 from a checkpoint skip them. Groups that are failure domains need none: the coordinator skips them.
@@ -13,8 +13,9 @@ from a checkpoint skip them. Groups that are failure domains need none: the coor
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -83,8 +84,8 @@ class Spans:
 class DataPosition:
     """Rows [0, `row`) of the order of epoch `epoch` (from 0) are consumed, and those of `done`.
 
-    Without leases nothing is in `done`: spans beyond `row`, sorted and apart, that groups trained
-    out of turn. `later` holds such spans of later epochs: (epoch, spans).
+    `done` are spans beyond `row`, sorted and apart: what ranks have read of their stripes, or
+    groups trained out of turn. `later` holds such spans of later epochs: (epoch, spans).
     """
 
     epoch: int = 0
@@ -145,40 +146,110 @@ def step_start(position: DataPosition, shape: BatchShape) -> DataPosition:
     return position
 
 
-def step_rows(start: DataPosition, shape: BatchShape) -> list[Span]:
-    """Rows that all ranks together take in the step that begins at `start`, as given there."""
-    left = start.begun[start.epoch].gaps(0, shape.num_rows)
-    return _first_rows(left, 0, shape.rows_per_step)
+class Stripes:
+    """Rows that ranks take in equal steps, each from a part of its own.
 
-
-def advance(start: DataPosition, shape: BatchShape) -> DataPosition:
-    """Position after a step that began at `start` (as given by `step_start`)."""
-    begun = start.begun
-    for span in step_rows(start, shape):
-        begun[start.epoch].add(*span)
-    return _position(start.epoch, begun)
-
-
-def rank_rows(rows: list[Span], rank: int, num_ranks: int) -> list[Span]:
-    """What `rank` takes of a step's rows, which are shared out evenly; may be empty.
-
-    An equal share counts each row alike, as gradients are means over a rank's rows and then over
-    the ranks.
+    The rows, in order, are cut into one stripe for each of T ranks, whose sizes differ by at most
+    one row, and a step takes the next `batch_size` rows of every stripe. So a rank reads on where
+    it stopped, and decodes 1/T of the rows and at most two windows that others decode too. Cutting
+    what is left after any step anew for T ranks gives what is left of each stripe, so a resumed run
+    takes the steps of an uninterrupted one. Equal shares count each row alike, as gradients are
+    means over a rank's rows and then over the ranks.
     """
-    num_rows = sum(stop - start for start, stop in rows)
-    first, last = (num_rows * place // num_ranks for place in (rank, rank + 1))
-    return _first_rows(rows, first, last)
 
+    def __init__(self, rows: Sequence[Span], num_ranks: int, batch_size: int) -> None:
+        """`rows` are sorted spans that are not empty."""
+        self._rows = rows
+        self._starts = list(accumulate((stop - start for start, stop in rows), initial=0))
+        self._num_ranks = num_ranks
+        self._batch_size = batch_size
 
-def _first_rows(spans: list[Span], first: int, last: int) -> list[Span]:
-    """Rows `first` to `last` (excluded) of `spans`, counted over all of them."""
-    found, passed = [], 0
-    for start, stop in spans:
-        begin, end = max(start, start + first - passed), min(stop, start + last - passed)
-        if begin < end:
+    @property
+    def num_rows(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that take all rows, the last one perhaps fewer than the others."""
+        return -(-self.num_rows // (self._num_ranks * self._batch_size))
+
+    def num_rows_of(self, num_steps: int) -> int:
+        """Rows that the first `num_steps` steps take on all ranks together."""
+        shorter, num_longer = divmod(self.num_rows, self._num_ranks)
+        most = num_steps * self._batch_size
+        num_shorter = self._num_ranks - num_longer
+        return num_shorter * min(shorter, most) + num_longer * min(shorter + 1, most)
+
+    def share(self, step: int, rank: int) -> list[Span]:
+        """What `rank` takes in step number `step`, from 0; may be empty."""
+        return self._stripe(rank, step * self._batch_size, (step + 1) * self._batch_size)
+
+    def padding(self, rank: int) -> list[Span]:
+        """A row to fill up batches with where the share of `rank` is empty, near those before."""
+        last = max(1, self.num_rows * (rank + 1) // self._num_ranks)
+        return self._slice(last - 1, last)
+
+    def taken(self, num_steps: int) -> Iterator[Span]:
+        """What all ranks have taken after `num_steps` steps."""
+        for rank in range(self._num_ranks):
+            yield from self._stripe(rank, 0, num_steps * self._batch_size)
+
+    def _stripe(self, rank: int, first: int, last: int) -> list[Span]:
+        begin, end = (self.num_rows * place // self._num_ranks for place in (rank, rank + 1))
+        return self._slice(begin + first, min(begin + last, end))
+
+    def _slice(self, first: int, last: int) -> list[Span]:
+        """Rows `first` to `last` (excluded), counted over all of them."""
+        found = []
+        place = bisect_right(self._starts, first) - 1
+        while first < last:
+            start, stop = self._rows[place]
+            begin = start + first - self._starts[place]
+            end = min(stop, begin + last - first)
             found.append((begin, end))
-        passed += stop - start
-    return found
+            first += end - begin
+            place += 1
+        return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step number `number` (from 0) of those that take what was left of an epoch at `start`."""
+
+    start: DataPosition
+    stripes: Stripes
+    number: int
+
+    @property
+    def epoch(self) -> int:
+        return self.start.epoch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all ranks together."""
+        return self.stripes.num_rows_of(self.number + 1) - self.stripes.num_rows_of(self.number)
+
+    @property
+    def ends_epoch(self) -> bool:
+        return self.number + 1 == self.stripes.num_steps
+
+    @property
+    def end(self) -> DataPosition:
+        """The position after it; costs time proportional to T, so not for each step."""
+        begun = self.start.begun
+        for span in self.stripes.taken(self.number + 1):
+            begun[self.epoch].add(*span)
+        return _position(self.epoch, begun)
+
+
+def steps_from(position: DataPosition, shape: BatchShape, epochs: int) -> Iterator[Step]:
+    """The steps from `position` to the end of the last of `epochs` epochs."""
+    while (start := step_start(position, shape)).epoch < epochs:
+        left = start.begun[start.epoch].gaps(0, shape.num_rows)
+        stripes = Stripes(left, shape.world_size, shape.batch_size)
+        for number in range(stripes.num_steps):
+            yield (step := Step(start, stripes, number))
+        position = step.end
 
 
 def remaining_steps(position: DataPosition, shape: BatchShape, epochs: int) -> int:

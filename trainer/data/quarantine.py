@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
+from trainer.errors import TooManyBadRowsError
 
 FaultArray = NDArray[np.int32]
 FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
@@ -51,6 +52,20 @@ class FaultMarks:
         fresh = np.unique(places[self.faults[places] == 0])
         for path, found in self._files_of(self._rows[fresh]):
             self.faults[fresh[found]] = self._log.code(str(path), reason)
+
+
+def check_share(num_bad: int, num_rows: int, max_share: float, found: QuarantinedRows) -> None:
+    """Raise `TooManyBadRowsError` where `num_bad` of `num_rows` rows are too many.
+
+    `found` are some of them, to name the commonest.
+    """
+    if num_bad <= max_share * num_rows:
+        return
+    mostly = "".join(f"; mostly {file}: {why}" for (file, why), _ in found.most_common(1))
+    raise TooManyBadRowsError(
+        f"{num_bad:,} of {num_rows:,} rows cannot be used, more than the share {max_share:g} that "
+        f"data.max_bad_share lets be left out{mostly}. Mend the data, or raise data.max_bad_share"
+    )
 
 
 def most_quarantined(counts: QuarantinedRows) -> QuarantinedRows:

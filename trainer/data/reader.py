@@ -21,10 +21,10 @@ import pyarrow as pa
 from trainer.data.decode import check_schema, decode, layout_of
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
-from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows
+from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
-from trainer.errors import CorruptFileError, TooManyBadRowsError
+from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
 
 # Keeps the random streams of group order and of each window's rows apart.
@@ -167,9 +167,9 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
 class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
-    A split of at most `CACHE_BYTES` (decoded) is decoded once and kept; a larger one is decoded
-    window by window, and only the newest window is kept. The order is the same either way. Where
-    bad rows are quarantined they are marked in `Rows.faults` by their numbers in `fault_log`, up to
+    Of a split of at most `CACHE_BYTES` (decoded) each row group is kept once it is decoded; of a
+    larger one only the newest window is. The order is the same either way. Where bad rows are
+    quarantined they are marked in `Rows.faults` by their numbers in `fault_log`, up to
     `data.max_bad_share` of an epoch's; more are `TooManyBadRowsError`. Else they raise.
     """
 
@@ -183,7 +183,7 @@ class RowReader:
         self._source = source
         self._order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
-        self._everything: Rows | None = None
+        self._kept: dict[int, Rows] = {}
         self._epoch = -1
         self._order: EpochOrder
         self._window_number = -1
@@ -206,32 +206,32 @@ class RowReader:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
-            if self._keep_all:
-                if self._everything is None:
-                    self._everything = self._decode(tuple(range(len(self._source.group_rows))))
-                rows = self._source.row_numbers(window.row_groups)
-                self._window = self._everything.take(rows[window.row_order])
-            else:
-                self._window = self._decode(window.row_groups).take(window.row_order)
+            self._window = self._rows_of(window.row_groups).take(window.row_order)
             if self.fault_log is not None and self._window.faults is not None:
                 self._count_bad_rows(number, self.fault_log.count(self._window.faults))
             self._window_number = number
         return self._window
 
+    def _rows_of(self, row_groups: tuple[int, ...]) -> Rows:
+        """Decoded row groups, one after the other."""
+        if not self._keep_all:
+            return self._decode(row_groups)
+        if missing := tuple(group for group in row_groups if group not in self._kept):
+            rows, start = self._decode(missing), 0
+            for group in missing:
+                stop = start + int(self._source.group_rows[group])
+                self._kept[group] = rows.slice(start, stop)
+                start = stop
+        return concat_rows([self._kept[group] for group in row_groups])
+
     def _count_bad_rows(self, window: int, found: QuarantinedRows) -> None:
         """Count a window's bad rows, once however often it is read; raises `TooManyBadRowsError`.
 
-        Each reader counts what it decodes itself, so that ranks need not ask each other.
+        A reader counts what it decodes itself; the sum over the ranks is checked at reports.
         """
         self._bad_rows[window] = found.total()
-        total, num_rows = sum(self._bad_rows.values()), self._source.num_rows
-        if found and total > self._max_bad_share * num_rows:
-            [((file, reason), _)] = found.most_common(1)
-            raise TooManyBadRowsError(
-                f"{total:,} of {num_rows:,} rows cannot be used, more than the share "
-                f"{self._max_bad_share:g} that data.max_bad_share lets be left out; mostly "
-                f"{file}: {reason}. Mend the data, or raise data.max_bad_share"
-            )
+        total = sum(self._bad_rows.values())
+        check_share(total, self._source.num_rows, self._max_bad_share, found)
 
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
         rows = self._source.row_numbers(row_groups)

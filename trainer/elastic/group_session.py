@@ -165,6 +165,7 @@ class GroupSession(Session):
         if not self._leases:
             return
         lease = self._leases.popleft()
+        self.quarantine.begin_epoch(lease.epoch)
         for batch, is_last in self.pipeline.over(self._batches_of(lease)):
             self._train_batch(batch, is_last)
         self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
@@ -324,7 +325,7 @@ class GroupSession(Session):
 
         Collective over the group on report steps.
         """
-        if not worker.is_asked(self.config, self.is_report_due()):
+        if not (self.is_asked_to_stop and self.is_report_due()):
             return
         self.checkpoints.wait()
         if self.checkpoints.newest_commit != self.state.commit:

@@ -1,4 +1,5 @@
-"""Means over a replica group, summed in a fixed order, so that the replicas end bitwise equal.
+"""Means over a replica group, summed in a fixed order, so that the replicas end bitwise equal; and
+the numbers of a report over all ranks.
 
 Each of the M ranks sums 1/M of the elements (all-to-all), in fp32 and pair by pair in rank order,
 and hands the means to the others (all-gather): the bytes of a ring all-reduce, 2 (M - 1) / M of
@@ -11,8 +12,8 @@ Replicas may weigh differently; those of weight 0 get the means without counting
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -44,6 +45,42 @@ def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -
         pairs = zip(sums[::2], sums[1::2], strict=False)
         sums = [a + b for a, b in pairs] + (sums[-1:] if len(sums) % 2 else [])
     return sums[0] / divisor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Numbers of this rank in a report.
+
+    `sums`, float64 [k], are added up over the ranks, and of `peaks` [j] the highest counts. `read`
+    makes values out of both, which it gets on the host.
+    """
+
+    sums: torch.Tensor
+    read: Callable[[torch.Tensor, torch.Tensor], dict[str, float]]
+    peaks: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+
+def reduce_parts(parts: Sequence[Part], device: torch.device) -> dict[str, float]:
+    """What `parts` make of the numbers of all ranks, each of which gives the same parts.
+
+    Collective over all ranks: two all-reduces of sum(k) and sum(j) numbers, however many ranks
+    there are, and one read on the host.
+    """
+    sums = torch.cat([part.sums.to(device) for part in parts])
+    peaks = torch.cat([part.peaks.to(device) for part in parts])
+    works = [
+        dist.all_reduce(sums, async_op=True),
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    found = torch.cat([sums, peaks]).cpu()
+    sums_of = found[: len(sums)].split([len(part.sums) for part in parts])
+    peaks_of = found[len(sums) :].split([len(part.peaks) for part in parts])
+    values: dict[str, float] = {}
+    for part, *numbers in zip(parts, sums_of, peaks_of, strict=True):
+        values |= part.read(*numbers)
+    return values
 
 
 class ReplicaGroup(Protocol):

@@ -7,17 +7,17 @@ meet at syncs. Dynamic tables are TorchRec's collections over `trainer.models.ma
 
 Collectives: TorchRec's input and output distribution over the *sharding group* at each lookup; one
 all-reduce (AVG) of the gradients of data-parallel tables over the *sharding group* in each backward
-pass; `read_metrics` makes one all-reduce over all ranks.
+pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
+from functools import partial
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -52,6 +52,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from trainer.models.managed_collision import BucketedIds, Tally, mix
 from trainer.models.networks import build_model
+from trainer.parallel.collectives import Part
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import fused_optimizer_params
@@ -283,27 +284,23 @@ def reload(model: nn.Module) -> None:
             each.reload()
 
 
-def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
-    """How full each dynamic table is, and what happened since the last call, by metric name.
+def report_parts(model: nn.Module) -> Iterator[Part]:
+    """How full each dynamic table is, and what happened since the last report, by metric name.
 
     `fill` is the share of the rows that belong to an id, `shared` that of the lookups by ids
-    without a row; `admitted` and `evicted` count ids. All-reduces over all ranks; none without
-    dynamic tables.
+    without a row; `admitted` and `evicted` count ids.
     """
-    found = list(ids_by_table(model))
-    if not found:
-        return {}
-    rows = [
-        [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())] for _, ids in found
-    ]
-    totals = torch.tensor(rows, dtype=torch.int64, device=device)
-    dist.all_reduce(totals)
-    values = {}
-    for (table, ids), total in zip(found, totals.tolist(), strict=True):
-        num_lookups, num_shared, num_admitted, num_evicted, num_rows, num_free = total
-        values[f"dynamic/{table}/fill"] = 1 - num_free / num_rows
-        values[f"dynamic/{table}/shared"] = num_shared / max(1, num_lookups)
-        values[f"dynamic/{table}/admitted"] = float(num_admitted)
-        values[f"dynamic/{table}/evicted"] = float(num_evicted)
+    for table, ids in ids_by_table(model):
+        numbers = [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())]
         ids.tally = Tally()
-    return values
+        yield Part(torch.tensor(numbers, dtype=torch.float64), partial(_dynamic_metrics, table))
+
+
+def _dynamic_metrics(table: str, totals: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+    num_lookups, num_shared, num_admitted, num_evicted, num_rows, num_free = totals.tolist()
+    return {
+        f"dynamic/{table}/fill": 1 - num_free / num_rows,
+        f"dynamic/{table}/shared": num_shared / max(1, num_lookups),
+        f"dynamic/{table}/admitted": num_admitted,
+        f"dynamic/{table}/evicted": num_evicted,
+    }

@@ -312,12 +312,16 @@ class HostExcluded(EventModel):
 
 
 class RowsSkipped(EventModel):
-    """Rows left out because the loss became NaN or infinite on them."""
+    """Rows left out because the loss became NaN or infinite on them.
+
+    They lie between `start` and `stop`: `num_rows` of these, or all.
+    """
 
     kind: Literal["rows_skipped"] = "rows_skipped"
     epoch: Count
     start: Count
     stop: Count
+    num_rows: Count | None = None
     reason: str
 
 

@@ -24,10 +24,10 @@ from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
 from trainer.models.networks import LEAST_WEIGHT
+from trainer.parallel.collectives import Part
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
-from trainer.training.metrics import gather_across_ranks
 
 _REASON = "the loss became NaN or infinite"
 NON_FINITE_ADVICE = (
@@ -57,6 +57,7 @@ class NonFiniteLossGuard:
         self._rows_per_epoch = rows_per_epoch
         self._emit = emit
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._total = 0.0
         self._finite_at = DataPosition()
         self._best_ne, self._num_exploded = math.inf, 0
 
@@ -85,16 +86,23 @@ class NonFiniteLossGuard:
         """Count the loss of a step, a scalar."""
         self._sum += loss
 
-    def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
-        """Raise on every rank when a loss since the last call was not finite. Collective.
+    def part(self) -> Part:
+        """The losses since the last good state, for `check`."""
+        return Part(self._sum[None], self._read)
 
-        Raises `NonFiniteRows`, the rows since then being noted, or `NonFiniteLoss`.
+    def _read(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        self._total = sums.item()
+        return {}
+
+    def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
+        """Raise on every rank when a loss was not finite by the newest `part` that was read.
+
+        Raises `NonFiniteRows`, the rows since the last good state being noted, or `NonFiniteLoss`.
         """
-        sums = gather_across_ranks([self._sum.item()], self._sum.device)
-        if bool(sums.isfinite().all()):
+        if math.isfinite(self._total):
             self.begin_at(position)
             return
-        message = f"the training loss became {sums.sum().item()} by step {step}; "
+        message = f"the training loss became {self._total} by step {step}; "
         if self._policy == "skip":
             rows = rows_between(self._finite_at, position, self._rows_per_epoch)
             if is_first_rank:
@@ -106,10 +114,16 @@ class NonFiniteLossGuard:
 
     def _record_skipped(self, rows: list[EpochSpans]) -> None:
         SkippedRows.read(self._path).with_rows(rows).write(self._path)
-        now = time.time()
-        for epoch, start, stop in ((epoch, *span) for epoch, spans in rows for span in spans):
+        for epoch, spans in rows:
             self._emit(
-                events.RowsSkipped(time=now, epoch=epoch, start=start, stop=stop, reason=_REASON)
+                events.RowsSkipped(
+                    time=time.time(),
+                    epoch=epoch,
+                    start=spans[0][0],
+                    stop=spans[-1][1],
+                    num_rows=sum(stop - start for start, stop in spans),
+                    reason=_REASON,
+                )
             )
 
 

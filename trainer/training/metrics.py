@@ -3,28 +3,31 @@
 Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
 `speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
-phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`. Times
-are seconds per step, except `sync/time_s`, which is seconds per sync; phases are means over the
-ranks.
+phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`,
+`memory/peak_rss_bytes`. Times are seconds per step, except `sync/time_s`, seconds per sync; phases
+are means over the ranks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
-from trainer.data.quarantine import QuarantinedRows, most_quarantined
+from trainer.data.quarantine import QuarantinedRows, check_share, most_quarantined
+from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.touched_rows import looked_up
 from trainer.protocol import events
@@ -50,7 +53,6 @@ def without(package: str) -> Iterator[None]:
 
 # torchmetrics imports matplotlib where it is installed, for two seconds, and draws nothing here.
 with without("matplotlib"):
-    from torchrec.metrics.auc import AUCMetric
     from torchrec.metrics.calibration import CalibrationMetric
     from torchrec.metrics.mae import MAEMetric
     from torchrec.metrics.metrics_config import RecTaskInfo
@@ -62,12 +64,13 @@ _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
     "rmse": (MSEMetric, "mse-{task}|local_lifetime_rmse", {}),
     "mae": (MAEMetric, "mae-{task}|local_lifetime_mae", {}),
     "ne": (NEMetric, "ne-{task}|local_lifetime_ne", {}),
-    "auc": (AUCMetric, "auc-{task}|window_auc", {}),
     "calibration": (CalibrationMetric, "calibration-{task}|local_lifetime_calibration", {}),
     "logloss": (NEMetric, "ne-{task}|local_lifetime_logloss", {"include_logloss": True}),
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
+# AUC counts rows in bins of one width in sign(x) log(1 + |x|), which reach up to so much.
+_AUC_BINS, _AUC_LIMIT = 2**14, 16.0
 # Labels went through their normalisation and back in float32.
 _LABEL_TOLERANCE = 1e-5
 
@@ -76,19 +79,15 @@ class TaskMeter:
     """Loss and metrics of all tasks, over all ranks, since the last `compute`.
 
     A step only keeps its outputs; the metrics see them all at once at the report, and their sums
-    travel in one all-reduce instead of several for each metric. `state` and `load_state` carry what
-    came in since the last report over to another run, at any number of ranks.
+    travel together. `state` and `load_state` carry what came in since the last report over to
+    another run, at any number of ranks.
 
     The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
     metric weighs rows by `Batch.weight`.
     """
 
     def __init__(
-        self,
-        tasks: Sequence[TaskSpec],
-        batch_size: int,
-        window_rows: int,
-        device: torch.device | None = None,
+        self, tasks: Sequence[TaskSpec], batch_size: int, device: torch.device | None = None
     ) -> None:
         self._kept: list[tuple[torch.Tensor, ...]] = []
         # Sums of weighted losses and of weights that the metrics have taken in.
@@ -96,7 +95,7 @@ class TaskMeter:
         self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
         self._tasks = {
             f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(
-                task, batch_size, window_rows, self._losses.device
+                task, batch_size, self._losses.device
             )
             for task in tasks
         }
@@ -107,20 +106,30 @@ class TaskMeter:
         weighted_loss = loss.detach() * batch.weight.sum()
         labels = batch.label * batch.label_scale + batch.label_offset
         values = outputs * batch.label_scale + batch.label_offset
-        predictions = torch.where(self._is_binary, torch.sigmoid(outputs), values)
-        self._kept.append((predictions, labels, batch.weight, weighted_loss[None]))
+        scores = torch.where(self._is_binary, outputs, values)
+        self._kept.append((scores, labels, batch.weight, weighted_loss[None]))
+
+    def compute(self, prefix: str) -> dict[str, float]:
+        """As `part`, by itself. Collective."""
+        return reduce_parts([self.part(prefix)], self._losses.device)
 
     @torch.no_grad()
-    def compute(self, prefix: str) -> dict[str, float]:
-        """Values since the last call, named `PREFIX/NAME`, and start over. Collective.
+    def part(self, prefix: str) -> Part:
+        """Values since the last report, named `PREFIX/NAME`; reading it starts over.
 
         No values where no row that counts came in: an error of 0 would look like a perfect model.
         """
         self._update_metrics()
-        _all_reduce(list(self._sums().values()))
+        return Part(self._flat_sums(), lambda totals, _: self._read(prefix, totals))
+
+    @torch.no_grad()
+    def _read(self, prefix: str, totals: torch.Tensor) -> dict[str, float]:
+        found = self._split(totals)
+        for name, own in self._sums().items():
+            own.copy_(found[name])
         values = {}
-        if self._losses[1]:
-            values[f"{prefix}/loss"] = (self._losses[0] / self._losses[1]).item()
+        if totals[1]:
+            values[f"{prefix}/loss"] = (totals[0] / totals[1]).item()
             for name, task in self._tasks.items():
                 values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
         self._losses.zero_()
@@ -128,38 +137,37 @@ class TaskMeter:
             task.reset()
         return values
 
+    def _flat_sums(self) -> torch.Tensor:
+        """All sums, one after the other."""
+        return torch.cat([value.flatten() for value in self._sums().values()])
+
+    def _split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`flat` sums by name."""
+        own = self._sums()
+        parts = flat.split([value.numel() for value in own.values()])
+        named = zip(own.items(), parts, strict=True)
+        return {name: part.view_as(value) for (name, value), part in named}
+
     @torch.no_grad()
     def state(self) -> dict[str, torch.Tensor]:
-        """What came in on all ranks since the last `compute`, on the host. Collective.
+        """Sums, float64 on the host, of what came in on all ranks since the last report.
 
-        Sums as float64, and for AUC the rows themselves: predictions, labels and weights [3, rows].
+        Collective.
         """
         self._update_metrics()
-        sums = {name: value.clone() for name, value in self._sums().items()}
-        _all_reduce(list(sums.values()))
-        # How many rows came in is known to all ranks alike by the sum of their weights only.
-        if sums["loss"][1]:
-            for name, task in self._tasks.items():
-                if task.has_auc:
-                    sums[f"{name}auc"] = _gather_columns(task.auc_rows())
-        return {name: value.cpu() for name, value in sums.items()}
+        flat = self._flat_sums()
+        dist.all_reduce(flat)
+        return {name: value.cpu() for name, value in self._split(flat).items()}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`, as some number of ranks had it; a metric it lacks starts anew.
+        """Go on from `state`, as some number of ranks had it: rank 0 takes the sums.
 
-        Rank 0 takes the sums, and the ranks share the rows.
+        A metric that it lacks starts anew.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         for name, value in self._sums().items():
-            if rank == 0 and name in state:
+            if dist.get_rank() == 0 and name in state:
                 value.copy_(state[name])
-        for name, task in self._tasks.items():
-            if task.has_auc and f"{name}auc" in state:
-                # Rows of weight 0 make all shares equal.
-                rows = state[f"{name}auc"]
-                rows = nn.functional.pad(rows, (0, -rows.shape[1] % world_size))
-                task.update("auc", *rows[:, rank::world_size].to(self._losses.device))
 
     def _sums(self) -> dict[str, torch.Tensor]:
         """Every state that is a sum over rows, by name: views of what the metrics hold."""
@@ -172,195 +180,242 @@ class TaskMeter:
         """Pass the kept batches to the metrics."""
         if not self._kept:
             return
-        predictions, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
+        scores, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
         self._kept.clear()
+        predictions = torch.where(self._is_binary, torch.sigmoid(scores), scores)
         self._losses += torch.stack([losses.double().sum(), weights.double().sum()])
         for k, task in enumerate(self._tasks.values()):
-            task.take_in(predictions[:, k], labels[:, k], weights)
+            task.take_in(predictions[:, k], scores[:, k], labels[:, k], weights)
 
 
 class _TaskMetrics:
-    """The metrics of one task, from torchrec.metrics."""
+    """The metrics of one task: AUC from bins, all others from torchrec.metrics."""
 
-    def __init__(
-        self, task: TaskSpec, batch_size: int, window_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, task: TaskSpec, batch_size: int, device: torch.device) -> None:
         self._name = task.name
         self._threshold = task.auc_threshold
         self._metrics: dict[str, RecMetric] = {}
+        has_auc = "auc" in task.metric_names
+        # Weights of negative and of positive rows by bin.
+        self._auc = (
+            torch.zeros(2, _AUC_BINS, dtype=torch.float64, device=device) if has_auc else None
+        )
         for name in task.metric_names:
+            if name == "auc":
+                continue
             kind, _, options = _METRICS[name]
             self._metrics[name] = kind(
                 world_size=dist.get_world_size(),
                 my_rank=dist.get_rank(),
                 batch_size=batch_size,
                 tasks=[RecTaskInfo(name=task.name)],
-                window_size=window_rows,
+                window_size=batch_size * dist.get_world_size(),  # only the lifetime is read
                 compute_on_all_ranks=True,
                 **options,
             ).to(device)
 
-    @property
-    def has_auc(self) -> bool:
-        """Whether AUC is wanted, which keeps all rows."""
-        return "auc" in self._metrics
-
     def take_in(
-        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+        self,
+        predictions: torch.Tensor,
+        scores: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
-        """Rows in the label's own unit, [n] each."""
-        for name in self._metrics:
-            wanted = self._is_positive(labels) if name == "auc" else labels
-            self.update(name, predictions, wanted, weights)
+        """Rows in the label's own unit, [n] each; `scores` may be any that sort them alike."""
+        task = self._name
+        for metric in self._metrics.values():
+            metric.update(
+                predictions={task: predictions}, labels={task: labels}, weights={task: weights}
+            )
+        if self._auc is not None:
+            places = _bins_of(scores) + _AUC_BINS * self._is_positive(labels)
+            self._auc.view(-1).index_add_(0, places, weights.double())
 
     def _is_positive(self, labels: torch.Tensor) -> torch.Tensor:
         """1 where AUC takes a row for positive, else 0."""
-        if self._threshold is None:
-            return labels
-        tolerance = _LABEL_TOLERANCE * max(1.0, abs(self._threshold))
-        return (labels >= self._threshold - tolerance).to(labels.dtype)
-
-    def update(
-        self, name: str, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-    ) -> None:
-        task = self._name
-        self._metrics[name].update(
-            predictions={task: predictions}, labels={task: labels}, weights={task: weights}
-        )
+        threshold = 1.0 if self._threshold is None else self._threshold
+        return (labels >= threshold - _LABEL_TOLERANCE * max(1.0, abs(threshold))).long()
 
     def compute(self) -> dict[str, float]:
-        """Values by metric; the sums are those of all ranks. Collective for AUC."""
-        values = {}
+        """Values by metric; the sums are those of all ranks."""
+        values = {} if self._auc is None else {"auc": _auc_of(self._auc)}
         for name, metric in self._metrics.items():
-            # AUC keeps whole lists, which it gathers by itself.
-            found = metric.compute() if name == "auc" else metric.local_compute()
             key = _METRICS[name][1].format(task=self._name)
-            values[name] = found[key].item() * _UNITS.get(name, 1.0)
+            values[name] = metric.local_compute()[key].item() * _UNITS.get(name, 1.0)
         return values
 
     def reset(self) -> None:
         for metric in self._metrics.values():
             metric.reset()
+        if self._auc is not None:
+            self._auc.zero_()
 
     def sums(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every state that is a sum over rows, by `METRIC.STATE`."""
+        """Every state, each of which is a sum over rows, by `METRIC.STATE`."""
         for name, metric in self._metrics.items():
-            if name == "auc":
-                continue
             for computation in metric._metrics_computations:
                 for state in computation._defaults:  # torchmetrics 1.0.3 has no public list
                     yield f"{name}.{state}", getattr(computation, state)
-
-    def auc_rows(self) -> torch.Tensor:
-        """Predictions, labels and weights of this rank since the last report, [3, rows]."""
-        (computation,) = self._metrics["auc"]._metrics_computations
-        names = ("predictions", "labels", "weights")
-        return torch.cat([torch.cat(getattr(computation, name), dim=1) for name in names])
+        if self._auc is not None:
+            yield "auc.bins", self._auc
 
 
-def _gather_columns(columns: torch.Tensor) -> torch.Tensor:
-    """All ranks' `columns` [3, n] beside each other: [3, T n]. Collective: one all-gather."""
-    gathered = columns.new_empty(dist.get_world_size() * columns.numel())
-    dist.all_gather_single(gathered, columns.flatten())
-    return gathered.view(-1, *columns.shape).transpose(0, 1).flatten(1)
+def _bins_of(scores: torch.Tensor) -> torch.Tensor:
+    """The bin of each score: a higher one is in no lower bin."""
+    places = scores.double().nan_to_num()
+    places = places.sign() * places.abs().log1p() + _AUC_LIMIT
+    return (places * (_AUC_BINS / (2 * _AUC_LIMIT))).long().clamp(0, _AUC_BINS - 1)
 
 
-def _all_reduce(tensors: list[torch.Tensor]) -> None:
-    """Sum float64 `tensors` over all ranks, in place, in one collective."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor))
+def _auc_of(bins: torch.Tensor) -> float:
+    """Share of pairs of a negative and a positive row in the right order; half of those in one bin.
+
+    `bins` [2, n] are the weights of both kinds. 0.5 where there is no such pair.
+    """
+    negatives, positives = bins
+    pairs = negatives.sum() * positives.sum()
+    below = negatives.cumsum(0) - negatives / 2
+    return (positives @ below / pairs).item() if pairs else 0.5
 
 
 class LookupCounter:
     """Counts the ids that this rank's shards look up, and the distinct rows they update.
 
     Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
-    balanced differently over the ranks. Distinct rows are counted only while `sampling`, because
-    that needs a sort of the ids. `counts` is (ids, distinct rows) since the last report.
+    balanced differently over the ranks. Both are counted only while `sampling`, as distinct rows
+    need a sort of the ids.
     """
 
     def __init__(self, model: TwoDParallel) -> None:
         self.sampling = False
-        self.counts = (0, 0)
+        # (ids, distinct rows) since the last report.
+        self._counts = torch.zeros(2, dtype=torch.float64, device=model.groups.device)
         for kernel in model.embedding_kernels():
             kernel.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _count(self, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if self.sampling and kernel.training:
-            rows = looked_up(kernel, inputs["indices"], inputs["offsets"])
-            num_ids, num_rows = self.counts
-            self.counts = (num_ids + rows.numel(), num_rows + rows.unique().numel())
-
     @torch.no_grad()
-    def imbalance(self, device: torch.device) -> dict[str, float]:
-        """Max over mean across all ranks since the last call (1 is perfect). Collective."""
-        lookups, rows = gather_across_ranks(self.counts, device).unbind(1)
-        self.counts = (0, 0)
-        return {"balance/lookup": _imbalance(lookups), "balance/gradient": _imbalance(rows)}
+    def _count(self, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if not (self.sampling and kernel.training and inputs["indices"].numel()):
+            return
+        rows = looked_up(kernel, inputs["indices"], inputs["offsets"]).sort().values
+        self._counts[0] += rows.numel()
+        self._counts[1] += 1 + (rows[1:] != rows[:-1]).sum()
+
+    def part(self) -> Part:
+        """Max over mean across the ranks since the last report (1 is perfect)."""
+        mine = self._counts.clone()
+        self._counts.zero_()
+        return Part(mine, self._read, peaks=mine)
+
+    @staticmethod
+    def _read(sums: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
+        lookups, rows = imbalance(sums, peaks).tolist()
+        return {"balance/lookup": lookups, "balance/gradient": rows}
 
 
-def gather_across_ranks(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Every rank's `values`, [T, len(values)] float64 on the host. Collective: one all-gather."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    gathered = mine.new_empty(dist.get_world_size() * len(values))
-    dist.all_gather_single(gathered, mine)
-    return gathered.view(-1, len(values)).cpu()
+def imbalance(sums: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """Max over mean of numbers of all ranks, by their sums and peaks; 1 where all are 0."""
+    means = sums / dist.get_world_size()
+    return torch.where(means > 0, peaks / means, 1.0)
 
 
-def _imbalance(values: torch.Tensor) -> float:
-    """Max over mean; 1 where there is nothing to balance."""
-    mean = values.mean().item()
-    return values.max().item() / mean if mean else 1.0
+def memory_part(device: torch.device) -> Part:
+    """The most bytes that any rank has taken so far: of host memory, and of its GPU's.
+
+    Of the latter what tensors took, what PyTorch held for them, and what is taken now by whatever
+    (NCCL, FBGEMM's caches, other processes).
+    """
+    status = Path("/proc/self/status").read_text()
+    (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    found = {"memory/peak_rss_bytes": 1024 * int(resident)}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+        found["memory/peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        found["memory/gpu_used_bytes"] = total - free
+    return Part(
+        torch.empty(0, dtype=torch.float64),
+        lambda _, peaks: dict(zip(found, peaks.tolist(), strict=True)),
+        peaks=torch.tensor(list(found.values()), dtype=torch.float64),
+    )
 
 
-def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str, float]:
-    """Mean over the ranks of the seconds per step that each phase took here. Collective.
+def phase_part(mine: Mapping[Phase, float]) -> Part:
+    """Mean over the ranks of the seconds per step that each phase took here.
 
     `balance/step` is max over mean across the ranks of the time that a step spends in phases in
     which no rank waits for another.
     """
-    gathered = gather_across_ranks(list(mine.values()), device)
-    metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
-    local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
-    return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
+    seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
+    local = sum((s for phase, s in mine.items() if phase in LOCAL_PHASES), start=0.0)
+    alone = torch.tensor([local], dtype=torch.float64)
+
+    def read(sums: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
+        means = (sums[:-1] / dist.get_world_size()).tolist()
+        values = {f"phase/{phase}_s": mean for phase, mean in zip(mine, means, strict=True)}
+        return values | {"balance/step": imbalance(sums[-1:], peaks).item()}
+
+    return Part(torch.cat([seconds, alone]), read, peaks=alone)
 
 
 class QuarantineReporter:
     """Counts the rows that one rank left out (`data.on_bad_rows: quarantine`), for each report."""
 
     def __init__(
-        self, spec: JobSpec, device: torch.device, emit: Callable[[events.Event], None]
+        self,
+        spec: JobSpec,
+        num_rows: tuple[int, int],
+        emit: Callable[[events.Event], None],
     ) -> None:
+        """`num_rows` are those of the training and of the validation split."""
         self._is_on = spec.data.on_bad_rows == "quarantine"
-        self._device = device
+        self._max_share = spec.data.max_bad_share
+        self._num_rows = num_rows
         self._emit = emit
+        self._epochs: set[int] = set()
         self._found: QuarantinedRows = Counter()
+        self._held_out: QuarantinedRows = Counter()
+        self._totals = torch.zeros(2, dtype=torch.float64)
         self.has_validated = False
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Rows of `epoch` come from now on, or go on to come."""
+        self._epochs.add(epoch)
+
     def add_held_out(self, found: QuarantinedRows) -> None:
         """Count what a batch of a validation left out: all read the same rows, the first counts."""
         if not self.has_validated:
-            self.add(found)
+            self._held_out.update(found)
 
-    def report(self) -> dict[str, float]:
-        """Rows left out since the last call, over all ranks; an event for each file and reason.
+    def parts(self) -> Iterator[Part]:
+        """Rows left out since the last report, over all ranks; none where bad rows end the job.
 
-        Nothing where bad rows end the job. Collective otherwise.
+        Writes an event for each file and reason. Reading raises `TooManyBadRowsError` on every
+        rank where more than `data.max_bad_share` are left out, on average over the epochs.
         """
         if not self._is_on:
-            return {}
-        counts = gather_across_ranks([self._found.total()], self._device)
-        for (file, reason), count in most_quarantined(self._found).items():
+            return
+        mine = [self._found.total(), self._held_out.total()]
+        found = self._found + self._held_out
+        self._found.clear()
+        self._held_out.clear()
+        for (file, reason), count in most_quarantined(found).items():
             self._emit(
                 events.RowsQuarantined(time=time.time(), file=file, reason=reason, count=count)
             )
-        self._found.clear()
-        return {"data/quarantined_rows": counts.sum().item()}
+        yield Part(torch.tensor(mine, dtype=torch.float64), partial(self._read, found))
+
+    def _read(
+        self, found: QuarantinedRows, sums: torch.Tensor, _: torch.Tensor
+    ) -> dict[str, float]:
+        self._totals += sums
+        most = self._num_rows[0] * max(1, len(self._epochs)), self._num_rows[1]
+        for total, num_rows in zip(self._totals.tolist(), most, strict=True):
+            check_share(int(total), num_rows, self._max_share, found)
+        return {"data/quarantined_rows": sums.sum().item()}
 
 
 def is_better(metric: str, value: float, best: float | None, min_delta: float = 0.0) -> bool:

@@ -26,25 +26,25 @@ from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
-from trainer.data.batches import Batch, TrainBatches, validation_batches
+from trainer.data.batches import Batch, TrainBatches, ValidationBatches
 from trainer.data.inputs import on_this_node
 from trainer.data.position import (
     BatchShape,
-    DataPosition,
     SkippedRows,
+    Step,
     remaining_steps,
-    step_start,
     without,
 )
 from trainer.data.reader import open_source, order_digest
 from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
+from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync
-from trainer.protocol import events
+from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
@@ -56,7 +56,8 @@ from trainer.training.metrics import (
     after_validation,
     is_better,
     is_over,
-    phase_metrics,
+    memory_part,
+    phase_part,
 )
 from trainer.training.pipeline import StepPipeline
 from trainer.training.profiling import (
@@ -109,6 +110,7 @@ class Session:
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self.rows_per_s = 0.0  # as last reported
+        self.is_asked_to_stop = False  # as of the last report
         self.tracer = Tracer(
             files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
         )
@@ -162,14 +164,13 @@ class Session:
 
     def _open_meters(self) -> None:
         tasks, batch_size = self.spec.model.tasks, self.spec.data.batch_size
-        window = self.spec.training.report_every_steps * self.shape.rows_per_step
         device = self.groups.device
-        self.train_meter = TaskMeter(tasks, batch_size, window, device)
-        if self.validation_source:
-            # AUC's window must hold all rows, padding included.
-            window = self.validation_source.num_rows + self.shape.rows_per_step
-            self.validation_meter = TaskMeter(tasks, batch_size, window, device)
-        self.quarantine = QuarantineReporter(self.spec, device, self._rank_writer.write)
+        self.train_meter = TaskMeter(tasks, batch_size, device)
+        self.validation_meter = TaskMeter(tasks, batch_size, device)
+        held_out = self.validation_source.num_rows if self.validation_source else 0
+        self.quarantine = QuarantineReporter(
+            self.spec, (self.shape.num_rows, held_out), self._rank_writer.write
+        )
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))
         ForwardPhases(self.model, self.phases)
@@ -239,8 +240,8 @@ class Session:
             resumed_step=self.state.step,
         )
 
-    def batches(self) -> Iterator[tuple[Batch, DataPosition]]:
-        """(batch on the device, position after it), equally many on each rank."""
+    def batches(self) -> Iterator[tuple[Batch, Step]]:
+        """(batch on the device, its place in the data), equally many on each rank."""
         with TrainBatches(
             self.train_source,
             self.spec,
@@ -256,20 +257,19 @@ class Session:
         """Whether batches have to be copied to a device, best from page-locked memory."""
         return self.groups.device.type == "cuda"
 
-    def train_step(self, batch: Batch, position: DataPosition) -> None:
+    def train_step(self, batch: Batch, place: Step) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
-        self.run_step(batch, step, self._is_dense_step(step, position))
-        rows_before = self.state.position.rows_done(self.shape.num_rows)
-        self.state.rows_trained += position.rows_done(self.shape.num_rows) - rows_before
+        self.quarantine.begin_epoch(place.epoch)
+        self.run_step(batch, step, self._is_dense_step(step, place))
+        self.state.rows_trained += place.num_rows
         self.state.step = step
-        self.state.position = position
+        self.state.reached = place
 
-    def _is_dense_step(self, step: int, position: DataPosition) -> bool:
+    def _is_dense_step(self, step: int, place: Step) -> bool:
         """Whether accumulated gradients are used up at `step`: when due, and as an epoch ends."""
         every = self.spec.training.accumulate_steps
-        ends_epoch = step_start(position, self.shape).epoch > position.epoch
-        return step % every == 0 or step == self.total_steps or ends_epoch
+        return step % every == 0 or step == self.total_steps or place.ends_epoch
 
     def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
@@ -367,16 +367,31 @@ class Session:
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def read_metrics(self) -> dict[str, float]:
-        """Metrics since the last call. Collective over all ranks."""
-        values = self.train_meter.compute("train")
-        values |= self.lookups.imbalance(self.groups.device)
-        values |= self.quarantine.report()
-        values |= sharding.read_metrics(self.model, self.groups.device)
-        values |= self.optimizers.metrics()
+        """Metrics since the last call, and whether to stop. Collective over all ranks."""
         phases = self.phases.read(self.speed.num_steps)
         self.heartbeat.local_s = local_s(phases)
-        values |= phase_metrics(phases, self.groups.device)
-        return values | self.speed.read()
+        parts = [
+            self.train_meter.part("train"),
+            self.lookups.part(),
+            *self.quarantine.parts(),
+            *sharding.report_parts(self.model),
+            phase_part(phases),
+            memory_part(self.groups.device),
+            self.loss_guard.part(),
+            self._stop_part(),
+        ]
+        values = reduce_parts(parts, self.groups.device)
+        return values | self.optimizers.metrics() | self.speed.read()
+
+    def _stop_part(self) -> Part:
+        """Whether these workers are requested to stop, as rank 0 sees it."""
+        files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+        is_wanted = self.groups.rank == 0 and requests.is_wanted(files, self.config.run_index)
+        return Part(torch.tensor([is_wanted], dtype=torch.float64), self._read_stop)
+
+    def _read_stop(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        self.is_asked_to_stop = bool(sums.item())
+        return {}
 
     def publish(self, values: dict[str, float]) -> None:
         """Send `values` as the metrics of the current step, and how far training has come."""
@@ -399,7 +414,7 @@ class Session:
             time=time.time(),
             step=step,
             total_steps=total_steps,
-            epoch=self.state.position.epoch,
+            epoch=self.state.reached.epoch,
             rows=self.state.rows_trained,
             rows_per_s=self.rows_per_s,
             eta_s=rows_left / self.rows_per_s if self.rows_per_s else 0.0,
@@ -414,7 +429,7 @@ class Session:
             return True
         if every:
             return self.state.step % every == 0
-        return step_start(self.state.position, self.shape).epoch > self.state.position.epoch
+        return isinstance(self.state.reached, Step) and self.state.reached.ends_epoch
 
     @torch.no_grad()
     def validate(self) -> bool:
@@ -448,16 +463,17 @@ class Session:
         self.synchronise()
         self.sync.finish()
         self.model.eval()
-        held_out = validation_batches(
+        with ValidationBatches(
             self.validation_source,
             self.spec,
-            rank=self.groups.rank,
-            world_size=self.groups.layout.world_size,
-        )
-        for batch, _ in self.pipeline.over((batch, None) for batch in held_out):
-            self.heartbeat.enter("validation", self.state.step)
-            self.quarantine.add_held_out(batch.quarantined)
-            self.validation_meter.update(batch, *self.pipeline.forward(batch))
+            self.groups.rank,
+            self.groups.layout.world_size,
+            pin=self._copies_batches,
+        ) as held_out:
+            for batch, _ in self.pipeline.over((batch, None) for batch in held_out):
+                self.heartbeat.enter("validation", self.state.step)
+                self.quarantine.add_held_out(batch.quarantined)
+                self.validation_meter.update(batch, *self.pipeline.forward(batch))
         self.quarantine.has_validated = True
         self.model.train()
         return self.validation_meter.compute("validation")
@@ -493,6 +509,7 @@ class Session:
         started_s = time.perf_counter()
         self.heartbeat.enter("checkpoint", self.state.step)
         with self.off_the_clock():
+            reduce_parts([self.loss_guard.part()], self.groups.device)
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
             if not (self.sync.is_exact and self._synced_step == self.state.step):
                 self.sync.flush()
@@ -524,11 +541,10 @@ class Session:
                 logger.info("%s", found.message)
         skipped = SkippedRows.read(RunDir(self.config.run_dir).skipped_rows_path)
         before, num_rows = self.state.position, self.shape.num_rows
-        self.state.position = without(before, skipped)
-        self.state.rows_skipped += self.state.position.rows_done(num_rows) - before.rows_done(
-            num_rows
-        )
-        self.loss_guard.begin_at(self.state.position)
+        after = without(before, skipped)
+        self.state.rows_skipped += after.rows_done(num_rows) - before.rows_done(num_rows)
+        self.state.reached = after
+        self.loss_guard.begin_at(after)
         self.total_steps = self.planned_steps()
 
 

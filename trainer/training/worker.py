@@ -25,8 +25,7 @@ from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.planner import PlanError
 from trainer.parallel.sync import is_sync_step
-from trainer.protocol.requests import is_wanted
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.training.session import Session
@@ -67,8 +66,8 @@ def train(session: Session) -> dict[str, float]:
 
 def _take_steps(session: Session) -> None:
     sync_spec = session.spec.parallelism.sync
-    for batch, position in session.batches():
-        session.train_step(batch, position)
+    for batch, step in session.batches():
+        session.train_step(batch, step)
         if is_sync_step(session.state.step, sync_spec):
             session.synchronise()
         session.tracer.end_step(session.state.step)
@@ -78,7 +77,7 @@ def _take_steps(session: Session) -> None:
         is_best = session.validate() if session.is_validation_step() else False
         if session.is_finished and not session.is_report_step(session.state.step):
             session.report()  # validation ended the run between two reports
-        must_stop = is_asked(session.config, session.is_report_step(session.state.step))
+        must_stop = session.is_asked_to_stop
         if must_stop:
             mark_stopping(session.config)
         is_worth_keeping = is_best and session.spec.checkpoint.keep_best
@@ -118,23 +117,11 @@ def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGro
     return build_groups(layout, device, timeout_s, host)
 
 
-def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
-    """Whether these workers are requested to stop. Collective over all ranks on report steps."""
-    if not is_report_step:
-        return False
-    answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0)
-    return bool(answer[0])
-
-
 def mark_stopping(config: WorkerConfig) -> None:
     """Rank 0 leaves the mark by which the driver knows that these workers have saved and stop."""
     if dist.get_rank() == 0:
-        _files_of(config).stopping_path(config.run_index).touch()
-
-
-def _files_of(config: WorkerConfig) -> AttemptDir:
-    return RunDir(config.run_dir).attempt(config.attempt_id)
+        files = RunDir(config.run_dir).attempt(config.attempt_id)
+        files.stopping_path(config.run_index).touch()
 
 
 @contextmanager

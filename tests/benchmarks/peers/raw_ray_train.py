@@ -93,6 +93,19 @@ def make_batch(rows: pa.Table, spec: dict[str, Any]) -> Batch:
     )
 
 
+class RatingModel(nn.Module):
+    """A network with its loss."""
+
+    def __init__(self, network: DLRM) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean squared error, outputs [B, 1]) of a batch; its label may be [B] or [B, 1]."""
+        outputs = self.network(batch.dense, batch.sparse)
+        return nn.functional.mse_loss(outputs, batch.label.view_as(outputs)), outputs.detach()
+
+
 def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
     """DLRM sharded over all workers."""
     poolings = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -106,12 +119,13 @@ def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
         )
         for table in spec["embedding_tables"]
     ]
-    model = DLRM(
+    network = DLRM(
         EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         dense_in_features=sum(feature["type"] == "dense" for feature in spec["features"]),
         dense_arch_layer_sizes=spec["model"]["dense_arch"]["layer_sizes"],
         over_arch_layer_sizes=spec["model"]["over_arch"]["layer_sizes"],
     )
+    model = RatingModel(network)
     sparse = spec["optimizer"]["sparse"]
     sharder = RowWiseSharder(
         fused_params={
@@ -145,12 +159,6 @@ def dense_optimizer(model: nn.Module, spec: dict[str, Any]) -> KeyedOptimizerWra
     )
 
 
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean squared error of a batch; its label may be [B] or [B, 1]."""
-    outputs = model(batch.dense, batch.sparse)
-    return nn.functional.mse_loss(outputs, batch.label.view_as(outputs))
-
-
 def train_loop(config: dict[str, Any]) -> None:
     """One worker."""
     torch.set_num_threads(1)
@@ -160,7 +168,7 @@ def train_loop(config: dict[str, Any]) -> None:
     optimizer = dense_optimizer(model, spec)
     for step, batch in enumerate(read_batches(spec, rank, dist.get_world_size()), start=1):
         optimizer.zero_grad()
-        loss_of(model, batch).backward()
+        model(batch)[0].backward()
         optimizer.step()
         if step == 1 and rank == 0:
             Path(config["first_step_path"]).write_text(str(time.time()))

@@ -138,7 +138,7 @@ class WrittenBook(LeaseBook):
         leases = [self._leases[lease_id][1] for lease_id in ids]
         super().commit(lease.id for lease in leases)
         self._commit += 1
-        rows = [(lease.epoch, lease.start, lease.stop) for lease in leases]
+        rows = [(lease.epoch, *span) for lease in leases for span in lease.spans]
         with self._path.open("a") as file:
             file.write(json.dumps([self._commit, rows]) + "\n")
 

@@ -31,7 +31,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, open_session
 from tests.harness.wait import free_port, scaled, wait_for
 from tests.unit.trainer.export.export_case import make_spec, rows, write_data, write_run
-from trainer.data.batches import validation_batches
+from trainer.data.batches import ValidationBatches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
 from trainer.export.exporter import export
@@ -51,7 +51,7 @@ def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
     source = ParquetSource(folder, [column.name for column in columns_of(spec).columns])
     found = []
     session.model.eval()
-    for batch in validation_batches(source, spec, session.groups.rank, session.world_size):
+    for batch in ValidationBatches(source, spec, session.groups.rank, session.world_size):
         with torch.no_grad():
             outputs = session.model(batch)[1]
         stars = outputs * batch.label_scale + batch.label_offset

@@ -12,7 +12,7 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.ranks import run_ranks
 from trainer.data.batches import Batch
 from trainer.spec.model import TaskSpec
-from trainer.training.metrics import TaskMeter
+from trainer.training.metrics import _AUC_BINS, TaskMeter, _auc_of, _bins_of
 
 NUM_BATCHES, BATCH_SIZE = 3, 16
 
@@ -42,7 +42,7 @@ def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
 def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
     """Two reports of this rank's meter."""
     task = TaskSpec(name="t", loss=loss)
-    meter = TaskMeter([task], BATCH_SIZE, window_rows=rank_count * NUM_BATCHES * BATCH_SIZE)
+    meter = TaskMeter([task], BATCH_SIZE)
     reports = []
     for report in range(2):
         for step in range(NUM_BATCHES):
@@ -55,7 +55,7 @@ def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
 
 def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
     """State of this rank's meter after a report and two more of three batches."""
-    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE)
     for step in range(NUM_BATCHES):
         _take_in(meter, step, loss)
     meter.compute("train")
@@ -68,7 +68,7 @@ def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
 
 def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, float], bool]:
     """The report after one more batch, whose rows the ranks share; whether the state came along."""
-    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE)
     meter.load_state(state)
     came_along = all(
         torch.equal(value.sort()[0], state[name].sort()[0]) for name, value in meter.state().items()
@@ -82,7 +82,7 @@ def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, f
 
 def measure_nothing() -> list[dict[str, float]]:
     """Reports before any batch, after one without a row that counts, and after one with rows."""
-    meter = TaskMeter([TaskSpec(name="t", loss="bce")], BATCH_SIZE, window_rows=999)
+    meter = TaskMeter([TaskSpec(name="t", loss="bce")], BATCH_SIZE)
     reports = [meter.compute("train")]
     batch, outputs = batch_of(torch.distributed.get_rank(), 0, is_binary=True)
     empty = replace(batch, weight=torch.zeros(BATCH_SIZE))
@@ -156,9 +156,9 @@ def batch_of_two_tasks(rank: int, step: int) -> tuple[Batch, torch.Tensor]:
 
 def measure_two_tasks() -> tuple[dict[str, float], dict[str, float]]:
     """A report, and the same by a meter that goes on from another's state."""
-    rank, direct = torch.distributed.get_rank(), TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
-    before = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
-    after = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    rank, direct = torch.distributed.get_rank(), TaskMeter(TASKS, BATCH_SIZE)
+    before = TaskMeter(TASKS, BATCH_SIZE)
+    after = TaskMeter(TASKS, BATCH_SIZE)
     for step in range(NUM_BATCHES):
         batch, outputs = batch_of_two_tasks(rank, step)
         loss = (rank + step) * torch.ones(())
@@ -192,7 +192,21 @@ def test_metrics_of_several_tasks_weigh_rows_and_carry_the_task_in_their_name() 
     }
     assert set(values) == {*expected, "train/loss"}
     for name, value in expected.items():
-        assert values[name] == pytest.approx(value.item(), abs=1e-5), name
+        # In so few rows each pair that shares a bin is seen in the AUC.
+        tolerance = 1e-3 if name.endswith("auc") else 1e-5
+        assert values[name] == pytest.approx(value.item(), abs=tolerance), name
+
+
+@pytest.mark.parametrize(("center", "spread"), [(-4.0, 1.0), (0.0, 0.05), (3e4, 1e4)])
+def test_auc_from_bins_is_that_of_all_pairs(center: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    is_positive = torch.rand(20_000, generator=generator) < 0.1
+    scores = center + spread * (torch.randn(20_000, generator=generator) + is_positive)
+    weights = torch.rand(20_000, generator=generator).double()
+    bins = torch.zeros(2, _AUC_BINS, dtype=torch.float64)
+    bins.view(-1).index_add_(0, _bins_of(scores) + _AUC_BINS * is_positive, weights)
+    wanted = weighted_auc(scores, is_positive, weights).item()
+    assert _auc_of(bins) == pytest.approx(wanted, abs=1e-4)
 
 
 def weighted_auc(
@@ -207,7 +221,7 @@ def weighted_auc(
 def measure_label_near_threshold() -> float:
     """AUC for >= 4 stars of labels that were normalised in float32 and back."""
     task = TaskSpec(loss="mse", metrics=("auc",), auc_threshold=4.0)
-    meter = TaskMeter([task], 6, window_rows=99)
+    meter = TaskMeter([task], 6)
     stars = torch.tensor([[4.0], [4.0], [4.5], [3.5], [3.5], [1.0]])
     offset, scale = torch.full((6, 1), 3.1234567), torch.full((6, 1), 0.7654321)
     label = (stars - offset) / scale

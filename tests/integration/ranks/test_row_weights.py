@@ -22,8 +22,11 @@ from trainer.spec import validate_spec
 NUM_ROWS, NUM_USERS, STEP_ROWS = 64, 8, 32
 
 
-def write_rows(folder: Path, bad_rows: tuple[int, ...] = ()) -> Path:
-    """Rows of which two in each step of 32 weigh a lot, both on the first of two ranks."""
+def write_rows(folder: Path, bad_rows: tuple[int, ...] = (), num_ranks: int = 1) -> Path:
+    """Rows of which two in each step of 32 weigh a lot, both on the first of two ranks.
+
+    They lie so that `num_ranks` ranks, each reading its own part, take the same 32 in a step.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=NUM_ROWS).astype(np.float32)
     label = x * 2
@@ -31,12 +34,13 @@ def write_rows(folder: Path, bad_rows: tuple[int, ...] = ()) -> Path:
     weight = np.where(np.arange(NUM_ROWS) % STEP_ROWS < 2, 5.0, 0.5).astype(np.float32)
     table = {"user": rng.integers(0, NUM_USERS, NUM_ROWS), "x": x, "label": label, "w": weight}
     (folder / "train").mkdir(parents=True)
-    pq.write_table(pa.table(table), folder / "train" / "part-0.parquet")
+    parts = np.arange(NUM_ROWS).reshape(-1, num_ranks, STEP_ROWS // num_ranks).transpose(1, 0, 2)
+    pq.write_table(pa.table(table).take(parts.ravel()), folder / "train" / "part-0.parquet")
     return folder
 
 
 def job(data: Path, run_dir: Path, num_ranks: int, **changes: Any) -> WorkerConfig:
-    """Two steps over all rows by plain SGD, the same 32 rows a step at any number of ranks."""
+    """Two steps of 32 rows over all rows by plain SGD."""
     source = {
         "path": str(data),
         "split": {"train": "train", "validation": None},
@@ -76,9 +80,9 @@ def job(data: Path, run_dir: Path, num_ranks: int, **changes: Any) -> WorkerConf
 def test_rows_count_alike_on_one_rank_and_on_two(
     tmp_path: Path, bad_rows: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
-    data = write_rows(tmp_path / "data", bad_rows)
-    alone = run_ranks(train_session, 1, job(data, tmp_path / "one", 1, **changes))
-    shared = run_ranks(train_session, 2, job(data, tmp_path / "two", 2, **changes))
+    data = [write_rows(tmp_path / f"data-{ranks}", bad_rows, ranks) for ranks in (1, 2)]
+    alone = run_ranks(train_session, 1, job(data[0], tmp_path / "one", 1, **changes))
+    shared = run_ranks(train_session, 2, job(data[1], tmp_path / "two", 2, **changes))
     for name, value in alone[0]["dense"].items():
         torch.testing.assert_close(shared[0]["dense"][name], value, atol=1e-6, rtol=1e-5, msg=name)
     tables = assemble(alone)
@@ -121,7 +125,7 @@ def test_ranks_that_accumulate_train_as_on_one_large_batch(
     whole = large_batches(data, tmp_path / "whole", **weights)
     # Two ranks of 4 rows, four steps to a window. Two heavy rows are in the first of each.
     parts = frozen(
-        job(data, tmp_path / "parts", 2, batch_size=4, **weights),
+        job(write_rows(tmp_path / "two", (), 2), tmp_path / "parts", 2, batch_size=4, **weights),
         training={"max_steps": 8, "accumulate_steps": 4, "report_every_steps": 4},
         checkpoint={"every_steps": 4},
     )
@@ -133,7 +137,7 @@ def test_the_short_last_step_of_an_epoch_counts_for_its_rows_alone(
     data: Path, tmp_path: Path
 ) -> None:
     whole = large_batches(data, tmp_path / "whole", batch_size=NUM_ROWS)
-    # Steps of 48 and 16 rows, of which the second rank has none in the last.
+    # Steps of 48 and 16 rows.
     parts = frozen(
         job(data, tmp_path / "parts", 2, batch_size=24),
         training={"max_steps": 2, "accumulate_steps": 2},

@@ -6,15 +6,19 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, next_run, open_session, told, train_session
@@ -26,6 +30,7 @@ from trainer.data.manifest import load_manifest
 from trainer.fault_injection import VARIABLE
 from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
+from trainer.parallel.touched_rows import TouchedRows
 from trainer.protocol import requests
 from trainer.protocol.events import (
     Divergence,
@@ -38,6 +43,8 @@ from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
+from trainer.training.loss import LossWeighting, NonFiniteLossGuard
+from trainer.training.metrics import LookupCounter, TaskMeter
 from trainer.training.worker import prepare_process, run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
@@ -86,12 +93,12 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
     assert {rank["first"][0] for rank in ranks} == {failures.ROWS_SKIPPED}
     # Reports come every 5 steps of 4 x 32 rows: the loss was finite at step 10, NaN by 15.
     (skipped,) = told(config.run_dir, RowsSkipped)
-    assert (skipped.epoch, skipped.start, skipped.stop) == (0, 1280, 1920)
+    assert (skipped.epoch, skipped.start, skipped.num_rows) == (0, 10 * 32, 640)
     for rank in ranks:
         state = rank["end"]
         assert state.step == 25
         assert state.rows_skipped == 640
-        assert state.position.row == 25 * 128 + 640
+        assert state.position.rows_done(10**9) == 25 * 128 + 640
         assert state.rows_trained == 25 * 128
 
 
@@ -206,8 +213,8 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
 def overflow_in_shard_one(config: WorkerConfig) -> None:
     """One step, then a change beyond fp16 in one copy of shard 1, then a sync."""
     session = open_session(config)
-    for batch, position in session.batches():
-        session.train_step(batch, position)
+    for batch, step in session.batches():
+        session.train_step(batch, step)
         break
     if session.groups.rank == max(session.groups.mesh.sharding_groups[0]):
         for shard in session.model.table_shards():
@@ -312,3 +319,63 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
     assert not requests.has_stopped(files, 1), "the request was for the run before"
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert {rank["state"].rows_trained for rank in resumed} == {num_rows}
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host would wait for a device to read a value or a size."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_mask = name.startswith("index") and any(
+            isinstance(each, torch.Tensor) and each.dtype == torch.bool
+            for each in (args[1] if isinstance(args[1], list) else ())
+        )
+        if is_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2"):
+            raise AssertionError(f"{name} is read on the host")
+        return func(*args, **(kwargs or {}))
+
+
+def train_without_host_reads(config: WorkerConfig) -> int:
+    """Train with each hook and meter of ours watched; how often they were called."""
+    num_calls = 0
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            with NoHostReads():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        for kind, name in (
+            (TaskMeter, "update"),
+            (LookupCounter, "_count"),
+            (TouchedRows, "_mark_lookups"),
+            (NonFiniteLossGuard, "add"),
+            (LossWeighting, "begin"),
+            (LossWeighting, "scaled"),
+        ):
+            method = watched(getattr(kind, name))
+            patches.enter_context(patch.object(kind, name, method_of(method)))
+        train(open_session(config))
+    return num_calls
+
+
+def method_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+def test_no_hook_and_no_meter_of_ours_reads_on_the_host_in_a_step(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        "parallelism.workers=2",
+        "parallelism.shard_group_size=1",
+        "training.max_steps=6",
+        "training.report_every_steps=2",
+    )
+    assert all(num_calls >= 6 * 5 for num_calls in run_ranks(train_without_host_reads, 2, config))

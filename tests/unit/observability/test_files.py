@@ -35,9 +35,13 @@ def test_dashboards_are_read_back_by_grafanas_own_types_as_they_are() -> None:
         assert read == document, name
         # kubectl keeps what it applied in an annotation, and annotations have 256 KiB.
         assert len(json.dumps(json.dumps(document, indent=1))) < 200 * 1024, name
+        panels = [panel for panel in document["panels"] if panel["type"] != "row"]
+        assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}, name
+        assert document["templating"]["list"][0]["name"] == "datasource", "it can be chosen"
     uids = {document["uid"] for document in documents.values()}
     assert len(uids) == len(documents)
-    assert set(re.findall(r"/d/([\w-]+)", json.dumps(documents))) <= uids, "links lead to ours"
+    links = set(re.findall(r"/d/([\w-]+)", json.dumps(documents)))
+    assert {"shardloom-job"} <= links <= uids, "links lead to ours"
 
 
 def test_the_collector_uses_all_that_it_names_and_names_all_that_it_uses() -> None:

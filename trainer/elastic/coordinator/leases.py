@@ -1,5 +1,8 @@
 """Leases: which rows of which epoch each group may train, so that every row is trained once.
 
+A group has a *lane* for each of its ranks: rows that this rank reads, in a window of their own as
+long as there are enough.
+
 Pure bookkeeping over spans of rows. A row is free, leased to one group, or done: trained by a
 committed sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes
 free again. Raises `LeaseError`.
@@ -13,11 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
 
+Lane = tuple[int, int]
+"""A group, and the number of a lane of it."""
+
 
 class OpenEpoch:
     """An epoch's rows, by their place in its order. Rows that are leased or done are *taken*.
 
-    A group is *in* the window in which the newest rows that it took end.
+    A lane is *in* the window in which the newest rows that it took end.
     """
 
     def __init__(self, bounds: Sequence[int], done: Iterable[Span] = ()) -> None:
@@ -25,7 +31,7 @@ class OpenEpoch:
         self.done = Spans(done)
         self._taken = Spans(self.done.spans)
         self._bounds = tuple(int(bound) for bound in bounds)
-        self._window_of: dict[int, int] = {}
+        self._window_of: dict[Lane, int] = {}
 
     @property
     def _num_rows(self) -> int:
@@ -39,34 +45,50 @@ class OpenEpoch:
         """Whether rows [start, stop) are of this epoch, and none of them is taken."""
         return stop <= self._num_rows and self._taken.gap(start, stop) == (start, stop)
 
-    def take(self, group: int, num_rows: int) -> Span | None:
-        """Up to `num_rows` neighbouring rows for `group`; None where none are free."""
+    def take(self, group: int, num_rows: int, num_lanes: int = 1) -> tuple[Span, ...]:
+        """Up to `num_rows` rows for `group`, as neighbours in each lane; less near the end."""
+        found: list[Span] = []
+        for lane in range(num_lanes):
+            first, last = (num_rows * place // num_lanes for place in (lane, lane + 1))
+            span = self._take((group, lane), last - first) if first < last else None
+            if span and found and found[-1][1] == span[0]:
+                found[-1] = found[-1][0], span[1]
+            elif span:
+                found.append(span)
+        return tuple(found)
+
+    def _take(self, lane: Lane, num_rows: int) -> Span | None:
+        """Up to `num_rows` neighbouring rows for `lane`; None where none are free."""
         if self._taken.gap(0, self._num_rows) is None:
             return None
-        window = self._choose_window(group)
+        window = self._choose_window(lane)
         start, _ = self._taken.gap(*self._bounds[window : window + 2]) or (0, 0)
         wanted = start + num_rows
         while self._bounds[window + 1] < wanted and self._is_open(window + 1):
             window += 1
         _, stop = self._taken.gap(start, min(wanted, self._bounds[window + 1])) or (0, start)
-        self.claim(group, start, stop)
+        self._claim(lane, (start, stop))
         return start, stop
 
-    def claim(self, group: int, start: int, stop: int) -> None:
-        """Give free rows [start, stop) to `group`."""
-        self._taken.add(start, stop)
-        self._window_of[group] = bisect_right(self._bounds, stop - 1) - 1
+    def claim(self, group: int, spans: Iterable[Span]) -> None:
+        """Give free rows, as `take` gave them, to `group`."""
+        for lane, span in enumerate(spans):
+            self._claim((group, lane), span)
+
+    def _claim(self, lane: Lane, span: Span) -> None:
+        self._taken.add(*span)
+        self._window_of[lane] = bisect_right(self._bounds, span[1] - 1) - 1
 
     def release(self, start: int, stop: int) -> None:
         self._taken.remove(start, stop)
 
     def leave(self, group: int) -> None:
-        """`group` is in no window any more."""
-        self._window_of.pop(group, None)
+        """The lanes of `group` are in no window any more."""
+        self._window_of = {lane: at for lane, at in self._window_of.items() if lane[0] != group}
 
-    def _choose_window(self, group: int) -> int:
+    def _choose_window(self, lane: Lane) -> int:
         """A window with free rows, of which there must be one."""
-        own = self._window_of.get(group, -1)
+        own = self._window_of.get(lane, -1)
         if own >= 0 and self._has_free_rows(own):
             return own
         if own >= 0 and self._is_open(own + 1):
@@ -86,7 +108,7 @@ class OpenEpoch:
         return runs
 
     def _entry(self, run: list[int]) -> int:
-        # Whoever is in the window before the run goes on into it: leave that group the first half.
+        # Whoever is in the window before the run goes on into it: leave that lane the first half.
         is_approached = run[0] - 1 in self._window_of.values()
         return run[len(run) // 2] if is_approached else run[0]
 
@@ -109,9 +131,9 @@ class LeaseError(Exception):
 class LeaseBook:
     """The leases of a run, and which rows are done.
 
-    A group keeps to its own window of the epoch's order and goes on into the next one while that
+    A lane keeps to its own window of the epoch's order and goes on into the next one while that
     is nobody's; then it takes a free window, and at last shares one. A split that is too large to
-    be kept decoded is so decoded about once over all groups, not once by each.
+    be kept decoded is so decoded about once over all ranks of all groups, not once by each.
     """
 
     def __init__(
@@ -121,6 +143,7 @@ class LeaseBook:
         rows_per_lease: int,
         max_rows: int | None = None,
         windows: Sequence[int] | Callable[[int], Sequence[int]] = (),
+        num_lanes: int = 1,
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
@@ -130,6 +153,7 @@ class LeaseBook:
         self._num_rows = num_rows
         self._epochs = epochs
         self._rows_per_lease = rows_per_lease
+        self._num_lanes = num_lanes
         whole_run = epochs * num_rows
         self._max_rows = whole_run if max_rows is None else min(whole_run, max_rows)
         whole_epoch = (0, num_rows)
@@ -182,11 +206,12 @@ class LeaseBook:
         """
         leased = sum(lease.num_rows for _, lease in self._leases.values())
         num_rows = min(self._rows_per_lease, self.num_rows_left - leased)
-        span = self._opened(self._epoch).take(group, num_rows) if num_rows > 0 else None
-        if span is None:
+        if num_rows <= 0:
             return None
-        start, stop = span
-        lease = Lease(id=self._next_id, epoch=self._epoch, start=start, stop=stop)
+        spans = self._opened(self._epoch).take(group, num_rows, self._num_lanes)
+        if not spans:
+            return None
+        lease = Lease(id=self._next_id, epoch=self._epoch, spans=spans)
         self._enter(group, lease)
         return lease
 
@@ -213,7 +238,7 @@ class LeaseBook:
         for lease in leases:
             self._next_id = max(self._next_id, lease.id + 1)
             if lease.id not in self._leases and self._is_free(lease):
-                self._opened(lease.epoch).claim(group, lease.start, lease.stop)
+                self._opened(lease.epoch).claim(group, lease.spans)
                 self._enter(group, lease)
             if self._leases.get(lease.id) == (group, lease):
                 accepted.append(lease)
@@ -221,7 +246,7 @@ class LeaseBook:
 
     def _is_free(self, lease: Lease) -> bool:
         is_in_run = self._epoch <= lease.epoch < self._epochs
-        return is_in_run and self._opened(lease.epoch).is_free(lease.start, lease.stop)
+        return is_in_run and all(self._opened(lease.epoch).is_free(*span) for span in lease.spans)
 
     def commit(self, ids: Iterable[int]) -> None:
         """The rows of these leases were trained. Raises `LeaseError`."""
@@ -243,7 +268,8 @@ class LeaseBook:
                 "still trains it has missed a verdict and must ask for its leases"
             )
         _, lease = self._leases.pop(lease_id)
-        self._open[lease.epoch].done.add(lease.start, lease.stop)
+        for span in lease.spans:
+            self._open[lease.epoch].done.add(*span)
         return lease
 
     def _close_epochs(self) -> None:
@@ -256,7 +282,8 @@ class LeaseBook:
         returned = self.held(group)
         for lease in returned:
             del self._leases[lease.id]
-            self._open[lease.epoch].release(lease.start, lease.stop)
+            for span in lease.spans:
+                self._open[lease.epoch].release(*span)
         for each in self._open.values():
             each.leave(group)
         return sum(lease.num_rows for lease in returned)

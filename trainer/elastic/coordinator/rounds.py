@@ -160,8 +160,9 @@ class SyncRounds(GroupRegistry):
                 events.RowsSkipped(
                     time=now,
                     epoch=lease.epoch,
-                    start=lease.start,
-                    stop=lease.stop,
+                    start=min(start for start, _ in lease.spans),
+                    stop=max(stop for _, stop in lease.spans),
+                    num_rows=lease.num_rows,
                     reason="the training loss became NaN or infinite on them",
                 )
             )

@@ -319,6 +319,7 @@ def test_the_app_runs_its_reconciler_and_closes_it(store: JobStore, app_settings
             for event in parse_events(response.iter_text()):
                 body = json.loads(event.data)
                 if event.name == "timeline" and body["kind"] == "attempt_submitted":
+                    assert "shardloom_stream_followers 1.0" in http.get("/metrics").text
                     http.post(f"/v1/jobs/{job_id}:cancel")
         assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "CANCELLED"
     assert backend.attempt_ids() == [f"{job_id}-a0"]

@@ -91,6 +91,16 @@ def test_each_role_gets_what_the_table_says_of_each_route(house: Guarded) -> Non
     assert wrong == []
 
 
+def test_viewers_change_nothing_and_submitters_jobs_and_their_code_alone() -> None:
+    def changed_by(role: Role) -> set[str]:
+        return {path for (way, path), rule in RULES.items() if way != "GET" and rule.role is role}
+
+    own = {"/login", "/logout", "/v1/attempts/{attempt_id}/events"}
+    assert changed_by(Role.VIEWER) == own
+    others = {path for path in changed_by(Role.SUBMITTER) if not path.startswith("/v1/jobs")}
+    assert others == {"/v1/code"}
+
+
 def test_a_route_without_a_rule_is_for_administrators_of_everything() -> None:
     rule = rule_of("GET", "/v1/of-tomorrow")
     assert not allows(rule, _principal("admin"), {})

@@ -98,10 +98,12 @@ def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
 @pytest.mark.usefixtures("client")
 def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
     job_id = api.start(name="ratings")
-    reports = (metrics(10, train_loss=2.0), metrics(20, train_loss=1.0))
-    api.post_events(f"{job_id}-a0", batch(*reports, checkpoint(1200, is_best=True)))
+    # More than are asked for: each point that is told stands for two.
+    reports = [metrics(n, train_loss=1.0 + (n < 500) - 0.1 * (-1) ** n) for n in range(1000)]
+    for told in (batch(*reports), batch(checkpoint(1200, is_best=True), first_seq=1000)):
+        api.post_events(f"{job_id}-a0", told)
     line = shardloom("metrics", "ratings").stdout.splitlines()[1]
-    assert line.split() == ["train/loss", "1.0000", "1.0000", "2.0000", "20", "█▁"]
+    assert line.split() == ["train/loss", "1.0000", "0.9000", "2.1000", "999", "█" * 12 + "▁" * 12]
     unknown = shardloom("metrics", "ratings", "--name", "train/lose")
     assert (unknown.exit_code, "train/loss" in unknown.stderr) == (2, True)
     saved = shardloom("checkpoints", "ratings").stdout

@@ -138,12 +138,15 @@ def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) 
     ended = house.store.get_job(job.id)
     assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert "SHARDLOOM_RUNS_DIR" in ended.message
-    reasons = {attempt.end_reason for attempt in house.store.list_attempts(job.id)}
-    assert reasons == {EndReason.STORAGE_ERROR}
+    reasons = [attempt.end_reason for attempt in house.store.list_attempts(job.id)]
+    assert reasons == [EndReason.STORAGE_ERROR] * (job.spec.retry.max_failures + 1)
 
 
-def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(house: House) -> None:
-    job = house.submit("running", "failed")
+@pytest.mark.parametrize("last", ["failed", "not_found"])
+def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(
+    house: House, last: str
+) -> None:
+    job = house.submit("running", last)
     house.poll()
     attempt_id = f"{job.id}-a0"
     losses = [metrics(step, train_loss=float(step)) for step in range(1200)]

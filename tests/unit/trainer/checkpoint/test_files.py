@@ -97,7 +97,7 @@ spans = st.lists(st.integers(0, 99), unique=True, max_size=8).map(
 def test_rows_done_out_of_turn_come_back_with_the_marker(epochs: list[Any], commits: int) -> None:
     open_epochs = tuple(EpochRows(epoch=5 + n, done=done) for n, done in enumerate(epochs) if done)
     position = position_of(Ledger(epoch=5, open_epochs=open_epochs))
-    state = TrainState(step=3, position=position, rows_trained=7, commit=commits, rows_skipped=2)
+    state = TrainState(step=3, reached=position, rows_trained=7, commit=commits, rows_skipped=2)
     place = {"epoch": position.epoch, "row": position.row, "open_epochs": state.ledger.open_epochs}
     saved = replace(commit(3), rows_trained=7, commit=commits, rows_skipped=2, **place)
     with TemporaryDirectory() as folder:

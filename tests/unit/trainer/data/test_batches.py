@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import polars as pl
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from trainer.data import reader
-from trainer.data.batches import TrainBatches, validation_batches
+from trainer.data.batches import TrainBatches, ValidationBatches
 from trainer.data.decode import decode, layout_of
 from trainer.data.position import DataPosition
 from trainer.data.reader import RowReader, open_source
@@ -46,8 +47,8 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     spec = make_spec(batch_size=8, shuffle=False)
     expected = pl.read_parquet(prepared / "train" / "part-00000.parquet")[:8]
     with TrainBatches(train, spec, rank=0, world_size=1) as batches:
-        batch, position = next(batches)
-    assert position == DataPosition(0, 8)
+        batch, step = next(batches)
+    assert step.end == DataPosition(0, 8)
     assert batch.num_rows == 8
     assert batch.sparse.keys() == [feature.name for feature in spec.sparse_features]
     assert batch.sparse.lengths().dtype == torch.int32
@@ -74,7 +75,7 @@ def test_every_row_counts_once_over_all_ranks_in_equally_many_full_batches(
     source = open_source(spec, prepared / split)
     for rank in range(world_size):
         if split == "validation":
-            own = list(validation_batches(source, spec, rank, world_size))
+            own = list(ValidationBatches(source, spec, rank, world_size))
         else:
             with TrainBatches(source, spec, rank, world_size) as batches:
                 own = [batch for batch, _ in batches]
@@ -83,6 +84,26 @@ def test_every_row_counts_once_over_all_ranks_in_equally_many_full_batches(
         taken.update(key for batch in own for key in keys_of(batch))
     assert len(counts) == 1
     assert taken == keys_in_file(prepared, split)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_a_rank_decodes_its_own_part_and_at_most_two_windows_of_others(
+    make_spec, prepared, monkeypatch, cache_bytes
+):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
+    monkeypatch.setattr(reader, "CACHE_BYTES", cache_bytes)
+    spec, world_size = make_spec(batch_size=16), 4
+    for rank in range(world_size):
+        source = open_source(spec, prepared / "train")
+        most = 300 + int(source.group_rows.max())  # that a window has
+        with (
+            patch.object(source, "read_group", wraps=source.read_group) as read,
+            TrainBatches(source, spec, rank, world_size) as batches,
+        ):
+            num_used = sum(int(batch.weight.sum()) for batch, _ in batches)
+        num_decoded = sum(int(source.group_rows[call.args[0]]) for call in read.call_args_list)
+        assert num_used <= num_decoded <= num_used + 2 * most
+        assert num_decoded < source.num_rows
 
 
 def test_epochs_differ_and_a_seed_repeats(make_spec, train):
@@ -219,7 +240,7 @@ def weighted(prepared) -> dict[str, Any]:
 def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, make_spec):
     spec = make_spec(data=weighted(prepared))
     source = open_source(spec, prepared / "validation")
-    weights = torch.cat([batch.weight for batch in validation_batches(source, spec, 0, 1)])
+    weights = torch.cat([batch.weight for batch in ValidationBatches(source, spec, 0, 1)])
     rows = pl.read_parquet(prepared / "validation" / "*.parquet")
     assert weights[: len(rows)].tolist() == pytest.approx(rows["user_scale"].to_list())
     assert len(rows) % 64

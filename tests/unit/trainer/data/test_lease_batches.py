@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter
+from itertools import chain
 
 import pytest
 
@@ -20,7 +21,7 @@ from trainer.errors import BadValueError
 
 
 def lease(number: int, start: int, stop: int, epoch: int = 0) -> Lease:
-    return Lease(id=number, epoch=epoch, start=start, stop=stop)
+    return Lease(id=number, epoch=epoch, spans=[(start, stop)])
 
 
 @pytest.fixture
@@ -144,24 +145,27 @@ class CountingSource(ParquetSource):
 
 
 @pytest.mark.usefixtures("windowed")
-def test_groups_decode_each_window_about_once_between_them(make_spec, train, rows_of):
-    spec, num_groups = make_spec(batch_size=16), 3
+def test_ranks_of_groups_decode_each_window_about_once_between_them(make_spec, train, rows_of):
+    spec, num_groups, num_ranks = make_spec(batch_size=8), 2, 2
     windows = lease_windows(train, spec)
-    book = LeaseBook(train.num_rows, 1, rows_per_lease=32, windows=windows)
+    book = LeaseBook(train.num_rows, 1, rows_per_lease=32, windows=windows, num_lanes=num_ranks)
     opened: list[tuple[int, ...]] = []
-    sources = [CountingSource(train, opened) for _ in range(num_groups)]
-    loaders = [LeaseBatches(source, spec, 0, 1) for source in sources]
+    loaders = [
+        [LeaseBatches(CountingSource(train, opened), spec, rank, num_ranks) for rank in range(2)]
+        for _ in range(num_groups)
+    ]
     taken = Counter()
     while book.num_rows_left:
-        for group, loader in enumerate(loaders):
+        for group, ranks in enumerate(loaders):
             if given := book.lease(group):
-                loader.submit(given)
-                taken.update(key for batch, _, _ in loader for key in keys_of(batch))
+                for loader in ranks:
+                    loader.submit(given)
+                    taken.update(key for batch, _, _ in loader for key in keys_of(batch))
                 book.commit([given.id])
-    for loader in loaders:
+    for loader in chain.from_iterable(loaders):
         loader.close()
     assert taken == Counter(rows_of(0, train.num_rows))
     num_windows = len(windows(0)) - 1
     assert num_windows >= 6
     assert len(set(opened)) == num_windows
-    assert len(opened) < num_windows + num_groups
+    assert len(opened) < num_windows + 2 * num_groups * num_ranks

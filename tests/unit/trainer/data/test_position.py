@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,15 @@ from trainer.data.position import (
     BatchShape,
     DataPosition,
     SkippedRows,
+    Span,
     Spans,
-    advance,
+    Step,
     ledger_of,
     position_of,
-    rank_rows,
     remaining_steps,
     rows_between,
-    step_rows,
     step_start,
+    steps_from,
     without,
 )
 from trainer.elastic.coordinator.leases import LeaseBook
@@ -42,36 +43,52 @@ def listed(spans) -> list[int]:
     return [row for start, stop in spans for row in range(start, stop)]
 
 
-def shares(rows, shape: BatchShape) -> list[list[int]]:
-    ranks = range(shape.world_size)
-    return [listed(rank_rows(rows, rank, shape.world_size)) for rank in ranks]
+def rows_of(step: Step, num_ranks: int) -> list[tuple[int, int]]:
+    """(epoch, row) of all that the ranks take in a step."""
+    ranks = range(num_ranks)
+    taken = [row for rank in ranks for row in listed(step.stripes.share(step.number, rank))]
+    assert len(taken) == step.num_rows
+    return [(step.epoch, row) for row in taken]
 
 
-def rest_of_run(position: DataPosition, shape: BatchShape, epochs: int) -> list[list[int]]:
-    """Rows of each step, tagged with their epoch, to the end of the run."""
-    steps = []
-    while (start := step_start(position, shape)).epoch < epochs:
-        steps.append([(start.epoch, row) for row in listed(step_rows(start, shape))])
-        position = advance(start, shape)
-    return steps
+def rest_of_run(position: DataPosition, shape: BatchShape, epochs: int) -> list[tuple[int, int]]:
+    """(epoch, row) of all steps to the end of the run."""
+    steps = steps_from(position, shape, epochs)
+    return [row for step in steps for row in rows_of(step, shape.world_size)]
+
+
+def at(done: tuple[Span, ...]) -> DataPosition:
+    return position_of(Ledger(open_epochs=(EpochRows(epoch=0, done=done),)))
 
 
 @given(SHAPES, SPANS)
-def test_ranks_share_a_step_evenly_in_order(shape, done):
-    start = step_start(position_of(Ledger(open_epochs=(EpochRows(epoch=0, done=done),))), shape)
-    rows = step_rows(start, shape)
-    parts = shares(rows, shape)
-    assert [row for part in parts for row in part] == listed(rows)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert max(map(len, parts)) <= shape.batch_size
+def test_each_rank_reads_on_in_a_part_of_its_own_and_all_take_equal_shares(shape, done):
+    steps = list(steps_from(at(done), shape, epochs=1))
+    ranks = range(shape.world_size)
+    shares = [[listed(step.stripes.share(step.number, rank)) for step in steps] for rank in ranks]
+    stripes = [[row for share in own for row in share] for own in shares]
+    left = set(range(shape.num_rows)) - set(listed(done))
+    assert [row for stripe in stripes for row in stripe] == sorted(left)
+    for of_step in zip(*shares, strict=True):
+        assert max(map(len, of_step)) - min(map(len, of_step)) <= 1
+        assert max(map(len, of_step)) <= shape.batch_size
+    assert all(step.num_rows == shape.rows_per_step for step in steps[:-1])
+    assert len(steps) == remaining_steps(at(done), shape, epochs=1)
+    assert [step.ends_epoch for step in steps] == [step is steps[-1] for step in steps]
 
 
-@given(SHAPES)
-def test_an_epoch_takes_every_row_once_in_full_steps_but_the_last(shape):
-    steps = rest_of_run(DataPosition(), shape, epochs=1)
-    assert [row for step in steps for _, row in step] == list(range(shape.num_rows))
-    assert all(len(step) == shape.rows_per_step for step in steps[:-1])
-    assert len(steps) == shape.steps_per_epoch
+@given(SHAPES, SPANS, st.integers(0, 10))
+def test_a_run_that_resumes_takes_the_steps_of_one_that_did_not_stop(shape, done, num_steps):
+    steps = list(steps_from(at(done), shape, epochs=2))
+    first = steps[:num_steps]
+    resumed = steps_from(first[-1].end if first else at(done), shape, epochs=2)
+    ranks = range(shape.world_size)
+    for step, again in zip(steps[num_steps:], resumed, strict=True):
+        shares = [
+            [each.stripes.share(each.number, rank) for rank in ranks] for each in (step, again)
+        ]
+        assert shares[0] == shares[1]
+        assert step.end == again.end
 
 
 @given(
@@ -95,16 +112,12 @@ def test_resuming_at_other_world_sizes_from_any_ledger_takes_the_other_rows_once
 
     for world_size, batch_size, steps in lives:
         shape = BatchShape(num_rows, world_size, batch_size)
-        for _ in range(steps):
-            if (start := step_start(position, shape)).epoch < epochs:
-                done += [(start.epoch, row) for row in listed(step_rows(start, shape))]
-                position = advance(start, shape)
-                assert position.rows_done(num_rows) == len(done)
+        for step in islice(steps_from(position, shape, epochs), steps):
+            done += rows_of(step, world_size)
+            position = step.end
+            assert position.rows_done(num_rows) == len(done)
         position = position_of(ledger_of(position))
-    shape = BatchShape(num_rows, 3, 4)
-    rest = rest_of_run(position, shape, epochs)
-    assert len(rest) == remaining_steps(position, shape, epochs)
-    done += [row for step in rest for row in step]
+    done += rest_of_run(position, BatchShape(num_rows, 3, 4), epochs)
     assert sorted(done) == [(epoch, row) for epoch in range(epochs) for row in range(num_rows)]
 
 
@@ -126,17 +139,16 @@ def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
     def train(book, groups):
         for group in groups:
             if lease := book.lease(group):
-                done.extend((lease.epoch, row) for row in range(lease.start, lease.stop))
+                done.extend((lease.epoch, row) for span in lease.spans for row in range(*span))
                 book.commit([lease.id])
 
     book = LeaseBook(**settings, windows=bounds)
     train(book, turns)
     position = position_of(book.entered_in(Ledger()))
     job = BatchShape(num_rows, *shape)
-    for _ in range(back_after):
-        if (start := step_start(position, job)).epoch < 2:
-            done += [(start.epoch, row) for row in listed(step_rows(start, job))]
-            position = advance(start, job)
+    for step in islice(steps_from(position, job, 2), back_after):
+        done += rows_of(step, job.world_size)
+        position = step.end
     book = LeaseBook(**settings, windows=bounds)
     book.restore(ledger_of(position).model_copy(update={"rows_trained": len(done)}))
     while book.num_rows_left:
@@ -147,10 +159,10 @@ def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
 def test_an_epoch_begins_where_groups_left_it():
     shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
     end = DataPosition(0, 10, later=((1, ((0, 2), (3, 5))),))
-    start = step_start(end, shape)
-    assert start == DataPosition(1, 2, done=((3, 5),))
-    assert step_rows(start, shape) == [(2, 3), (5, 8)]
-    assert advance(start, shape) == DataPosition(1, 8)
+    assert step_start(end, shape) == DataPosition(1, 2, done=((3, 5),))
+    step = next(steps_from(end, shape, epochs=2))
+    assert step.stripes.share(0, rank=0) == [(2, 3), (5, 8)]
+    assert step.end == DataPosition(1, 8)
 
 
 def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():
@@ -162,7 +174,9 @@ def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():
 
 def test_a_step_may_have_fewer_rows_than_ranks():
     shape = BatchShape(num_rows=2, world_size=3, batch_size=8)
-    assert shares(step_rows(DataPosition(), shape), shape) == [[], [0], [1]]
+    (step,) = steps_from(DataPosition(), shape, epochs=1)
+    assert [step.stripes.share(0, rank) for rank in range(3)] == [[], [(0, 1)], [(1, 2)]]
+    assert [step.stripes.padding(rank) for rank in range(3)] == [[(0, 1)], [(0, 1)], [(1, 2)]]
     with pytest.raises(TooFewRowsError, match=r"3 workers x data\.batch_size 8"):
         shape.check(Path("train"))
 
@@ -242,6 +256,6 @@ def test_a_resumed_run_takes_every_row_but_the_skipped_ones(
 
 
 def _after(position: DataPosition, shape: BatchShape, num_steps: int) -> DataPosition:
-    for _ in range(num_steps):
-        position = advance(step_start(position, shape), shape)
+    for step in islice(steps_from(position, shape, 10**9), num_steps):
+        position = step.end
     return position

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.harness.properties import examples
 from tests.unit.trainer.spec.test_spec import minimal
 from trainer.coordination.messages import Lease
-from trainer.data.batches import LeaseBatches, TrainBatches, validation_batches
+from trainer.data.batches import LeaseBatches, TrainBatches, ValidationBatches
 from trainer.data.position import DataPosition
 from trainer.data.quarantine import OTHERS, most_quarantined
 from trainer.data.reader import open_source
@@ -194,7 +194,7 @@ def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant) -> None
     ):
         list(batches)
     with pytest.raises(TooManyBadRowsError):
-        list(validation_batches(source, spec, 0, 1))
+        list(ValidationBatches(source, spec, 0, 1))
 
 
 @pytest.mark.usefixtures("read_both_ways")
@@ -211,9 +211,9 @@ def test_leases_and_validation_leave_rows_out_too(spoil, tolerant) -> None:
     leased = []
     for rank in range(2):
         with LeaseBatches(source, spec, rank, num_ranks=2) as batches:
-            batches.submit(Lease(id=0, epoch=0, start=0, stop=source.num_rows))
+            batches.submit(Lease(id=0, epoch=0, spans=[(0, source.num_rows)]))
             leased += [batch for batch, _, _ in batches]
-    for found in (leased, list(validation_batches(source, spec, 0, 1))):
+    for found in (leased, list(ValidationBatches(source, spec, 0, 1))):
         assert tally(found).total() == 1
         assert sum(batch.weight.sum().item() for batch in found) == source.num_rows - 1
 
@@ -269,7 +269,8 @@ def test_good_rows_train_once_and_bad_ones_are_counted_once_at_any_world_size(
                 for _ in range(limit):
                     if (made := next(batches, None)) is None:
                         break
-                    batch, position = made
+                    batch, step = made
+                    position = step.end
                     numbers = batch.sparse["number"].values() - 1
                     trained.update(numbers[batch.weight > 0].tolist())
                     left_out += batch.quarantined.total()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.data import reader
-from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
+from trainer.data.batches import Batch, TrainBatches, ValidationBatches, make_batch
 from trainer.data.reader import RowReader, open_source
 from trainer.errors import BadValueError
 
@@ -135,7 +135,7 @@ def test_sequences_and_weights_span_windows(prepared, spec_of, monkeypatch) -> N
 def test_validation_pads_sequences_and_weights_like_everything_else(prepared, spec_of) -> None:
     spec = spec_of(WEIGHTED, SEQUENCE, batch_size=64)
     source = open_source(spec, prepared / "validation")
-    batches = list(validation_batches(source, spec, rank=1, world_size=2))
+    batches = list(ValidationBatches(source, spec, rank=1, world_size=2))
     assert {batch.sequences.stride() for batch in batches} == {64}
     padded = batches[-1]
     assert padded.weight.sum() < 64

@@ -23,8 +23,7 @@ def rows_done(number: int, done: list[list[int]], rows: int) -> dict[str, Any]:
 
 
 FIRST, SECOND = (
-    {"event": "trained", "time": 0.0, "epoch": 0, "start": start, "stop": start + 4}
-    for start in (0, 4)
+    {"event": "trained", "time": 0.0, "epoch": 0, "spans": [[start, start + 4]]} for start in (0, 4)
 )
 WHOLE_RUN = [FIRST, rows_done(1, [[0, 4]], 4), SECOND, commit(2, epoch=1, rows_trained=NUM_ROWS)]
 

@@ -307,7 +307,11 @@ class World:
 
     def is_poison(self, lease) -> bool:
         """Whether rows of this lease make the loss NaN."""
-        return any(lease.epoch == e and lease.start <= row < lease.stop for e, row in self.poison)
+        return any(
+            lease.epoch == epoch and start <= row < stop
+            for epoch, row in self.poison
+            for start, stop in lease.spans
+        )
 
     def ranks(self) -> Iterator[SimRank]:
         for group in sorted(self.groups):
@@ -386,7 +390,8 @@ class World:
             (lease.epoch, row)
             for sync in self.end.applied.items()
             for lease in self.trained[sync]
-            for row in range(lease.start, lease.stop)
+            for span in lease.spans
+            for row in range(*span)
         ]
         assert len(trained) == len(set(trained)) == ledger.rows_trained
         skips = [event for event in self.events if isinstance(event, RowsSkipped)]

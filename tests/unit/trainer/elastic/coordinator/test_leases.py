@@ -17,7 +17,12 @@ GROUPS = st.integers(0, 3)
 
 
 def spans_of(leases) -> list[tuple[int, int, int]]:
-    return [(lease.epoch, lease.start, lease.stop) for lease in leases]
+    return [(lease.epoch, *span) for lease in leases for span in lease.spans]
+
+
+def start_of(lease: Lease | None) -> int:
+    assert lease is not None
+    return lease.spans[0][0]
 
 
 def test_a_lease_is_one_interval_and_less_at_the_end_of_an_epoch():
@@ -86,8 +91,8 @@ def test_groups_keep_to_windows_of_their_own_and_share_only_the_last():
     book = LeaseBook(1200, 1, 30, windows=tuple(range(0, 1201, 100)))
     touched: set[tuple[int, int]] = set()
     for group, lease in leased(book, 3):
-        last = (lease.stop - 1) // 100
-        touched |= {(group, window) for window in range(lease.start // 100, last + 1)}
+        for start, stop in lease.spans:
+            touched |= {(group, row // 100) for row in range(start, stop)}
     assert {window for _, window in touched} == set(range(12))
     assert len(touched) <= 12 + 2
 
@@ -103,8 +108,8 @@ def test_the_window_of_a_lost_group_is_another_groups_alone():
     book = LeaseBook(200, 1, 10, windows=(0, 100, 200))
     book.commit([book.lease(0).id, book.lease(1).id])
     book.give_back(1)
-    assert book.lease(2).start == 110
-    assert book.lease(0).start == 10
+    assert start_of(book.lease(2)) == 110
+    assert start_of(book.lease(0)) == 10
 
 
 def test_a_group_holds_the_window_in_which_its_lease_ends():
@@ -115,6 +120,19 @@ def test_a_group_holds_the_window_in_which_its_lease_ends():
     book = LeaseBook(100, 1, 10, windows=(0, 50, 100))
     leases = [book.lease(group) for group in range(10)]
     assert sorted(spans_of(leases)) == [(0, start, start + 10) for start in range(0, 100, 10)]
+
+
+def test_each_lane_of_a_group_keeps_to_windows_of_its_own():
+    book = LeaseBook(1200, 1, 30, windows=tuple(range(0, 1201, 100)), num_lanes=3)
+    leases = list(leased(book, 2))
+    assert leases[0][1].spans == ((0, 10), (600, 610), (300, 310))
+    touched: set[tuple[int, int, int]] = set()
+    for group, lease in leases:
+        for lane, span in enumerate(lease.spans):
+            touched |= {(group, lane, row // 100) for row in range(*span)}
+    assert len(touched) <= 12 + 2 * 3
+    # Where there are no windows, lanes lie side by side.
+    assert LeaseBook(100, 1, 30, num_lanes=3).lease(0).spans == ((0, 30),)
 
 
 def test_a_ledger_stays_small_over_many_rows_and_small_leases():
@@ -129,7 +147,7 @@ def test_windows_may_differ_from_epoch_to_epoch():
     begun = []
     for _ in range(2):
         leases = [book.lease(0), book.lease(1), book.lease(2)]
-        begun.append([lease.start for lease in leases if lease])
+        begun.append([start_of(lease) for lease in leases if lease])
         book.commit([lease.id for lease in leases if lease])
     assert begun == [[0, 6, 5], [0, 5]]
 
@@ -149,12 +167,12 @@ def test_a_restarted_coordinator_takes_over_what_groups_hold():
     assert book.adopt([lost], group=1) == ()
     new = book.lease(2)
     assert new.id > lost.id
-    assert new.start == 12
+    assert start_of(new) == 12
 
 
 def test_leases_outside_the_run_are_not_taken_over():
     book = LeaseBook(num_rows=10, epochs=1, rows_per_lease=4)
-    strange = [Lease(id=7, epoch=1, start=0, stop=4), Lease(id=8, epoch=0, start=8, stop=12)]
+    strange = [Lease(id=7, epoch=1, spans=[(0, 4)]), Lease(id=8, epoch=0, spans=[(8, 12)])]
     assert book.adopt(strange, group=0) == ()
     assert book.lease(0).id == 9
 
@@ -168,12 +186,13 @@ class Job(RuleBasedStateMachine):
         rows_per_lease=st.integers(1, 12),
         cuts=st.sets(st.integers(1, 39), max_size=6),
         max_rows=st.none() | st.integers(0, 120),
+        num_lanes=st.integers(1, 4),
     )
-    def begin(self, num_rows, epochs, rows_per_lease, cuts, max_rows):
+    def begin(self, num_rows, epochs, rows_per_lease, cuts, max_rows, num_lanes):
         bounds = (0, *sorted(cut for cut in cuts if cut < num_rows), num_rows)
         sizes = {"num_rows": num_rows, "epochs": epochs, "rows_per_lease": rows_per_lease}
         windows = {"windows": lambda epoch: bounds if epoch % 2 else (0, num_rows)}
-        self.settings = sizes | windows | {"max_rows": max_rows}
+        self.settings = sizes | windows | {"max_rows": max_rows, "num_lanes": num_lanes}
         self.num_rows, self.rows_per_lease = num_rows, rows_per_lease
         self.total = min(epochs * num_rows, epochs * num_rows if max_rows is None else max_rows)
         self.book = LeaseBook(**self.settings)
@@ -182,7 +201,7 @@ class Job(RuleBasedStateMachine):
         self.ids: set[int] = set()
 
     def rows(self, lease: Lease) -> list[tuple[int, int]]:
-        return [(lease.epoch, row) for row in range(lease.start, lease.stop)]
+        return [(lease.epoch, row) for span in lease.spans for row in range(*span)]
 
     @rule(group=GROUPS)
     def take_a_lease(self, group):

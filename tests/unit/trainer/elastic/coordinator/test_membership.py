@@ -544,8 +544,8 @@ def leader(ledger: Ledger, step: int, epoch: int, validate_every: int | None) ->
     )
     session.ledger, session.total_steps = ledger, 100
     session.validation_source, session._has_finished = object(), False
-    session.state = TrainState(step=step, position=DataPosition(epoch))
-    session._before = TrainState(step=step - 1, position=DataPosition(epoch))
+    session.state = TrainState(step=step, reached=DataPosition(epoch))
+    session._before = TrainState(step=step - 1, reached=DataPosition(epoch))
     return session
 
 
@@ -556,6 +556,6 @@ def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int |
     done = leader(Ledger(led=LeaderProgress(step=40, epoch=1)), 41, 1, validate_every)
     assert not done.is_validation_step() and not done.is_checkpoint_step()
     # A resumed run owes nothing for what its checkpoint holds.
-    assert TrainState(step=40, position=DataPosition(2, 5)).ledger.led == LeaderProgress(
+    assert TrainState(step=40, reached=DataPosition(2, 5)).ledger.led == LeaderProgress(
         step=40, epoch=2
     )

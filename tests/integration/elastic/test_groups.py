@@ -26,12 +26,14 @@ from trainer.protocol.worker_config import SecretEnv, WorkerConfig
 
 TIMEOUT_S = 60.0
 ONE_EPOCH = "training.epochs=1"
+# Where nobody is to be lost, a machine that stands still for a while must not lose anybody.
+PATIENT = [f"recovery.{name}_timeout_s={scaled(20)}" for name in ("heartbeat", "exchange")]
 
 
 def test_groups_join_and_leave_while_the_others_train_on(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH)
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH, *PATIENT)
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
@@ -43,14 +45,18 @@ def test_groups_join_and_leave_while_the_others_train_on(
         campaign.wait_until_over()
         assert harness.groups == [1, 2]
         campaign.finish(config)
-        # Nobody was restarted.
-        assert {record["incarnation"] for record in harness.of("started")} == {0}
+        check_that_nobody_was_restarted(harness)
+
+
+def check_that_nobody_was_restarted(harness: ElasticHarness) -> None:
+    lives = {(record["group"], record["incarnation"]) for record in harness.of("started")}
+    assert not [life for life in lives if life[1]], harness.tails(40)
 
 
 def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH)
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH, *PATIENT)
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
@@ -60,7 +66,7 @@ def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
         harness.wait_for(lambda: harness.of("struck"), TIMEOUT_S, "group 1 is about to vote")
         campaign.kill_coordinator(down_s=0.2)
         campaign.finish(config)
-        assert {record["incarnation"] for record in harness.of("started")} == {0}
+        check_that_nobody_was_restarted(harness)
 
 
 @pytest.mark.slow

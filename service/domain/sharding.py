@@ -45,7 +45,8 @@ def sync_text(spec: JobSpec) -> str:
         # Changes are never sent of all rows: their bases exist for the touched ones only.
         if sync.dtype == "fp32" and sync.full_above < 1:
             sent += f" (all rows above {sync.full_above:.0%})"
-    overlap = ", overlapped with the next step" if sync.overlap else ""
+    steps = "step" if sync.overlap_steps == 1 else f"{sync.overlap_steps} steps"
+    overlap = f", overlapped with the next {steps}" if sync.overlap else ""
     return f"{_every(sync.every_steps, 'step')}: {sent}, in {sync.dtype}{overlap}"
 
 

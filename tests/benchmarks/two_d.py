@@ -66,7 +66,7 @@ def layouts() -> list[TwoDLayout]:
         for every_steps in (1, 16)
     ]
     overlapped = [
-        TwoDLayout(num_replicas, "inter_host", "touched_rows", 16, overlap=True)
+        TwoDLayout(num_replicas, "inter_host", "touched_rows", 16, overlap=16)
         for num_replicas in (2, 4)
     ]
     # Measured too, but no 1D row does the same arithmetic.

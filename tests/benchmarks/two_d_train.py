@@ -91,7 +91,7 @@ class TwoDTrainer:
             loss, _ = self._pipeline.forward(batch)
             loss.backward()
             self._optimizers.step()
-            self._sync.finish()
+            self._sync.tick()
             if is_sync_step(step, self._spec.parallelism.sync):
                 self.sync_s += self._sync().time_s
             yield

@@ -26,15 +26,16 @@ NEVER = 10**6  # steps
 class TwoDLayout:
     """How our side lays the model over the ranks, and how it syncs the copies.
 
-    `wire` is the precision in which embeddings, their gradients and the syncs travel. Mode
-    "none" never syncs: no way to train, but the most that any sync could reach.
+    `overlap` counts the steps during which means are formed. `wire` is the precision in which
+    embeddings, their gradients and the syncs travel. Mode "none" never syncs: no way to train, but
+    the most that any sync could reach.
     """
 
     num_replicas: int
     placement: str
     mode: str
     every_steps: int
-    overlap: bool = False
+    overlap: int = 0
     dense: str = "every_step"
     wire: str = "fp32"
 
@@ -44,7 +45,7 @@ class TwoDLayout:
         sync = "no sync" if self.mode == "none" else f"{self.mode} N={self.every_steps}"
         parts = [f"2D M={self.num_replicas} {self.placement}, {sync}"]
         if self.overlap:
-            parts.append("overlap")
+            parts.append(f"overlap {self.overlap}")
         if self.dense != "every_step":
             parts.append(f"dense {self.dense}")
         if self.wire != "fp32":

@@ -204,17 +204,25 @@ class ReplicaCollectives:
         self.num_bytes += (self.num_replicas - 1) * tensor.nbytes
         return gathered.view(self.num_replicas, -1)
 
+    def exchange(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's 1/M of every replica's `flat` [n], n a multiple of M, as [M, n / M].
+
+        Collective.
+        """
+        received = torch.empty_like(flat)
+        self._group.all_to_all(received, flat)
+        parts = received.view(self.num_replicas, -1)
+        self.num_bytes += (self.num_replicas - 1) * parts[0].nbytes
+        return parts
+
     def average(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Write the mean of the replicas' `flat` [n], n a multiple of M, into `out`. Collective.
 
         `out` may be `flat` itself.
         """
-        received = torch.empty_like(flat)
-        self._group.all_to_all(received, flat)
-        parts = received.view(self.num_replicas, -1)
-        mean = pairwise_mean(parts, self._weights).to(flat.dtype)
+        mean = pairwise_mean(self.exchange(flat), self._weights).to(flat.dtype)
         self._group.all_gather(out, mean)
-        self.num_bytes += 2 * (self.num_replicas - 1) * mean.nbytes
+        self.num_bytes += (self.num_replicas - 1) * mean.nbytes
 
     def mean_of(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
         """The mean of the replicas' `values` of `batch`, packed. Collective."""

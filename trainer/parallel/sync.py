@@ -2,9 +2,8 @@
 
 Collectives, all on the *replica group* of the rank:
 
-    touched_rows   1. all-gather: how many rows each replica touched
-                   2. all-gather: which ones (places, or all bits where that is shorter)
-                   3. all-to-all and all-gather: means of the union's rows, with their moments
+    touched_rows   1. all-to-all and all-gather: which rows any replica touched, a bit each
+                   2. all-to-all and all-gather: means of the union's rows, with their moments
     full           all-to-all and all-gather: means of every row, with their moments
     dtype fp16     before each exchange an all-gather of one byte: does a change overflow?
 
@@ -15,10 +14,10 @@ drift by a rounding, which touched_rows does not.
 
 With `overlap` and `optimizer_state: delayed` the means are formed by a thread (CUDA: on a side
 stream) on a second process group over the same ranks, so that its collectives never interleave with
-those of the training step; only steps 1 and 2 stay on the replica group. They are of a snapshot and
-are applied later: each value becomes mean + (current - snapshot). Where nothing changed since the
-snapshot that is exactly the mean, so such rows end bitwise equal; the others keep what they learned
-meanwhile and are averaged again at the next sync.
+those of the training steps; only step 1 stays on the replica group. They are of a snapshot and are
+applied a fixed number of steps later, whenever they are there: each value becomes mean + (current -
+snapshot). Where nothing changed since the snapshot that is exactly the mean, so such rows end
+bitwise equal; the others keep what they learned meanwhile and are averaged again at the next sync.
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ class Sync:
         """One sync by the policy. Collective over the replica group."""
         return SyncReport(0.0, 0)
 
-    def finish(self) -> None:
-        """Wait for what still overlaps with training and apply it, if anything does.
+    def tick(self) -> None:
+        """A step has ended: wait for what overlapped with training until now, and apply it."""
 
-        Comes at the end of every step, before a sync at that step, and before validation.
-        """
+    def finish(self) -> None:
+        """Wait for what still overlaps with training and apply it, as before validation."""
 
     def flush(self) -> SyncReport:
         """Make all replicas equal, moments too, in full precision. Before a save. Collective."""
@@ -165,7 +164,8 @@ class ReplicaSync(Sync):
             self._background_group = WorldReplicaGroup(
                 form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout)
             )
-        self._pending: PendingSync | None = None  # lands at the end of the next step
+        self._pending: PendingSync | None = None  # lands when `_steps_left` have ended
+        self._steps_left = 0
         self._pending_moments: PendingSync | None = None  # lands at the next sync
         self._finish_s = 0.0
 
@@ -195,18 +195,23 @@ class ReplicaSync(Sync):
         moments = [*blocks_of(numbers, rows, _moments, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
-            # Never delayed: Adam's second moments decay, so a late difference could turn them
-            # negative. Those of the AdaGrads only grow.
+            # Never delayed by a sync: Adam's second moments decay, so that the difference could
+            # turn them negative. Those of the AdaGrads only grow.
             blocks += map(Block, states)
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
             self._pending_moments = self._start(moments)
         if self._spec.overlap:
-            self._pending = self._start(blocks)
+            self._pending, self._steps_left = self._start(blocks), self._spec.overlap_steps
         else:
             self._replicas.average_in_place(blocks)
         return self._report(started, rows)
+
+    def tick(self) -> None:
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -350,7 +355,8 @@ def apply_difference(
     """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
 
     All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
-    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in the one step between.
+    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in each step between
+    (`trainer.spec.validation.check_overlap`).
     """
     dtype = torch.promote_types(current.dtype, torch.float32)
     return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)

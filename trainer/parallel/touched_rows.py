@@ -118,29 +118,20 @@ class TouchedRows:
 def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
     """Make `bits`, bool [n], those that any replica has set. Collective.
 
-    The replicas tell each other how many they set, then the places (int32 where they fit) or, where
-    that is shorter, all bits, eight to a byte.
+    Each of the M replicas unites 1/M of them and hands that to the others. Packed, this sends
+    2 (M - 1) / M * n / 8 bytes whatever is set, and nothing is read on the host.
     """
-    mine = bits.nonzero().view(-1)
-    count = torch.tensor([mine.numel()], dtype=torch.int64, device=bits.device)
-    most = int(replicas.gather(count).max())
-    if most == 0:
+    if not bits.numel():
         return
-    place_dtype = torch.int32 if bits.numel() < 2**31 else torch.int64
-    if most * place_dtype.itemsize > bits.numel() // 8:
-        gathered = replicas.gather(pack_bits(bits)).unbind(0)
-        bits.copy_(unpack_bits(functools.reduce(torch.bitwise_or, gathered), bits.numel()))
-        return
-    # All replicas give equally many places: what is missing is filled with -1.
-    padded = torch.full((most,), -1, dtype=place_dtype, device=bits.device)
-    padded[: mine.numel()] = mine
-    places = replicas.gather(padded).view(-1)
-    bits.index_fill_(0, places[places >= 0].long(), True)
+    parts = replicas.exchange(pack_bits(bits, replicas.num_replicas)).unbind(0)
+    united = replicas.gather(functools.reduce(torch.bitwise_or, parts))
+    bits.copy_(unpack_bits(united.view(-1), bits.numel()))
 
 
-def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """bool [n] as uint8 [ceil(n / 8)]: place p is bit p % 8 of byte p // 8."""
-    padding = bits.new_zeros(-bits.numel() % 8)
+def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """bool [n] as uint8 [ceil(n / 8)], or more up to a `multiple`: place p is bit p % 8 of byte
+    p // 8."""
+    padding = bits.new_zeros(-bits.numel() % (8 * multiple))
     columns = torch.cat([bits, padding]).view(torch.uint8).view(-1, 8).unbind(1)
     packed = torch.zeros_like(columns[0])
     for bit, column in enumerate(columns):

@@ -26,16 +26,33 @@ class SyncSpec(SpecModel):
     `touched_rows` moves only rows looked up since the last sync, which gives the same result as
     `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
     `dtype` is the precision of the change since the last sync on its way. With `overlap` the
-    averages are formed during the next step and applied as a difference. `delayed` optimizer
-    state of tables lags one sync behind their weights.
+    averages are formed during the next so many steps (`true`: one), at most `every_steps`, and
+    applied as a difference after them. `delayed` optimizer state of tables lags one sync behind
+    their weights.
     """
 
     every_steps: PositiveInt = 1
     mode: Literal["full", "touched_rows"] = "touched_rows"
     dtype: Precision = "fp32"
-    overlap: bool = False
+    overlap: bool | PositiveInt = False
     optimizer_state: Literal["every", "delayed", "never"] = "every"
     full_above: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    @property
+    def overlap_steps(self) -> int:
+        """Steps during which averages are formed; 0 where training waits for them."""
+        return int(self.overlap)
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        if self.overlap_steps > self.every_steps:
+            raise problem(
+                "overlap",
+                f"{self.overlap_steps} steps would not be over at the next sync, which comes after "
+                f"every_steps ({self.every_steps}); set at most that",
+                "overlap",
+            )
+        return self
 
 
 class AllToAllSpec(SpecModel):

@@ -105,7 +105,7 @@ class JobSections(SpecModel):
         sync = self.parallelism.sync
         if sync.mode != "full" and not self.optimizer.sparse.changes_untouched_rows:
             return 0
-        return (sync.dtype != "fp32") + 2 * sync.overlap
+        return (sync.dtype != "fp32") + 2 * bool(sync.overlap)
 
     @property
     def table_bytes(self) -> int | None:

@@ -18,6 +18,8 @@ from trainer.spec.tables import (
 )
 from trainer.spec.training import RecoverySpec
 
+_ADAM_BETA2 = 0.999  # torch's default, which the dense part takes
+
 
 def check_tables(spec: JobSections) -> None:
     """What each table can be by itself, whatever the layout."""
@@ -338,6 +340,27 @@ def check_settings(spec: JobSections) -> None:
         raise problem("no_effect", message, "training.trace.first_step")
 
 
+def check_overlap(spec: JobSections) -> None:
+    """Adam's second moments, averaged late as a difference, stay well above zero.
+
+    In k steps they fall to b^k of what they were. Their mean over M copies is at least 1/M of that,
+    so that at least 1 - M (1 - b^k) of the mean is left.
+    """
+    parallelism = spec.parallelism
+    if not parallelism.is_resolved or parallelism.dense_policy != "at_sync":
+        return
+    steps = parallelism.sync.overlap_steps
+    left = 1 - parallelism.num_replicas * (1 - _ADAM_BETA2**steps)
+    if spec.optimizer.dense.name == "adam" and steps > 1 and left < 0.5:
+        raise problem(
+            "overlap",
+            f"in {steps} steps Adam's second moments of the dense part change by too much to be "
+            f"averaged late over {parallelism.num_replicas} copies; take fewer, or use "
+            "parallelism.dense every_step or another optimizer.dense.name",
+            "parallelism.sync.overlap",
+        )
+
+
 def check_memory(spec: JobSections) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
@@ -376,6 +399,7 @@ def check_memory(spec: JobSections) -> None:
 OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
     check_trace_ranks,
     check_accumulation,
+    check_overlap,
     check_memory,
     check_dynamic_layout,
 )

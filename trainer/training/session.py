@@ -291,7 +291,7 @@ class Session:
         with self.phases.during("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):
-            self.sync.finish()
+            self.sync.tick()
         self.train_meter.update(batch, loss, outputs)
         self.loss_guard.add(loss.detach())
         self.quarantine.add(batch.quarantined)

@@ -413,7 +413,7 @@ def test_the_best_side_is_the_fastest_of_those_that_do_the_same_arithmetic(speed
 
 def test_sides_that_round_or_average_less_are_shown_but_not_compared():
     apart = {label_of(side) for side in CONFIGURATIONS if not is_comparable(side)}
-    common = "2D M=2 inter_host, touched_rows N=16, overlap"
+    common = "2D M=2 inter_host, touched_rows N=16, overlap 16"
     assert apart == {
         "1D fp16_wire",
         f"{common}, dense at_sync",

@@ -141,6 +141,10 @@ def test_a_sync_says_when_what_and_how() -> None:
             "every 1,600 steps: the changes of the rows touched since the last sync, in bf16, "
             "overlapped with the next step",
         ),
+        (
+            {"every_steps": 16, "mode": "full", "overlap": 8},
+            "every 16 steps: every row, in fp32, overlapped with the next 8 steps",
+        ),
     ):
         assert facts_of(sync=sync)["Sync"] == text
     # Weight decay moves every row, whatever the mode.

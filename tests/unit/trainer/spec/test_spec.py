@@ -149,6 +149,9 @@ optimizer.sparse.name=sgd; parallelism.sync.optimizer_state=never
     => parallelism.sync.optimizer_state no_effect
 parallelism.shard_group_size=1; parallelism.all_to_all.forward=bf16
     => parallelism.all_to_all no_effect
+parallelism.sync.overlap=2 => parallelism.sync.overlap overlap every_steps (1)
+parallelism.sync={{every_steps: 400, overlap: 400}}; parallelism.dense=at_sync
+    => parallelism.sync.overlap overlap second moments
 parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal
 parallelism.divergence_check={{every_syncs: 0}}
     => parallelism.divergence_check.every_syncs greater_than

@@ -63,10 +63,5 @@ class StorageRefusedError(StorageError):
     """Remote storage refuses: credentials or a bucket are wrong, and no retry helps."""
 
 
-def is_storage_fault(error: Exception) -> bool:
-    """Whether reading failed in the system: for corrupt files Arrow's OSErrors have no errno."""
-    return isinstance(error, OSError) and error.errno is not None
-
-
 class ManifestError(DataError):
     """The manifest is missing, unreadable or lacks something that was asked for."""

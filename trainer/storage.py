@@ -20,7 +20,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -189,7 +189,7 @@ class Location:
         return type(self).parse, (self.text,)
 
     def __truediv__(self, name: str) -> Location:
-        return replace(self, path=f"{self.path.rstrip('/')}/{name}")
+        return self if name == "." else replace(self, path=f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:
         return self._info().type != fs.FileType.NotFound
@@ -212,10 +212,18 @@ class Location:
 
     def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
         """The files in the folder, in name order; none where there is no folder."""
-        wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
-        infos = self.retried("listed", lambda: self.fs.get_file_info(wanted))
-        paths = sorted(info.path for info in infos if info.type == fs.FileType.File)
+        paths = sorted(info.path for info in self._infos(recursive))
         return tuple(replace(self, path=path) for path in paths)
+
+    def sizes_bytes(self) -> dict[str, int]:
+        """Size of every file in the folder, at whatever depth, by its path below the folder."""
+        infos = self._infos(recursive=True)
+        return {replace(self, path=info.path).relative_to(self): info.size for info in infos}
+
+    def _infos(self, recursive: bool) -> Sequence[fs.FileInfo]:
+        wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
+        found = self.retried("listed", lambda: self.fs.get_file_info(wanted))
+        return [info for info in found if info.type == fs.FileType.File]
 
     def relative_to(self, folder: Location) -> str:
         """The path of this file below `folder`, with forward slashes."""
@@ -227,6 +235,21 @@ class Location:
             with self.errors_as("read"):
                 return self.fs.open_input_file(self.path)
         return pa.PythonFile(_RemoteInput(self), mode="r")
+
+    def parse_with(self, parser: Callable[[pa.NativeFile], Result]) -> Result:
+        """What `parser` makes of the opened file.
+
+        Faults of storage are retried and raised as by `open_input`; what `parser` raises about the
+        contents (pyarrow's errors, some of which are OSErrors) comes as it is.
+        """
+        try:
+            with self.open_input() as file:
+                return parser(file)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            with self.errors_as("read"):
+                raise
 
     def retried(self, action: str, operation: Callable[[], Result]) -> Result:
         """Run an operation that is safe to repeat, with retries where storage is remote."""

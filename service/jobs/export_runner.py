@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PASSED = (
     *PYTHON_VARIABLES,
     "OMP_NUM_THREADS",
-    # Storage of jobs' data (`trainer.storage`), and where it is cached.
+    # Storage of jobs' data (`trainer.storage`).
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -51,8 +51,6 @@ _PASSED = (
     "AWS_EC2_METADATA_DISABLED",
     "GOOGLE_APPLICATION_CREDENTIALS",
     "STORAGE_EMULATOR_HOST",
-    "SHARDLOOM_DATA_CACHE",
-    "SHARDLOOM_DATA_CACHE_BYTES",
     "SHARDLOOM_STORAGE_RETRY_S",
     "SHARDLOOM_STORAGE_TIMEOUT_S",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +18,7 @@ from trainer.errors import BadValueError, ColumnError, DataError, TableTooSmallE
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
+from trainer.storage import Location
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
     Raises a `DataError` for a vocabulary that cannot be read, or is larger than its table.
     """
     sizes = {table.name: _num_ids(table) for table in spec.embedding_tables}
-    folder = Path(spec.data.path)
+    folder = Location.parse(spec.data.path)
     inputs = {
         feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
         if feature.table
@@ -123,7 +123,7 @@ def _num_ids(table: EmbeddingTableSpec) -> int:
     return table.num_ids
 
 
-def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Path) -> InputColumn:
+def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Location) -> InputColumn:
     encoder = encoder_of(feature, num_ids, folder)
     if encoder is not None and encoder.num_ids > num_ids:
         raise TableTooSmallError(
@@ -146,7 +146,7 @@ def _optional(field: str, name: str | None) -> InputColumn | None:
     return None if name is None else InputColumn(field, name)
 
 
-def check_schema(layout: RowLayout, schema: pa.Schema, folder: Path) -> None:
+def check_schema(layout: RowLayout, schema: pa.Schema, folder: Location | str) -> None:
     """Check that every column exists with a fitting type; raises `ColumnError` naming the field."""
     for column in layout.columns:
         if column.name not in schema.names:
@@ -180,7 +180,7 @@ def _type_rule(column: InputColumn, found: pa.DataType) -> tuple[str, bool]:
 
 # Arrow tables decoded into numpy rows, every value checked once on the way.
 
-Locate = Callable[[int], tuple[Path, int]]
+Locate = Callable[[int], tuple[str, int]]
 _BoolArray = NDArray[np.bool_]
 # Ids of tables of up to this many rows are kept in 32 bits.
 _NUM_NARROW_IDS = 2**31

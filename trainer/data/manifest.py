@@ -13,13 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from trainer.errors import (
-    CorruptFileError,
-    ManifestError,
-    SourceMissingError,
-    StorageError,
-    is_storage_fault,
-)
+from trainer.errors import CorruptFileError, ManifestError, SourceMissingError
 from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
@@ -109,17 +103,17 @@ def sha256_of(path: Path) -> str:
         ) from None
 
 
-def read_footer(path: Path) -> pq.FileMetaData:
-    """Read only the footer of a Parquet file; raises `CorruptFileError` where it is cut short."""
+def read_footer(file: Location | Path) -> pq.FileMetaData:
+    """Read only the footer of a Parquet file; raises `CorruptFileError` where it is cut short.
+
+    Raises `StorageError` or `SourceMissingError` where it cannot be read.
+    """
+    location = Location.parse(file)
     try:
-        return pq.read_metadata(path)
+        return location.parse_with(pq.read_metadata)
     except (pa.ArrowException, OSError) as error:
-        if is_storage_fault(error) and not isinstance(error, FileNotFoundError):
-            raise StorageError(
-                f"{path} cannot be read: {error}; check its rights, and its disk or mount"
-            ) from None
         raise CorruptFileError(
-            f"{path} is not a whole Parquet file ({error}); was it truncated? "
+            f"{location} is not a whole Parquet file ({error}); was it truncated? "
             "Prepare or copy the data again"
         ) from None
 
@@ -129,22 +123,25 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
 
 
-def load_manifest(folder: Path) -> Manifest:
-    """Read the manifest and check that every file has the size and rows that it names.
+def load_manifest(folder: Location | Path) -> Manifest:
+    """Read the manifest and check that every file is there and as large as it says.
 
-    Reads footers, no data. Raises `SourceMissingError`, `ManifestError` or `CorruptFileError`.
+    Of local Parquet files the footers are compared, too. Raises `SourceMissingError`,
+    `ManifestError`, `CorruptFileError` or `StorageError`.
     """
-    if not folder.is_dir():
-        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
+    folder = Location.parse(folder)
     path = folder / MANIFEST_NAME
-    if not path.is_file():
+    if not path.exists():
+        if not folder.is_dir():
+            raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
         raise ManifestError(
             f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
         )
     manifest = parse_manifest(path.read_bytes(), str(path))
+    sizes = folder.sizes_bytes()
     for split in manifest.splits.values():
         for entry in split.files:
-            _check_file(folder / entry.path, entry)
+            _check_file(folder / entry.path, sizes.get(entry.path), entry)
     return manifest
 
 
@@ -176,13 +173,16 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         ) from None
 
 
-def _check_file(path: Path, entry: FileEntry) -> None:
-    if not path.is_file():
+def _check_file(path: Location, size_bytes: int | None, entry: FileEntry) -> None:
+    if size_bytes is None:
         raise CorruptFileError(
             f"{path} is named in the manifest but missing; prepare the data again"
         )
-    footer = read_footer(path)
-    found = (path.stat().st_size, footer.num_rows, footer.num_row_groups)
+    rows, row_groups = entry.num_rows, entry.num_row_groups
+    if path.is_local:
+        footer = read_footer(path)
+        rows, row_groups = footer.num_rows, footer.num_row_groups
+    found = (size_bytes, rows, row_groups)
     wanted = (entry.size_bytes, entry.num_rows, entry.num_row_groups)
     if found != wanted:
         raise CorruptFileError(

@@ -1,9 +1,14 @@
-"""Parquet files as numbered row groups: opened by footer only, read one group at a time."""
+"""Parquet files as numbered row groups, on a disk or in an object store.
+
+They are opened by footer only and read one group at a time; of remote files, the columns' ranges of
+groups that will be needed soon are fetched ahead, several groups at once.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -20,18 +25,14 @@ from trainer.errors import (
     SourceMissingError,
     StorageError,
     TooFewRowsError,
-    is_storage_fault,
 )
+from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
 # Footers of wide files take a tenth of a megabyte each.
 _MAX_KEPT_FOOTERS = 256
-
-
-def _identity(path: Path) -> tuple[int, int, int]:
-    """What tells whether a file is still the same; raises `OSError` where it is gone."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+# Requests under way at once: each waits for most of its time.
+_NUM_REQUESTS = 16
 
 
 class ParquetSource:
@@ -41,15 +42,18 @@ class ParquetSource:
     truncated file), `ColumnError` or `TooFewRowsError`.
     """
 
-    def __init__(self, folder: Path, columns: Sequence[str]) -> None:
+    def __init__(self, folder: Location | Path, columns: Sequence[str]) -> None:
         """`columns` are those to read; each must be in every file."""
-        self.folder = folder
+        self.folder = Location.parse(folder)
         self.columns = tuple(dict.fromkeys(columns))
-        self._paths = _parquet_files(folder)
+        self._files = _parquet_files(self.folder)
+        self._ahead: dict[int, Future[pa.Table]] = {}
+        self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
+        each = map if self.folder.is_local else self._pool.map
         # Before the footers: a file replaced in between is then found to be another one.
-        identities = [_identity(path) if path.exists() else (0, 0, 0) for path in self._paths]
-        footers = [read_footer(path) for path in self._paths]
-        kept = zip(self._paths, zip(identities, footers, strict=True), strict=True)
+        identities = list(each(Location.fingerprint, self._files))
+        footers = list(each(read_footer, self._files))
+        kept = enumerate(zip(identities, footers, strict=True))
         self._kept = dict(islice(kept, _MAX_KEPT_FOOTERS))
         self.schema = self._common_schema(footers)
         self._groups = [
@@ -72,7 +76,7 @@ class ParquetSource:
     @property
     def file_names(self) -> tuple[str, ...]:
         """Names of the files, in the order in which their rows are numbered."""
-        return tuple(path.name for path in self._paths)
+        return tuple(file.name for file in self._files)
 
     @property
     def decoded_bytes(self) -> int:
@@ -85,50 +89,75 @@ class ParquetSource:
         groups = np.array(row_groups)
         return ragged_positions(self._group_starts[groups], self.group_rows[groups])
 
-    def locate(self, row: int) -> tuple[Path, int]:
+    def locate(self, row: int) -> tuple[str, int]:
         """File of a row numbered over all files, and its number within that file (from 0)."""
         file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
-        return self._paths[file], int(row - self._file_starts[file])
+        return str(self._files[file]), int(row - self._file_starts[file])
 
-    def files_of(self, rows: IntArray) -> list[tuple[Path, IntArray]]:
+    def files_of(self, rows: IntArray) -> list[tuple[str, IntArray]]:
         """Files of rows numbered over all files, each with the places in `rows` of those in it."""
         files = np.searchsorted(self._file_starts, rows, side="right") - 1
-        return [(self._paths[file], np.flatnonzero(files == file)) for file in np.unique(files)]
+        return [
+            (str(self._files[file]), np.flatnonzero(files == file)) for file in np.unique(files)
+        ]
 
     def read(self, row_groups: Sequence[int]) -> pa.Table:
         """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
         return pa.concat_tables([self.read_group(number) for number in row_groups])
 
+    def fetch_ahead(self, row_groups: Sequence[int]) -> None:
+        """Begin to read row groups, which `read_group` then waits for.
+
+        What was fetched ahead and is not among them is dropped.
+        """
+        known = self._ahead
+        self._ahead = {
+            number: known.get(number) or self._pool.submit(self._read_group, number)
+            for number in row_groups
+        }
+        for number in known.keys() - self._ahead.keys():
+            known[number].cancel()
+
     def read_group(self, number: int) -> pa.Table:
         """Read one row group; raises `CorruptFileError` where it is not as it was at the start.
 
-        Raises `StorageError` where the file is gone or the disk or mount fails, which says nothing
-        about its rows.
+        Raises `StorageError` where the file is gone or the disk, mount or store fails, which says
+        nothing about its rows.
         """
+        ahead = self._ahead.pop(number, None)
+        return ahead.result() if ahead else self._read_group(number)
+
+    def _read_group(self, number: int) -> pa.Table:
         place, group = self._groups[number]
-        path = self._paths[place]
+        file = self._files[place]
         try:
-            identity, footer = self._kept.get(path, (None, None))
-            if identity != _identity(path):
+            identity, footer = self._kept.get(place, (None, None))
+            if identity is None or identity != file.fingerprint():
                 footer = None
-            with pq.ParquetFile(path, metadata=footer) as file:
-                # One prefetching thread per rank is enough; more would crowd out the trainers.
-                table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
-                table = table.select(self.columns)
+
+            def read(opened: pa.NativeFile) -> pa.Table:
+                remote = not self.folder.is_local
+                with pq.ParquetFile(opened, metadata=footer, pre_buffer=remote) as parquet:
+                    # One prefetching thread per rank is enough; more would crowd out the trainers.
+                    return parquet.read_row_group(group, list(self.columns), use_threads=False)
+
+            table = file.parse_with(read).select(self.columns)
         except MemoryError:  # also pyarrow's, which is an ArrowException
             raise
+        except (SourceMissingError, StorageError) as error:
+            if not file.is_local:
+                raise
+            raise StorageError(
+                f"{error}; is the folder of data.path mounted on this host, and are its disk and "
+                "limits (open files) in order?"
+            ) from None
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-            if is_storage_fault(error):
-                raise StorageError(
-                    f"{path} cannot be read: {error}; is the folder of data.path mounted on this "
-                    "host, and are its disk and limits (open files) in order?"
-                ) from None
-            raise _unreadable(path, group, str(error)) from None
+            raise _unreadable(file, group, str(error)) from None
         if table.schema.types != self.schema.types:
-            raise _unreadable(path, group, "its columns have other types now")
+            raise _unreadable(file, group, "its columns have other types now")
         if len(table) != self.group_rows[number]:
             rows = f"it has {len(table)} rows, not {self.group_rows[number]} as at the start"
-            raise _unreadable(path, group, rows)
+            raise _unreadable(file, group, rows)
         return table
 
     def blank_group(self, number: int) -> pa.Table:
@@ -139,14 +168,14 @@ class ParquetSource:
 
     def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
         schemas = [footer.schema.to_arrow_schema() for footer in footers]
-        for path, schema in zip(self._paths, schemas, strict=True):
+        for file, schema in zip(self._files, schemas, strict=True):
             for name in self.columns:
                 if name not in schema.names:
-                    raise ColumnError(f"{path}: no column '{name}'; it has {schema.names}")
+                    raise ColumnError(f"{file}: no column '{name}'; it has {schema.names}")
                 if schema.field(name).type != schemas[0].field(name).type:
                     raise ColumnError(
-                        f"{path}: column '{name}' is {schema.field(name).type} here but "
-                        f"{schemas[0].field(name).type} in {self._paths[0].name}"
+                        f"{file}: column '{name}' is {schema.field(name).type} here but "
+                        f"{schemas[0].field(name).type} in {self._files[0].name}"
                     )
         return pa.schema([schemas[0].field(name) for name in self.columns])
 
@@ -157,16 +186,16 @@ class ParquetSource:
         )
 
 
-def _unreadable(path: Path, group: int, cause: str) -> CorruptFileError:
+def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:
     return CorruptFileError(
-        f"{path}: row group {group} cannot be read ({cause}); was the file damaged or replaced? "
+        f"{file}: row group {group} cannot be read ({cause}); was the file damaged or replaced? "
         "Prepare or copy the data again"
     )
 
 
-def read_schema(folder: Path) -> pa.Schema:
+def read_schema(folder: Location | Path) -> pa.Schema:
     """Names and types of the columns of a folder's first file; reads its footer only."""
-    return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
+    return read_footer(_parquet_files(Location.parse(folder))[0]).schema.to_arrow_schema()
 
 
 def is_data_file(path: str) -> bool:
@@ -178,18 +207,18 @@ def is_data_file(path: str) -> bool:
     return path.endswith(".parquet") and not is_hidden
 
 
-def _parquet_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise SourceMissingError(
-            f"{folder} does not exist; check data.path and data.split, or prepare the data"
-        )
-    if not (paths := sorted(path for path in folder.iterdir() if is_data_file(path.name))):
+def _parquet_files(folder: Location) -> list[Location]:
+    if files := [file for file in folder.list() if is_data_file(file.name)]:
+        return files
+    if folder.is_dir():
         raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
-    return paths
+    raise SourceMissingError(
+        f"{folder} does not exist; check data.path and data.split, or prepare the data"
+    )
 
 
 def mean_and_deviation(
-    folder: Path, column: str, *, skip_unreadable: bool = False
+    folder: Location | Path, column: str, *, skip_unreadable: bool = False
 ) -> tuple[float, float]:
     """Mean and population deviation of a number column; null and NaN are left out.
 

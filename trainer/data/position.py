@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.errors import TooFewRowsError
 from trainer.protocol.run_dir import write_whole
+from trainer.storage import Location
 
 Span = tuple[int, int]
 """Rows [start, stop)."""
@@ -121,7 +122,7 @@ class BatchShape:
         """Rows that one step takes on all ranks together, but for the last of an epoch."""
         return self.world_size * self.batch_size
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Location) -> None:
         """Raise `TooFewRowsError` where the rows, those of `folder`, fill no step."""
         if self.num_rows < self.rows_per_step:
             raise TooFewRowsError(

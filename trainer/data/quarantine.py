@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from trainer.data.ragged import IntArray
 from trainer.errors import TooManyBadRowsError
 
 FaultArray = NDArray[np.int32]
-FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
+FilesOf = Callable[[IntArray], list[tuple[str, IntArray]]]
 _MAX_LISTED = 10
 OTHERS = "other files or reasons"
 QuarantinedRows = Counter[tuple[str, str]]
@@ -51,7 +50,7 @@ class FaultMarks:
         """Mark places in the rows, which may repeat."""
         fresh = np.unique(places[self.faults[places] == 0])
         for path, found in self._files_of(self._rows[fresh]):
-            self.faults[fresh[found]] = self._log.code(str(path), reason)
+            self.faults[fresh[found]] = self._log.code(path, reason)
 
 
 def check_share(num_bad: int, num_rows: int, max_share: float, found: QuarantinedRows) -> None:

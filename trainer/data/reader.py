@@ -26,6 +26,7 @@ from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
 from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
+from trainer.storage import Location
 
 # Keeps the random streams of group order and of each window's rows apart.
 _GROUP_STREAM, _ROW_STREAM = 0, 1
@@ -115,13 +116,13 @@ CACHE_BYTES = 256 * 2**20
 WINDOW_ROWS = 65_536
 
 
-def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
+def open_source(spec: JobSpec, folder: Location | Path) -> ParquetSource:
     """Open a split's folder with the columns that a resolved spec reads.
 
     Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
     """
     layout = layout_of(spec)
-    check_schema(layout, read_schema(folder), folder)
+    check_schema(layout, read_schema(folder), Location.parse(folder))
     return ParquetSource(folder, [column.name for column in layout.columns])
 
 
@@ -206,11 +207,23 @@ class RowReader:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
+            self._fetch_ahead(number)
             self._window = self._rows_of(window.row_groups).take(window.row_order)
             if self.fault_log is not None and self._window.faults is not None:
                 self._count_bad_rows(number, self.fault_log.count(self._window.faults))
             self._window_number = number
         return self._window
+
+    def _fetch_ahead(self, number: int) -> None:
+        """Let the row groups of a window, and of the next one, be fetched from a remote store.
+
+        The system reads ahead in local files.
+        """
+        if self._source.folder.is_local:
+            return
+        windows = range(number, min(number + 2, len(self._order.bounds) - 1))
+        groups = [group for each in windows for group in self._order.window(each).row_groups]
+        self._source.fetch_ahead([group for group in groups if group not in self._kept])
 
     def _rows_of(self, row_groups: tuple[int, ...]) -> Rows:
         """Decoded row groups, one after the other."""
@@ -236,7 +249,7 @@ class RowReader:
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
         rows = self._source.row_numbers(row_groups)
 
-        def locate(row: int) -> tuple[Path, int]:
+        def locate(row: int) -> tuple[str, int]:
             return self._source.locate(int(rows[row]))
 
         if self.fault_log is None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from trainer.data.ragged import IntArray
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import FeatureSpec, VocabularySpec
+from trainer.storage import Location
 
 MISSING_ID = 0
 _SLICE_BYTES = 2**18  # of text; what is made of it then fits into a processor's cache
@@ -107,7 +108,7 @@ class BucketEncoder:
 IdEncoder = HashEncoder | VocabularyEncoder | BucketEncoder
 
 
-def encoder_of(feature: FeatureSpec, num_rows: int, folder: Path) -> IdEncoder | None:
+def encoder_of(feature: FeatureSpec, num_rows: int, folder: Location) -> IdEncoder | None:
     """What makes ids of a feature's raw values; None where they are ids already.
 
     `num_rows` are those of its table, `folder` is where vocabularies lie. Raises a `DataError` for
@@ -122,37 +123,39 @@ def encoder_of(feature: FeatureSpec, num_rows: int, folder: Path) -> IdEncoder |
     return BucketEncoder(buckets.boundaries, buckets.num_ids) if buckets else None
 
 
-def vocabulary_path(feature: FeatureSpec, folder: Path) -> Path:
+def vocabulary_path(feature: FeatureSpec, folder: Location) -> Location:
     """The file of a feature's vocabulary; `folder` is `data.path`, or where that was exported."""
     vocabulary = feature.vocabulary or VocabularySpec()
     if vocabulary.path:
         return folder / vocabulary.path
-    return folder / "vocab" / f"{vocabulary.column or feature.source_column}.parquet"
+    return folder / f"vocab/{vocabulary.column or feature.source_column}.parquet"
 
 
-def load_vocabulary(path: Path, min_count: int = 1) -> VocabularyEncoder:
+def load_vocabulary(path: Location | Path, min_count: int = 1) -> VocabularyEncoder:
     """Read a vocabulary, once per process and version; raises a `DataError` naming the file.
 
     Values with a `count` below `min_count` are unknown.
     """
+    file = Location.parse(path)
     try:
-        return _load(path, path.stat().st_mtime_ns, min_count)
-    except FileNotFoundError:
+        return _load(file.text, file.fingerprint(), min_count)
+    except SourceMissingError as error:
         raise SourceMissingError(
-            f"{path} is missing; `shardloom data prepare` writes vocabularies, or set "
+            f"{error}; `shardloom data prepare` writes vocabularies, or set "
             "features[].vocabulary.path"
         ) from None
     except pl.exceptions.PolarsError as error:
-        raise ColumnError(f"{path}: 'value' or 'index' holds what it cannot: {error}") from None
+        raise ColumnError(f"{file}: 'value' or 'index' holds what it cannot: {error}") from None
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(
-            f"{path} is no vocabulary that can be read ({error}); copy or prepare it again"
+            f"{file} is no vocabulary that can be read ({error}); copy or prepare it again"
         ) from None
 
 
 @lru_cache(maxsize=64)
-def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
-    table = pq.read_table(path)
+def _load(text: str, version: tuple[int, int] | None, min_count: int) -> VocabularyEncoder:
+    path = Location.parse(text)
+    table = path.parse_with(pq.read_table)
     wanted = ["value", "index", *(["count"] if min_count > 1 else [])]
     for name in wanted:
         if name not in table.column_names:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-from trainer.data.inputs import on_this_node
 from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
 from trainer.driver.process_log import start_log
@@ -17,6 +15,7 @@ from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 from trainer.spec.job import JobSpec
+from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
@@ -29,9 +28,8 @@ def lease_book_of(spec: JobSpec) -> LeaseBook:
 
     Raises a `DataError`.
     """
-    spec = on_this_node(spec)
     data, training, parallelism = spec.data, spec.training, spec.parallelism
-    source = open_source(spec, Path(data.path) / data.split.train)
+    source = open_source(spec, Location.parse(data.path) / data.split.train)
     rows_per_step = parallelism.world_size * data.batch_size
     return LeaseBook(
         num_rows=source.num_rows,

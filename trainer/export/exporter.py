@@ -22,8 +22,8 @@ from torch import nn
 from trainer.checkpoint.files import folder_at
 from trainer.checkpoint.save_load import CommittedCheckpoint
 from trainer.data.decode import InputColumn, RowLayout
-from trainer.data.inputs import on_this_node, resolve_inputs
-from trainer.data.parquet import read_schema
+from trainer.data.inputs import resolve_inputs
+from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.transforms import vocabulary_path
 from trainer.errors import DataError
 from trainer.export import artifact
@@ -54,6 +54,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import installed_versions
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
+from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
 Tell = Callable[[str], None]
@@ -264,27 +265,19 @@ def _kinds(spec: JobSpec) -> dict[str, str]:
     split = spec.data.split
     for part in (split.train, split.validation):
         with contextlib.suppress(DataError):
-            schema = read_schema(Path(spec.data.path) / part) if part is not None else []
+            schema = read_schema(Location.parse(spec.data.path) / part) if part is not None else []
             if schema:
                 return {field.name: raw_kind(field.type) for field in schema}
     return {}
 
 
 def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """`spec` with its data on this host, and notes for the report where the data is gone.
+    """`spec` with what its data tells, and notes for the report where the data is gone.
 
     Raises `DataError` where rows could not be scored without it.
     """
     try:
-        resolved = resolve_inputs(spec)
-        split = resolved.data.split
-        # Of remote data only what is needed: an export compares validation rows; of training rows
-        # it wants the types, which both share.
-        compared = split.model_copy(update={"train": split.validation or split.train})
-        data = resolved.data.model_copy(update={"split": compared})
-        here = on_this_node(resolved.model_copy(update={"data": data})).data.path
-        found = resolved.data.model_copy(update={"path": here})
-        return resolved.model_copy(update={"data": found}), []
+        return resolve_inputs(spec), []
     except DataError as error:
         for each in spec.features:
             lacks_statistics = each.transform == "standardise" and None in (each.mean, each.std)
@@ -299,13 +292,14 @@ def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
     Those of the prepared data are copied even where the spec uses none: they made the ids. Raises
     OSError, or `DataError` where one that is used is missing.
     """
-    source = Path(spec.data.path)
-    used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    source = Location.parse(spec.data.path)
+    files = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    files += [file for file in (source / "vocab").list() if is_data_file(file.name)]
     folder.mkdir()
-    for path in {*used, *source.glob("vocab/*.parquet")}:
-        target = folder / path.relative_to(source)
+    for path in sorted({file.relative_to(source) for file in files}):
+        target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        (source / path).download(target)
 
 
 def _write_json(path: Path, document: object) -> None:

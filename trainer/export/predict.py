@@ -45,7 +45,7 @@ PAD_ROWS = 2
 """Rows with one id 0 in each feature behind those to score: no size is ever 0 or 1."""
 Predictions = dict[str, NDArray[np.float32]]
 _LABEL = InputColumn("label", "__label__")
-_REQUEST = Path("request")
+_REQUEST = "request"
 _VOCABULARY_FOLDER = "vocab"
 _MAX_ROWS_AT_ONCE = 8192
 
@@ -91,7 +91,7 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
     columns = input_columns(layout)
     if missing := [name for name in columns if name not in table.column_names]:
         raise BadRow(0, missing[0], f"there is no such column; needed are {', '.join(columns)}")
-    check_schema(replace(layout, labels=()), table.schema, Path("the table"))
+    check_schema(replace(layout, labels=()), table.schema, "the table")
     labels = pa.array(np.zeros(len(table), np.float32))
     table = table.select(list(columns)).append_column(_LABEL.name, labels)
     try:

@@ -9,7 +9,6 @@ but a fault of the export (`NotExportable`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -28,9 +27,10 @@ from trainer.export.artifact import NotExportable
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
+from trainer.storage import Location
 
 DEFAULT_ROWS = 100_000
-_VALIDATION = Path("validation")
+_VALIDATION = "validation"
 # Two ways of computing the same in float32, sums in another order.
 _ROUNDING = 1e-4
 _BATCH_ROWS = 4096
@@ -104,7 +104,7 @@ def measure(
     try:
         if split is None:
             raise SourceMissingError("the spec has no validation rows (data.split.validation)")
-        pieces = list(_pieces(spec, Path(spec.data.path) / split, max_rows))
+        pieces = list(_pieces(spec, Location.parse(spec.data.path) / split, max_rows))
         if not pieces:
             raise SourceMissingError("there is no validation row that can be used")
         ours = [predictor.predict(table) for table, _ in pieces]
@@ -135,7 +135,7 @@ def measure(
     return report
 
 
-def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
+def _pieces(spec: JobSpec, folder: Location, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
     """The first `max_rows` rows, raw and decoded, without those that training leaves out."""
     layout, num_left = layout_of(spec), max_rows
     source = ParquetSource(folder, [column.name for column in layout.columns])
@@ -158,7 +158,7 @@ def _pieces(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[tuple[pa.Tab
             return
 
 
-def _locate(row: int) -> tuple[Path, int]:
+def _locate(row: int) -> tuple[str, int]:
     return _VALIDATION, row
 
 

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -27,7 +26,6 @@ from trainer.checkpoint.resume import restore
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
 from trainer.data.batches import Batch, TrainBatches, ValidationBatches
-from trainer.data.inputs import on_this_node
 from trainer.data.position import (
     BatchShape,
     SkippedRows,
@@ -48,6 +46,7 @@ from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.storage import Location
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
     LookupCounter,
@@ -88,7 +87,7 @@ class Session:
     def __init__(
         self, config: WorkerConfig, groups: MeshGroups, heartbeat: HeartbeatReporter | None = None
     ) -> None:
-        spec = on_this_node(config.spec)
+        spec = config.spec
         self.spec = spec
         self.config = config
         self.groups = groups
@@ -146,7 +145,7 @@ class Session:
 
     def _open_data(self) -> None:
         data = self.spec.data
-        root = Path(data.path)
+        root = Location.parse(data.path)
         self.train_source = open_source(self.spec, root / data.split.train)
         validation = data.split.validation
         self.validation_source = open_source(self.spec, root / validation) if validation else None

@@ -10,14 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.harness.object_store import SECRET_KEY, ObjectStore, run_object_store
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, train_session
-from trainer.data.inputs import local_folder, on_this_node, resolve_inputs
-from trainer.errors import SourceMissingError, StorageError, StorageRefusedError
+from trainer.data.inputs import resolve_inputs
+from trainer.data.parquet import ParquetSource
+from trainer.errors import (
+    CorruptFileError,
+    SourceMissingError,
+    StorageAwayError,
+    StorageError,
+    StorageRefusedError,
+)
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
@@ -29,6 +35,16 @@ SETTINGS = ("training.max_steps=6", "parallelism.workers=2", "parallelism.shard_
 def store() -> Iterator[ObjectStore]:
     with run_object_store() as store:
         yield store
+
+
+@pytest.fixture(scope="module")
+def uploaded(store: ObjectStore, small_movielens: Path) -> str:
+    """URL of the small data set."""
+    folder = Location.parse(store.url("movielens"))
+    for path in sorted(small_movielens.rglob("*")):
+        if path.is_file():
+            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
+    return folder.text
 
 
 def test_files_are_uploaded_listed_and_downloaded(store, tmp_path):
@@ -82,24 +98,33 @@ def test_files_come_and_go_unchanged_through_a_store_in_trouble(store, tmp_path,
     assert "rates" not in faults or sum(seen.counts[fault] for fault in faults["rates"]) > 0
 
 
-def test_a_data_set_is_fetched_and_read_unchanged_through_a_store_in_trouble(
-    store, small_movielens, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("SHARDLOOM_DATA_CACHE", str(tmp_path / "cache"))
-    folder = Location.parse(store.url("set"))
-    paths = [path for path in small_movielens.rglob("*") if path.is_file()]
+def test_a_split_is_read_unchanged_through_a_store_in_trouble(store, uploaded, small_movielens):
+    local = ParquetSource(small_movielens / "train", ["user_id", "history_movies"])
+    groups = range(len(local.group_rows))
     with store.failing(rates={"503": 0.1, "cut": 0.1, "reset": 0.1}, seed=6) as seen:
-        for path in paths:
-            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
-        fetched = local_folder(folder.text)
-        (part, *_) = (folder / "train").list()
-        with part.open_input() as file:
-            rows = pq.read_table(file)
-    for path in paths:
-        copy = fetched / path.relative_to(small_movielens)
-        assert copy.read_bytes() == path.read_bytes(), path.name
-    assert rows.equals(pq.read_table(fetched / "train" / part.name))
+        source = ParquetSource(Location.parse(uploaded) / "train", local.columns)
+        source.fetch_ahead(groups)
+        assert source.read(groups).equals(local.read(groups))
     assert sum(seen.counts[fault] for fault in ("503", "cut", "reset")) > 3
+
+
+def test_a_store_that_is_away_is_not_taken_for_bad_rows_and_a_replaced_object_is_refused(
+    store, small_movielens, monkeypatch
+):
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    folder = Location.parse(store.url("replaced"))
+    names = ("part-00000.parquet", "part-00001.parquet")
+    for name in names:
+        (folder / name).upload(small_movielens / "train" / names[0])
+    source = ParquetSource(folder, ["user_id"])
+    with store.failing(rates={"503": 1.0}), pytest.raises(StorageAwayError):
+        source.read_group(0)
+    (folder / names[0]).upload(small_movielens / "validation" / names[0])
+    with pytest.raises(CorruptFileError, match=r"part-00000\.parquet: row group 0 cannot be read"):
+        source.read_group(0)
+    (folder / names[1]).delete()
+    with pytest.raises(SourceMissingError, match=r"part-00001\.parquet is missing"):
+        source.read_group(len(source.group_rows) - 1)
 
 
 @pytest.mark.slow
@@ -135,22 +160,6 @@ def test_a_location_takes_no_credentials_along(store):
 # ---- training
 
 
-@pytest.fixture
-def uploaded(store: ObjectStore, small_movielens: Path) -> str:
-    """URL of the small data set."""
-    folder = Location.parse(store.url("movielens"))
-    for path in sorted(small_movielens.rglob("*")):
-        if path.is_file():
-            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
-    return folder.text
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARDLOOM_DATA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def reading(spec: JobSpec, path: str) -> JobSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"path": path})})
 
@@ -162,7 +171,7 @@ def train_with(environment: Mapping[str, str], config: WorkerConfig) -> dict[str
 
 
 def test_two_ranks_train_from_a_bucket_as_from_the_disk(
-    small_movielens: Path, uploaded: str, cache: Path, tmp_path: Path
+    small_movielens: Path, uploaded: str, tmp_path: Path
 ) -> None:
     local = make_config(small_movielens, tmp_path / "local", *SETTINGS)
     unsized = local.spec.model_copy(
@@ -175,33 +184,20 @@ def test_two_ranks_train_from_a_bucket_as_from_the_disk(
     )
     resolved = resolve_inputs(reading(unsized, uploaded))
     assert resolved.embedding_tables == local.spec.embedding_tables
-    (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    assert not (folder / "train").exists(), "sizes need the manifest only"
 
     wanted = run_ranks(train_session, 2, local)[0]["metrics"]
     remote = replace(local, spec=resolved, run_dir=tmp_path / "remote")
     environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
-    environment["SHARDLOOM_DATA_CACHE"] = str(cache)
     found = run_ranks(train_with, 2, environment, remote)
     losses = {name for name in wanted if name.endswith(("loss", "rmse", "mae"))}
     assert losses
     assert {name: found[0][name] for name in losses} == {name: wanted[name] for name in losses}
-    fetched = {path.name for path in (folder / "train").glob("*.parquet")}
-    assert fetched == {path.name for path in (small_movielens / "train").glob("*.parquet")}
-
-
-def test_data_that_is_there_needs_no_bucket(uploaded: str, cache: Path, small_movielens: Path):
-    spec = reading(make_config(small_movielens, cache, *SETTINGS).spec, uploaded)
-    folder = Path(on_this_node(spec).data.path)
-    assert folder.is_relative_to(cache)
-    assert on_this_node(spec).data.path == str(folder)
-    assert on_this_node(reading(spec, str(small_movielens))).data.path == str(small_movielens)
 
 
 def test_a_bucket_that_is_not_there_is_a_data_error(
-    store: ObjectStore, cache: Path, small_movielens: Path
+    store: ObjectStore, tmp_path: Path, small_movielens: Path
 ) -> None:
-    spec = make_config(small_movielens, cache, *SETTINGS).spec
+    spec = make_config(small_movielens, tmp_path, *SETTINGS).spec
     for url in ("s3://elsewhere/movielens", store.url("empty")):
         with pytest.raises(SourceMissingError, match=f"{url} holds no manifest.json"):
-            on_this_node(reading(spec, url))
+            resolve_inputs(reading(spec, url))

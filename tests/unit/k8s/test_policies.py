@@ -161,19 +161,6 @@ def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
         assert room <= quantity(resources["requests"]["ephemeral-storage"])
 
 
-@every_variant
-def test_data_caches_fit_their_volumes(variant: str) -> None:
-    for pod, container in _containers(variant):
-        variables = {each["name"]: each.get("value") for each in container.get("env", [])}
-        if "SHARDLOOM_DATA_CACHE" not in variables:
-            continue
-        folder = variables["SHARDLOOM_DATA_CACHE"]
-        (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == folder]
-        (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
-        limit = quantity(volume["emptyDir"]["sizeLimit"])
-        assert int(variables["SHARDLOOM_DATA_CACHE_BYTES"]) < limit, pod.owner
-
-
 # ---- availability
 
 

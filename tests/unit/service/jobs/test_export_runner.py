@@ -207,11 +207,8 @@ def test_one_that_takes_too_long_says_so(
 
 
 def test_the_process_sees_what_jobs_read_storage_with_and_no_secret_of_the_service() -> None:
-    from trainer.data.inputs import CACHE_VARIABLE, MAX_BYTES_VARIABLE
-
     secrets = {"SHARDLOOM_SECRET_KEY": "k", "SHARDLOOM_DATABASE_URL": "s"}
     ours = dict.fromkeys(["PATH", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"], "s")
-    ours |= {CACHE_VARIABLE: "/cache", MAX_BYTES_VARIABLE: "9"}
     assert environment(ours | secrets) == ours
 
 

@@ -153,7 +153,7 @@ def test_code_of_jobs_sees_none_of_the_services_secrets(home):
         "SHARDLOOM_SOMETHING_NEW": "unknown",
         "PGPASSWORD": "p",
     }
-    wanted = {"SHARDLOOM_DATA_CACHE": "/cache", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
+    wanted = {"SHARDLOOM_STORAGE_RETRY_S": "9", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
     for each in (private_node("127.0.0.3", 2), private_head(2)):
         environment = each.environment(secrets | wanted, home.token_path)
         assert not set(secrets) & set(environment)

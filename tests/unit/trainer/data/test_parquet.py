@@ -32,8 +32,8 @@ def test_row_groups_are_counted_over_files_in_name_order(tmp_path):
 
 def test_rows_are_located_in_their_file(tmp_path):
     source = ParquetSource(write(tmp_path / "d", one=numbers(1, 2, 3, 4), two=numbers(9)), ["a"])
-    assert source.locate(3) == (tmp_path / "d" / "one.parquet", 3)
-    assert source.locate(4) == (tmp_path / "d" / "two.parquet", 0)
+    assert source.locate(3) == (str(tmp_path / "d" / "one.parquet"), 3)
+    assert source.locate(4) == (str(tmp_path / "d" / "two.parquet"), 0)
 
 
 def test_empty_and_hidden_files_are_passed_over(tmp_path):
@@ -41,7 +41,7 @@ def test_empty_and_hidden_files_are_passed_over(tmp_path):
     folder = write(tmp_path / "d", **files)
     source = ParquetSource(folder, ["a"])
     assert source.read(range(len(source.group_rows))).column("a").to_pylist() == [5]
-    assert source.locate(0) == (folder / "b.parquet", 0)
+    assert source.locate(0) == (str(folder / "b.parquet"), 0)
     with pytest.raises(TooFewRowsError, match="no rows"):
         ParquetSource(write(tmp_path / "none", a=numbers()), ["a"])
 

@@ -263,30 +263,6 @@ def test_a_checkpoints_description_runs_nothing_and_gets_no_other_attribute(
     assert not (tmp_path / "ran").exists()
 
 
-def test_of_remote_data_only_what_is_compared_is_fetched(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[set[str]] = []
-
-    def local_folder(path: str, parts: set[str] | None) -> Path:
-        fetched.append(parts or {"everything"})
-        return here
-
-    here = tmp_path / "cache"
-    here.mkdir()
-    (here / "validation").symlink_to(data / "validation")
-    monkeypatch.setattr("trainer.data.inputs.local_folder", local_folder)
-    run_dir = write_run(tmp_path / "run", make_spec(Path("s3://bucket/data")), 3)
-    path = run_dir.attempt("job-x-a0").spec_path
-    path.write_text(path.read_text().replace("s3:/bucket", "s3://bucket"))
-    report = export(run_dir, tmp_path / "out")
-    assert report.num_rows == len(rows())
-    assert not any("train" in each for each in fetched)
-    features = json.loads((tmp_path / "out" / "features.json").read_text())
-    kinds = {each["name"]: each["kind"] for each in features["inputs"]}
-    assert kinds["colour"] == "string"
-
-
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Report]:
     """An export whose model cuts a score into buckets; training leaves one of its rows out."""

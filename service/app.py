@@ -234,7 +234,6 @@ class _Server(uvicorn.Server):
     """Tells followed streams to end before it waits for open requests to finish."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, then stop as uvicorn does."""
         app: FastAPI = self.config.app  # type: ignore[assignment]
         app.state.context.closing.set()
         await super().shutdown(sockets)

@@ -126,7 +126,6 @@ class AuthenticationMiddleware:
         self._open = ConcurrencyLimiter(settings.max_open_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] == "http":
             await self._serve(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -340,7 +339,6 @@ class _CredentialsCheck:
 
 
 def credentials_of(connection: HTTPConnection) -> Credentials:
-    """The credentials that a connection carries."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme:
         return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")

@@ -75,7 +75,6 @@ PrincipalDep = Annotated[Principal, Depends(get_principal)]
 
 
 def current_rule(request: Request) -> Rule:
-    """The authorization rule of a request's route."""
     return rule_of(request.method, request.scope["route"].path)
 
 
@@ -179,7 +178,6 @@ class Context:
 
 
 def get_context(request: Request) -> Context:
-    """The context of the app that serves a request."""
     context: Context = request.app.state.context
     return context
 

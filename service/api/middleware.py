@@ -78,7 +78,6 @@ _PROBES = frozenset({"/healthz", "/readyz"})
 
 
 async def refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with the problem of an error."""
     await answer_error(Request(scope), error)(scope, receive, send)
 
 
@@ -94,7 +93,6 @@ class RequestLogMiddleware:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request under its id."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -134,7 +132,6 @@ class SecurityHeadersMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request with security headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -184,7 +181,6 @@ class TrustedHostMiddleware:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request for a trusted host, refuse others."""
         if scope["type"] == "lifespan" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
@@ -241,7 +237,6 @@ class BodyLimitMiddleware:
         self._limit_bytes = limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request unless its body is too large."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -302,7 +297,6 @@ class IdempotencyMiddleware:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" else None
         if key is None or not takes_key_here(scope["method"], scope["path"]):
             await self._app(scope, receive, send)

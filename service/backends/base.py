@@ -109,7 +109,6 @@ class Backend(Protocol):
 
 
 def has_own_cluster(job: Job) -> bool:
-    """Whether a job takes nothing of the shared cluster."""
     return job.spec.resources.cluster == "own"
 
 
@@ -122,7 +121,6 @@ def cluster_text(spec: JobSpec) -> str:
 
 
 def need_of(spec: JobSpec) -> ClusterNeed:
-    """What a cluster must hold for a job."""
     sizes, resources, survive = sizes_of_spec(spec), spec.resources, spec.parallelism.survive
     return ClusterNeed(
         is_own=resources.cluster == "own",

@@ -78,7 +78,6 @@ class FakeBackend(Backend):
             self._down.unlink(missing_ok=True)
 
     def set_hosts(self, *hosts: HostFacts) -> None:
-        """Let the cluster have these hosts."""
         _write(self._hosts, [asdict(host) for host in hosts])
 
     def record(self, attempt_id: str) -> Record | None:
@@ -96,7 +95,6 @@ class FakeBackend(Backend):
         """Nothing is held open."""
 
     def submit(self, submission: Submission) -> None:
-        """Take an attempt as its script says."""
         self._check_up()
         script = self._script_of(submission.attempt_id, submission.job_id)
         record = self.record(submission.attempt_id) or Record(
@@ -112,7 +110,6 @@ class FakeBackend(Backend):
             raise SubmissionRefused(script.refusal)
 
     def observe(self, attempt_id: str) -> Observation:
-        """The next observation of the script."""
         if self._down.exists():
             return Observation(ObservedState.UNREACHABLE, "the fake cluster is down")
         record = self.record(attempt_id)
@@ -133,11 +130,9 @@ class FakeBackend(Backend):
             self._keep(replace(record, num_stops=record.num_stops + 1))
 
     def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        """A line as a driver would print it."""
         return "" if self._down.exists() else f"fake driver of {attempt_id}"[-num_chars:]
 
     def check(self) -> str:
-        """Say that the fake is up; raises `BackendUnreachable` while it is down."""
         self._check_up()
         return "fake cluster"
 

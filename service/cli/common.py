@@ -142,7 +142,6 @@ def service_url(url: str | None) -> str:
 
 
 def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:
-    """A client of the service that the command is about."""
     return ShardloomClient(service_url(url), retry=retry)
 
 

@@ -80,7 +80,6 @@ _HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne
 
 
 def status_text(status: JobStatus) -> Text:
-    """A status in its colour."""
     return Text(status.value, style=_STYLES.get(tone_of(status), ""))
 
 
@@ -113,7 +112,6 @@ def shape_text(job: JobSummary | JobPlan) -> str:
 
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
-    """One row a job: what `shardloom ps` prints."""
     table = plain_table(
         "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
     )
@@ -275,7 +273,6 @@ def progress_line(job: JobSummary) -> str:
 
 
 def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
-    """One row an attempt."""
     table = plain_table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
     for attempt in attempts:
         start_s = attempt.started_at or attempt.created_at
@@ -308,7 +305,6 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
 
 
 def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
-    """One row a checkpoint, in step order."""
     table = plain_table(">Step", "", ">Size", "Written", "Metric", "Path")
     for checkpoint in checkpoints:
         table.add_row(
@@ -323,7 +319,6 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
 
 
 def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
-    """One row a trace, in the order of writing."""
     table = plain_table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
     for trace in traces:
         table.add_row(
@@ -339,7 +334,6 @@ def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
 
 
 def event_line(event: TimelineEventOut) -> Text:
-    """One line of the timeline."""
     level = event.data.get("level")
     style = {"warning": "yellow", "error": "red"}.get(str(level), "")
     return Text.assemble(

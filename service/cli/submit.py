@@ -140,7 +140,6 @@ def submit(
 
 
 def pack_code(folder: Path | None) -> bytes | None:
-    """The archive of a folder, if one is given."""
     if folder is None:
         return None
     try:
@@ -210,7 +209,6 @@ def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
 
 
 def plan_page(plan: JobPlan) -> RenderableType:
-    """What `shardloom plan` prints."""
     grid = facts_grid()
     placement = f", {plan.placement}" if plan.placement else ""
     grid.add_row("layout", f"{shape_text(plan)}{placement}")

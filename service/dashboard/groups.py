@@ -61,7 +61,6 @@ class GroupsView:
 
     @property
     def has_content(self) -> bool:
-        """Whether there is anything to show."""
         return bool(self.rows or self.facts or self.goodput)
 
 

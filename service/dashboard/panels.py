@@ -158,7 +158,6 @@ class ActionsPanel(Panel):
             self._cancel = _button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
     def show(self, snapshot: JobSnapshot) -> None:
-        """Offer what fits the job as it is now."""
         self._snapshot = snapshot
         job = snapshot.job
         may, has_ended = may_change(job), job.status.is_terminal
@@ -225,7 +224,6 @@ class ExportPanel(Panel):
         self._delete_button.set_enabled(bool(found))
 
     def show(self, snapshot: JobSnapshot) -> None:
-        """Offer what can be exported now."""
         self._snapshot = snapshot
         steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])

@@ -322,8 +322,6 @@ def _change(
     actor: str = "user",
     version: int | None = None,
 ) -> Job:
-    """Store what a request makes of a job."""
-
     def attempt() -> Job:
         job = store.get_job(job_id)
         _check_version(job, version)

@@ -70,7 +70,6 @@ class Head:
 
 
 def is_source(name: str) -> bool:
-    """Whether a log can have this name."""
     return _SOURCE_PATTERN.fullmatch(name) is not None
 
 
@@ -298,11 +297,9 @@ class LogPosition:
     offsets: Mapping[str, int] = field(default_factory=dict)
 
     def moved(self, source: str, offset: int) -> LogPosition:
-        """The position after reading `source` up to `offset`."""
         return LogPosition(self.attempt_id, {**self.offsets, source: offset})
 
     def encode(self) -> str:
-        """An opaque cursor."""
         text = json.dumps([self.attempt_id, dict(self.offsets)], separators=(",", ":"))
         return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
@@ -333,7 +330,6 @@ class LogPiece:
 
     @property
     def level(self) -> str | None:
-        """How much it matters, as in `warning`."""
         return self.head.level.name.lower() if self.head.level else None
 
     @property

@@ -157,7 +157,6 @@ class Fact:
 
 
 def tone_of(status: JobStatus) -> str:
-    """The tone of a status."""
     return _TONES.get(status, "neutral")
 
 

@@ -82,7 +82,6 @@ class WebhookSender:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def poll(self) -> None:
-        """Start what is due."""
         busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
         for each in await asyncio.to_thread(
             self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy

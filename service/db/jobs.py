@@ -26,6 +26,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, select, text, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
+from service import errors
 from service.db import metrics, queries, rows
 from service.db.engine import (
     Transactions,
@@ -57,15 +58,6 @@ from service.domain.models import (
     MetricPoint,
     TimelineEvent,
 )
-from service.errors import (
-    Forbidden,
-    JobNotEnded,
-    JobNotFound,
-    JobUnreadable,
-    RecordRefused,
-    SequenceGap,
-    StoreUnavailable,
-)
 from trainer.protocol.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
@@ -94,7 +86,7 @@ class JobStore(Transactions):
         with self.read() as connection:
             stored, newest = stored_revision(connection), newest_revision()
         if stored != newest:
-            raise StoreUnavailable(
+            raise errors.StoreUnavailable(
                 f"the database is at migration {stored}, this version needs {newest}; "
                 "restart the service to migrate"
             )
@@ -189,9 +181,9 @@ class JobStore(Transactions):
         with self.write() as connection:
             status = connection.execute(query).scalar_one_or_none()
             if status is None:
-                raise JobNotFound(job_id)
+                raise errors.JobNotFound(job_id)
             if not JobStatus(status).is_terminal:
-                raise JobNotEnded(job_id, status)
+                raise errors.JobNotEnded(job_id, status)
             # Rows that refer to others go first.
             for table in reversed(metadata.sorted_tables):
                 owned = _rows_of(table, job_id)
@@ -235,10 +227,12 @@ class JobStore(Transactions):
         with _refusing_bad_records(attempt_id), self.write() as connection:
             job, attempt = queries.lock(connection, attempt_id)
             if attempt.ended_at is not None and now - attempt.ended_at >= late_s:
-                raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
+                raise errors.Forbidden(
+                    f"attempt {attempt_id} ended too long ago to deliver records"
+                )
             next_seq = queries.next_seq_of(connection, attempt_id, batch.stream)
             if batch.first_seq > next_seq:
-                raise SequenceGap(batch.stream, batch.first_seq, next_seq)
+                raise errors.SequenceGap(batch.stream, batch.first_seq, next_seq)
             fresh = batch.events[next_seq - batch.first_seq :]
             if fresh:
                 next_seq += len(fresh)
@@ -295,7 +289,7 @@ class JobStore(Transactions):
         for row in found:
             try:
                 readable.append(rows.job_of(row))
-            except JobUnreadable as error:
+            except errors.JobUnreadable as error:
                 if row["id"] not in self._unreadable:
                     logger.error("%s", error)
                 self._unreadable.add(row["id"])
@@ -323,4 +317,4 @@ def _refusing_bad_records(attempt_id: str) -> Iterator[None]:
         yield
     except (DataError, IntegrityError, OverflowError, UnicodeEncodeError) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        raise RecordRefused(attempt_id, str(cause)) from error
+        raise errors.RecordRefused(attempt_id, str(cause)) from error

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
@@ -24,12 +24,12 @@ from service.api.deps import Context
 from service.api.views import progress_of
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Job, JobStatus, attempt_id
-from service.errors import AttemptNotFound, ServiceError
+from service.errors import AttemptNotFound, LogNotFound, ServiceError
 from service.jobs.logs import (
     LogFilter,
     LogPiece,
     LogPosition,
-    check_source,
+    is_source,
     list_sources,
     read_new,
     tail_position,
@@ -99,36 +99,34 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
             silent_s += poll_s
 
 
+@dataclass
 class TimelineFollower:
     """Follows a job's timeline behind line `after`, and its progress where that is wanted."""
 
-    def __init__(
-        self, store: JobStore, job_id: str, after: int, *, with_progress: bool = False
-    ) -> None:
-        self._store = store
-        self._job_id = job_id
-        self._after = after
-        self._with_progress = with_progress
-        self._shown: ProgressOut | None = None
+    store: JobStore
+    job_id: str
+    after: int
+    with_progress: bool = False
+    _shown: ProgressOut | None = field(default=None, init=False)
 
     def poll(self) -> StreamBatch:
         """New lines; ended when the job has ended and the last poll found nothing."""
         # The job first: whatever was written before it ended is then found below.
-        job = self._store.get_job(self._job_id)
-        lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
+        job = self.store.get_job(self.job_id)
+        lines = self.store.list_timeline(job.id, after=self.after, limit=_MAX_LINES)
         bodies = [TimelineEventOut.model_validate(line) for line in lines]
         items = [SseEvent("timeline", str(body.id), body) for body in bodies]
-        self._after = lines[-1].id if lines else self._after
+        self.after = lines[-1].id if lines else self.after
         items += self._progress(job)
         return StreamBatch(items, job.status if job.status.is_terminal and not items else None)
 
     def _progress(self, job: Job) -> list[SseEvent]:
         """How far the job is, if that is new; it has the cursor of the line before it."""
         progress = progress_of(job.progress, job.status)
-        if not self._with_progress or progress == self._shown:
+        if not self.with_progress or progress == self._shown:
             return []
         self._shown = progress
-        return [SseEvent("progress", str(self._after), progress)]
+        return [SseEvent("progress", str(self.after), progress)]
 
 
 class LogFollower:
@@ -158,8 +156,9 @@ class LogFollower:
         self._source = source
         self._check_belongs(wanted)
         self.position = LogPosition(wanted or job.current_attempt_id)
-        if source is not None:
-            check_source(source, self.sources())
+        # A rank may have no log *yet*.
+        if source is not None and not is_source(source):
+            raise LogNotFound(source, self.sources())
 
     def start_at_tail(self, num_lines: int) -> None:
         """Begin with the last `num_lines` of each log that there is."""

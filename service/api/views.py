@@ -103,7 +103,6 @@ def _running(job: Job) -> RunningJob:
 
 
 def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
-    """The workers, running and queued jobs of each project."""
     workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
     for job in live:
         workers[job.project] += workers_held(job)

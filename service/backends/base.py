@@ -113,7 +113,6 @@ def has_own_cluster(job: Job) -> bool:
 
 
 def cluster_text(spec: JobSpec) -> str:
-    """Which cluster a job runs on, in words."""
     resources = spec.resources
     if resources.cluster == "shared":
         return "shared"

@@ -51,8 +51,6 @@ class Record:
 
 
 class FakeBackend(Backend):
-    """A scripted cluster whose state lives under `state_dir`."""
-
     name = "fake"
 
     def __init__(self, state_dir: Path) -> None:
@@ -86,7 +84,6 @@ class FakeBackend(Backend):
         return Record(**json.loads(path.read_text())) if path.exists() else None
 
     def attempt_ids(self) -> list[str]:
-        """Every attempt that was ever submitted, by id."""
         return sorted(path.stem for path in self._attempts.glob("*.json"))
 
     # ---- the service's side

@@ -30,8 +30,9 @@ from service.cli.common import (
 from service.cli.follow import detaching, follow
 from service.cli.render import facts_grid, plain_table, shape_text
 from service.client.client import ShardloomClient
+from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
-from service.schemas.wording import counted, size
+from service.schemas.wording import size
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.parse import set_values

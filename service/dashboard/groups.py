@@ -18,10 +18,10 @@ from service.domain.membership import (
 )
 from service.domain.metrics import Goodput, goodput_of
 from service.domain.models import Checkpoint, Job, TimelineEvent
+from service.domain.timeline import counted
 from service.schemas.wording import (
     Fact,
     clock,
-    counted,
     duration,
     group_facts,
     standing_of,

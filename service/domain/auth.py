@@ -165,10 +165,6 @@ def fits(text: str, stored_hash: str) -> bool:
     return hmac.compare_digest(hash_of(text), stored_hash)
 
 
-def new_session_token() -> str:
-    return secrets.token_urlsafe(32)
-
-
 def principal_of(key: ApiKey, *, is_session: bool = False) -> Principal:
     kind = "session" if is_session else "key"
     return Principal(f"key:{key.name}", kind, key.roles, credential_id=key.id)  # type: ignore[arg-type]

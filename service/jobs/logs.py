@@ -24,7 +24,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from service.errors import InvalidRequest, LogNotFound
+from service.errors import InvalidRequest
 from service.files import is_below
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -355,12 +355,6 @@ def list_sources(files: AttemptDir) -> list[str]:
 def _source_order(source: str) -> tuple[bool, bool, int, int]:
     rank, group = rank_of(source), group_of(source)
     return rank is not None, source == "coordinator", group or 0, rank or 0
-
-
-def check_source(source: str, known: Sequence[str]) -> None:
-    """Raise `LogNotFound` if `source` cannot name a log; a rank may have none *yet*."""
-    if not is_source(source):
-        raise LogNotFound(source, known)
 
 
 def read_new(

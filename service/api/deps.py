@@ -104,13 +104,6 @@ def check_project(principal: Principal, project: str, role: Role) -> None:
         )
 
 
-def check_job(principal: Principal, job: Job, role: Role) -> None:
-    """Raise `Forbidden` for lack of a role, `JobNotFound` where the job may not even be seen."""
-    if principal.role_in(job.project) is None:
-        raise errors.JobNotFound(job.id)
-    check_project(principal, job.project, role)
-
-
 def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: JobStore) -> None:
     """Raise `SpecError` for paths outside of the storage roots, or in runs of foreign projects.
 
@@ -193,7 +186,9 @@ def get_job(
     Raises `Forbidden` where it may be seen but not what the route does be done with it.
     """
     found = find_job(context.store, job, principal.projects)
-    check_job(principal, found, current_rule(request).role)
+    if principal.role_in(found.project) is None:
+        raise errors.JobNotFound(found.id)
+    check_project(principal, found.project, current_rule(request).role)
     return found
 
 

@@ -129,6 +129,7 @@ class TimelineFollower:
         return [SseEvent("progress", str(self.after), progress)]
 
 
+@dataclass
 class LogFollower:
     """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
 
@@ -136,29 +137,22 @@ class LogFollower:
     wanted or not.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        job: Job,
-        wanted: str | None,
-        source: str | None,
-        log_filter: LogFilter | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._clock = clock
-        self._filter = log_filter or LogFilter()
+    store: JobStore
+    settings: Settings
+    job: Job
+    wanted: str | None
+    source: str | None
+    log_filter: LogFilter
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.has_moved = False
-        self._store = store
-        self._run_dir = run_dir_of(settings, job.id)
-        self._job_id = job.id
-        self._wanted = wanted
-        self._source = source
-        self._check_belongs(wanted)
-        self.position = LogPosition(wanted or job.current_attempt_id)
+        self._run_dir = run_dir_of(self.settings, self.job.id)
+        self._check_belongs(self.wanted)
+        self.position = LogPosition(self.wanted or self.job.current_attempt_id)
         # A rank may have no log *yet*.
-        if source is not None and not is_source(source):
-            raise LogNotFound(source, self.sources())
+        if self.source is not None and not is_source(self.source):
+            raise LogNotFound(self.source, self.sources())
 
     def start_at_tail(self, num_lines: int) -> None:
         """Begin with the last `num_lines` of each log that there is."""
@@ -174,10 +168,9 @@ class LogFollower:
 
     def poll(self) -> StreamBatch:
         """New lines; ended when nobody will write any more and all was read."""
-        job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
+        job, read_from = self.store.get_job(self.job.id), self.position.attempt_id
         is_wanted_over = (
-            self._wanted is not None
-            and self._store.get_attempt(self._wanted).end_reason is not None
+            self.wanted is not None and self.store.get_attempt(self.wanted).end_reason is not None
         )
         pieces = self.read()
         if self.has_moved:
@@ -195,11 +188,11 @@ class LogFollower:
         self.has_moved = False
         position = self.position
         if position.attempt_id is None:
-            position = LogPosition(self._store.get_job(self._job_id).current_attempt_id)
+            position = LogPosition(self.store.get_job(self.job.id).current_attempt_id)
         if position.attempt_id is None:
             return []
         self.position = position
-        attempt = self._store.get_attempt(position.attempt_id)
+        attempt = self.store.get_attempt(position.attempt_id)
         is_final = attempt.end_reason is not None
         files = self._run_dir.attempt(attempt.id)
         sources = self._wanted_sources(files)
@@ -207,11 +200,11 @@ class LogFollower:
         self.has_moved = bool(pieces)
         if pieces:
             self.position = pieces[-1].position
-        elif is_final and self._wanted is None and not self._may_write_on(attempt):
+        elif is_final and self.wanted is None and not self._may_write_on(attempt):
             following = attempt.index + 1
-            if following < self._store.get_job(self._job_id).num_attempts:
-                self.position = LogPosition(attempt_id(self._job_id, following))
-        return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
+            if following < self.store.get_job(self.job.id).num_attempts:
+                self.position = LogPosition(attempt_id(self.job.id, following))
+        return [piece for piece in pieces if self.log_filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:
         """Names of the logs of the attempt being read."""
@@ -220,14 +213,14 @@ class LogFollower:
         return list_sources(self._run_dir.attempt(self.position.attempt_id))
 
     def _wanted_sources(self, files: AttemptDir) -> list[str]:
-        names = list_sources(files) if self._source is None else [self._source]
-        return [name for name in names if self._filter.takes_source(name)]
+        names = list_sources(files) if self.source is None else [self.source]
+        return [name for name in names if self.log_filter.takes_source(name)]
 
     def _may_write_on(self, attempt: Attempt) -> bool:
         """Whether workers that outlived their attempt may still write: their lines come first."""
         ended_at = attempt.ended_at or 0.0
-        return 0.0 <= self._clock() - ended_at < LATE_LINES_S
+        return 0.0 <= self.clock() - ended_at < LATE_LINES_S
 
     def _check_belongs(self, wanted: str | None) -> None:
-        if wanted is not None and self._store.get_attempt(wanted).job_id != self._job_id:
+        if wanted is not None and self.store.get_attempt(wanted).job_id != self.job.id:
             raise AttemptNotFound(wanted)

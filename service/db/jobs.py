@@ -94,25 +94,21 @@ class JobStore(Transactions):
 
     # ---- jobs
 
+    @repeated
     def create_job(
         self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
     ) -> Job:
         """Store a new job, or return the one that was created with this key before."""
+        key = idempotency_key
         try:
-            self._insert_job(job, actor, idempotency_key, request_hash)
+            with self.write() as connection:
+                queries.insert_job(connection, job, actor, key, request_hash)
+            return job
         except IntegrityError:
-            if idempotency_key is None:
-                raise
-            known = self.find_submitted(idempotency_key, request_hash, job.project)
+            known = None if key is None else self.find_submitted(key, request_hash, job.project)
             if known is None:
                 raise
             return known
-        return job
-
-    @repeated
-    def _insert_job(self, job: Job, actor: str, key: str | None, request_hash: str) -> None:
-        with self.write() as connection:
-            queries.insert_job(connection, job, actor, key, request_hash)
 
     def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""

@@ -213,7 +213,8 @@ def write_unit(
     movie = _places(rows["movie"], movie_ids)
     order = order_by(user, rows["timestamp"], movie)
     user, movie = user[order], movie[order]
-    repeated = _repeated(user, movie, len(movie_ids))
+    # The rating stands again in a later row.
+    repeated = ~pl.Series(user * len(movie_ids) + movie).is_last_distinct().to_numpy()
     if repeated.any() and on_duplicate == "fail":
         first = int(repeated.argmax())
         own = int(blocks.users[users.start + user[first]])
@@ -248,18 +249,6 @@ def _places(values: IntArray, ascending: IntArray) -> IntArray:
     table = np.zeros(largest + 1, dtype=np.int64)
     table[ascending] = np.arange(len(ascending))
     return table[values]
-
-
-def _repeated(user: IntArray, movie: IntArray, num_movies: int) -> NDArray[np.bool_]:
-    """Mark rows of a (user, movie) that stands again in a later row."""
-    pair = user * num_movies + movie
-    marked = np.zeros(len(pair), dtype=bool)
-    ascending = np.sort(pair)
-    if (ascending[1:] == ascending[:-1]).any():
-        order = np.argsort(pair, kind="stable")
-        again = pair[order[1:]] == pair[order[:-1]]
-        marked[order[:-1][again]] = True
-    return marked
 
 
 # Taken apart, the words of a block need many times its size.

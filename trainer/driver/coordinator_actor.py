@@ -103,11 +103,9 @@ class RayCoordinator:
         self._actor.retire.remote(group, cause)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """This incarnation of a group is lost."""
         self._actor.drop.remote(group, incarnation, reason)
 
     def stop(self) -> None:
-        """End the actor for good."""
         import ray
 
         ray.kill(self._actor, no_restart=True)

@@ -50,7 +50,6 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
 def sinks_of(
     wanted: SinksSpec, run_dir: RunDir, job_id: str, spec: Mapping[str, Any]
 ) -> list[Sink]:
-    """The sinks of a `sinks` section."""
     sinks: list[Sink] = []
     if wanted.tensorboard:
         folder = wanted.tensorboard.dir

@@ -38,7 +38,6 @@ from trainer.datasets.io.journal import Facts
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
-_HEX_DIGITS = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 _NUM_HEX_DIGITS = 8
 IdEncoder = VocabularyEncoder | HashEncoder
 
@@ -58,8 +57,7 @@ def write_vocabulary(path: Path, known: pl.DataFrame) -> None:
 
 def hex_texts(raw: IntArray) -> pa.StringArray:
     """Raw ids as 8 lower-case hexadecimal digits, null for `MISSING`."""
-    shifts = np.arange(_NUM_HEX_DIGITS - 1, -1, -1) * 4
-    digits = _HEX_DIGITS[(raw[:, None] >> shifts) & 15]
+    digits = raw.astype(">u4").tobytes().hex().encode()
     offsets = np.arange(len(raw) + 1, dtype=np.int32) * _NUM_HEX_DIGITS
     texts = pa.StringArray.from_buffers(len(raw), pa.py_buffer(offsets), pa.py_buffer(digits))
     return pc.if_else(pa.array(raw != MISSING), texts, pa.scalar(None, pa.string()))

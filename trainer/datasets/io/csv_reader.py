@@ -11,7 +11,6 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
@@ -195,18 +194,6 @@ def timestamp(name: str) -> CsvColumn:
     return CsvColumn(name, "a whole number", (-1, _YEAR_2100_S), rule)
 
 
-def read_csv(
-    path: Path | Location, columns: Sequence[CsvColumn], *, delimiter: str = ","
-) -> pl.DataFrame:
-    """Read `columns` of a csv file with a header; other columns are left out.
-
-    Raises `SourceMissingError`, `ColumnError`, `BadValueError`, or `CorruptFileError` where a file
-    is empty or cannot be parsed at all.
-    """
-    reader = BlockReader(Location.parse(path), columns, delimiter=delimiter)
-    return pl.concat(map(reader.parse, reader.blocks()))
-
-
 def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
@@ -269,6 +256,10 @@ class BlockReader:
             raise CorruptFileError(
                 f"{self._location} has a header but no rows; was the download cut short?"
             )
+
+    def read(self) -> pl.DataFrame:
+        """The wanted columns of the whole file; raises as `blocks` and `parse` do."""
+        return pl.concat(map(self.parse, self.blocks()))
 
     def parse(self, block: LineBlock) -> pl.DataFrame:
         """The wanted columns of a block; raises `BadValueError` or `CorruptFileError`."""

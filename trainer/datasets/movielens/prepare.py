@@ -206,7 +206,6 @@ class _Preparation:
     counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Manifest:
-        """Read, sort, fit, build histories and write; gives the unwritten manifest."""
         ratings = self.source / "ratings.csv"
         reader = BlockReader(ratings, RATING_COLUMNS, delimiter=self.options.delimiter)
         movies = read_movies(self.source / "movies.csv", self.options.delimiter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,6 @@ from trainer.datasets.io.csv_reader import (
     LineBlock,
     integer,
     number,
-    read_csv,
     text,
     timestamp,
 )
@@ -196,8 +195,8 @@ def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
     num_units = max(1, round(num_rows / unit_rows))
     rows_before = np.cumsum(rows_per_user) - rows_per_user
     unit_of_user = rows_before * num_units // max(1, num_rows)
-    begins = np.flatnonzero(np.r_[True, unit_of_user[1:] != unit_of_user[:-1]]).tolist()
-    return [range(*ends) for ends in zip(begins, [*begins[1:], len(rows_per_user)], strict=True)]
+    begins = np.flatnonzero(np.diff(unit_of_user, prepend=-1)).tolist()
+    return [range(*ends) for ends in pairwise([*begins, len(rows_per_user)])]
 
 
 def write_unit(
@@ -259,9 +258,8 @@ _TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("t
 
 def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
     """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
-    movies = read_csv(
-        location, [integer("movieId"), text("title"), text("genres")], delimiter=delimiter
-    )
+    columns = [integer("movieId"), text("title"), text("genres")]
+    movies = BlockReader(location, columns, delimiter=delimiter).read()
     repeated = movies["movieId"].is_duplicated().arg_true()
     if len(repeated):
         last = repeated[-1]

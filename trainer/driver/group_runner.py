@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from trainer import failures
 from trainer.coordination.detection import HostRecord
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
+from trainer.driver.coordinator_actor import RayCoordinator
 from trainer.driver.group_placement import (
     Action,
     GroupPhase,
@@ -41,10 +41,6 @@ from trainer.failures import Failure
 from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
-
-if TYPE_CHECKING:
-    # Loads torch.
-    from trainer.driver.coordinator_actor import RayCoordinator
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5

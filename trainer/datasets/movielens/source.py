@@ -125,7 +125,6 @@ RATING_COLUMNS = (
     number("rating", above=0, at_most=5),
     timestamp("timestamp"),
 )
-_LARGEST_TABLE = 1 << 22
 
 
 class DuplicateRating(Exception):
@@ -209,7 +208,7 @@ def write_unit(
     """
     rows = _gather(blocks, users)
     user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
-    movie = _places(rows["movie"], movie_ids)
+    movie = np.searchsorted(movie_ids, rows["movie"])
     order = order_by(user, rows["timestamp"], movie)
     user, movie = user[order], movie[order]
     # The rating stands again in a later row.
@@ -238,16 +237,6 @@ def _gather(blocks: Blocks, users: range) -> Columns:
         if end > start:
             pieces.append({name: values[start:end] for name, values in block.items()})
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def _places(values: IntArray, ascending: IntArray) -> IntArray:
-    """Place of each value among `ascending`, in which it must be; by table where ids are small."""
-    largest = int(ascending[-1])
-    if largest > _LARGEST_TABLE:
-        return np.searchsorted(ascending, values)
-    table = np.zeros(largest + 1, dtype=np.int64)
-    table[ascending] = np.arange(len(ascending))
-    return table[values]
 
 
 # Taken apart, the words of a block need many times its size.

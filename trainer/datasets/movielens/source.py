@@ -127,10 +127,6 @@ RATING_COLUMNS = (
 )
 
 
-class DuplicateRating(Exception):
-    """A user rated a movie twice, and that was not to be; the arguments are their raw ids."""
-
-
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of the csv file, and who and what is in them.
@@ -199,12 +195,17 @@ def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
 
 
 def write_unit(
-    path: Path, blocks: Blocks, users: range, movie_ids: IntArray, on_duplicate: OnDuplicate
+    path: Path,
+    reader: BlockReader,
+    blocks: Blocks,
+    users: range,
+    movie_ids: IntArray,
+    on_duplicate: OnDuplicate,
 ) -> Facts:
     """Gather and sort the rows of a unit's users, and write them with numbers in place of ids.
 
     A user's number is that in `blocks.users`, a movie's its place in the ascending `movie_ids`.
-    Raises `DuplicateRating`.
+    Raises `BadValueError` for a movie that a user rated twice, unless the last rating counts.
     """
     rows = _gather(blocks, users)
     user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
@@ -216,7 +217,7 @@ def write_unit(
     if repeated.any() and on_duplicate == "fail":
         first = int(repeated.argmax())
         own = int(blocks.users[users.start + user[first]])
-        raise DuplicateRating(own, int(movie_ids[movie[first]]))
+        raise _named_duplicate(reader, own, int(movie_ids[movie[first]]))
     columns = {
         "user": (user + users.start).astype(np.int32),
         "movie": movie.astype(np.int32),
@@ -295,7 +296,7 @@ def _training_tags(
     return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
 
 
-def name_duplicate(location: Location, reader: BlockReader, user: int, movie: int) -> BadValueError:
+def _named_duplicate(reader: BlockReader, user: int, movie: int) -> BadValueError:
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
     wanted = (pl.col("userId") == user) & (pl.col("movieId") == movie)
     rows = (
@@ -305,7 +306,7 @@ def name_duplicate(location: Location, reader: BlockReader, user: int, movie: in
     )
     lines = list(islice(rows, 2))
     return BadValueError(
-        str(location),
+        str(reader.location),
         f"line {lines[1]}",
         "movieId",
         movie,

@@ -7,6 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import ray
+import ray.util
+from ray.exceptions import RayError
+
 from trainer.data.inputs import on_this_node
 from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
@@ -63,9 +67,6 @@ class RayCoordinator:
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
         """Start it and wait until it listens; raises a Ray error when it does not."""
-        import ray
-        import ray.util
-
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
@@ -86,9 +87,6 @@ class RayCoordinator:
 
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""
-        import ray
-        from ray.exceptions import RayError
-
         try:
             status: CoordinatorStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S)
         except RayError as error:
@@ -103,11 +101,7 @@ class RayCoordinator:
         self._actor.retire.remote(group, cause)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """This incarnation of a group is lost."""
         self._actor.drop.remote(group, incarnation, reason)
 
     def stop(self) -> None:
-        """End the actor for good."""
-        import ray
-
         ray.kill(self._actor, no_restart=True)

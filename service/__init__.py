@@ -1,3 +1,1 @@
 """Control plane of Shardloom: REST API, reconciler, dashboard, SDK and CLI."""
-
-from __future__ import annotations

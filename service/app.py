@@ -56,6 +56,7 @@ from service.webhooks.sender import WebhookSender
 # Not __name__, which is __main__ when the module is run.
 logger = logging.getLogger("service.app")
 _BACKLOG = 2048
+_ORPHAN_AGE_S = 3600.0
 _SWITCH_INTERVAL_S = 0.0005
 _GZIP_FROM_BYTES = 1024
 # A higher level costs more time than its bytes are worth.
@@ -161,7 +162,8 @@ async def _lifespan(
     app: FastAPI, *, reconciler: Reconciler, wal: WalCheckpointer
 ) -> AsyncIterator[None]:
     context: Context = app.state.context
-    context.security.forget_orphans()
+    # Kept for jobs which then were not stored, or are deleted.
+    context.security.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )
@@ -234,7 +236,6 @@ class _Server(uvicorn.Server):
     """Tells followed streams to end before it waits for open requests to finish."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, then stop as uvicorn does."""
         app: FastAPI = self.config.app  # type: ignore[assignment]
         app.state.context.closing.set()
         await super().shutdown(sockets)

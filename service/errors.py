@@ -30,8 +30,6 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """A request whose fields cannot be accepted."""
-
     status = 422
     code = "invalid_request"
     title = "Invalid request"
@@ -42,8 +40,6 @@ class InvalidRequest(ServiceError):
 
 
 class NotFound(ServiceError):
-    """Something that the request names does not exist."""
-
     status = 404
     code = "not_found"
     title = "Not found"
@@ -95,8 +91,6 @@ class RequestInProgress(Conflict):
 
 
 class PreconditionFailed(ServiceError):
-    """What a request made its condition (If-Match) does not hold."""
-
     status = 412
     title = "Precondition failed"
 
@@ -209,8 +203,6 @@ class ExportNotReady(Conflict):
 
 
 class ExportRefused(Conflict):
-    """Exporting the job would run its user's code on the service's host."""
-
     code = "export_refused"
     template = (
         "job {} trains a module of its user's own (model.module), whose code does not run on this "
@@ -274,8 +266,6 @@ class JobNotPaused(Conflict):
 
 
 class JobActive(Conflict):
-    """The job has an attempt in progress, which must end first."""
-
     code = "job_at_work"
     template = "job {} is {}; {} first"
 
@@ -303,8 +293,6 @@ class SequenceGap(Conflict):
 
 
 class StaleVersion(Conflict):
-    """Somebody else wrote the job since it was read."""
-
     code = "stale_version"
     template = "job {} was changed since version {} was read; read again"
 
@@ -323,8 +311,6 @@ class VersionUnknown(PreconditionFailed):
 
 
 class RecordRefused(ServiceError):
-    """A record of a driver holds a value that the database cannot keep."""
-
     status = 422
     code = "record_refused"
     title = "Record refused"
@@ -344,8 +330,6 @@ class JobUnreadable(ServiceError):
 
 
 class NotSignedIn(ServiceError):
-    """A request without credentials, or with invalid ones."""
-
     status = 401
     code = "not_signed_in"
     title = "Not signed in"
@@ -435,8 +419,6 @@ class TooManyOpen(ServiceError):
 
 
 class IdentityProviderAway(ServiceError):
-    """The keys of the identity provider cannot be read, so no token can be checked."""
-
     status = 503
     code = "identity_provider_away"
     title = "Identity provider away"
@@ -444,8 +426,6 @@ class IdentityProviderAway(ServiceError):
 
 
 class SecretKeyUnusable(ServiceError):
-    """The service's own secret cannot be used."""
-
     code = "secret_key_unusable"
     title = "Secret key unusable"
     template = "{} (SHARDLOOM_SECRET_KEY)"

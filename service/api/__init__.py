@@ -1,3 +1,1 @@
 """REST API: routers, middleware, dependencies, problem responses."""
-
-from __future__ import annotations

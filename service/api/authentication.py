@@ -23,21 +23,13 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service import errors
 from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, refuse
 from service.auth.authenticator import Credentials
 from service.auth.permissions import RULES
 from service.auth.permissions import Scope as RuleScope
 from service.auth.security import Security
 from service.domain.auth import LOCAL, AuditRecord, Principal
-from service.errors import (
-    CsrfRefused,
-    ForeignOrigin,
-    InvalidRequest,
-    NotSignedIn,
-    ServiceError,
-    TooManyOpen,
-    TooManyRequests,
-)
 from service.observability.logging_setup import request_id
 from service.settings import Settings
 from trainer.spec.base import FieldProblem
@@ -86,7 +78,7 @@ class ConcurrencyLimiter:
     def one_of(self, caller: str) -> Iterator[None]:
         """Hold one more open; raises `TooManyOpen` where the caller has `most` of them already."""
         if self._num_open[caller] >= self._most:
-            raise TooManyOpen(self._most)
+            raise errors.TooManyOpen(self._most)
         self._num_open[caller] += 1
         try:
             yield
@@ -126,7 +118,6 @@ class AuthenticationMiddleware:
         self._open = ConcurrencyLimiter(settings.max_open_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] == "http":
             await self._serve(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -143,7 +134,7 @@ class AuthenticationMiddleware:
                 principal = scope["state"].get("principal")
                 if principal is not None and principal.kind != "local":
                     held.enter_context(self._open.one_of(caller_key(principal)))
-            except ServiceError as error:
+            except errors.ServiceError as error:
                 await self._refuse(error, scope, receive, response)
             else:
                 await self._serve_admitted(scope, connection, receive, response)
@@ -170,7 +161,7 @@ class AuthenticationMiddleware:
         state = scope.setdefault("state", {})
         if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
             # No database keeps it, and none can be asked for it.
-            raise InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
+            raise errors.InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
         is_public = _is_public(scope)
         if is_public and scope["method"] in SAFE_METHODS:
             return
@@ -198,7 +189,7 @@ class AuthenticationMiddleware:
         """The principal of a connection; raises `TooManyRequests` after many failures."""
         try:
             return await self.principal_of(connection)
-        except NotSignedIn:
+        except errors.NotSignedIn:
             has_none = credentials_of(connection) == Credentials()
             limiter = self._unknown if has_none else self._failed_sign_ins
             self._limit(limiter, _remote(connection.scope))
@@ -207,14 +198,14 @@ class AuthenticationMiddleware:
     def _limit(self, limiter: RateLimiter, caller: str) -> None:
         wait_s = limiter.take(caller, self.clock())
         if wait_s > 0:
-            raise TooManyRequests(math.ceil(wait_s))
+            raise errors.TooManyRequests(math.ceil(wait_s))
 
     def _check_site(self, connection: HTTPConnection) -> None:
         """Raise `ForeignOrigin` for what a page of another site does."""
         headers = connection.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
-            raise ForeignOrigin(origin or "another site")
+            raise errors.ForeignOrigin(origin or "another site")
 
     def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
         """Refuse what a page of another site does with the rights that a browser brings along."""
@@ -228,14 +219,14 @@ class AuthenticationMiddleware:
             cookie = connection.cookies.get(SESSION_COOKIE, "")
             expected = self._security.master.csrf_token(cookie)
             if connection.headers.get(CSRF_HEADER) != expected:
-                raise CsrfRefused
+                raise errors.CsrfRefused
 
     async def _refuse(
-        self, error: ServiceError, scope: Scope, receive: Receive, response: _Recorder
+        self, error: errors.ServiceError, scope: Scope, receive: Receive, response: _Recorder
     ) -> None:
         connection = HTTPConnection(scope)
         wants_page = "text/html" in connection.headers.get("accept", "")
-        if isinstance(error, NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
+        if isinstance(error, errors.NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
             location = f"{LOGIN_PATH}?next={quote(scope['path'], safe='/')}"
             await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, response)
             return
@@ -279,7 +270,7 @@ class AuthenticationMiddleware:
         try:
             self._check_site(connection)
             principal = await self._signed_in(connection)
-        except ServiceError as error:
+        except errors.ServiceError as error:
             logger.info("a websocket is refused: %s", error)
             await receive()
             await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
@@ -331,16 +322,15 @@ class _CredentialsCheck:
         self._checked_at = self._clock()
         try:
             await self._middleware.principal_of(self._connection)
-        except NotSignedIn:
+        except errors.NotSignedIn:
             self.is_admitted = False
-        except ServiceError:
+        except errors.ServiceError:
             # An unreachable database says nothing about the credentials.
             logger.warning("cannot check the credentials of a stream again")
         return self.is_admitted
 
 
 def credentials_of(connection: HTTPConnection) -> Credentials:
-    """The credentials that a connection carries."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme:
         return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")

@@ -19,6 +19,7 @@ from fastapi import Depends, Header, Request, Response
 from fastapi import Path as PathParameter
 from starlette.requests import HTTPConnection
 
+from service import errors
 from service.api.views import detail_of
 from service.auth.permissions import (
     Rule,
@@ -38,14 +39,6 @@ from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
-from service.errors import (
-    Forbidden,
-    JobNotFound,
-    NotSignedIn,
-    ProjectNotFound,
-    VersionUnknown,
-    reaching_storage,
-)
 from service.jobs.export_runner import ExportRunner
 from service.jobs.run_storage import run_dir_of, write_json
 from service.jobs.submit import find_job
@@ -67,7 +60,7 @@ async def get_principal(request: Request) -> Principal:
     """The principal of a request; raises `NotSignedIn`."""
     principal = known_principal(request)
     if principal is None:
-        raise NotSignedIn
+        raise errors.NotSignedIn
     return principal
 
 
@@ -75,7 +68,6 @@ PrincipalDep = Annotated[Principal, Depends(get_principal)]
 
 
 def current_rule(request: Request) -> Rule:
-    """The authorization rule of a request's route."""
     return rule_of(request.method, request.scope["route"].path)
 
 
@@ -85,11 +77,11 @@ async def authorize(request: Request) -> None:
     if allows(rule, principal, request.path_params):
         return
     if principal is None:
-        raise NotSignedIn
+        raise errors.NotSignedIn
     name = request.path_params.get("name", "")
     if rule.scope is Scope.PROJECT and principal.role_in(name) is None:
-        raise ProjectNotFound(name)
-    raise Forbidden(_why(rule, principal))
+        raise errors.ProjectNotFound(name)
+    raise errors.Forbidden(_why(rule, principal))
 
 
 def _why(rule: Rule, principal: Principal) -> str:
@@ -107,14 +99,9 @@ def _held(principal: Principal) -> str:
 def check_project(principal: Principal, project: str, role: Role) -> None:
     """Raise `Forbidden` unless a role is held in a project."""
     if not principal.may(role, project):
-        raise Forbidden(f"this needs the role {role.label} in '{project}'; {_held(principal)}")
-
-
-def check_job(principal: Principal, job: Job, role: Role) -> None:
-    """Raise `Forbidden` for lack of a role, `JobNotFound` where the job may not even be seen."""
-    if principal.role_in(job.project) is None:
-        raise JobNotFound(job.id)
-    check_project(principal, job.project, role)
+        raise errors.Forbidden(
+            f"this needs the role {role.label} in '{project}'; {_held(principal)}"
+        )
 
 
 def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: JobStore) -> None:
@@ -130,7 +117,7 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
             continue
         try:
             project = store.get_job(job_id).project
-        except JobNotFound:
+        except errors.JobNotFound:
             project = None
         may_write = project == spec.project and principal.may(Role.SUBMITTER, spec.project)
         may_read = principal.projects is None or (
@@ -179,7 +166,6 @@ class Context:
 
 
 def get_context(request: Request) -> Context:
-    """The context of the app that serves a request."""
     context: Context = request.app.state.context
     return context
 
@@ -200,7 +186,9 @@ def get_job(
     Raises `Forbidden` where it may be seen but not what the route does be done with it.
     """
     found = find_job(context.store, job, principal.projects)
-    check_job(principal, found, current_rule(request).role)
+    if principal.role_in(found.project) is None:
+        raise errors.JobNotFound(found.id)
+    check_project(principal, found.project, current_rule(request).role)
     return found
 
 
@@ -226,7 +214,7 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
     keys.keep_secrets(job_id, encrypted, time.time())
     path = run_dir_of(context.settings, job_id).secret_names_path
-    with reaching_storage():
+    with errors.reaching_storage():
         write_json(path, sorted(secrets))
 
 
@@ -251,7 +239,7 @@ def if_match_version(
         return None
     found = _TAG.fullmatch(if_match.strip())
     if found is None:
-        raise VersionUnknown(if_match[:40])
+        raise errors.VersionUnknown(if_match[:40])
     return int(found[1])
 
 

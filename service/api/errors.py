@@ -24,13 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class ProblemResponse(JSONResponse):
-    """A problem document."""
-
     media_type = "application/problem+json"
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` with a problem."""
     app.exception_handler(ServiceError)(answer_error)
     app.exception_handler(SpecError)(_on_spec_error)
     app.exception_handler(RequestValidationError)(_on_invalid_request)

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi.concurrency import run_in_threadpool
@@ -21,19 +22,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service import errors
 from service.api.errors import answer_error
 from service.auth.crypto import MasterKeys
 from service.db.idempotency import IdempotencyStore, StoredResponse
 from service.domain.auth import Principal
-from service.errors import (
-    BehindProxy,
-    BodyTooLarge,
-    ForeignHost,
-    IdempotencyConflict,
-    InvalidRequest,
-    RequestInProgress,
-    ServiceError,
-)
 from service.network import is_loopback
 from service.observability.logging_setup import about
 from service.observability.metrics import ServiceMetrics
@@ -77,8 +70,7 @@ _PROXY_HEADERS = ("x-forwarded-for", "forwarded")
 _PROBES = frozenset({"/healthz", "/readyz"})
 
 
-async def refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with the problem of an error."""
+async def refuse(error: errors.ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
     await answer_error(Request(scope), error)(scope, receive, send)
 
 
@@ -94,7 +86,6 @@ class RequestLogMiddleware:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request under its id."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -134,7 +125,6 @@ class SecurityHeadersMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request with security headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -184,17 +174,16 @@ class TrustedHostMiddleware:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request for a trusted host, refuse others."""
         if scope["type"] == "lifespan" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        error: ServiceError | None = None
+        error: errors.ServiceError | None = None
         if not self._is_trusted(host):
-            error = ForeignHost(host)
+            error = errors.ForeignHost(host)
         elif self._settings.auth == "local" and any(name in headers for name in _PROXY_HEADERS):
-            error = BehindProxy()
+            error = errors.BehindProxy()
         if error is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -241,13 +230,12 @@ class BodyLimitMiddleware:
         self._limit_bytes = limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request unless its body is too large."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._limit_bytes:
-            await refuse(BodyTooLarge(self._limit_bytes), scope, receive, send)
+            await refuse(errors.BodyTooLarge(self._limit_bytes), scope, receive, send)
             return
         num_bytes, is_answered, is_refused = 0, False, False
 
@@ -256,7 +244,7 @@ class BodyLimitMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._limit_bytes:
-                raise BodyTooLarge(self._limit_bytes)
+                raise errors.BodyTooLarge(self._limit_bytes)
             return message
 
         async def send_unless_refused(message: Message) -> None:
@@ -265,7 +253,7 @@ class BodyLimitMiddleware:
             if num_bytes > self._limit_bytes and not is_answered:
                 if not is_refused:
                     is_refused = True
-                    await refuse(BodyTooLarge(self._limit_bytes), scope, receive, send)
+                    await refuse(errors.BodyTooLarge(self._limit_bytes), scope, receive, send)
                 return
             is_answered = True
             await send(message)
@@ -282,6 +270,7 @@ def takes_key_here(method: str, path: str) -> bool:
     return method == "POST" and path.startswith("/v1/") and not is_elsewhere
 
 
+@dataclass
 class IdempotencyMiddleware:
     """Answers a request that repeats an idempotency key with the stored first response.
 
@@ -289,30 +278,22 @@ class IdempotencyMiddleware:
     `clock` gives Unix seconds.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        store: IdempotencyStore,
-        master: MasterKeys,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._app = app
-        self._store = store
-        self._master = master
-        self._clock = clock
+    app: ASGIApp
+    store: IdempotencyStore
+    master: MasterKeys
+    clock: Callable[[], float] = time.time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" else None
         if key is None or not takes_key_here(scope["method"], scope["path"]):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         try:
             if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
                 message = f"has 1 to {MAX_KEY_CHARS} printable ASCII characters"
-                raise InvalidRequest([FieldProblem("Idempotency-Key", "key", message)])
+                raise errors.InvalidRequest([FieldProblem("Idempotency-Key", "key", message)])
             await self._serve(scope, receive, send, key)
-        except ServiceError as error:
+        except errors.ServiceError as error:
             await refuse(error, scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
@@ -321,7 +302,7 @@ class IdempotencyMiddleware:
         hashed = (scope["method"].encode(), scope["path"].encode(), scope["query_string"], body)
         digests = b"\n".join(hashlib.sha256(part).digest() for part in hashed)
         request_hash = hashlib.sha256(digests).hexdigest()
-        known = await run_in_threadpool(self._store.begin, caller, key, request_hash, self._clock())
+        known = await run_in_threadpool(self.store.begin, caller, key, request_hash, self.clock())
         if known is not None:
             await self._replay(known, request_hash, key)(scope, receive, send)
             return
@@ -335,7 +316,7 @@ class IdempotencyMiddleware:
             messages.append(message)
 
         try:
-            await self._app(scope, receive_again, collect)
+            await self.app(scope, receive_again, collect)
         finally:
             await run_in_threadpool(self._store_response, caller, key, request_hash, messages)
         for message in messages:
@@ -343,10 +324,10 @@ class IdempotencyMiddleware:
 
     def _replay(self, known: StoredResponse, request_hash: str, key: str) -> Response:
         if known.request_hash != request_hash:
-            raise IdempotencyConflict(key)
+            raise errors.IdempotencyConflict(key)
         if known.status is None:
-            raise RequestInProgress(key)
-        body = self._master.decrypt(known.sealed_body) if known.sealed_body else ""
+            raise errors.RequestInProgress(key)
+        body = self.master.decrypt(known.sealed_body) if known.sealed_body else ""
         return Response(body, known.status, {**dict(known.headers), "Idempotent-Replayed": "true"})
 
     def _store_response(
@@ -358,14 +339,14 @@ class IdempotencyMiddleware:
         if messages:
             status, raw = messages[0]["status"], messages[0]["headers"]
         if not 200 <= status < 300:
-            self._store.forget(caller, key)
+            self.store.forget(caller, key)
             return
         pairs = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in raw)
         headers = tuple(pair for pair in pairs if pair[0] not in _NOT_STORED)
         body = b"".join(message.get("body", b"") for message in messages)
-        sealed = self._master.encrypt(body.decode()) if body else ""
+        sealed = self.master.encrypt(body.decode()) if body else ""
         response = StoredResponse(request_hash, status, headers, sealed)
-        self._store.finish(caller, key, response)
+        self.store.finish(caller, key, response)
 
 
 def caller_key(principal: Principal) -> str:

@@ -138,7 +138,6 @@ def stated_rooms(spec: JobSpec) -> tuple[int, ...]:
 
 
 def after_loss(choice: Choice) -> str:
-    """What the loss of a host does, in words."""
     num_groups, num_lost = choice.layout.num_replicas, choice.most_groups_per_host
     if choice.failure_domain == "job":
         return "a lost host stops all workers, which restart from the newest checkpoint"

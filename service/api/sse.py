@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
@@ -24,12 +24,12 @@ from service.api.deps import Context
 from service.api.views import progress_of
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Job, JobStatus, attempt_id
-from service.errors import AttemptNotFound, ServiceError
+from service.errors import AttemptNotFound, LogNotFound, ServiceError
 from service.jobs.logs import (
     LogFilter,
     LogPiece,
     LogPosition,
-    check_source,
+    is_source,
     list_sources,
     read_new,
     tail_position,
@@ -99,38 +99,37 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
             silent_s += poll_s
 
 
+@dataclass
 class TimelineFollower:
     """Follows a job's timeline behind line `after`, and its progress where that is wanted."""
 
-    def __init__(
-        self, store: JobStore, job_id: str, after: int, *, with_progress: bool = False
-    ) -> None:
-        self._store = store
-        self._job_id = job_id
-        self._after = after
-        self._with_progress = with_progress
-        self._shown: ProgressOut | None = None
+    store: JobStore
+    job_id: str
+    after: int
+    with_progress: bool = False
+    _shown: ProgressOut | None = field(default=None, init=False)
 
     def poll(self) -> StreamBatch:
         """New lines; ended when the job has ended and the last poll found nothing."""
         # The job first: whatever was written before it ended is then found below.
-        job = self._store.get_job(self._job_id)
-        lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
+        job = self.store.get_job(self.job_id)
+        lines = self.store.list_timeline(job.id, after=self.after, limit=_MAX_LINES)
         bodies = [TimelineEventOut.model_validate(line) for line in lines]
         items = [SseEvent("timeline", str(body.id), body) for body in bodies]
-        self._after = lines[-1].id if lines else self._after
+        self.after = lines[-1].id if lines else self.after
         items += self._progress(job)
         return StreamBatch(items, job.status if job.status.is_terminal and not items else None)
 
     def _progress(self, job: Job) -> list[SseEvent]:
         """How far the job is, if that is new; it has the cursor of the line before it."""
         progress = progress_of(job.progress, job.status)
-        if not self._with_progress or progress == self._shown:
+        if not self.with_progress or progress == self._shown:
             return []
         self._shown = progress
-        return [SseEvent("progress", str(self._after), progress)]
+        return [SseEvent("progress", str(self.after), progress)]
 
 
+@dataclass
 class LogFollower:
     """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
 
@@ -138,28 +137,22 @@ class LogFollower:
     wanted or not.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        job: Job,
-        wanted: str | None,
-        source: str | None,
-        log_filter: LogFilter | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._clock = clock
-        self._filter = log_filter or LogFilter()
+    store: JobStore
+    settings: Settings
+    job: Job
+    wanted: str | None
+    source: str | None
+    log_filter: LogFilter
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.has_moved = False
-        self._store = store
-        self._run_dir = run_dir_of(settings, job.id)
-        self._job_id = job.id
-        self._wanted = wanted
-        self._source = source
-        self._check_belongs(wanted)
-        self.position = LogPosition(wanted or job.current_attempt_id)
-        if source is not None:
-            check_source(source, self.sources())
+        self._run_dir = run_dir_of(self.settings, self.job.id)
+        self._check_belongs(self.wanted)
+        self.position = LogPosition(self.wanted or self.job.current_attempt_id)
+        # A rank may have no log *yet*.
+        if self.source is not None and not is_source(self.source):
+            raise LogNotFound(self.source, self.sources())
 
     def start_at_tail(self, num_lines: int) -> None:
         """Begin with the last `num_lines` of each log that there is."""
@@ -175,10 +168,9 @@ class LogFollower:
 
     def poll(self) -> StreamBatch:
         """New lines; ended when nobody will write any more and all was read."""
-        job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
+        job, read_from = self.store.get_job(self.job.id), self.position.attempt_id
         is_wanted_over = (
-            self._wanted is not None
-            and self._store.get_attempt(self._wanted).end_reason is not None
+            self.wanted is not None and self.store.get_attempt(self.wanted).end_reason is not None
         )
         pieces = self.read()
         if self.has_moved:
@@ -196,11 +188,11 @@ class LogFollower:
         self.has_moved = False
         position = self.position
         if position.attempt_id is None:
-            position = LogPosition(self._store.get_job(self._job_id).current_attempt_id)
+            position = LogPosition(self.store.get_job(self.job.id).current_attempt_id)
         if position.attempt_id is None:
             return []
         self.position = position
-        attempt = self._store.get_attempt(position.attempt_id)
+        attempt = self.store.get_attempt(position.attempt_id)
         is_final = attempt.end_reason is not None
         files = self._run_dir.attempt(attempt.id)
         sources = self._wanted_sources(files)
@@ -208,11 +200,11 @@ class LogFollower:
         self.has_moved = bool(pieces)
         if pieces:
             self.position = pieces[-1].position
-        elif is_final and self._wanted is None and not self._may_write_on(attempt):
+        elif is_final and self.wanted is None and not self._may_write_on(attempt):
             following = attempt.index + 1
-            if following < self._store.get_job(self._job_id).num_attempts:
-                self.position = LogPosition(attempt_id(self._job_id, following))
-        return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
+            if following < self.store.get_job(self.job.id).num_attempts:
+                self.position = LogPosition(attempt_id(self.job.id, following))
+        return [piece for piece in pieces if self.log_filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:
         """Names of the logs of the attempt being read."""
@@ -221,14 +213,14 @@ class LogFollower:
         return list_sources(self._run_dir.attempt(self.position.attempt_id))
 
     def _wanted_sources(self, files: AttemptDir) -> list[str]:
-        names = list_sources(files) if self._source is None else [self._source]
-        return [name for name in names if self._filter.takes_source(name)]
+        names = list_sources(files) if self.source is None else [self.source]
+        return [name for name in names if self.log_filter.takes_source(name)]
 
     def _may_write_on(self, attempt: Attempt) -> bool:
         """Whether workers that outlived their attempt may still write: their lines come first."""
         ended_at = attempt.ended_at or 0.0
-        return 0.0 <= self._clock() - ended_at < LATE_LINES_S
+        return 0.0 <= self.clock() - ended_at < LATE_LINES_S
 
     def _check_belongs(self, wanted: str | None) -> None:
-        if wanted is not None and self._store.get_attempt(wanted).job_id != self._job_id:
+        if wanted is not None and self.store.get_attempt(wanted).job_id != self.job.id:
             raise AttemptNotFound(wanted)

@@ -103,7 +103,6 @@ def _running(job: Job) -> RunningJob:
 
 
 def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
-    """The workers, running and queued jobs of each project."""
     workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
     for job in live:
         workers[job.project] += workers_held(job)
@@ -113,17 +112,14 @@ def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
 
 
 def project_view(project: Project, usage: Usage) -> ProjectOut:
-    """A project with what its jobs hold."""
     return ProjectOut(**vars(project), **vars(usage))
 
 
 def summary_of(job: Job) -> JobSummary:
-    """A job as a list shows it."""
     return JobSummary(**_fields_of(job))
 
 
 def detail_of(job: Job, settings: Settings) -> JobDetail:
-    """A job with its spec and version."""
     fields = {**_fields_of(job), "membership": membership_view(job)}
     return JobDetail(**fields, run_dir=str(run_dir_of(settings, job.id).root))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from service.domain.auth import (
     fits,
     hash_of,
     key_id_of,
-    new_session_token,
     principal_of,
 )
 from service.errors import NotSignedIn
@@ -87,7 +87,7 @@ class Authenticator:
         now = self.clock()
         ends_at = now + self.session_ttl_s
         expires_at = ends_at if key.expires_at is None else min(ends_at, key.expires_at)
-        token, session = new_session_token(), Session(key.id, now, expires_at)
+        token, session = secrets.token_urlsafe(32), Session(key.id, now, expires_at)
         self.keys.add_session(session, hash_of(token))
         return token, session
 

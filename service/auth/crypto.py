@@ -38,7 +38,6 @@ class MasterKeys:
         self._box = MultiFernet(fernets)
 
     def encrypt(self, text: str) -> str:
-        """Text that only these keys can read."""
         return self._box.encrypt(text.encode()).decode()
 
     def decrypt(self, sealed: str) -> str:

@@ -115,7 +115,6 @@ def without_lost_place(
 
 
 def _is_allowed(path: str, roots: Sequence[Path | str]) -> bool:
-    """Whether a path or URL lies below one of the roots."""
     if path.startswith(_REMOTE):
         return any(_is_below_url(path, root) for root in roots if isinstance(root, str))
     folders = [root for root in roots if isinstance(root, Path)]

@@ -118,9 +118,6 @@ def create_first_key(
         engine.dispose()
 
 
-_ORPHAN_AGE_S = 3600.0
-
-
 @dataclass(frozen=True)
 class Security:
     """Keys, sessions, secrets and the audit log of one service."""
@@ -149,7 +146,3 @@ class Security:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""
         encrypted = self.keys.secrets_of(job_id)
         return {name: self.master.decrypt(text) for name, text in encrypted.items()}
-
-    def forget_orphans(self) -> None:
-        """Delete secrets that were kept for jobs which then were not stored, or are deleted."""
-        self.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)

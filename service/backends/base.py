@@ -109,12 +109,10 @@ class Backend(Protocol):
 
 
 def has_own_cluster(job: Job) -> bool:
-    """Whether a job takes nothing of the shared cluster."""
     return job.spec.resources.cluster == "own"
 
 
 def cluster_text(spec: JobSpec) -> str:
-    """Which cluster a job runs on, in words."""
     resources = spec.resources
     if resources.cluster == "shared":
         return "shared"
@@ -122,7 +120,6 @@ def cluster_text(spec: JobSpec) -> str:
 
 
 def need_of(spec: JobSpec) -> ClusterNeed:
-    """What a cluster must hold for a job."""
     sizes, resources, survive = sizes_of_spec(spec), spec.resources, spec.parallelism.survive
     return ClusterNeed(
         is_own=resources.cluster == "own",

@@ -51,8 +51,6 @@ class Record:
 
 
 class FakeBackend(Backend):
-    """A scripted cluster whose state lives under `state_dir`."""
-
     name = "fake"
 
     def __init__(self, state_dir: Path) -> None:
@@ -78,7 +76,6 @@ class FakeBackend(Backend):
             self._down.unlink(missing_ok=True)
 
     def set_hosts(self, *hosts: HostFacts) -> None:
-        """Let the cluster have these hosts."""
         _write(self._hosts, [asdict(host) for host in hosts])
 
     def record(self, attempt_id: str) -> Record | None:
@@ -87,7 +84,6 @@ class FakeBackend(Backend):
         return Record(**json.loads(path.read_text())) if path.exists() else None
 
     def attempt_ids(self) -> list[str]:
-        """Every attempt that was ever submitted, by id."""
         return sorted(path.stem for path in self._attempts.glob("*.json"))
 
     # ---- the service's side
@@ -96,7 +92,6 @@ class FakeBackend(Backend):
         """Nothing is held open."""
 
     def submit(self, submission: Submission) -> None:
-        """Take an attempt as its script says."""
         self._check_up()
         script = self._script_of(submission.attempt_id, submission.job_id)
         record = self.record(submission.attempt_id) or Record(
@@ -112,7 +107,6 @@ class FakeBackend(Backend):
             raise SubmissionRefused(script.refusal)
 
     def observe(self, attempt_id: str) -> Observation:
-        """The next observation of the script."""
         if self._down.exists():
             return Observation(ObservedState.UNREACHABLE, "the fake cluster is down")
         record = self.record(attempt_id)
@@ -133,11 +127,9 @@ class FakeBackend(Backend):
             self._keep(replace(record, num_stops=record.num_stops + 1))
 
     def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        """A line as a driver would print it."""
         return "" if self._down.exists() else f"fake driver of {attempt_id}"[-num_chars:]
 
     def check(self) -> str:
-        """Say that the fake is up; raises `BackendUnreachable` while it is down."""
         self._check_up()
         return "fake cluster"
 

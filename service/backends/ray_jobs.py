@@ -48,11 +48,9 @@ class RayJobsBackend(Backend):
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def submit(self, submission: Submission) -> None:
-        """Start an attempt; a known id is accepted without effect."""
         runtime_env: dict[str, Any] = {"env_vars": submission.env}
         if submission.code_uris:
             runtime_env["py_modules"] = list(submission.code_uris)
@@ -70,7 +68,6 @@ class RayJobsBackend(Backend):
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 
     def observe(self, attempt_id: str) -> Observation:
-        """Say what Ray knows of an attempt; never raises."""
         try:
             response = self._send("GET", f"/api/jobs/{attempt_id}")
         except BackendUnreachable as error:
@@ -86,13 +83,11 @@ class RayJobsBackend(Backend):
         return Observation(ObservedState[status], message)
 
     def stop(self, attempt_id: str) -> None:
-        """Ask an attempt to end; an ended or unknown one is left alone."""
         response = self._send("POST", f"/api/jobs/{attempt_id}/stop")
         if not response.is_success and not _is_unknown_job(response):
             raise BackendUnreachable(self._strange(response))
 
     def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        """End of the driver's output; empty when not to be had."""
         try:
             response = self._send("GET", f"/api/jobs/{attempt_id}/logs")
         except BackendUnreachable:

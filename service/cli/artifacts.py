@@ -154,7 +154,6 @@ def serve(
 
 
 def exports_table(found: list[ExportOut], now: float) -> Table:
-    """A row for each export."""
     table = plain_table("id", "status", "checkpoint", "tables", "size", "age", "")
     for each in found:
         what = each.checkpoint if each.step is None else f"{each.checkpoint} (step {each.step})"

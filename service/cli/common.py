@@ -32,18 +32,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from service.client import errors
 from service.client.client import ShardloomClient
-from service.client.errors import (
-    CredentialsUnusable,
-    ExportFailed,
-    InvalidRequest,
-    NotFound,
-    NotSignedIn,
-    ProblemError,
-    ServiceUnreachable,
-    ShardloomError,
-    TraceLost,
-)
 from service.client.transport import DEFAULT_URL, RetryPolicy
 from service.domain.models import JobStatus
 from service.local.state import StackError, StackHome
@@ -60,7 +50,7 @@ _BY_STATUS = {
     JobStatus.FAILED: JOB_FAILED,
     JobStatus.CANCELLED: JOB_CANCELLED,
 }
-_REFUSALS = (SpecError, ExportFailed, TraceLost, CredentialsUnusable)
+_REFUSALS = (SpecError, errors.ExportFailed, errors.TraceLost, errors.CredentialsUnusable)
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 CLI_RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE = RetryPolicy(num_retries=0)
@@ -77,7 +67,7 @@ def job_names(incomplete: str) -> list[tuple[str, str]]:
     try:
         with open_client(None, _AT_ONCE) as client:
             jobs = client.list_jobs(limit=_MAX_COMPLETIONS).items
-    except ShardloomError:
+    except errors.ShardloomError:
         return []
     offered = {job.name: f"newest: {job.status.lower()}" for job in reversed(jobs)}
     if incomplete.startswith("job-"):  # else all ids would be in the way
@@ -142,7 +132,6 @@ def service_url(url: str | None) -> str:
 
 
 def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:
-    """A client of the service that the command is about."""
     return ShardloomClient(service_url(url), retry=retry)
 
 
@@ -225,10 +214,10 @@ class ErrorReportingGroup(TyperGroup):
         """Run the command; raises `typer.Exit` where it failed in a way that we know."""
         try:
             return super().invoke(ctx)
-        except (ShardloomError, SpecError, StackError) as error:
+        except (errors.ShardloomError, SpecError, StackError) as error:
             error_console().print(describe(error))
             is_refused = isinstance(error, _REFUSALS) or (
-                isinstance(error, ProblemError) and error.status < 500
+                isinstance(error, errors.ProblemError) and error.status < 500
             )
             raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
 
@@ -237,18 +226,18 @@ def describe(error: Exception) -> RenderableType:
     """The message of an error, with what to do about it."""
     if isinstance(error, SpecError):
         return _faults("the spec", error.problems)
-    if isinstance(error, InvalidRequest) and error.fields:
+    if isinstance(error, errors.InvalidRequest) and error.fields:
         what = "the spec" if error.code == "invalid_spec" else "the request"
         return _faults(what, error.fields)
-    if isinstance(error, ServiceUnreachable):
+    if isinstance(error, errors.ServiceUnreachable):
         return _message(
             str(error),
             "start one on this machine with `shardloom up`, or name another with --url "
             "or SHARDLOOM_URL",
         )
-    if isinstance(error, NotSignedIn):
+    if isinstance(error, errors.NotSignedIn):
         return _message(str(error), "`shardloom login` keeps an API key for this service")
-    if isinstance(error, NotFound) and error.code == "job_not_found":
+    if isinstance(error, errors.NotFound) and error.code == "job_not_found":
         return _message(str(error), "`shardloom ps --all` lists the jobs")
     return _message(str(error))
 

@@ -57,7 +57,6 @@ class LiveView:
         self._live = live
 
     def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
-        """Print the new events and redraw the rest."""
         for event in fresh:
             self._live.console.print(event_line(event))
         self._live.update(live_page(followed), refresh=True)
@@ -77,7 +76,6 @@ class PlainView:
         self._next_line_s = 0.0
 
     def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
-        """Print what is new."""
         job = followed.job
         for event in fresh:
             self._console.print(event_line(event))
@@ -153,7 +151,6 @@ def watch(
 
 
 def live_page(followed: Followed) -> RenderableType:
-    """The live display: where the job stands now."""
     job = followed.job
     title = Text.assemble(
         (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
@@ -206,7 +203,6 @@ def _metrics_rows(job: JobDetail) -> list[RenderableType]:
 
 
 def end_page(job: JobDetail) -> RenderableType:
-    """How a job ended, with its last metrics."""
     head = Text.assemble((job.name, "bold"), "  ", status_text(job.status))
     if job.ended_at is not None and (took := duration_of(job, job.ended_at)):
         head.append(f" after {took}")

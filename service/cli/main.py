@@ -134,7 +134,6 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the `shardloom` command."""
     build_app()()
 
 

@@ -26,7 +26,8 @@ from service.domain.sharding import (
     newest_workers,
     sync_text,
 )
-from service.domain.timeline import RESIZE_KINDS, WRITTEN, Trace
+from service.domain.timeline import RESIZE_KINDS, WRITTEN, Trace, counted
+from service.schemas import wording
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
@@ -36,20 +37,6 @@ from service.schemas.jobs import (
     MembershipOut,
     MetricSeries,
     TimelineEventOut,
-)
-from service.schemas.wording import (
-    age,
-    compact,
-    counted,
-    duration,
-    duration_of,
-    group_facts,
-    groups_text,
-    latency,
-    metric,
-    size,
-    standing_of,
-    tone_of,
 )
 from trainer.protocol.events import TablePlan, WorkersStarted
 
@@ -66,10 +53,10 @@ def groups_table(membership: MembershipOut, now_s: float) -> Table:
 
 def _standing(group: Member | GoneGroup, now_s: float) -> Text:
     if isinstance(group, Member):
-        word, tone = standing_of(group.standing)
+        word, tone = wording.standing_of(group.standing)
         return Text(word, style=_STYLES.get(tone, ""))
     reason = group.reason.replace("_", " ")
-    return Text(f"gone {age(group.time, now_s)} ({reason})", style="yellow")
+    return Text(f"gone {wording.age(group.time, now_s)} ({reason})", style="yellow")
 
 
 # Lines of the timeline that a job's page is made from.
@@ -80,15 +67,14 @@ _HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne
 
 
 def status_text(status: JobStatus) -> Text:
-    """A status in its colour."""
-    return Text(status.value, style=_STYLES.get(tone_of(status), ""))
+    return Text(status.value, style=_STYLES.get(wording.tone_of(status), ""))
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
     """The one metric that says most, as in `validation/rmse 0.9123`; empty if none is known."""
     for name in _HEADLINE_METRICS:
         if name in metrics:
-            return f"{name} {metric(name, metrics[name])}"
+            return f"{name} {wording.metric(name, metrics[name])}"
     return ""
 
 
@@ -96,7 +82,7 @@ def metrics_line(metrics: Mapping[str, float], part: str) -> str:
     """Metrics of one part (`train`, `validation`) in a line, as in `loss 0.41   rmse 0.93`."""
     prefix = f"{part}/"
     return "   ".join(
-        f"{name.removeprefix(prefix)} {metric(name, value)}"
+        f"{name.removeprefix(prefix)} {wording.metric(name, value)}"
         for name, value in sorted(metrics.items())
         if name.startswith(prefix)
     )
@@ -113,7 +99,6 @@ def shape_text(job: JobSummary | JobPlan) -> str:
 
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
-    """One row a job: what `shardloom ps` prints."""
     table = plain_table(
         "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
     )
@@ -125,8 +110,8 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
             _progress_text(job),
             headline_metric(job.latest_metrics),
             span_text(job.min_workers, job.world_size),
-            age(job.created_at, now_s),
-            duration_of(job, now_s),
+            wording.age(job.created_at, now_s),
+            wording.duration_of(job, now_s),
         )
     return table
 
@@ -136,9 +121,9 @@ def _progress_text(job: JobSummary) -> str:
     progress = job.progress
     if not progress.total_steps:
         return ""
-    parts = [f"{progress.percent:.0f} %", f"{compact(progress.rows)} rows"]
+    parts = [f"{progress.percent:.0f} %", f"{wording.compact(progress.rows)} rows"]
     if progress.eta_s is not None and not job.status.is_terminal:
-        parts.append(f"{duration(progress.eta_s)} left")
+        parts.append(f"{wording.duration(progress.eta_s)} left")
     return "  ".join(parts)
 
 
@@ -147,7 +132,7 @@ def _aside(job: JobSummary) -> str:
         return f" #{job.queue.position}"
     if job.pause_requested:
         return " pausing"
-    groups = groups_text(job)
+    groups = wording.groups_text(job)
     return f" {groups}" if groups else ""
 
 
@@ -181,14 +166,14 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     grid.add_row("layout", shape_text(job))
     if job.spec.resources.cluster == "own":
         grid.add_row("cluster", cluster_text(job.spec))
-    for fact in group_facts(job, job.membership, timeline, now_s):
+    for fact in wording.group_facts(job, job.membership, timeline, now_s):
         grid.add_row(fact.name.lower(), Text(fact.text, style=_STYLES.get(fact.tone, "")))
     if goodput := goodput_of(job.latest_metrics):
         lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
         grid.add_row("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else ""))
     grid.add_row("sync", sync_text(job.spec))
-    grid.add_row("created", f"{age(job.created_at, now_s)}, at {clock(job.created_at)}")
-    if took := duration_of(job, now_s):
+    grid.add_row("created", f"{wording.age(job.created_at, now_s)}, at {clock(job.created_at)}")
+    if took := wording.duration_of(job, now_s):
         grid.add_row("took" if job.status.is_terminal else "runs for", took)
     if job.progress.total_steps:
         grid.add_row("progress", progress_line(job))
@@ -230,7 +215,7 @@ def phases_line(metrics: Mapping[str, float]) -> str:
     shares = ", ".join(
         f"{phase.replace('_', ' ')} {seconds / total_s:.0%}" for phase, seconds in phases
     )
-    return f"{latency(total_s)}: {shares}" if phases else ""
+    return f"{wording.latency(total_s)}: {shares}" if phases else ""
 
 
 def plan_table(workers: WorkersStarted) -> Table:
@@ -243,7 +228,7 @@ def plan_table(workers: WorkersStarted) -> Table:
             plan.data_type,
             f"{plan.num_embeddings:,}",
             str(plan.embedding_dim),
-            size(plan.size_bytes),
+            wording.size(plan.size_bytes),
             _positions_text(plan),
         )
     return table
@@ -257,7 +242,7 @@ def _positions_text(plan: TablePlan) -> str:
 
 def _loads_line(workers: WorkersStarted) -> str:
     loads = loads_of(workers.tables, workers.shard_group_size)
-    held = ", ".join(f"{at}: {size(sum(load.values()))}" for at, load in enumerate(loads))
+    held = ", ".join(f"{at}: {wording.size(sum(load.values()))}" for at, load in enumerate(loads))
     ratio = imbalance(loads)
     return f"per position  {held}" + (f"  (imbalance {ratio:.2f})" if ratio else "")
 
@@ -267,22 +252,21 @@ def progress_line(job: JobSummary) -> str:
     progress = job.progress
     line = (
         f"step {progress.step:,} of {progress.total_steps:,} ({progress.percent:.1f} %), "
-        f"{compact(progress.rows)} rows, {compact(progress.rows_per_s)} rows/s"
+        f"{wording.compact(progress.rows)} rows, {wording.compact(progress.rows_per_s)} rows/s"
     )
     if job.status is JobStatus.RUNNING and progress.eta_s is not None:
-        line += f", {duration(progress.eta_s)} to go"
+        line += f", {wording.duration(progress.eta_s)} to go"
     return line
 
 
 def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
-    """One row an attempt."""
     table = plain_table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
     for attempt in attempts:
         start_s = attempt.started_at or attempt.created_at
         table.add_row(
             attempt.id,
             clock(start_s),
-            duration((attempt.ended_at or now_s) - start_s),
+            wording.duration((attempt.ended_at or now_s) - start_s),
             attempt.end_reason.value if attempt.end_reason else "",
             str(attempt.num_worker_failures),
             attempt.message,
@@ -298,9 +282,9 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
             continue
         table.add_row(
             one.name,
-            metric(one.name, one.points[-1].value),
-            metric(one.name, min(point.min for point in one.points)),
-            metric(one.name, max(point.max for point in one.points)),
+            wording.metric(one.name, one.points[-1].value),
+            wording.metric(one.name, min(point.min for point in one.points)),
+            wording.metric(one.name, max(point.max for point in one.points)),
             f"{one.points[-1].step:,}",
             Text(sparkline([point.value for point in one.points]), style="cyan"),
         )
@@ -308,14 +292,13 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
 
 
 def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
-    """One row a checkpoint, in step order."""
     table = plain_table(">Step", "", ">Size", "Written", "Metric", "Path")
     for checkpoint in checkpoints:
         table.add_row(
             f"{checkpoint.step:,}",
             Text("best", style="green") if checkpoint.is_best else "",
-            size(checkpoint.size_bytes),
-            age(checkpoint.created_at, now_s),
+            wording.size(checkpoint.size_bytes),
+            wording.age(checkpoint.created_at, now_s),
             headline_metric(checkpoint.metrics),
             Text(checkpoint.path, overflow="fold"),
         )
@@ -323,7 +306,6 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
 
 
 def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
-    """One row a trace, in the order of writing."""
     table = plain_table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
     for trace in traces:
         table.add_row(
@@ -331,15 +313,14 @@ def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
             str(trace.rank),
             str(trace.num_steps),
             f"{trace.step:,}",
-            size(trace.size_bytes),
-            age(trace.time, now_s),
+            wording.size(trace.size_bytes),
+            wording.age(trace.time, now_s),
             trace.attempt_id,
         )
     return table
 
 
 def event_line(event: TimelineEventOut) -> Text:
-    """One line of the timeline."""
     level = event.data.get("level")
     style = {"warning": "yellow", "error": "red"}.get(str(level), "")
     return Text.assemble(

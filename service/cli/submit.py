@@ -30,8 +30,9 @@ from service.cli.common import (
 from service.cli.follow import detaching, follow
 from service.cli.render import facts_grid, plain_table, shape_text
 from service.client.client import ShardloomClient
+from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
-from service.schemas.wording import counted, size
+from service.schemas.wording import size
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.parse import set_values
@@ -140,7 +141,6 @@ def submit(
 
 
 def pack_code(folder: Path | None) -> bytes | None:
-    """The archive of a folder, if one is given."""
     if folder is None:
         return None
     try:
@@ -210,7 +210,6 @@ def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
 
 
 def plan_page(plan: JobPlan) -> RenderableType:
-    """What `shardloom plan` prints."""
     grid = facts_grid()
     placement = f", {plan.placement}" if plan.placement else ""
     grid.add_row("layout", f"{shape_text(plan)}{placement}")

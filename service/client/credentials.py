@@ -48,7 +48,6 @@ def forget_key(url: str) -> bool:
 
 
 def credentials_path() -> Path:
-    """File of the keys."""
     return home_dir() / FILE_NAME
 
 

@@ -62,34 +62,30 @@ class RetryPolicy:
         return min(self.first_delay_s * 2.0**num_doublings, self.max_delay_s) * (1 - jitter / 2)
 
 
+@dataclass
 class RetryBudget:
     """Counts failures in a row; gives up when neither retries nor `patience_s` are left."""
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        patience_s: float,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._policy = policy
-        self._patience_s = patience_s
-        self._sleep = sleep
-        self._clock = clock
+    policy: RetryPolicy
+    patience_s: float
+    sleep: Callable[[float], None]
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """The service has answered: earlier failures no longer count."""
         self._num_failures = 0
-        self._answered_s = self._clock()
+        self._answered_s = self.clock()
 
     def wait(self, error: ShardloomError) -> None:
         """Sleep before the next try, or raise `error` when there is none left."""
         self._num_failures += 1
-        has_retries = self._num_failures <= self._policy.num_retries
-        if not has_retries and self._clock() - self._answered_s >= self._patience_s:
+        has_retries = self._num_failures <= self.policy.num_retries
+        if not has_retries and self.clock() - self._answered_s >= self.patience_s:
             raise error
-        self._sleep(self._policy.delay_s(self._num_failures, random.random()))
+        self.sleep(self.policy.delay_s(self._num_failures, random.random()))
 
 
 def is_transient(error: ShardloomError) -> bool:

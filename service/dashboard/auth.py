@@ -44,12 +44,10 @@ def reader() -> Principal:
 
 
 def may_see(job: Job) -> bool:
-    """Whether the reader may see a job."""
     return reader().role_in(job.project) is not None
 
 
 def may_change(job: Job) -> bool:
-    """Whether the reader may change a job."""
     return reader().may(Role.SUBMITTER, job.project)
 
 

@@ -139,12 +139,10 @@ _OTHER_CHARTS = (
 
 
 def metric_names(charts: Sequence[ChartSpec]) -> list[str]:
-    """Every metric that the charts need."""
     return [line.metric for chart in charts for line in chart.lines]
 
 
 def chart_options(chart: ChartSpec) -> dict[str, Any]:
-    """Options of an empty chart."""
     return {
         "animation": False,
         "textStyle": {"fontFamily": "Roboto, sans-serif", "color": _TEXT_COLOUR},
@@ -235,7 +233,6 @@ def series_data(
 
 
 def has_data(options: Mapping[str, Any]) -> bool:
-    """Whether a filled chart has anything to show."""
     return any(series["data"] for series in options["series"])
 
 

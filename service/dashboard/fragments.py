@@ -46,7 +46,6 @@ _templates.globals["num_colours"] = views.NUM_HOST_COLOURS
 
 
 def render(template: str, **values: object) -> str:
-    """A template with its values."""
     return _templates.get_template(template).render(**values)
 
 
@@ -86,7 +85,6 @@ def progress(job: Job) -> str:
 
 
 def figures(job: Job) -> str:
-    """Tiles of the key figures."""
     return render("figures.html", figures=views.key_figures(job), job=job)
 
 
@@ -113,7 +111,6 @@ def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:
 
 
 def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
-    """Table of the checkpoints that exist."""
     return render("checkpoints.html", checkpoints=items, now=now)
 
 
@@ -123,7 +120,6 @@ def exports(job: Job, items: Sequence[ExportOut], now: float) -> str:
 
 
 def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
-    """Table of the submissions of a job."""
     return render("attempts.html", job=job, attempts=items, now=now)
 
 
@@ -144,5 +140,4 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
 
 
 def traces(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:
-    """Table of the traces, with links to download them."""
     return render("traces.html", job=job, traces=traces_of(timeline), now=now)

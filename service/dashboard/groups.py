@@ -18,10 +18,10 @@ from service.domain.membership import (
 )
 from service.domain.metrics import Goodput, goodput_of
 from service.domain.models import Checkpoint, Job, TimelineEvent
+from service.domain.timeline import counted
 from service.schemas.wording import (
     Fact,
     clock,
-    counted,
     duration,
     group_facts,
     standing_of,
@@ -61,7 +61,6 @@ class GroupsView:
 
     @property
     def has_content(self) -> bool:
-        """Whether there is anything to show."""
         return bool(self.rows or self.facts or self.goodput)
 
 

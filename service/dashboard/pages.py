@@ -217,7 +217,6 @@ class ListPage:
         self._shown_pills: tuple[object, ...] = ()
 
     async def build(self) -> None:
-        """Draw the page with what the store holds."""
         with page_frame("Jobs"):
             with ui.element("div").classes("list-head"):
                 ui.html("<h1>Jobs</h1>", sanitize=False)
@@ -239,7 +238,6 @@ class ListPage:
         ui.timer(REFRESH_INTERVAL_S, self.refresh, immediate=False)
 
     async def refresh(self) -> None:
-        """Read the store in a thread and show what changed."""
         self._snapshot = await asyncio.to_thread(self._feed.latest, self._projects)
         self._show()
 

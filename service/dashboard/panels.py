@@ -28,16 +28,7 @@ from service.domain.membership import failure_domain
 from service.domain.models import JobStatus
 from service.domain.timeline import latest_resize_request
 from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
-from service.jobs.actions import (
-    cancel_job,
-    known_hosts,
-    legal_sizes,
-    pause_job,
-    request_drain,
-    request_resize,
-    restart_job,
-    resume_job,
-)
+from service.jobs import actions
 from service.jobs.exports import delete_export, get_export, request_export
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
 from service.jobs.profiling import request_trace
@@ -152,13 +143,12 @@ class ActionsPanel(Panel):
             with _fields("wide"):
                 self._step = _select({}, "Checkpoint")
         with ui.element("div").classes("course-buttons"):
-            self._pause = _button("Pause", lambda: self._request("pause", pause_job))
-            self._resume = _button("Resume", lambda: self._request("resume", resume_job))
+            self._pause = _button("Pause", lambda: self._request("pause", actions.pause_job))
+            self._resume = _button("Resume", lambda: self._request("resume", actions.resume_job))
             self._restart = _button("Go on from checkpoint", self._open_restart)
             self._cancel = _button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
     def show(self, snapshot: JobSnapshot) -> None:
-        """Offer what fits the job as it is now."""
         self._snapshot = snapshot
         job = snapshot.job
         may, has_ended = may_change(job), job.status.is_terminal
@@ -186,11 +176,11 @@ class ActionsPanel(Panel):
 
     async def _cancel_now(self) -> None:
         self._cancel_dialog.close()
-        await self._request("cancel", cancel_job)
+        await self._request("cancel", actions.cancel_job)
 
     async def _restart_now(self) -> None:
         self._restart_dialog.close()
-        await self._request("restart", restart_job, step=self._step.value)
+        await self._request("restart", actions.restart_job, step=self._step.value)
 
     async def _request(self, verb: str, action: Callable[..., object], **options: object) -> None:
         job_id, actor = self._snapshot.job.id, reader().name
@@ -225,7 +215,6 @@ class ExportPanel(Panel):
         self._delete_button.set_enabled(bool(found))
 
     def show(self, snapshot: JobSnapshot) -> None:
-        """Offer what can be exported now."""
         self._snapshot = snapshot
         steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])
@@ -360,12 +349,12 @@ class PlacementPanel(Panel):
         self._box.set_visibility(view.has_content)
         self._buttons.set_visibility(job.status is JobStatus.RUNNING)
         self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
-        self._drain_button.set_visibility(bool(known_hosts(job, snapshot.timeline)))
+        self._drain_button.set_visibility(bool(actions.known_hosts(job, snapshot.timeline)))
 
     def _open_resize(self) -> None:
         job = self._snapshot.job
         try:
-            sizes = legal_sizes(job)
+            sizes = actions.legal_sizes(job)
         except Conflict as error:
             ui.notify(str(error), type="warning")
             return
@@ -377,7 +366,7 @@ class PlacementPanel(Panel):
     def _open_drain(self) -> None:
         timeline = self._snapshot.timeline
         drained = sorted(latest_resize_request(timeline).drain_hosts)
-        hosts = sorted({*known_hosts(self._snapshot.job, timeline), *drained})
+        hosts = sorted({*actions.known_hosts(self._snapshot.job, timeline), *drained})
         self._drained.set_options(hosts, value=drained)
         self._drain_dialog.open()
 
@@ -388,7 +377,7 @@ class PlacementPanel(Panel):
         self._resize_dialog.close()
         job_id, size = self._snapshot.job.id, int(self._size.value)
         await self._change(
-            "resize", lambda: request_resize(self._store, self._run_dir, job_id, size)
+            "resize", lambda: actions.request_resize(self._store, self._run_dir, job_id, size)
         )
 
     async def _drain(self) -> None:
@@ -398,7 +387,9 @@ class PlacementPanel(Panel):
 
         def drain() -> None:
             for host in sorted(wanted ^ drained):
-                request_drain(self._store, self._run_dir, job_id, host, undo=host in drained)
+                actions.request_drain(
+                    self._store, self._run_dir, job_id, host, undo=host in drained
+                )
 
         await self._change("drain", drain)
 

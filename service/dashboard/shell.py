@@ -65,7 +65,6 @@ def _theme_switch() -> None:
 
 @contextmanager
 def panel(title: str, classes: str = "") -> Iterator[ui.element]:
-    """A titled box."""
     with ui.element("section").classes(f"panel {classes}") as box:
         with ui.element("h2"):
             ui.label(title)

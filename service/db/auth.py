@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from sqlalchemy import Engine, RowMapping, delete, insert, select, update
+from sqlalchemy import RowMapping, delete, insert, select, update
 
 from service.db.engine import Transactions
 from service.db.tables import api_keys, audit_log, job_secrets, jobs, sessions
@@ -17,21 +17,16 @@ from service.domain.auth import ApiKey, AuditFilter, AuditRecord, Session, parse
 from service.errors import KeyNotFound
 
 
-class KeyStore:
-    """Keys, sessions, secrets and the audit log in the database of the jobs."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.transactions = Transactions(engine)
-
+class KeyStore(Transactions):
     # ---- keys
 
     def add_key(self, key: ApiKey, secret_hash: str) -> None:
         values = {**vars(key), "roles": role_names(key.roles), "secret_hash": secret_hash}
-        self.transactions.execute(insert(api_keys), values)
+        self.execute(insert(api_keys), values)
 
     def find_key(self, key_id: str) -> tuple[ApiKey, str] | None:
         """A key and the hash of its secret; None if there is no such key."""
-        rows = self.transactions.rows(select(api_keys).where(api_keys.c.id == key_id))
+        rows = self.rows(select(api_keys).where(api_keys.c.id == key_id))
         return (_key_of(rows[0]), rows[0]["secret_hash"]) if rows else None
 
     def list_keys(self, *, after: str | None = None, limit: int = 50) -> list[ApiKey]:
@@ -39,18 +34,18 @@ class KeyStore:
         query = select(api_keys).order_by(api_keys.c.id).limit(limit)
         if after is not None:
             query = query.where(api_keys.c.id > after)
-        return [_key_of(row) for row in self.transactions.rows(query)]
+        return [_key_of(row) for row in self.rows(query)]
 
     def has_usable_key(self, now: float) -> bool:
         """Whether a key is valid at this time (Unix seconds)."""
         is_fresh = api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > now)
         query = select(api_keys.c.id).where(api_keys.c.revoked_at.is_(None), is_fresh).limit(1)
-        return bool(self.transactions.rows(query))
+        return bool(self.rows(query))
 
     def revoke_key(self, key_id: str, now: float) -> ApiKey:
         """End a key and its sessions; raises `KeyNotFound`. Doing it again changes nothing."""
         is_key = api_keys.c.id == key_id
-        with self.transactions.write() as connection:
+        with self.write() as connection:
             unrevoked = is_key & api_keys.c.revoked_at.is_(None)
             connection.execute(update(api_keys).where(unrevoked).values(revoked_at=now))
             connection.execute(delete(sessions).where(sessions.c.key_id == key_id))
@@ -61,13 +56,13 @@ class KeyStore:
 
     def note_use(self, key_id: str, now: float) -> None:
         statement = update(api_keys).where(api_keys.c.id == key_id)
-        self.transactions.execute(statement.values(last_used_at=now))
+        self.execute(statement.values(last_used_at=now))
 
     # ---- sessions
 
     def add_session(self, session: Session, token_hash: str) -> None:
         """Store a session, and delete those that have expired by then."""
-        with self.transactions.write() as connection:
+        with self.write() as connection:
             is_over = sessions.c.expires_at <= session.created_at
             connection.execute(delete(sessions).where(is_over))
             connection.execute(insert(sessions), {**vars(session), "token_hash": token_hash})
@@ -75,11 +70,11 @@ class KeyStore:
     def find_session(self, token_hash: str) -> Session | None:
         """A session by the hash of its token, expired or not."""
         found = select(sessions.c.key_id, sessions.c.created_at, sessions.c.expires_at)
-        rows = self.transactions.rows(found.where(sessions.c.token_hash == token_hash))
+        rows = self.rows(found.where(sessions.c.token_hash == token_hash))
         return Session(**rows[0]) if rows else None
 
     def end_session(self, token_hash: str) -> None:
-        self.transactions.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
+        self.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
 
     # ---- secrets of jobs
 
@@ -90,29 +85,26 @@ class KeyStore:
             for name, text in sealed.items()
         ]
         if rows:
-            self.transactions.execute(insert(job_secrets), rows)
+            self.execute(insert(job_secrets), rows)
 
     def secrets_of(self, job_id: str) -> dict[str, str]:
         """Encrypted secrets of a job, by name."""
         query = select(job_secrets).where(job_secrets.c.job_id == job_id)
-        rows = self.transactions.rows(query.order_by(job_secrets.c.name))
+        rows = self.rows(query.order_by(job_secrets.c.name))
         return {row["name"]: row["sealed"] for row in rows}
-
-    def secret_names(self, job_id: str) -> list[str]:
-        return list(self.secrets_of(job_id))
 
     def forget_orphans(self, before: float) -> int:
         """Delete secrets stored before a time whose job does not exist; how many."""
         is_orphan = job_secrets.c.job_id.not_in(select(jobs.c.id))
         is_old = job_secrets.c.created_at < before
-        return self.transactions.execute(delete(job_secrets).where(is_orphan, is_old))
+        return self.execute(delete(job_secrets).where(is_orphan, is_old))
 
     # ---- audit
 
     def append_audit(self, records: Sequence[AuditRecord]) -> None:
         """Add lines to the audit log; their ids are the database's to give."""
         values = [{k: v for k, v in vars(record).items() if k != "id"} for record in records]
-        self.transactions.execute(insert(audit_log), values)
+        self.execute(insert(audit_log), values)
 
     def list_audit(
         self, wanted: AuditFilter, *, before: int | None = None, limit: int = 50
@@ -128,7 +120,7 @@ class KeyStore:
             query = query.where(audit_log.c.time >= wanted.since)
         if wanted.only_refused:
             query = query.where(audit_log.c.status >= 400)
-        return [AuditRecord(**row) for row in self.transactions.rows(query)]
+        return [AuditRecord(**row) for row in self.rows(query)]
 
 
 def _key_of(row: RowMapping) -> ApiKey:

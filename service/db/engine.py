@@ -91,7 +91,7 @@ class TransactionConflict(StoreUnavailable):
 
 
 class Transactions:
-    """Begins transactions on `engine`; every method raises `StoreUnavailable` if it fails.
+    """Begins transactions on `engine`, for the stores; all raise `StoreUnavailable` on a failure.
 
     Errors about the written values (`DataError`, `IntegrityError`) pass through.
     """
@@ -100,7 +100,6 @@ class Transactions:
         self.engine = engine
 
     def read(self) -> AbstractContextManager[Connection]:
-        """A transaction that only reads."""
         return self._begin(is_write=False)
 
     @contextmanager
@@ -354,5 +353,4 @@ def knows_revision(revision: str) -> bool:
 
 
 def stored_revision(connection: Connection) -> str | None:
-    """The revision that the database is at."""
     return MigrationContext.configure(connection).get_current_revision()

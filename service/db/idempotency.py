@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import answers
@@ -29,17 +29,12 @@ class StoredResponse:
     sealed_body: str = ""
 
 
-class IdempotencyStore:
-    """Responses by principal and key."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._transactions = Transactions(engine)
-
+class IdempotencyStore(Transactions):
     def begin(
         self, principal: str, key: str, request_hash: str, now: float
     ) -> StoredResponse | None:
         """Store that a request is carried out; returns the earlier one with its key, if any."""
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             is_over = answers.c.created_at < now - KEPT_S
             is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
             connection.execute(delete(answers).where(is_over | is_abandoned))
@@ -61,11 +56,11 @@ class IdempotencyStore:
             "headers": [list(header) for header in response.headers],
             "sealed_body": response.sealed_body,
         }
-        self._transactions.execute(update(answers).where(_is(principal, key)).values(values))
+        self.execute(update(answers).where(_is(principal, key)).values(values))
 
     def forget(self, principal: str, key: str) -> None:
         """Remove a request that failed: it may be repeated with its key."""
-        self._transactions.execute(delete(answers).where(_is(principal, key)))
+        self.execute(delete(answers).where(_is(principal, key)))
 
 
 def _is(principal: str, key: str) -> ColumnElement[bool]:

@@ -26,6 +26,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, select, text, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
+from service import errors
 from service.db import metrics, queries, rows
 from service.db.engine import (
     Transactions,
@@ -57,27 +58,17 @@ from service.domain.models import (
     MetricPoint,
     TimelineEvent,
 )
-from service.errors import (
-    Forbidden,
-    JobNotEnded,
-    JobNotFound,
-    JobUnreadable,
-    RecordRefused,
-    SequenceGap,
-    StoreUnavailable,
-)
 from trainer.protocol.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
 _AT_REST = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 
 
-class JobStore:
+class JobStore(Transactions):
     """Durable jobs in a SQL database: SQLite in WAL mode, or PostgreSQL."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._transactions = Transactions(engine)
+        super().__init__(engine)
         self._unreadable: set[str] = set()
 
     @classmethod
@@ -87,55 +78,46 @@ class JobStore:
         migrate(engine)
         return cls(engine)
 
-    @property
-    def engine(self) -> Engine:
-        """The database, for the stores beside this one."""
-        return self._engine
-
     def close(self) -> None:
-        self._engine.dispose()
+        self.engine.dispose()
 
     def ping(self) -> dict[str, Any]:
         """Database and migration; raises `StoreUnavailable` if they are not as they should be."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             stored, newest = stored_revision(connection), newest_revision()
         if stored != newest:
-            raise StoreUnavailable(
+            raise errors.StoreUnavailable(
                 f"the database is at migration {stored}, this version needs {newest}; "
                 "restart the service to migrate"
             )
-        return {"database": self._engine.dialect.name, "migration": stored}
+        return {"database": self.engine.dialect.name, "migration": stored}
 
     # ---- jobs
 
+    @repeated
     def create_job(
         self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
     ) -> Job:
         """Store a new job, or return the one that was created with this key before."""
+        key = idempotency_key
         try:
-            self._insert_job(job, actor, idempotency_key, request_hash)
+            with self.write() as connection:
+                queries.insert_job(connection, job, actor, key, request_hash)
+            return job
         except IntegrityError:
-            if idempotency_key is None:
-                raise
-            known = self.find_submitted(idempotency_key, request_hash, job.project)
+            known = None if key is None else self.find_submitted(key, request_hash, job.project)
             if known is None:
                 raise
             return known
-        return job
-
-    @repeated
-    def _insert_job(self, job: Job, actor: str, key: str | None, request_hash: str) -> None:
-        with self._transactions.write() as connection:
-            queries.insert_job(connection, job, actor, key, request_hash)
 
     def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             return queries.job_of_key(connection, project, idempotency_key, request_hash)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             return queries.read_job(connection, job_id)
 
     def list_jobs(
@@ -147,18 +129,18 @@ class JobStore:
             wanted = replace(wanted, projects=[wanted.project] if may_be_seen else [])
         if wanted.projects is not None and not wanted.projects:
             return [], None
-        found = self._transactions.rows(queries.select_page(wanted, limit + 1))
+        found = self.rows(queries.select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
         query = queries.select_jobs().where(text(LIVE)).order_by(jobs.c.id)
-        return self._readable(self._transactions.rows(query))
+        return self._readable(self.rows(query))
 
     def has_queued_jobs(self) -> bool:
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
-        return bool(self._transactions.rows(query))
+        return bool(self.rows(query))
 
     @repeated
     def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
@@ -172,7 +154,7 @@ class JobStore:
         is_own, until = jobs.c.lease_owner == owner, now + lease_s
         is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
         is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             for wanted, most in ((is_old, None), (is_free, limit)):
                 ids = select(jobs.c.id).where(is_active, wanted).order_by(jobs.c.id).limit(most)
                 # Rows that another transaction holds are left for the next time.
@@ -186,18 +168,18 @@ class JobStore:
     def release_leases(self, owner: str) -> None:
         """Give back every lease of `owner`, so that other replicas need not wait for their end."""
         held = update(jobs).where(text(LIVE), jobs.c.lease_owner == owner)
-        self._transactions.execute(held.values(lease_owner=None, lease_until=None))
+        self.execute(held.values(lease_owner=None, lease_until=None))
 
     @repeated
     def delete_job(self, job_id: str) -> None:
         """Delete a job that has ended, and all its rows; raises `JobNotFound` or `JobNotEnded`."""
         query = select(jobs.c.status).where(jobs.c.id == job_id).with_for_update()
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             status = connection.execute(query).scalar_one_or_none()
             if status is None:
-                raise JobNotFound(job_id)
+                raise errors.JobNotFound(job_id)
             if not JobStatus(status).is_terminal:
-                raise JobNotEnded(job_id, status)
+                raise errors.JobNotEnded(job_id, status)
             # Rows that refer to others go first.
             for table in reversed(metadata.sorted_tables):
                 owned = _rows_of(table, job_id)
@@ -210,7 +192,7 @@ class JobStore:
     ) -> Job:
         """Write a decision if nobody wrote since `job` was read; raises `StaleVersion`."""
         written = replace(job, version=job.version + 1)
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             queries.write_job(connection, written, expected_version=job.version)
             if attempt is not None:
                 queries.write_attempt(connection, attempt)
@@ -221,13 +203,13 @@ class JobStore:
 
     def get_attempt(self, attempt_id: str) -> Attempt:
         """Read an attempt; raises `AttemptNotFound`."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             return queries.read_attempt(connection, attempt_id)
 
     def list_attempts(self, job_id: str) -> list[Attempt]:
         """Attempts of a job in order."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.index)
-        return [rows.attempt_of(row) for row in self._transactions.rows(query)]
+        return [rows.attempt_of(row) for row in self.rows(query)]
 
     @repeated
     def append_events(
@@ -238,13 +220,15 @@ class JobStore:
         Raises `SequenceGap` if records before it are missing, `RecordRefused` if the database
         cannot hold one of them, `Forbidden` if the attempt ended `late_s` or more before `now`.
         """
-        with _refusing_bad_records(attempt_id), self._transactions.write() as connection:
+        with _refusing_bad_records(attempt_id), self.write() as connection:
             job, attempt = queries.lock(connection, attempt_id)
             if attempt.ended_at is not None and now - attempt.ended_at >= late_s:
-                raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
+                raise errors.Forbidden(
+                    f"attempt {attempt_id} ended too long ago to deliver records"
+                )
             next_seq = queries.next_seq_of(connection, attempt_id, batch.stream)
             if batch.first_seq > next_seq:
-                raise SequenceGap(batch.stream, batch.first_seq, next_seq)
+                raise errors.SequenceGap(batch.stream, batch.first_seq, next_seq)
             fresh = batch.events[next_seq - batch.first_seq :]
             if fresh:
                 next_seq += len(fresh)
@@ -256,7 +240,7 @@ class JobStore:
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
         """`next_seq` of every stream of an attempt."""
         query = select(streams).where(streams.c.attempt_id == attempt_id)
-        return {row["stream"]: row["next_seq"] for row in self._transactions.rows(query)}
+        return {row["stream"]: row["next_seq"] for row in self.rows(query)}
 
     # ---- timeline, metrics, checkpoints
 
@@ -267,14 +251,14 @@ class JobStore:
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
-        found = self._transactions.rows(query.order_by(timeline.c.id).limit(limit))
+        found = self.rows(query.order_by(timeline.c.id).limit(limit))
         return [TimelineEvent(**row) for row in found]
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
         query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
         # Sorted here: databases differ in how they sort texts.
-        return sorted(row["name"] for row in self._transactions.rows(query))
+        return sorted(row["name"] for row in self.rows(query))
 
     def metric_points(
         self,
@@ -286,13 +270,13 @@ class JobStore:
         max_points: int = 500,
     ) -> list[MetricPoint]:
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
-        found = self._transactions.rows(query.order_by(checkpoints.c.step))
+        found = self.rows(query.order_by(checkpoints.c.step))
         return [Checkpoint(**row) for row in found]
 
     def _readable(self, found: Iterable[RowMapping]) -> list[Job]:
@@ -301,7 +285,7 @@ class JobStore:
         for row in found:
             try:
                 readable.append(rows.job_of(row))
-            except JobUnreadable as error:
+            except errors.JobUnreadable as error:
                 if row["id"] not in self._unreadable:
                     logger.error("%s", error)
                 self._unreadable.add(row["id"])
@@ -329,4 +313,4 @@ def _refusing_bad_records(attempt_id: str) -> Iterator[None]:
         yield
     except (DataError, IntegrityError, OverflowError, UnicodeEncodeError) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        raise RecordRefused(attempt_id, str(cause)) from error
+        raise errors.RecordRefused(attempt_id, str(cause)) from error

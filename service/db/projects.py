@@ -1,7 +1,7 @@
 """Quotas of projects, and locks between replicas of the service.
 
 A lock is a row with an owner and an expiry, taken in one statement: at most one replica holds it,
-as long as clocks agree to within its length. Every method raises `StoreUnavailable`.
+as long as clocks agree to within its length. All of this raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sqlalchemy import Engine, delete, or_, select
+from sqlalchemy import delete, or_, select
 
 from service.db.engine import Transactions, insert_for, upsert
 from service.db.tables import locks, projects
@@ -18,63 +18,46 @@ from service.domain.models import Project
 from service.errors import ProjectNotFound
 
 
-class ProjectStore:
-    """Quotas by project."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._transactions = Transactions(engine)
-
-    def get(self, name: str) -> Project:
-        """Read a project; raises `ProjectNotFound`."""
-        rows = self._transactions.rows(select(projects).where(projects.c.name == name))
-        if not rows:
-            raise ProjectNotFound(name)
-        return Project(**rows[0])
-
+class ProjectStore(Transactions):
     def list(self) -> list[Project]:
         """Every project that has quotas, by name."""
-        rows = self._transactions.rows(select(projects).order_by(projects.c.name))
+        rows = self.rows(select(projects).order_by(projects.c.name))
         return [Project(**row) for row in rows]
 
     def put(self, project: Project, now: float) -> Project:
         """Set the quotas of a project, new or known. `now` is Unix seconds."""
         stored = replace(project, updated_at=now)
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             upsert(connection, projects, vars(stored), "name")
         return stored
 
     def remove(self, name: str) -> None:
         """Remove the quotas of a project; raises `ProjectNotFound`."""
-        if self._transactions.execute(delete(projects).where(projects.c.name == name)) != 1:
+        if self.execute(delete(projects).where(projects.c.name == name)) != 1:
             raise ProjectNotFound(name)
 
 
-class Locks:
-    """Locks by name, for `owner`."""
+@contextmanager
+def hold_lock(
+    transactions: Transactions, name: str, owner: str, now: float, length_s: float
+) -> Iterator[bool]:
+    """Hold a lock for `owner` over the block; False where somebody else does.
 
-    def __init__(self, engine: Engine, owner: str) -> None:
-        self._transactions = Transactions(engine)
-        self._owner = owner
-
-    @contextmanager
-    def hold(self, name: str, now: float, length_s: float) -> Iterator[bool]:
-        """Hold a lock over the block; False where somebody else does.
-
-        It is given back at the end, and runs out by itself at `now` (Unix seconds) + `length_s`.
-        """
-        values = {"owner": self._owner, "until": now + length_s}
-        with self._transactions.write() as connection:
-            statement = insert_for(connection, locks).values(name=name, **values)
-            statement = statement.on_conflict_do_update(
-                index_elements=["name"],
-                set_=values,
-                where=or_(locks.c.owner == self._owner, locks.c.until <= now),
-            )
-            # PostgreSQL does not tell the number of rows of an insert, so the row is returned.
-            is_held = connection.execute(statement.returning(locks.c.name)).first() is not None
-        try:
-            yield is_held
-        finally:
-            if is_held:
-                own = (locks.c.name == name, locks.c.owner == self._owner)
-                self._transactions.execute(delete(locks).where(*own))
+    It is given back at the end, and runs out by itself at `now` (Unix seconds) + `length_s`.
+    """
+    values = {"owner": owner, "until": now + length_s}
+    with transactions.write() as connection:
+        statement = insert_for(connection, locks).values(name=name, **values)
+        statement = statement.on_conflict_do_update(
+            index_elements=["name"],
+            set_=values,
+            where=or_(locks.c.owner == owner, locks.c.until <= now),
+        )
+        # PostgreSQL does not tell the number of rows of an insert, so the row is returned.
+        is_held = connection.execute(statement.returning(locks.c.name)).first() is not None
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            own = (locks.c.name == name, locks.c.owner == owner)
+            transactions.execute(delete(locks).where(*own))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RowMapping, delete, exists, insert, or_, select, update
+from sqlalchemy import Connection, RowMapping, delete, exists, insert, or_, select, update
 
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
@@ -78,20 +78,15 @@ def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Any]:
     return connection.execute(query).all()
 
 
-class WebhookStore:
-    """Webhooks and deliveries, over the engine of the job store."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._transactions = Transactions(engine)
-
+class WebhookStore(Transactions):
     # ---- webhooks
 
     def create(self, webhook: Webhook) -> None:
-        self._transactions.execute(insert(webhooks), vars(webhook))
+        self.execute(insert(webhooks), vars(webhook))
 
     def get(self, webhook_id: str) -> Webhook:
         """Read a webhook; raises `WebhookNotFound`."""
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             return _read(connection, webhook_id)
 
     def list_webhooks(self, project: str | None = None) -> list[Webhook]:
@@ -99,11 +94,11 @@ class WebhookStore:
         query = select(webhooks).order_by(webhooks.c.created_at, webhooks.c.id)
         if project is not None:
             query = query.where(webhooks.c.project == project)
-        return [_webhook_of(row) for row in self._transactions.rows(query)]
+        return [_webhook_of(row) for row in self.rows(query)]
 
     def change(self, webhook_id: str, changes: Mapping[str, Any]) -> Webhook:
         """Change fields of a webhook; raises `WebhookNotFound`."""
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             _read(connection, webhook_id)
             if changes:
                 _change(connection, webhook_id, **changes)
@@ -111,7 +106,7 @@ class WebhookStore:
 
     def delete(self, webhook_id: str) -> None:
         """Forget a webhook and its deliveries; raises `WebhookNotFound`."""
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             _read(connection, webhook_id)
             own = webhook_deliveries.c.webhook_id == webhook_id
             connection.execute(delete(webhook_deliveries).where(own))
@@ -134,7 +129,7 @@ class WebhookStore:
             query = query.where(own.id < after)
         if state is not None:
             query = query.where(own.state == state.value)
-        with self._transactions.read() as connection:
+        with self.read() as connection:
             _read(connection, webhook_id)
             found = connection.execute(query.order_by(own.id.desc()).limit(limit)).mappings()
             return [_delivery_of(row) for row in found]
@@ -146,7 +141,7 @@ class WebhookStore:
         """
         own = webhook_deliveries.c
         mine = (own.id == delivery_id, own.webhook_id == webhook_id)
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             again = update(webhook_deliveries).where(*mine)
             connection.execute(again.values(**_DUE, claimed_until=0.0, ended_at=None))
             row = connection.execute(select(webhook_deliveries).where(*mine)).mappings().first()
@@ -157,7 +152,7 @@ class WebhookStore:
     def add_test(self, webhook_id: str, body: str, now: float) -> Delivery:
         """Queue a delivery about no job; raises `WebhookNotFound`."""
         values = {**_NEW, "webhook_id": webhook_id, "kind": "test", "body": body, "created_at": now}
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             _read(connection, webhook_id)
             added = insert(webhook_deliveries).returning(webhook_deliveries)
             return _delivery_of(connection.execute(added, values).mappings().one())
@@ -182,10 +177,10 @@ class WebhookStore:
             .where(exists().where(own.webhook_id == webhooks.c.id, *due))
         )
         # Mostly nothing is due, and then nobody else should wait for a lock.
-        hooks = self._transactions.rows(waiting)
+        hooks = self.rows(waiting)
         if not hooks:
             return []
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             found = []
             for hook in hooks:
                 mine = select(webhook_deliveries).where(own.webhook_id == hook["id"], *due)
@@ -211,7 +206,7 @@ class WebhookStore:
             "status_code": outcome.status_code,
             "message": outcome.message,
         }
-        with self._transactions.write() as connection:
+        with self.write() as connection:
             one = own.id == delivery_id
             connection.execute(update(webhook_deliveries).where(one).values(**values))
             found = connection.execute(select(own.webhook_id).where(one)).scalar_one_or_none()
@@ -221,7 +216,7 @@ class WebhookStore:
     def prune(self, before: float) -> int:
         """Forget what was created before `before` (Unix seconds); returns how many."""
         old = webhook_deliveries.c.created_at < before
-        return self._transactions.execute(delete(webhook_deliveries).where(old))
+        return self.execute(delete(webhook_deliveries).where(old))
 
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:

@@ -58,12 +58,10 @@ class Principal:
         return max(held, default=None)
 
     def may(self, role: Role, project: str) -> bool:
-        """Whether this role is held in a project."""
         held = self.role_in(project)
         return held is not None and held >= role
 
     def may_somewhere(self, role: Role) -> bool:
-        """Whether this role is held in any project."""
         return any(held >= role for held in self.roles.values())
 
     @property
@@ -82,7 +80,6 @@ def parse_roles(roles: Mapping[str, str]) -> dict[str, Role]:
 
 
 def role_names(roles: Mapping[str, Role]) -> dict[str, str]:
-    """Roles by project as users write them."""
     return {project: role.label for project, role in sorted(roles.items())}
 
 
@@ -166,10 +163,6 @@ def hash_of(text: str) -> str:
 def fits(text: str, stored_hash: str) -> bool:
     """Whether a stored hash is that of a text, in constant time."""
     return hmac.compare_digest(hash_of(text), stored_hash)
-
-
-def new_session_token() -> str:
-    return secrets.token_urlsafe(32)
 
 
 def principal_of(key: ApiKey, *, is_session: bool = False) -> Principal:

@@ -20,16 +20,7 @@ from service.domain.models import (
 )
 from service.domain.retries import spends_budget
 from service.domain.timeline import describe, level_of
-from trainer.protocol.events import (
-    AttemptEnded,
-    CheckpointCommitted,
-    CheckpointDeleted,
-    Event,
-    Metrics,
-    Progress,
-    WorkersLost,
-    WorkersStarted,
-)
+from trainer.protocol import events
 
 
 @dataclass
@@ -43,7 +34,9 @@ class IngestResult:
     attempt: Attempt
     now: float
     points: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    checkpoints: list[CheckpointCommitted | CheckpointDeleted] = field(default_factory=list)
+    checkpoints: list[events.CheckpointCommitted | events.CheckpointDeleted] = field(
+        default_factory=list
+    )
     timeline: list[TimelineEvent] = field(default_factory=list)
 
     @property
@@ -52,21 +45,23 @@ class IngestResult:
         return self.job.current_attempt_id == self.attempt.id and self.attempt.end_reason is None
 
 
-def apply_events(job: Job, attempt: Attempt, events: Iterable[Event], now: float) -> IngestResult:
+def apply_events(
+    job: Job, attempt: Attempt, records: Iterable[events.Event], now: float
+) -> IngestResult:
     """Apply records in order; `now` (Unix seconds) is when they arrived."""
     result = IngestResult(job, attempt, now)
-    for event in events:
+    for event in records:
         _apply(result, event)
     return result
 
 
-def _apply(result: IngestResult, event: Event) -> None:
-    if isinstance(event, Metrics):
+def _apply(result: IngestResult, event: events.Event) -> None:
+    if isinstance(event, events.Metrics):
         for name, value in event.values.items():
             result.points[name, event.step] = (value, event.time)
-    elif not isinstance(event, Progress):
+    elif not isinstance(event, events.Progress):
         result.timeline.append(_timeline_event(result, event))
-    if isinstance(event, CheckpointCommitted | CheckpointDeleted):
+    if isinstance(event, events.CheckpointCommitted | events.CheckpointDeleted):
         result.checkpoints.append(event)
     if result.steers:
         # The submission arrived: only one attempt starts from the requested checkpoint.
@@ -74,25 +69,25 @@ def _apply(result: IngestResult, event: Event) -> None:
         _steer(result, event)
 
 
-def _steer(result: IngestResult, event: Event) -> None:
+def _steer(result: IngestResult, event: events.Event) -> None:
     job = result.job
     match event:
-        case Metrics():
+        case events.Metrics():
             job = replace(job, latest_metrics={**job.latest_metrics, **event.values})
-        case Progress():
+        case events.Progress():
             before = job.progress
             told = event.model_dump(exclude={"kind", "time"})
             has_advanced = (event.step, event.rows) != (before.step, before.rows)
             advanced_at = result.now if has_advanced else before.advanced_at
             job = replace(job, progress=replace(before, **told, advanced_at=advanced_at))
-        case CheckpointCommitted():
+        case events.CheckpointCommitted():
             job = replace(job, progress=replace(job.progress, checkpoint_at=result.now))
-        case WorkersStarted():
+        case events.WorkersStarted():
             job = _with_workers(job, event, result.now)
-        case WorkersLost():
+        case events.WorkersLost():
             num_failures = result.attempt.num_worker_failures + spends_budget(event.reason)
             result.attempt = replace(result.attempt, num_worker_failures=num_failures)
-        case AttemptEnded():
+        case events.AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)
             job = replace(job, latest_metrics={**job.latest_metrics, **event.final_metrics})
@@ -102,7 +97,7 @@ def _steer(result: IngestResult, event: Event) -> None:
     result.job = job
 
 
-def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
+def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
     progress = replace(job.progress, total_steps=event.total_steps)
     if job.status is JobStatus.STARTING:
         # Not for workers that are only replaced again and again: those are no progress. Before
@@ -114,7 +109,7 @@ def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
     )
 
 
-def _reported_end(event: AttemptEnded, now: float) -> ReportedEnd:
+def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
     if event.reason in known:
         return ReportedEnd(known[event.reason], event.message, now, event.evidence)
@@ -122,7 +117,7 @@ def _reported_end(event: AttemptEnded, now: float) -> ReportedEnd:
     return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
 
 
-def _timeline_event(result: IngestResult, event: Event) -> TimelineEvent:
+def _timeline_event(result: IngestResult, event: events.Event) -> TimelineEvent:
     membership = result.job.membership
     is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})

@@ -20,18 +20,7 @@ from service.domain.models import (
     QueueState,
     Recovery,
 )
-from trainer.protocol.events import (
-    Divergence,
-    Event,
-    GroupJoined,
-    GroupLeft,
-    GroupLost,
-    HostExcluded,
-    LayoutChosen,
-    MembershipChanged,
-    Recovered,
-    Resized,
-)
+from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
 CURRENT = "current"
@@ -39,7 +28,9 @@ CURRENT = "current"
 FOR_GOOD = frozenset({"resize", "drain"})
 
 
-def apply_event(membership: Membership | None, attempt_id: str, event: Event) -> Membership | None:
+def apply_event(
+    membership: Membership | None, attempt_id: str, event: events.Event
+) -> Membership | None:
     """The membership after a record of `attempt_id`; that of an earlier attempt is dropped.
 
     Other kinds of records leave it as it is. Streams arrive one after another, so a record that is
@@ -49,40 +40,40 @@ def apply_event(membership: Membership | None, attempt_id: str, event: Event) ->
     if known is None or known.attempt_id != attempt_id:
         known = Membership(attempt_id)
     match event:
-        case LayoutChosen():
+        case events.LayoutChosen():
             layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
             return replace(known, layout=layout, world_size=layout.world_size)
-        case MembershipChanged():
+        case events.MembershipChanged():
             return _on_members(known, event)
-        case GroupLost():
+        case events.GroupLost():
             lost = _with_gone(known, event, event.reason, event.message)
             return replace(lost, num_losses=known.num_losses + 1)
-        case GroupLeft() if event.cause in FOR_GOOD:
+        case events.GroupLeft() if event.cause in FOR_GOOD:
             return _with_out(known, event)
-        case GroupLeft():
+        case events.GroupLeft():
             return _with_gone(known, event, event.cause, "")
-        case GroupJoined():
+        case events.GroupJoined():
             return replace(known, gone=_without(known.gone, event.group))
-        case Recovered():
+        case events.Recovered():
             return replace(
                 known,
                 last_recovery=Recovery(**event.model_dump(exclude={"kind", "commit"})),
                 num_recoveries=known.num_recoveries + 1,
                 recovery_pause_s=known.recovery_pause_s + event.pause_s,
             )
-        case Resized():
+        case events.Resized():
             return replace(known, world_size=event.world_size, sized_at=event.time)
-        case HostExcluded():
+        case events.HostExcluded():
             host = ExcludedHost(event.host, event.num_failures, event.until)
             others = tuple(each for each in known.excluded_hosts if each.host != event.host)
             return replace(known, excluded_hosts=(*others, host))
-        case Divergence():
+        case events.Divergence():
             return replace(known, num_divergences=known.num_divergences + 1)
         case _:
             return membership
 
 
-def _on_members(membership: Membership, event: MembershipChanged) -> Membership:
+def _on_members(membership: Membership, event: events.MembershipChanged) -> Membership:
     if event.time < membership.changed_at:
         return membership
     members = tuple(
@@ -106,7 +97,7 @@ def _on_members(membership: Membership, event: MembershipChanged) -> Membership:
 
 
 def _with_gone(
-    membership: Membership, event: GroupLost | GroupLeft, reason: str, message: str
+    membership: Membership, event: events.GroupLost | events.GroupLeft, reason: str, message: str
 ) -> Membership:
     """The membership without one incarnation of a group, which may come back."""
     hosts = tuple(event.hosts)
@@ -115,7 +106,7 @@ def _with_gone(
     return replace(rest, gone=(*_without(rest.gone, event.group), gone))
 
 
-def _with_out(membership: Membership, event: GroupLost | GroupLeft) -> Membership:
+def _with_out(membership: Membership, event: events.GroupLost | events.GroupLeft) -> Membership:
     gone = (event.group, event.incarnation)
     members = tuple(m for m in membership.members if (m.group, m.incarnation) != gone)
     return replace(membership, members=members)

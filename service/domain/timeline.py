@@ -17,31 +17,7 @@ from pydantic import BaseModel
 from service.domain.membership import CURRENT
 from service.domain.models import Attempt, EndReason, Job, Membership, TimelineEvent
 from service.domain.sharding import TimelineEntry
-from trainer.protocol.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CapacityRequested,
-    CheckpointCommitted,
-    CheckpointDeleted,
-    Divergence,
-    Event,
-    GroupJoined,
-    GroupLeft,
-    GroupLost,
-    HangFound,
-    HostExcluded,
-    LayoutChosen,
-    MembershipChanged,
-    Note,
-    Recovered,
-    Resized,
-    RowsQuarantined,
-    RowsSkipped,
-    StragglerFound,
-    TraceWritten,
-    WorkersLost,
-    WorkersStarted,
-)
+from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest
 
 
@@ -72,9 +48,9 @@ RESIZE, DRAIN = "resize_requested", "drain_requested"
 RESIZE_KINDS = (RESIZE, DRAIN)
 
 
-def latest_resize_request(events: Iterable[TimelineEntry]) -> ResizeRequest:
+def latest_resize_request(lines: Iterable[TimelineEntry]) -> ResizeRequest:
     """The request of the newest of some timeline events."""
-    data = [event.data for event in events if event.kind in RESIZE_KINDS]
+    data = [line.data for line in lines if line.kind in RESIZE_KINDS]
     fields = ("id", "workers", "drain_hosts")
     newest = {name: data[-1][name] for name in fields} if data else {}
     return ResizeRequest.model_validate(newest)
@@ -101,89 +77,96 @@ _LEAVES = {
     "straggler": "it was too slow and is replaced",
     "poisoned": "its loss became NaN or infinite, so its rows since the last sync do not count",
 }
-_ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped, RowsQuarantined)
+_ALARMING = (
+    events.GroupLost,
+    events.HangFound,
+    events.HostExcluded,
+    events.StragglerFound,
+    events.RowsSkipped,
+    events.RowsQuarantined,
+)
 
 
-def level_of(event: Event) -> str | None:
+def level_of(event: events.Event) -> str | None:
     """`warning` or `error` for events that should stand out; None for others."""
-    if isinstance(event, Divergence):
+    if isinstance(event, events.Divergence):
         return "error"
     is_alarming = isinstance(event, _ALARMING)
-    is_fault = isinstance(event, GroupLeft) and event.cause in ("straggler", "poisoned")
+    is_fault = isinstance(event, events.GroupLeft) and event.cause in ("straggler", "poisoned")
     return "warning" if is_alarming or is_fault else None
 
 
-def describe(event: Event, membership: Membership | None = None) -> str:
+def describe(event: events.Event, membership: Membership | None = None) -> str:
     """The message of a record; `membership` is that before it."""
     match event:
-        case Note():
+        case events.Note():
             return event.message
-        case AttemptStarted():
+        case events.AttemptStarted():
             return f"driver is up, starting {event.world_size} worker(s)"
-        case WorkersStarted():
+        case events.WorkersStarted():
             return _workers_started(event)
-        case CheckpointCommitted():
+        case events.CheckpointCommitted():
             took = f"{_size(event.size_bytes)} in {event.duration_s:.1f} s"
             best = ", best so far" if event.is_best else ""
             return f"checkpoint at step {event.step} ({took}{best})"
-        case CheckpointDeleted():
+        case events.CheckpointDeleted():
             return f"checkpoint of step {event.step} removed by retention"
-        case Divergence():
+        case events.Divergence():
             return _divergence(event)
-        case LayoutChosen():
+        case events.LayoutChosen():
             return _layout_chosen(event)
-        case MembershipChanged():
+        case events.MembershipChanged():
             return _membership_changed(event)
-        case GroupLost():
+        case events.GroupLost():
             return _group_lost(event, membership)
-        case GroupJoined():
+        case events.GroupJoined():
             return _group_joined(event, membership)
-        case GroupLeft():
+        case events.GroupLeft():
             return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
-        case Recovered():
+        case events.Recovered():
             return _recovered(event)
-        case CapacityRequested():
+        case events.CapacityRequested():
             return _capacity_requested(event)
-        case Resized():
+        case events.Resized():
             return _resized(event)
-        case StragglerFound():
+        case events.StragglerFound():
             follows = "its group is replaced" if event.action == "replace" else "it stays"
             slow = f"{event.slowdown:.1f} times as slow as the others"
             return f"{_rank(event)} is {slow}; {follows}"
-        case HangFound():
+        case events.HangFound():
             idle = f"nothing done for {event.idle_s:.0f} s in phase {event.phase}"
             return f"{_rank(event)} hangs: {idle}"
-        case HostExcluded():
+        case events.HostExcluded():
             return _host_excluded(event)
-        case RowsQuarantined():
-            return f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
-        case RowsSkipped():
+        case events.RowsQuarantined():
+            return f"{counted(event.count, 'row')} of {event.file} left out: {event.reason}"
+        case events.RowsSkipped():
             # Epochs are counted from 1 wherever people read them.
             rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
             if event.num_rows not in (None, event.stop - event.start):
-                rows = f"{_count(event.num_rows, 'row')} among {rows}"
+                rows = f"{counted(event.num_rows, 'row')} among {rows}"
             return f"{rows} are left out: {event.reason}"
-        case TraceWritten():
+        case events.TraceWritten():
             steps = f"{event.num_steps} step(s) up to step {event.step} on rank {event.rank}"
             return f"trace of {steps} written ({_size(event.size_bytes)})"
-        case WorkersLost():
+        case events.WorkersLost():
             what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
             follows = "restarting them" if event.will_restart else "not restarting"
             return f"workers {what} ({event.reason}: {event.message}); {follows}"
-        case AttemptEnded():
+        case events.AttemptEnded():
             return f"attempt ended ({event.reason}): {event.message}"
         case _:
             return event.kind
 
 
-def _group_lost(event: GroupLost, membership: Membership | None) -> str:
+def _group_lost(event: events.GroupLost, membership: Membership | None) -> str:
     cause = _LOSSES.get(event.reason) or event.message or event.reason.replace("_", " ")
     others = [
         member
         for member in (membership.members if membership else ())
         if member.standing == CURRENT and member.group != event.group
     ]
-    follows = f"{_count(len(others), 'group trains', 'groups train')} on"
+    follows = f"{counted(len(others), 'group trains', 'groups train')} on"
     if not others:
         follows = "no other group trains"
     elif event.rows_returned:
@@ -191,7 +174,7 @@ def _group_lost(event: GroupLost, membership: Membership | None) -> str:
     return f"{_group(event)} was lost: {cause}; {follows}"
 
 
-def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
+def _group_joined(event: events.GroupJoined, membership: Membership | None) -> str:
     gone = {each.group for each in membership.gone} if membership else set()
     again = " again" if event.group in gone else ""
     if event.how == "start":
@@ -200,7 +183,7 @@ def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
     return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
 
 
-def _membership_changed(event: MembershipChanged) -> str:
+def _membership_changed(event: events.MembershipChanged) -> str:
     standings: dict[str, list[int]] = {}
     for member in event.groups:
         standings.setdefault(member.standing, []).append(member.group)
@@ -216,23 +199,23 @@ def _membership_changed(event: MembershipChanged) -> str:
     ]
     copies = ""
     if event.copies_alive:
-        hosts = _count(event.host_copies_alive, "host")
-        copies = f"; each shard has {_count(event.copies_alive, 'copy', 'copies')} on {hosts}"
+        hosts = counted(event.host_copies_alive, "host")
+        copies = f"; each shard has {counted(event.copies_alive, 'copy', 'copies')} on {hosts}"
     return f"generation {event.generation}: {', '.join(parts) or 'no group'}{copies}"
 
 
-def _recovered(event: Recovered) -> str:
+def _recovered(event: events.Recovered) -> str:
     redo = "nothing to redo"
     if event.syncs_lost:
-        redo = f"{_count(event.syncs_lost, 'sync interval')} to redo"
+        redo = f"{counted(event.syncs_lost, 'sync interval')} to redo"
     tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
     return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
 
 
-def _capacity_requested(event: CapacityRequested) -> str:
+def _capacity_requested(event: events.CapacityRequested) -> str:
     num_missing = event.num_wanted - event.num_workers
     each = ", ".join(f"{amount:g} {name}" for name, amount in event.resources_per_worker.items())
-    asked = f"the autoscaler was asked for room for {_count(num_missing, 'worker', 'workers')}"
+    asked = f"the autoscaler was asked for room for {counted(num_missing, 'worker', 'workers')}"
     if each:
         asked += f" ({each} each)"
     if event.num_workers < event.num_needed:
@@ -241,30 +224,30 @@ def _capacity_requested(event: CapacityRequested) -> str:
     return f"{asked}, to grow from {event.num_workers} to {event.num_wanted}"
 
 
-def _resized(event: Resized) -> str:
+def _resized(event: events.Resized) -> str:
     verb = "grew" if event.world_size > event.world_size_before else "shrank"
     how = "by a restart from a checkpoint" if event.restarted else "without a restart"
     cause = _RESIZES.get(event.cause, "after a loss")
     return f"{verb} from {event.world_size_before} to {event.world_size} workers {how}, {cause}"
 
 
-def _layout_chosen(event: LayoutChosen) -> str:
-    groups = _count(event.num_replicas, "sharding group")
-    hosts = _count(event.num_hosts, "host")
+def _layout_chosen(event: events.LayoutChosen) -> str:
+    groups = counted(event.num_replicas, "sharding group")
+    hosts = counted(event.num_hosts, "host")
     return (
-        f"layout: {_count(event.world_size, 'worker')} on {hosts} as {groups} of "
+        f"layout: {counted(event.world_size, 'worker')} on {hosts} as {groups} of "
         f"{event.shard_group_size}, {event.placement.replace('_', '-')}; {event.reason}"
     )
 
 
-def _host_excluded(event: HostExcluded) -> str:
+def _host_excluded(event: events.HostExcluded) -> str:
     pause_s = max(0.0, event.until - event.time)
     pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
-    failures = _count(event.num_failures, "time")
+    failures = counted(event.num_failures, "time")
     return f"host {event.host} failed {failures}: no worker is placed on it for {pause}"
 
 
-def _workers_started(event: WorkersStarted) -> str:
+def _workers_started(event: events.WorkersStarted) -> str:
     resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
     return (
         f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
@@ -272,7 +255,7 @@ def _workers_started(event: WorkersStarted) -> str:
     )
 
 
-def _divergence(event: Divergence) -> str:
+def _divergence(event: events.Divergence) -> str:
     follows = {
         "fail": "the workers stop, to resume from a checkpoint while the budget lasts",
         "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
@@ -289,11 +272,11 @@ def _divergence(event: Divergence) -> str:
     )
 
 
-def _group(event: GroupLost | GroupJoined | GroupLeft) -> str:
+def _group(event: events.GroupLost | events.GroupJoined | events.GroupLeft) -> str:
     return f"group {event.group} ({', '.join(dict.fromkeys(event.hosts)) or 'no host'})"
 
 
-def _rank(event: StragglerFound | HangFound) -> str:
+def _rank(event: events.StragglerFound | events.HangFound) -> str:
     return f"rank {event.rank} of group {event.group} ({event.host})"
 
 
@@ -303,7 +286,8 @@ def _groups(numbers: Iterable[int]) -> str:
     return f"group{'s' if len(named) > 1 else ''} {listed}"
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things, as in `1 host`, `2 hosts`; `many` is a plural that is not `one` + s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
@@ -333,14 +317,14 @@ class Trace(BaseModel, frozen=True):
     time: float
 
 
-def traces_of(events: Sequence[TimelineEvent]) -> list[Trace]:
-    """Traces written according to a timeline; of a file written again the newest event."""
+def traces_of(lines: Sequence[TimelineEvent]) -> list[Trace]:
+    """Traces written according to a timeline; of a file written again the newest line."""
     found: dict[tuple[str, str], Trace] = {}
-    for event in events:
-        if event.kind == WRITTEN:
-            data: dict[str, Any] = event.data
-            own = {"name": Path(data["path"]).name, "attempt_id": event.attempt_id or ""}
-            trace = Trace.model_validate({**data, **own, "time": event.time})
+    for line in lines:
+        if line.kind == WRITTEN:
+            data: dict[str, Any] = line.data
+            own = {"name": Path(data["path"]).name, "attempt_id": line.attempt_id or ""}
+            trace = Trace.model_validate({**data, **own, "time": line.time})
             if _NAME_PATTERN.fullmatch(trace.name):
                 found[trace.attempt_id, trace.name] = trace
     return sorted(found.values(), key=lambda trace: trace.time)

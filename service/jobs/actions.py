@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from service import errors
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
     Decision,
@@ -34,21 +35,6 @@ from service.domain.timeline import (
     RESIZE,
     RESIZE_KINDS,
     latest_resize_request,
-)
-from service.errors import (
-    CheckpointNotFound,
-    InvalidRequest,
-    JobActive,
-    JobEnded,
-    JobNotEnded,
-    JobNotFound,
-    JobNotPaused,
-    JobNotRunning,
-    JobUnreadable,
-    LayoutUnknown,
-    StaleVersion,
-    VersionChanged,
-    reaching_storage,
 )
 from service.jobs.run_storage import (
     empty_trash,
@@ -120,7 +106,7 @@ def cancel_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Ch
 
     def change(job: Job, actor: str) -> Decision:
         if job.status.is_terminal:
-            raise JobEnded(job.id, job.status)
+            raise errors.JobEnded(job.id, job.status)
         return request_cancel(job, time.time(), actor)
 
     cancelled = _change(store, job_id, change, **by)
@@ -137,7 +123,7 @@ def pause_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Cha
 
     def change(job: Job, actor: str) -> Decision:
         if job.status.is_terminal or job.cancel_requested:
-            raise JobEnded(job.id, job.status)
+            raise errors.JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
 
     return _change(store, job_id, change, **by)
@@ -148,7 +134,7 @@ def resume_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Ch
 
     def change(job: Job, actor: str) -> Decision:
         if job.status is not JobStatus.PAUSED and not job.pause_requested:
-            raise JobNotPaused(job.id, job.status)
+            raise errors.JobNotPaused(job.id, job.status)
         return request_resume(job, time.time(), actor)
 
     resumed = _change(store, job_id, change, **by)
@@ -178,9 +164,11 @@ def restart_job(
 
     def change(job: Job, actor: str) -> Decision:
         if not (job.status.is_terminal or job.status.is_at_rest):
-            raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
+            raise errors.JobActive(
+                job.id, job.status, "pause or cancel it, and wait until it has stopped"
+            )
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
-        with reaching_storage(f"cannot restore the files of job {job_id}: "):
+        with errors.reaching_storage(f"cannot restore the files of job {job_id}: "):
             # A deletion which was cut off may have taken them.
             restore_from_trash(settings, job_id)
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
@@ -201,7 +189,7 @@ def _chosen(
     ]
     if not fitting:
         wanted = path or (f"at step {step}" if step is not None else "yet")
-        raise CheckpointNotFound(job_id, wanted, [each.step for each in checkpoints])
+        raise errors.CheckpointNotFound(job_id, wanted, [each.step for each in checkpoints])
     return max(fitting, key=lambda each: (each.step, each.created_at))
 
 
@@ -248,13 +236,13 @@ def delete_job(
     job = store.get_job(job_id)
     _check_version(job, version)
     if not job.status.is_terminal:
-        raise JobNotEnded(job_id, job.status)
+        raise errors.JobNotEnded(job_id, job.status)
     set_aside = move_to_trash if artifacts else restore_from_trash
-    with reaching_storage(f"cannot delete the files of job {job_id}: "):
+    with errors.reaching_storage(f"cannot delete the files of job {job_id}: "):
         set_aside(settings, job_id)
         try:
             store.delete_job(job_id)
-        except JobNotEnded:
+        except errors.JobNotEnded:
             # Somebody restarted it in this moment.
             restore_from_trash(settings, job_id)
             raise
@@ -286,13 +274,13 @@ def finish_deletions(store: JobStore, settings: Settings) -> None:
 def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
     try:
         store.get_job(job_id)
-    except JobNotFound:
+    except errors.JobNotFound:
         for path in trashed_checkpoint_paths(settings, job_id):
             for left in remove_checkpoints(path, job_id):
                 logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         empty_trash(settings, job_id)
         return
-    except JobUnreadable:
+    except errors.JobUnreadable:
         pass  # It is stored all the same.
     if not run_dir_of(settings, job_id).root.exists():
         restore_from_trash(settings, job_id)
@@ -305,14 +293,14 @@ def retry_if_stale(change: Callable[[], _Result]) -> _Result:
     Raises the `StaleVersion` of the last try.
     """
     for _ in range(_MAX_TRIES - 1):
-        with suppress(StaleVersion):
+        with suppress(errors.StaleVersion):
             return change()
     return change()
 
 
 def _check_version(job: Job, wanted: int | None) -> None:
     if wanted is not None and job.version != wanted:
-        raise VersionChanged(job.id, wanted, job.version)
+        raise errors.VersionChanged(job.id, wanted, job.version)
 
 
 def _change(
@@ -322,8 +310,6 @@ def _change(
     actor: str = "user",
     version: int | None = None,
 ) -> Job:
-    """Store what a request makes of a job."""
-
     def attempt() -> Job:
         job = store.get_job(job_id)
         _check_version(job, version)
@@ -377,7 +363,7 @@ def request_drain(
             if host not in hosts:
                 known_ones = ", ".join(hosts) or "none yet"
                 message = f"no worker of the job is on '{host}'; its hosts: {known_ones}"
-                raise InvalidRequest([FieldProblem("host", "host", message)])
+                raise errors.InvalidRequest([FieldProblem("host", "host", message)])
         return known.model_copy(update={"drain_hosts": known.drain_hosts | {host}})
 
     message = f"host {host} may be used again" if undo else f"drain of host {host} requested"
@@ -402,20 +388,20 @@ def check_size(job: Job, num_workers: int) -> None:
             f"the job was submitted with {sizes.world_size} workers and keeps them; submit it with "
             "parallelism.workers: {min, max} to change its size while it trains"
         )
-        raise InvalidRequest([FieldProblem("workers", "fixed_size", message)])
+        raise errors.InvalidRequest([FieldProblem("workers", "fixed_size", message)])
     why = f"it trains with {sizes.min_workers} to {sizes.world_size} workers"
     why += f" in groups of {_group_size(job)}"
     if copies_needed(job):
         why += f", and survive needs {copies_needed(job)} groups"
     listed = ", ".join(str(size) for size in legal)
     message = f"{num_workers} workers do not fit: {why}; possible: {listed}"
-    raise InvalidRequest([FieldProblem("workers", "size", message)])
+    raise errors.InvalidRequest([FieldProblem("workers", "size", message)])
 
 
 def _group_size(job: Job) -> int:
     size = sizes_of_job(job).shard_group_size
     if size is None:
-        raise LayoutUnknown(job.id)
+        raise errors.LayoutUnknown(job.id)
     return size
 
 
@@ -449,7 +435,7 @@ def _ask(
     def attempt() -> ResizeRequest:
         job = store.get_job(job_id)
         if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
-            raise JobNotRunning(job.id, job.status, "to place anew")
+            raise errors.JobNotRunning(job.id, job.status, "to place anew")
         known = _requested(store, job_id)
         changed = change(job, known)
         if changed != known:
@@ -469,7 +455,7 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     path = run_dir.attempt(job.current_attempt_id).resize_request_path
     request = _requested(store, job.id)
     for _ in range(_MAX_TRIES if request.id else 0):
-        with reaching_storage():
+        with errors.reaching_storage():
             write_json(path, request.model_dump())
         placed, request = request, _requested(store, job.id)
         if placed == request:

@@ -20,21 +20,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
+from service import errors
 from service.auth.crypto import master_keys_of
 from service.db.jobs import JobStore
 from service.domain.models import Job
-from service.errors import (
-    CheckpointNotFound,
-    ExportNotFound,
-    ExportNotReady,
-    ExportPending,
-    ExportRefused,
-    ExportUnavailable,
-    JobNotFound,
-    JobUnreadable,
-    StorageUnavailable,
-    reaching_storage,
-)
 from service.files import is_below
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
@@ -61,7 +50,7 @@ def archive(folder: Path) -> tuple[int, Iterator[bytes]]:
             headers = [_header(folder, file) for file in files]
             chunks = _stream(files, headers, opened.pop_all())
     except (ArtifactError, OSError) as error:
-        raise StorageUnavailable(str(error)) from error
+        raise errors.StorageUnavailable(str(error)) from error
     next(chunks)
     size = sum(len(header) + _padded(info.size) for info, header in headers) + 2 * _BLOCK
     return size, chunks
@@ -148,7 +137,7 @@ def delete_export(folder: ExportFolder) -> None:
 
     When this returns it is gone for all who ask; the files of one that is being made follow.
     """
-    with reaching_storage(), suppress(FileNotFoundError):  # somebody else was faster
+    with errors.reaching_storage(), suppress(FileNotFoundError):  # somebody else was faster
         folder.mark_deleted()
     _remove_deleted(RunDir(folder.run_dir))
 
@@ -176,7 +165,7 @@ def remove_old_exports(settings: Settings, now: float) -> int:
                 num_deleted += 1
         except (OSError, ValueError):
             continue  # It cannot be read.
-        except StorageUnavailable as error:
+        except errors.StorageUnavailable as error:
             logger.warning("cannot delete export %s, trying again: %s", folder.root, error)
     return num_deleted
 
@@ -215,16 +204,16 @@ def request_export(
     """
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
-        raise CheckpointNotFound(job.id, checkpoint, steps)
+        raise errors.CheckpointNotFound(job.id, checkpoint, steps)
     if job.spec.model.module is not None and not may_run_code(settings):
-        raise ExportRefused(job.id)
+        raise errors.ExportRefused(job.id)
     if missing := missing_for_exports(settings):
-        raise ExportUnavailable(settings.trainer_python, missing)
+        raise errors.ExportUnavailable(settings.trainer_python, missing)
     run_dir = run_dir_of(settings, job.id)
     for each in list_exports(run_dir):
         if is_pending(settings, each):
-            raise ExportPending(job.id, each.id)
-    with reaching_storage():
+            raise errors.ExportPending(job.id, each.id)
+    with errors.reaching_storage():
         return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
 
 
@@ -253,7 +242,7 @@ def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bo
     try:
         job = store.get_job(folder.run_dir.name)
         is_ours = is_sealed(settings, folder)
-    except (JobNotFound, JobUnreadable, OSError, ValueError):
+    except (errors.JobNotFound, errors.JobUnreadable, OSError, ValueError):
         return False
     return is_ours and (job.spec.model.module is None or may_run_code(settings))
 
@@ -262,7 +251,7 @@ def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
     """An export of a job; raises `ExportNotFound`."""
     found = find_export(run_dir_of(settings, job_id), export_id)
     if found is None:
-        raise ExportNotFound(job_id, export_id)
+        raise errors.ExportNotFound(job_id, export_id)
     return found
 
 
@@ -270,7 +259,7 @@ def get_finished_export(settings: Settings, job_id: str, export_id: str) -> Expo
     """One that is done; raises `ExportNotFound`, and `ExportNotReady` for another."""
     found = get_export(settings, job_id, export_id)
     if (status := found.status) != "succeeded":
-        raise ExportNotReady(export_id, status, found.message)
+        raise errors.ExportNotReady(export_id, status, found.message)
     return found
 
 

@@ -24,7 +24,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from service.errors import InvalidRequest, LogNotFound
+from service.errors import InvalidRequest
 from service.files import is_below
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -70,7 +70,6 @@ class Head:
 
 
 def is_source(name: str) -> bool:
-    """Whether a log can have this name."""
     return _SOURCE_PATTERN.fullmatch(name) is not None
 
 
@@ -298,11 +297,9 @@ class LogPosition:
     offsets: Mapping[str, int] = field(default_factory=dict)
 
     def moved(self, source: str, offset: int) -> LogPosition:
-        """The position after reading `source` up to `offset`."""
         return LogPosition(self.attempt_id, {**self.offsets, source: offset})
 
     def encode(self) -> str:
-        """An opaque cursor."""
         text = json.dumps([self.attempt_id, dict(self.offsets)], separators=(",", ":"))
         return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
@@ -333,7 +330,6 @@ class LogPiece:
 
     @property
     def level(self) -> str | None:
-        """How much it matters, as in `warning`."""
         return self.head.level.name.lower() if self.head.level else None
 
     @property
@@ -359,12 +355,6 @@ def list_sources(files: AttemptDir) -> list[str]:
 def _source_order(source: str) -> tuple[bool, bool, int, int]:
     rank, group = rank_of(source), group_of(source)
     return rank is not None, source == "coordinator", group or 0, rank or 0
-
-
-def check_source(source: str, known: Sequence[str]) -> None:
-    """Raise `LogNotFound` if `source` cannot name a log; a rank may have none *yet*."""
-    if not is_source(source):
-        raise LogNotFound(source, known)
 
 
 def read_new(

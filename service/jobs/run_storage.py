@@ -164,7 +164,6 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def empty_trash(settings: Settings, job_id: str) -> None:
-    """Delete the trashed folders of a job, if there are any."""
     for folder in _trashed_folders(settings, job_id):
         shutil.rmtree(folder)
 
@@ -184,7 +183,6 @@ def _checkpoint_path(job_path: Path) -> str | None:
 
 
 def trashed_jobs(settings: Settings) -> list[str]:
-    """Ids of the jobs that have folders in the trash."""
     return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TRASH_PREFIX}*")})
 
 

@@ -51,7 +51,6 @@ def parse_stat(text: str) -> ProcessInfo:
 
 
 def find_process(pid: int) -> ProcessInfo | None:
-    """The process that has this pid now, or None."""
     try:
         return parse_stat((PROC / str(pid) / "stat").read_text())
     except (FileNotFoundError, ProcessLookupError):

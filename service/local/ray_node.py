@@ -150,7 +150,6 @@ class NodePorts:
 
     @property
     def workers(self) -> range:
-        """The ports of its workers."""
         return range(self.first_worker, self.last_worker + 1)
 
     def options(self) -> list[str]:
@@ -203,7 +202,6 @@ class MachineNode:
     ports: NodePorts = field(default_factory=NodePorts)
 
     def options(self, temp_dir: Path) -> list[str]:
-        """Options of `ray start`."""
         cpus = (os.cpu_count() or 1) if self.num_cpus is None else self.num_cpus
         # Ray counts them itself.
         gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
@@ -254,7 +252,6 @@ class MachineHead:
 
     @property
     def ray_address(self) -> str:
-        """URL of the Jobs API."""
         return f"http://{self.dashboard_host or self.node.address}:{self.dashboard_port}"
 
     @property
@@ -263,7 +260,6 @@ class MachineHead:
         return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
 
     def command(self, temp_dir: Path) -> list[str]:
-        """Command that runs it until it is told to stop."""
         return [
             *_start_command(),
             "--head",
@@ -277,7 +273,6 @@ class MachineHead:
         ]
 
     def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
-        """Environment of the head and of what runs there."""
         return self.node.environment(inherited, token_path) | {
             # A host that dies is noticed within seconds, not in half a minute.
             "RAY_health_check_initial_delay_ms": "1000",
@@ -345,7 +340,6 @@ class RayNode:
 
     @classmethod
     def from_row(cls, row: Mapping) -> RayNode:
-        """A row of Ray's state API."""
         resources = row["resources_total"]
         return cls(
             node_id=row["node_id"],
@@ -375,7 +369,6 @@ class RayState:
             return None
 
     def has_head(self) -> bool:
-        """Whether the head's own node is among them."""
         return any(node.is_head for node in self.live_nodes() or ())
 
     def wait_for_node(

@@ -231,7 +231,6 @@ class LocalStack:
 
     @property
     def _host(self) -> str:
-        """Address that the service listens on."""
         return self._environment.get("SHARDLOOM_HOST") or self._own_address
 
     def url_at(self, port: int | None) -> str:
@@ -412,7 +411,6 @@ class LocalStack:
         )
 
     def log_tail(self, name: str) -> str:
-        """The last lines of a log, with its path."""
         path = self.home.log_path(name)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         tail = "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:])

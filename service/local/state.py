@@ -86,7 +86,6 @@ class JoinedState(BaseModel):
 
     @property
     def is_running(self) -> bool:
-        """Whether the node still runs (since the same boot)."""
         return self.boot_id == boot_id() and is_alive(self.node)
 
 
@@ -101,12 +100,10 @@ class StackHome:
 
     @classmethod
     def from_environment(cls) -> StackHome:
-        """The folder named by SHARDLOOM_HOME, or the default one."""
         return cls(home_dir())
 
     @property
     def state_path(self) -> Path:
-        """File of the `StackState`."""
         return self.root / "stack.json"
 
     @property
@@ -116,12 +113,10 @@ class StackHome:
 
     @property
     def token_path(self) -> Path:
-        """File of the Ray cluster's token."""
         return self.root / "ray-token"
 
     @property
     def cluster_token_path(self) -> Path:
-        """File of the token of the cluster that this machine has joined."""
         return self.root / "cluster-token"
 
     @property

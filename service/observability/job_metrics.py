@@ -211,7 +211,6 @@ def shown_of(jobs: Iterable[Job], max_jobs: int) -> Sequence[Job]:
 
 
 def families_of(jobs: Sequence[Job]) -> Iterator[Metric]:
-    """Every series of these jobs."""
     for family in _FAMILIES:
         metric = GaugeMetricFamily(family.name, family.text, labels=(*_LABELS, *family.labels))
         for job in jobs:

@@ -45,7 +45,6 @@ class JsonFormatter(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, the ids at hand, and any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

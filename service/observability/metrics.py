@@ -138,7 +138,6 @@ class ServiceMetrics:
         self._live.saw(jobs)
 
     def job_ended(self, job: Job) -> None:
-        """Count a job that just ended."""
         self._note_waits(job)
         reason = job.reason.value if job.reason else ""
         self._ended_jobs.labels(job.status.value, reason).inc()
@@ -178,7 +177,6 @@ class ServiceMetrics:
             self._unanswered_at.set(self._clock())
 
     def received_events(self, events: Iterable[Event]) -> None:
-        """Count the records of a batch."""
         events = list(events)
         self._batches.inc()
         self._events.inc(len(events))
@@ -210,7 +208,6 @@ class ServiceMetrics:
         event.listen(engine, "rollback", _end)
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

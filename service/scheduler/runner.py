@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from service.backends.base import Backend, has_own_cluster
 from service.db.jobs import JobStore
-from service.db.projects import Locks, ProjectStore
+from service.db.projects import ProjectStore, hold_lock
 from service.domain.lifecycle import Decision, preempt, start
 from service.domain.models import Job, JobStatus, QueueState
 from service.domain.timeline import timeline_event
@@ -53,7 +53,6 @@ class SchedulerRunner:
 
     def __post_init__(self) -> None:
         self._projects = ProjectStore(self.store.engine)
-        self._locks = Locks(self.store.engine, self.settings.replica_id)
         self._seen: tuple[float, Capacity] | None = None
         self._lifts_at = 0.0
 
@@ -63,7 +62,8 @@ class SchedulerRunner:
         may_be_limited = self.clock() >= self._lifts_at
         if not (self.store.has_queued_jobs() or may_be_limited):
             return
-        with self._locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
+        replica, now = self.settings.replica_id, self.clock()
+        with hold_lock(self.store, _LOCK, replica, now, _LOCK_S) as is_held:
             if is_held:
                 self._pass()
 

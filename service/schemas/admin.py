@@ -1,8 +1,4 @@
-"""REST bodies of administration: projects, the cluster, API keys, the audit log, webhooks.
-
-Shared by the server, the client and the CLI (pydantic only). Times are Unix seconds, sizes end in
-`_bytes`.
-"""
+"""REST bodies of administration: projects, the cluster, API keys, the audit log, webhooks."""
 
 from __future__ import annotations
 

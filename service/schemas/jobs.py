@@ -1,8 +1,4 @@
-"""REST bodies of jobs: jobs, attempts, membership, plans, records, logs, exports, the queue.
-
-Shared by the server, the client and the CLI (pydantic only). Times are Unix seconds, durations end
-in `_s`, sizes in `_bytes`.
-"""
+"""REST bodies of jobs: jobs, attempts, membership, plans, records, logs, exports, the queue."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
-from service.domain.timeline import latest_resize_request
+from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ExportOut, JobDetail, JobSummary, MembershipOut
 
 NOTHING = "\N{EN DASH}"
@@ -157,18 +157,12 @@ class Fact:
 
 
 def tone_of(status: JobStatus) -> str:
-    """The tone of a status."""
     return _TONES.get(status, "neutral")
 
 
 def standing_of(standing: str) -> tuple[str, str]:
     """Word and tone of what a group does; one without processes is `gone`."""
     return _STANDINGS.get(standing, (standing, "neutral"))
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, as in `1 host`, `2 hosts`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def duration_of(job: Job | JobSummary, now_s: float) -> str:

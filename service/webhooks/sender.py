@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from service.auth.crypto import MasterKeys
 from service.db.webhooks import MAX_CLAIMED_EACH, WebhookStore
@@ -29,27 +30,20 @@ _PRUNE_EVERY_S = 3600.0
 Post = Callable[[Claimed, dict[str, str]], Awaitable[Answer]]
 
 
+@dataclass
 class WebhookSender:
     """Delivers until closed; `clock` gives Unix seconds. Several may share a store."""
 
-    def __init__(
-        self,
-        store: WebhookStore,
-        keys: MasterKeys,
-        settings: Settings,
-        telemetry: ServiceMetrics,
-        *,
-        send: Post | None = None,
-        clock: Callable[[], float] = time.time,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._settings = settings
-        self._telemetry = telemetry
-        self._post = send or self._post_safely
-        self._clock = clock
-        self._chance = chance
+    store: WebhookStore
+    keys: MasterKeys
+    settings: Settings
+    telemetry: ServiceMetrics
+    send: Post | None = None
+    clock: Callable[[], float] = time.time
+    chance: Callable[[], float] = random.random
+
+    def __post_init__(self) -> None:
+        self._post = self.send or self._post_safely
         self._num_in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
@@ -76,16 +70,15 @@ class WebhookSender:
                 logger.warning("webhooks are delayed: %s", error)
             except Exception:  # the loop must outlive any failed poll
                 logger.exception("polling the webhook outbox failed, trying again")
-            await asyncio.to_thread(self._closing.wait, self._settings.webhook_poll_s)
+            await asyncio.to_thread(self._closing.wait, self.settings.webhook_poll_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def poll(self) -> None:
-        """Start what is due."""
         busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
         for each in await asyncio.to_thread(
-            self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy
+            self.store.claim, self.clock(), claim_s=_CLAIM_S, skip=busy
         ):
             self._num_in_flight[each.delivery.webhook_id] += 1
             task = asyncio.create_task(self._deliver(each))
@@ -100,11 +93,11 @@ class WebhookSender:
         delivery = claimed.delivery
         try:
             answer = await self._try(claimed)
-            outcome = after_try(delivery.num_tries + 1, answer, self._clock(), self._chance())
-            self._telemetry.webhook_tried(outcome.state)
+            outcome = after_try(delivery.num_tries + 1, answer, self.clock(), self.chance())
+            self.telemetry.webhook_tried(outcome.state)
             if not answer.is_success:
                 logger.info("webhook %s: %s", delivery.webhook_id, outcome.message)
-            await asyncio.to_thread(self._store.settle, delivery.id, outcome, self._clock())
+            await asyncio.to_thread(self.store.settle, delivery.id, outcome, self.clock())
         except ServiceError as error:
             # The claim runs out and the delivery is made again: at least once.
             logger.warning("the outcome of delivery %d is not stored: %s", delivery.id, error)
@@ -113,23 +106,23 @@ class WebhookSender:
 
     async def _try(self, claimed: Claimed) -> Answer:
         try:
-            secret = self._keys.decrypt(claimed.secret)
+            secret = self.keys.decrypt(claimed.secret)
         except ServiceError as error:
             return Answer(None, f"the secret cannot be decrypted: {error}")
-        headers = headers_of(claimed.delivery, secret, self._clock())
+        headers = headers_of(claimed.delivery, secret, self.clock())
         return await self._post(claimed, headers)
 
     def _prune(self) -> None:
-        now = self._clock()
+        now = self.clock()
         if now >= self._prune_at:
             self._prune_at = now + _PRUNE_EVERY_S
-            self._store.prune(now - self._settings.webhook_keep_days * 86_400)
+            self.store.prune(now - self.settings.webhook_keep_days * 86_400)
 
     async def _post_safely(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
         return await post(
             claimed.url,
             claimed.delivery.body,
             headers,
-            allowed=self._settings.webhook_allowed_networks,
-            timeout_s=self._settings.webhook_timeout_s,
+            allowed=self.settings.webhook_allowed_networks,
+            timeout_s=self.settings.webhook_timeout_s,
         )

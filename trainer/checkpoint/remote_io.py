@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -148,12 +148,9 @@ class RemoteWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         retry(lambda: super(RemoteWriter, self).finish(metadata, results))
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Where it was written, in words: a `Location` would keep an endpoint."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
-
     @property
     def checkpoint_id(self) -> str:
+        """Where it is written, in words: a `Location` would keep an endpoint in the metadata."""
         return str(self.path)
 
 

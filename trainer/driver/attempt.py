@@ -43,15 +43,6 @@ class AttemptFailed(Exception):
         self.failure = failure
 
 
-def secret_names(path: Path) -> list[str]:
-    """Names of the job's secrets, from the file that the service wrote; none without a file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    return [str(name) for name in found]
-
-
 def fetch_secrets(
     http: httpx.Client,
     url: str,
@@ -163,12 +154,10 @@ class Attempt:
     capacity: CapacityManager | None = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
-        """Configuration of the workers of run `run_index`."""
         c = self.context
         return WorkerConfig(self.spec, c.run_dir, c.attempt_id, run_index, group, secrets=c.secrets)
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
-        """Write that another number of workers train."""
         resized = events.Resized(
             time=time.time(),
             world_size_before=before,

@@ -263,7 +263,6 @@ class CapacityManager:
                 self.autoscaler.withdraw(kept_id)
 
     def close(self) -> None:
-        """Withdraw all requests."""
         self.seek(CapacityDemand(0, 0), ())
 
     def _report(self, demand: CapacityDemand, num_reserved: int) -> None:

@@ -6,6 +6,10 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+import ray
+import ray.util
+from ray.exceptions import RayError
+
 from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
 from trainer.driver.process_log import start_log
@@ -61,9 +65,6 @@ class RayCoordinator:
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
         """Start it and wait until it listens; raises a Ray error when it does not."""
-        import ray
-        import ray.util
-
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
@@ -84,9 +85,6 @@ class RayCoordinator:
 
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""
-        import ray
-        from ray.exceptions import RayError
-
         try:
             status: CoordinatorStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S)
         except RayError as error:
@@ -101,11 +99,7 @@ class RayCoordinator:
         self._actor.retire.remote(group, cause)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """This incarnation of a group is lost."""
         self._actor.drop.remote(group, incarnation, reason)
 
     def stop(self) -> None:
-        """End the actor for good."""
-        import ray
-
         ray.kill(self._actor, no_restart=True)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from trainer import failures
 from trainer.coordination.detection import HostRecord
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
+from trainer.driver.coordinator_actor import RayCoordinator
 from trainer.driver.group_placement import (
     Action,
     GroupPhase,
@@ -41,10 +41,6 @@ from trainer.failures import Failure
 from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
-
-if TYPE_CHECKING:
-    # Loads torch.
-    from trainer.driver.coordinator_actor import RayCoordinator
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -122,7 +118,6 @@ class GroupRun:
         return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
 
     def apply(self, status: GroupStatus) -> None:
-        """Apply what the coordinator knows of this incarnation."""
         self.was_current |= status.standing == "current"
         self.is_leaving |= status.leave_cause is not None
         for host, pid in status.processes:
@@ -144,7 +139,6 @@ class ShortageTimer:
     _is_reported: bool = False
 
     def is_due(self, is_short: bool, now: float) -> bool:
-        """Whether to report now."""
         if not is_short:
             self._since, self._is_reported = None, False
             return False
@@ -287,7 +281,8 @@ class GroupRunLoop:
             del self.runs[run.group]
         if failure is None or run.is_killed or self._has_finished:
             return None
-        self._warn(f"{run.name} ended: {failure.reason}: {failure.message}")
+        ended = f"{run.name} ended: {failure.reason}: {failure.message}"
+        warn(self.config.attempt.writer, ended)
         return failure if self._failures.is_fatal(failure) else None
 
     def _lose(self, run: GroupRun, failure: Failure) -> None:
@@ -416,22 +411,20 @@ class GroupRunLoop:
         self.config.attempt.report_resize(before, size, self._resize_cause, restarted=False)
 
     def _check_shortage(self) -> Ended | None:
-        now, size = self.config.clock(), self._policy.group_size
-        num_groups, has_autoscaler = self._num_staying(), self.config.attempt.capacity is not None
+        now, attempt = self.config.clock(), self.config.attempt
+        num_groups, has_autoscaler = self._num_staying(), attempt.capacity is not None
         is_short = self._shortage.is_due(num_groups < self._policy.least, now)
         message = (
-            f"the cluster has room for {num_groups} groups of {size} workers each, outside the "
-            f"hosts that are drained or excluded, and the job needs {self._policy.least}"
+            f"the cluster has room for {num_groups} groups of {self._policy.group_size} workers "
+            "each, outside the hosts that are drained or excluded, and the job needs "
+            f"{self._policy.least}"
         )
         if self._emptiness.is_due(not self.runs and not has_autoscaler, now):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
         if is_short and self.runs:
-            self._warn(f"{message}; training goes on with fewer")
+            warn(attempt.writer, f"{message}; training goes on with fewer")
         elif is_short and has_autoscaler:
-            self._warn(
-                f"there is no room for {self._policy.least} groups of {size} workers each outside "
-                "the hosts that are drained or excluded; the job waits for the autoscaler"
-            )
+            warn(attempt.writer, f"{message}; the job waits for the autoscaler")
         return None
 
     def close(self, ended: Ended) -> None:
@@ -444,9 +437,6 @@ class GroupRunLoop:
             if not run.future.done():
                 self._kill(run)
         futures.wait(ends, self.config.kill_grace_s)
-
-    def _warn(self, message: str) -> None:
-        warn(self.config.attempt.writer, message)
 
 
 def run_groups(

@@ -264,7 +264,6 @@ class JobRunner:
         self._num_without_room = 0
 
     def run_once(self, run_index: int) -> Outcome:
-        """Run the workers once."""
         current = None if self.attempt.context.is_pause_wanted else self._plan()
         if current is None:
             return PAUSED_EARLY

@@ -28,7 +28,6 @@ from trainer.driver.attempt import (
     Outcome,
     fetch_secrets,
     run_with_restarts,
-    secret_names,
     warn,
 )
 from trainer.driver.autoscale import (
@@ -313,23 +312,11 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 def end_attempt(
     context: DriverContext, writer: EventWriter, sinks: Sequence[Feed] = ()
 ) -> events.AttemptEnded:
-    """Run the attempt; how it ended. Raises `Evicted`."""
-    ended = run_alone(context, writer, sinks)
-    if isinstance(ended, events.AttemptEnded):
-        return ended
-    return events.AttemptEnded(
-        time=time.time(), reason=ended.reason, message=ended.message, evidence=dict(ended.evidence)
-    )
-
-
-def run_alone(
-    context: DriverContext, writer: EventWriter, sinks: Sequence[Feed]
-) -> Failure | events.AttemptEnded:
-    """Run the attempt in a folder that no other one uses; raises `Evicted`."""
-    if mismatches := check_versions():
-        message = "; ".join(mismatch.message for mismatch in mismatches)
-        return Failure(failures.VERSION_MISMATCH, message)
+    """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
+        if mismatches := check_versions():
+            message = "; ".join(mismatch.message for mismatch in mismatches)
+            raise AttemptFailed(Failure(failures.VERSION_MISMATCH, message))
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
         for sink in sinks:
@@ -337,26 +324,34 @@ def run_alone(
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):
-            return run_until_stopped(context, writer) or _completed(context)
+            failure = run_until_stopped(context, writer)
+            if failure is None:
+                return _completed(context)
     except StorageError as error:
         # Nothing that was trained is lost: the next attempt finds it complete.
         is_refused = isinstance(error, StorageRefusedError)
-        return Failure(failures.DATA_ERROR if is_refused else failures.STORAGE_ERROR, str(error))
+        failure = Failure(failures.DATA_ERROR if is_refused else failures.STORAGE_ERROR, str(error))
     except AttemptFailed as error:
-        return error.failure
+        failure = error.failure
     except KeyboardInterrupt:
-        return Failure(failures.CANCELLED, "stopped on request")
+        failure = Failure(failures.CANCELLED, "stopped on request")
     except Evicted:
         raise
     except Exception as error:  # reported to the control plane, whatever it is
         logger.exception("the driver failed")
         message = f"{type(error).__name__}: {error}"
-        return Failure(failures.TRAINING_ERROR, message, evidence=failures.evidence_of(error))
+        failure = Failure(failures.TRAINING_ERROR, message, evidence=failures.evidence_of(error))
+    return events.AttemptEnded(
+        time=time.time(),
+        reason=failure.reason,
+        message=failure.message,
+        evidence=dict(failure.evidence),
+    )
 
 
 def with_secrets(context: DriverContext) -> DriverContext:
     """Fetch the job's secrets into the context and the environment; raises `AttemptFailed`."""
-    if not context.service_url or not secret_names(RunDir(context.run_dir).secret_names_path):
+    if not context.service_url or not RunDir(context.run_dir).secret_names_path.exists():
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
     with context.connect(POST_TIMEOUT_S) as http:

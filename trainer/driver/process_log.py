@@ -35,19 +35,15 @@ def start_log(path: Path) -> None:
         stream=sys.stderr,
         force=True,
     )
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(line_formatter())
-    logging.getLogger("trainer").setLevel(logging.INFO)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
-
-
-def line_formatter() -> logging.Formatter:
-    """Lines as the service reads them back: time in UTC, level, logger, text."""
+    # Lines as the service reads them back: time in UTC, level, logger, text.
     formatter = logging.Formatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
     formatter.converter = time.gmtime
-    return formatter
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
 
 
 @cache

@@ -82,12 +82,10 @@ class _Processes:
         return self._start_raylet(*args, **options)
 
     def raylet_lives(self) -> bool:
-        """Whether there is a raylet that has not ended."""
         return self._raylet is not None and self._raylet.poll() is None
 
 
 def main() -> None:
-    """Run `ray start` with the options of this command."""
     from ray._private import services
     from ray.scripts import scripts
 

@@ -191,7 +191,6 @@ def in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def launch(run: TrainRun) -> Future[Failure | None]:
-    """`train` in a thread."""
     return in_thread(partial(train, run), run.name)
 
 

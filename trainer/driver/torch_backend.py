@@ -31,17 +31,14 @@ class ProcessGroupConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What starts and ends the group."""
         return _ProcessGroup
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """What the loop of a worker runs in."""
         return _own_device
 
     @property
     def framework(self) -> TrainingFramework:
-        """For Ray's records of the run."""
         return TrainingFramework.TORCH
 
 

@@ -1,4 +1,4 @@
-"""Predictions of an export: `Predictor(DIR).predict(rows)`, or `predict(DIR, rows)` for once.
+"""Predictions of an export: `Predictor(DIR).predict(rows)`.
 
 Rows are dicts or an Arrow table; the decoder of the training data decodes them. Labels are not
 needed, but what a label was normalised by is, because predictions are in the label's own unit.
@@ -339,11 +339,6 @@ class Predictor:
         arrays = [torch.from_numpy(array) for array in program_arrays(rows, self.spec)]
         with torch.inference_mode():
             return self._program(*arrays)[:-PAD_ROWS].numpy()
-
-
-def predict(folder: Path, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Predictions:
-    """Predictions of the export in `folder`, which is loaded for them alone."""
-    return Predictor(folder).predict(rows)
 
 
 def in_own_unit(outputs: NDArray[np.float32], rows: Rows, spec: JobSpec) -> Predictions:

@@ -26,16 +26,10 @@ class Layout:
     placement: str
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.shard_group_size < 1:
-            raise LayoutError("world size and shard group size must be at least 1")
         if self.world_size % self.shard_group_size:
             raise LayoutError(
                 f"world size {self.world_size} is not a multiple of shard group size "
                 f"{self.shard_group_size}"
-            )
-        if self.placement not in ("intra_host", "inter_host"):
-            raise LayoutError(
-                f"placement {self.placement!r} is not one of 'intra_host', 'inter_host'"
             )
 
     @property

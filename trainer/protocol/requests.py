@@ -127,7 +127,6 @@ class StopRequest(_Request):
 
 
 def ask(files: AttemptDir, request: StopRequest) -> None:
-    """Write the request."""
     write_whole(files.stop_request_path, request.model_dump_json().encode())
 
 

@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -36,7 +34,13 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         logger.warning("no sinks: %s", error)
         return []
-    sinks = sinks_of(wanted, run_dir, job_id, document)
+    sinks: list[Sink] = []
+    if wanted.tensorboard:
+        folder = wanted.tensorboard.dir
+        sinks.append(TensorBoardSink(Path(folder) if folder else run_dir.tensorboard_dir))
+    if wanted.mlflow:
+        uri, experiment = wanted.mlflow.tracking_uri, wanted.mlflow.experiment
+        sinks.append(MlflowSink(uri, experiment, job_id, document))
     feeds = [Feed(sink, run_dir, attempt_id, _warn) for sink in sinks]
     # The service names a collector and the trace of the job.
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -45,17 +49,3 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
         spans = SpanSink(endpoint, traceparent, attempt_id)
         feeds.append(Feed(spans, run_dir, attempt_id, _warn, is_of_attempt=True))
     return feeds
-
-
-def sinks_of(
-    wanted: SinksSpec, run_dir: RunDir, job_id: str, spec: Mapping[str, Any]
-) -> list[Sink]:
-    """The sinks of a `sinks` section."""
-    sinks: list[Sink] = []
-    if wanted.tensorboard:
-        folder = wanted.tensorboard.dir
-        sinks.append(TensorBoardSink(Path(folder) if folder else run_dir.tensorboard_dir))
-    if wanted.mlflow:
-        uri, experiment = wanted.mlflow.tracking_uri, wanted.mlflow.experiment
-        sinks.append(MlflowSink(uri, experiment, job_id, spec))
-    return sinks

@@ -57,8 +57,6 @@ def _path(location: tuple[int | str, ...], at: str) -> str:
     return text.encode(errors="replace").decode() or "spec"
 
 
-# Of all that the branches of a union say, these alone tell what the user did wrong.
-_UNION_CODES = frozenset({"not_supported_yet", "bounds"})
 _MESSAGES = {
     "extra_forbidden": "unknown field; check the spelling against `shardloom spec schema`",
     "missing": "required field is missing",
@@ -95,9 +93,9 @@ def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
 
 
 def _merge(found: list[FieldProblem]) -> FieldProblem:
-    ours = [fault for fault in found if fault.code in _UNION_CODES]
-    if ours or len(found) == 1:
-        return (ours or found)[0]
+    # Of all that the branches of a union say, this alone tells what the user did wrong.
+    if bounds := [fault for fault in found if fault.code == "bounds"]:
+        return bounds[0]
     messages = dict.fromkeys(fault.message for fault in found)
     return FieldProblem(found[0].path, found[0].code, ", or: ".join(messages))
 

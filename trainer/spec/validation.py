@@ -68,13 +68,13 @@ def check_tables(spec: JobSections) -> None:
             _check_sequence_table(table, at)
         if table.dynamic is not None:
             _check_dynamic_table(table, table.dynamic, at)
-        if table.dynamic is not None and exports:
-            raise problem(
-                "not_exportable",
-                f"table '{name}' is dynamic, and torch.export cannot trace the module that "
-                "knows which id has which row; set export.on_success: false",
-                f"{at}.dynamic",
-            )
+            if exports:
+                raise problem(
+                    "not_exportable",
+                    f"table '{name}' is dynamic, and torch.export cannot trace the module that "
+                    "knows which id has which row; set export.on_success: false",
+                    f"{at}.dynamic",
+                )
 
 
 def _check_sequence_table(table: EmbeddingTableSpec, at: str) -> None:

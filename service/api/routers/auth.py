@@ -43,14 +43,7 @@ def list_audit(
 @router.get("/whoami", summary="Who asks, and what they may do")
 def who_am_i(principal: PrincipalDep, context: ContextDep) -> WhoAmI:
     """The principal behind the request's credentials."""
-    return WhoAmI.model_validate(
-        {
-            "name": principal.name,
-            "kind": principal.kind,
-            "roles": principal.roles,
-            "auth": context.settings.auth,
-        }
-    )
+    return WhoAmI.model_validate({**vars(principal), "auth": context.settings.auth})
 
 
 @router.post("/keys", summary="Make an API key", status_code=status.HTTP_201_CREATED)

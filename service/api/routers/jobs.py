@@ -29,16 +29,7 @@ from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.errors import reaching_storage
-from service.jobs.actions import (
-    cancel_job,
-    cloned_spec,
-    delete_job,
-    pause_job,
-    request_drain,
-    request_resize,
-    restart_job,
-    resume_job,
-)
+from service.jobs import actions
 from service.jobs.code_archives import check_code
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
@@ -178,7 +169,7 @@ def _unix_s(moment: datetime | None) -> float | None:
 @router.get("/{job}", summary="Read a job")
 def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
-    names = context.security.keys.secret_names(job.id)
+    names = list(context.security.keys.secrets_of(job.id))
     return with_etag(job, context.settings, response).model_copy(update={"secret_names": names})
 
 
@@ -212,7 +203,7 @@ ChangeDep = Annotated[Callable[..., JobDetail], Depends(get_change)]
 @router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
 def cancel(change: ChangeDep) -> JobDetail:
     """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
-    return change(cancel_job)
+    return change(actions.cancel_job)
 
 
 @router.get("/{job}/attempts", summary="List the attempts of a job")
@@ -228,13 +219,13 @@ def pause(change: ChangeDep) -> JobDetail:
 
     It has paused when its status says so. 409 if it has ended.
     """
-    return change(pause_job)
+    return change(actions.pause_job)
 
 
 @router.post("/{job}:resume", summary="Resume a paused job", status_code=status.HTTP_202_ACCEPTED)
 def resume(change: ChangeDep) -> JobDetail:
     """Let a paused job wait for its workers again, with its old place. 409 if it is not paused."""
-    return change(resume_job)
+    return change(actions.resume_job)
 
 
 @router.post("/{job}:clone", summary="Clone a job", status_code=status.HTTP_201_CREATED)
@@ -250,7 +241,7 @@ def clone(
 
     Secrets do not come along: give those that the clone needs.
     """
-    spec = cloned_spec(job, body.set, body.patch, body.name)
+    spec = actions.cloned_spec(job, body.set, body.patch, body.name)
     spec = without_lost_place(spec, job.spec, roots_of(context.settings))
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
@@ -272,7 +263,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
     has workers, 404 for a checkpoint that it does not have.
     """
     wanted = body or RestartJob()
-    return change(restart_job, step=wanted.step, path=wanted.path)
+    return change(actions.restart_job, step=wanted.step, path=wanted.path)
 
 
 @router.delete("/{job}", summary="Delete a job")
@@ -288,7 +279,7 @@ def delete(
 
     Checkpoints on object storage stay: the answer says where.
     """
-    found = delete_job(
+    found = actions.delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
     left = [RemainingPathOut.model_validate(each) for each in found]
@@ -308,7 +299,7 @@ def resize(
     409 if the job does not run. Asking again for the same size changes nothing.
     """
     run_dir = run_dir_of(context.settings, job.id)
-    request = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
+    request = actions.request_resize(context.store, run_dir, job.id, body.workers, principal.name)
     return ResizeRequestOut(**request.model_dump())
 
 
@@ -323,7 +314,7 @@ def drain(
     409 if the job does not run. Asking again for the same changes nothing.
     """
     run_dir = run_dir_of(context.settings, job.id)
-    request = request_drain(
+    request = actions.request_drain(
         context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
     )
     return ResizeRequestOut(**request.model_dump())

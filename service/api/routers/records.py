@@ -60,7 +60,6 @@ def get_filter(
     since: Moment = None,
     until: Moment = None,
 ) -> LogFilter:
-    """The log filter of a request."""
     min_level = Level[level.upper()] if level else None
     return LogFilter(tuple(ranks or ()), min_level, q, since, until)
 

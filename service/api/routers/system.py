@@ -48,13 +48,10 @@ def list_projects(context: ContextDep, principal: PrincipalDep) -> Page[ProjectO
 def get_project(name: NamePath, context: ContextDep) -> ProjectOut:
     """Quotas and use of a project; 404 for one without quotas whose jobs have all ended."""
     usage = usage_by_project(context.store.list_live_jobs())
-    try:
-        project = context.projects.get(name)
-    except ProjectNotFound:
-        if name not in usage:
-            raise
-        project = Project(name)
-    return project_view(project, usage.get(name, Usage()))
+    for project in with_unlisted(context.projects.list(), usage):
+        if project.name == name:
+            return project_view(project, usage.get(name, Usage()))
+    raise ProjectNotFound(name)
 
 
 @projects_router.put("/{name}", summary="Set the quotas of a project")

@@ -126,7 +126,6 @@ def template_in(path: Path) -> Manifest:
 
 
 def live_template(api: KubeApi, name: str) -> Manifest:
-    """A RayCluster of the namespace."""
     try:
         return api.get(RAYCLUSTERS, name)
     except KubeRefused as error:
@@ -185,7 +184,6 @@ class KubeRayBackend(Backend):
         self._watch.start()
 
     def close(self) -> None:
-        """Close the connections."""
         self._watch.close()
         self._api.close()
         if self._shared is not None:
@@ -262,7 +260,6 @@ class KubeRayBackend(Backend):
     # ---- observe
 
     def observe(self, attempt_id: str) -> Observation:
-        """Say what is known of an attempt; never raises."""
         try:
             rayjob = self._find(attempt_id)
             if rayjob is not None:
@@ -408,7 +405,6 @@ class KubeRayBackend(Backend):
     # ---- what else is asked
 
     def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        """End of the driver's output; empty when not to be had."""
         try:
             rayjob = self._find(attempt_id)
             if rayjob is not None:
@@ -421,7 +417,6 @@ class KubeRayBackend(Backend):
         return self._shared.tail_driver_log(attempt_id, num_chars) if self._shared else ""
 
     def check(self) -> str:
-        """Say what answers; raises `BackendUnreachable`."""
         version = self._api.version()
         self._api.list(RAYJOBS, limit="1")
         shared = self._shared.check() if self._shared else "none"
@@ -432,7 +427,6 @@ class KubeRayBackend(Backend):
         return self._shared.hosts() if self._shared else None
 
     def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
-        """Hosts that a cluster of a job's own would have at most."""
         groups = (self._template().get("spec") or {}).get("workerGroupSpecs") or []
         return hosts_of(size_of(need, groups))
 

@@ -57,7 +57,6 @@ class KubeRefused(Exception):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the object is not there."""
         return self.status == 404
 
     @property
@@ -98,11 +97,9 @@ class KubeApi:
         return cls(configuration, namespace, timeout_s)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def get(self, resource: Resource, name: str) -> Manifest:
-        """One object."""
         return self._json("get", resource, name)
 
     def list(self, resource: Resource, **query: str) -> Manifest:

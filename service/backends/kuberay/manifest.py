@@ -196,7 +196,6 @@ class ClusterOptions:
 
 
 def name_of(attempt_id: str) -> str:
-    """The name of an attempt's RayJob."""
     if len(attempt_id) <= _MAX_NAME_CHARS and _NAME.fullmatch(attempt_id):
         return attempt_id
     return f"{MANAGER}-{hashlib.sha256(attempt_id.encode()).hexdigest()[:24]}"

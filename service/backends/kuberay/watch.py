@@ -143,7 +143,6 @@ class RayJobWatch:
         self._thread = threading.Thread(target=self._run, name="rayjobs", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:

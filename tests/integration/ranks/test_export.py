@@ -35,7 +35,7 @@ from trainer.data.batches import ValidationBatches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
 from trainer.export.exporter import export
-from trainer.export.predict import predict
+from trainer.export.predict import Predictor
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.training.worker import train
@@ -134,7 +134,7 @@ def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded
             folder = client.download_export(job_id, asked.id, tmp_path / "out")
     assert done.report is not None
     assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
-    assert len(predict(folder, rows())["stars"]) == done.report["num_rows"]
+    assert len(Predictor(folder).predict(rows())["stars"]) == done.report["num_rows"]
 
 
 @pytest.mark.slow

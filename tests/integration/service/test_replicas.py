@@ -171,7 +171,7 @@ def test_a_server_that_was_restarted_is_used_again(
     store = replicas[0]
     job = store_job(store)
     url = store.engine.url.render_as_string(hide_password=False)
-    with pytest.raises(StoreUnavailable), store._transactions.write() as connection:
+    with pytest.raises(StoreUnavailable), store.write() as connection:
         connection.execute(text("UPDATE jobs SET message = 'half done'"))
         postgresql.hang_up(url)
         connection.execute(text("SELECT 1"))

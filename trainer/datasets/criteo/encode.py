@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.data.transforms import MISSING_ID, HashEncoder
+from trainer.data.transforms import MISSING_ID, HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.reader import (
     DENSE_NAMES,
     ID_NAMES,
@@ -38,61 +38,26 @@ from trainer.datasets.io.journal import Facts
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
-_HEX_DIGITS = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 _NUM_HEX_DIGITS = 8
+IdEncoder = VocabularyEncoder | HashEncoder
 
 
-@dataclass(frozen=True)
-class KnownIds:
-    """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown.
-
-    `counts` says how often each was seen in training.
-    """
-
-    values: IntArray
-    counts: IntArray
-
-    @property
-    def size(self) -> int:
-        return len(self.values) + 1
-
-    def encode(self, raw: IntArray) -> IntArray:
-        if not len(self.values):
-            return np.full(len(raw), MISSING_ID, dtype=np.int64)
-        # Sorted needles find their places in the cache; a column repeats few values very often.
-        distinct, places = np.unique(raw, return_inverse=True)
-        positions = np.searchsorted(self.values, distinct)
-        found = self.values[np.minimum(positions, len(self.values) - 1)] == distinct
-        return np.where(found, positions + 1, MISSING_ID)[places]
-
-    def write(self, path: Path) -> None:
-        """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""
-        texts = pl.Series("value", hex_texts(self.values)).fill_null("")
-        index = np.arange(1, self.size, dtype=np.int64)
-        pl.DataFrame({"index": index, "value": texts, "count": self.counts}).write_parquet(path)
+def encode_ids(encoder: IdEncoder, raw: IntArray) -> IntArray:
+    """Table rows of raw ids; what was not given is 0 by hashing, in a vocabulary a value of it."""
+    is_missing = raw == MISSING if isinstance(encoder, HashEncoder) else None
+    return encoder.encode(pa.array(raw, mask=is_missing))
 
 
-@dataclass(frozen=True)
-class HashedIds:
-    """Hashes to 1 ... size - 1; what was not given is 0.
-
-    The hash is that of a feature's `hashing` (`transforms.HashEncoder`) of the number.
-    """
-
-    size: int
-    seed: int
-
-    def encode(self, raw: IntArray) -> IntArray:
-        return HashEncoder(self.size, self.seed).encode(pa.array(raw, mask=raw == MISSING))
-
-
-IdEncoder = KnownIds | HashedIds
+def write_vocabulary(path: Path, known: pl.DataFrame) -> None:
+    """Write `known` as `index`, `value` and `count`; values hexadecimal, empty for not given."""
+    texts = pl.Series("value", hex_texts(known["value"].to_numpy())).fill_null("")
+    index = pl.Series("index", np.arange(1, len(known) + 1))
+    pl.DataFrame([index, texts, known["count"]]).write_parquet(path)
 
 
 def hex_texts(raw: IntArray) -> pa.StringArray:
     """Raw ids as 8 lower-case hexadecimal digits, null for `MISSING`."""
-    shifts = np.arange(_NUM_HEX_DIGITS - 1, -1, -1) * 4
-    digits = _HEX_DIGITS[(raw[:, None] >> shifts) & 15]
+    digits = raw.astype(">u4").tobytes().hex().encode()
     offsets = np.arange(len(raw) + 1, dtype=np.int32) * _NUM_HEX_DIGITS
     texts = pa.StringArray.from_buffers(len(raw), pa.py_buffer(offsets), pa.py_buffer(digits))
     return pc.if_else(pa.array(raw != MISSING), texts, pa.scalar(None, pa.string()))
@@ -104,15 +69,15 @@ def frequent_values(
     min_count: int,
     max_values: int,
     max_counted: int = MAX_COUNTED,
-) -> KnownIds:
-    """The values seen at least `min_count` times, the `max_values` most frequent of them.
+) -> pl.DataFrame:
+    """Each `value` seen at least `min_count` times and its `count`; values ascend.
 
-    `read` gives the column in parts, anew at each call. Ties go to the smaller value. At most about
-    `max_counted` values, or one part if that is more, are counted in memory at once.
+    Of more than `max_values` the most frequent ones; ties go to the smaller value. `read` gives the
+    column in parts, anew at each call. At most about `max_counted` values, or one part if that is
+    more, are counted in memory at once.
     """
     kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count, max_counted)
-    kept = kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
-    return KnownIds(kept["value"].to_numpy(), kept["count"].to_numpy())
+    return kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
 
 
 def _count_range(
@@ -286,7 +251,7 @@ class PartitionWriter:
         for start in range(0, cells.shape[1], step):
             part = cells[:, start : start + step]
             ids = [
-                encoder.encode(ids_of(part, column)) for column, encoder in enumerate(self.encoders)
+                encode_ids(each, ids_of(part, column)) for column, each in enumerate(self.encoders)
             ]
             unknown += sum(int((column == MISSING_ID).sum()) for column in ids)
             dense = part[1:_FIRST_ID].view(np.float32)

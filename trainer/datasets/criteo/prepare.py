@@ -30,12 +30,11 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest
+from trainer.data.transforms import HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     Buckets,
-    HashedIds,
     IdEncoder,
-    KnownIds,
     PartitionWriter,
     Runs,
     entropy,
@@ -43,6 +42,7 @@ from trainer.datasets.criteo.encode import (
     pack,
     transform_counts,
     write_run,
+    write_vocabulary,
 )
 from trainer.datasets.criteo.reader import (
     ID_NAMES,
@@ -191,7 +191,8 @@ class _Preparation:
                 f"{num_training} training rows and {num_rows - num_training} validation rows are "
                 "left without the bad lines; mend the files or choose another --validation-fraction"
             )
-        encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
+        known = self._vocabularies(runs, buckets)
+        encoders = {name: self._encoder(known.get(name)) for name in ID_NAMES}
         writer = PartitionWriter(
             runs, buckets, tuple(encoders.values()), self.options.row_group_rows
         )
@@ -205,18 +206,19 @@ class _Preparation:
             source="criteo",
             splits={name: split_entry(found) for name, found in parts.items()},
             columns=COLUMN_TYPES,
-            vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
+            vocab_sizes={name: encoder.num_ids for name, encoder in encoders.items()},
             options=self.options.model_dump(),
             statistics=_statistics(parts),
             counts=bad_lines if self.options.on_bad_line == "skip" else {},
             bad_lines=tuple(self.bad.shown),
             vocabularies={
                 name: vocabulary_entry(
-                    self.staging.result(f"vocab/{name}.parquet", encoder.write, self._origin),
-                    len(encoder.values),
+                    self.staging.result(
+                        f"vocab/{name}.parquet", partial(write_vocabulary, known=own), self._origin
+                    ),
+                    len(own),
                 )
-                for name, encoder in encoders.items()
-                if isinstance(encoder, KnownIds)
+                for name, own in known.items()
             },
         )
 
@@ -305,26 +307,28 @@ class _Preparation:
         """What all files that are made of all runs are made of."""
         return hashlib.sha256("\n".join(self.origins).encode()).hexdigest()
 
-    def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[IdEncoder]:
-        options = self.options
+    def _vocabularies(self, runs: Runs, buckets: Buckets) -> dict[str, pl.DataFrame]:
+        """Values with rows of their own, and their counts, by column; none with hashing."""
+        if self.options.ids == "hashing":
+            return {}
+        known = {}
         for column, name in enumerate(self._tracked(ID_NAMES, "fitting vocabularies")):
-            if options.ids == "hashing":
-                yield HashedIds(options.num_hash_buckets, options.seed)
-            else:
-                yield self._vocabulary(runs, buckets, column, name)
 
-    def _vocabulary(self, runs: Runs, buckets: Buckets, column: int, name: str) -> KnownIds:
-        def fit(path: Path) -> None:
-            found = frequent_values(
-                lambda: runs.ids(column, buckets.training_buckets),
-                min_count=self.options.min_count,
-                max_values=self.options.max_ids,
-            )
-            with path.open("wb") as file:
-                np.save(file, np.stack([found.values, found.counts]))
+            def fit(path: Path, column: int = column) -> None:
+                frequent_values(
+                    lambda: runs.ids(column, buckets.training_buckets),
+                    min_count=self.options.min_count,
+                    max_values=self.options.max_ids,
+                ).write_ipc(path)
 
-        path, _ = self.staging.scratch(f"vocab/{name}.npy", fit, self._origin)
-        return KnownIds(*np.load(path))
+            path, _ = self.staging.scratch(f"vocab/{name}.arrow", fit, self._origin)
+            known[name] = pl.read_ipc(path)
+        return known
+
+    def _encoder(self, known: pl.DataFrame | None) -> IdEncoder:
+        if known is None:
+            return HashEncoder(self.options.num_hash_buckets, self.options.seed)
+        return VocabularyEncoder(known["value"], np.arange(1, len(known) + 1), len(known) + 1)
 
     def _write(self, writer: PartitionWriter, split: str, first: int, end: int) -> list[Part]:
         """The partitions of a split, whose buckets are `first` to `end`, each a few of them."""

@@ -11,7 +11,6 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
@@ -195,18 +194,6 @@ def timestamp(name: str) -> CsvColumn:
     return CsvColumn(name, "a whole number", (-1, _YEAR_2100_S), rule)
 
 
-def read_csv(
-    path: Path | Location, columns: Sequence[CsvColumn], *, delimiter: str = ","
-) -> pl.DataFrame:
-    """Read `columns` of a csv file with a header; other columns are left out.
-
-    Raises `SourceMissingError`, `ColumnError`, `BadValueError`, or `CorruptFileError` where a file
-    is empty or cannot be parsed at all.
-    """
-    reader = BlockReader(Location.parse(path), columns, delimiter=delimiter)
-    return pl.concat(map(reader.parse, reader.blocks()))
-
-
 def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
@@ -239,7 +226,7 @@ class BlockReader:
             raise SourceMissingError(
                 f"{location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
             )
-        self._location = location
+        self.location = location
         self._columns = columns
         self._delimiter = delimiter
         self._block_bytes = block_bytes
@@ -254,12 +241,12 @@ class BlockReader:
         Blank lines at the end do not count. Raises `CorruptFileError`.
         """
         max_row_bytes, has_rows = _MAX_BLOCKS_PER_ROW * self._block_bytes, self._may_lack_rows
-        for block in whole_rows(read_blocks(self._location, self._block_bytes), max_row_bytes):
+        for block in whole_rows(read_blocks(self.location, self._block_bytes), max_row_bytes):
             if block.first_line == 1:
                 block = LineBlock(block.lines.partition(b"\n")[2], 2)
             if len(block.lines) > max_row_bytes and not last_line_end(block.lines):
                 raise CorruptFileError(
-                    f"{self._location}, line {block.first_line}: no end of line in "
+                    f"{self.location}, line {block.first_line}: no end of line in "
                     f"{len(block.lines)} bytes; is a quote left open, or is it no text file?"
                 )
             if block.lines:
@@ -267,8 +254,12 @@ class BlockReader:
                 yield block
         if not has_rows:
             raise CorruptFileError(
-                f"{self._location} has a header but no rows; was the download cut short?"
+                f"{self.location} has a header but no rows; was the download cut short?"
             )
+
+    def read(self) -> pl.DataFrame:
+        """The wanted columns of the whole file; raises as `blocks` and `parse` do."""
+        return pl.concat(map(self.parse, self.blocks()))
 
     def parse(self, block: LineBlock) -> pl.DataFrame:
         """The wanted columns of a block; raises `BadValueError` or `CorruptFileError`."""
@@ -299,7 +290,7 @@ class BlockReader:
         for column in self._columns:
             if column.name not in present:
                 raise ColumnError(
-                    f"{self._location}, line 1: column '{column.name}' is missing; it has {present}"
+                    f"{self.location}, line 1: column '{column.name}' is missing; it has {present}"
                     + _delimiter_hint(line, self._delimiter)
                 )
 
@@ -318,24 +309,24 @@ class BlockReader:
                 line = 1 + reader.line_num + line_offset
         except csv.Error as error:
             # The reader has gone on to where it gave up; the record began where the last one ended.
-            place = f"{self._location}, line {line}"
+            place = f"{self.location}, line {line}"
             return CorruptFileError(f"{place}: {error}; is a quote left open?")
         for number, piece in enumerate(content.split(b"\n"), start=1):
             # An odd number of quotes: one is inside a cell without quotes.
             if piece.count(b'"') % 2:
                 return CorruptFileError(
-                    f"{self._location}, line {number + line_offset}: a quote is left open; a cell "
+                    f"{self.location}, line {number + line_offset}: a quote is left open; a cell "
                     'that holds a quote is quoted itself, and the quote doubled, as in "5"" disk"'
                 )
         return CorruptFileError(
-            f"{self._location} cannot be read between lines {2 + line_offset} and {line - 1}: "
+            f"{self.location} cannot be read between lines {2 + line_offset} and {line - 1}: "
             f"{cause}"
         )
 
     def _fault_of(
         self, record: Sequence[str], header: Sequence[str], line: int
     ) -> DataError | None:
-        place = f"{self._location}, line {line}"
+        place = f"{self.location}, line {line}"
         if not record:
             return CorruptFileError(f"{place}: the line is blank; remove it")
         cells = dict(zip(header, record, strict=False))
@@ -347,7 +338,7 @@ class BlockReader:
                     f"({cell.encode('utf-8', 'surrogateescape')!r}); save the file as UTF-8"
                 )
             if not column.accepts(cell):
-                path = str(self._location)
+                path = str(self.location)
                 return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
         if len(record) > len(header):
             return CorruptFileError(

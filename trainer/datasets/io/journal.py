@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TimeElapsedColumn
 
 from trainer.data.manifest import sha256_of
 from trainer.protocol.run_dir import write_whole
@@ -127,11 +120,8 @@ Advance = Callable[[float], object]
 def progress_bars() -> Progress:
     """Bars for the steps of a command, on stderr where that is a terminal."""
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
+        *Progress.get_default_columns(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
     )

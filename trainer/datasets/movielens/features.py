@@ -62,11 +62,9 @@ class MovieFolds:
     ) -> None:
         """Take in some ratings; those that are not for training count nothing."""
         place = (movie.astype(np.int64) * _NUM_FOLDS + fold)[is_training]
-        first, last = (int(place.min()), int(place.max()) + 1) if len(place) else (0, 0)
-        counts = np.bincount(place - first, minlength=last - first)
-        sums = np.bincount(place - first, residual[is_training], minlength=last - first)
-        self.count.reshape(-1)[first:last] += counts
-        self.total.reshape(-1)[first:last] += sums
+        count, total = self.count.reshape(-1), self.total.reshape(-1)
+        count += np.bincount(place, minlength=count.size)
+        total += np.bincount(place, residual[is_training], minlength=total.size)
 
     def dense(self, movie: IntArray, fold: NDArray[np.uint8]) -> dict[str, FloatArray]:
         """Dense features of some ratings, before they are standardised."""

@@ -49,11 +49,9 @@ from trainer.datasets.movielens.rows import (
 from trainer.datasets.movielens.source import (
     RATING_COLUMNS,
     Blocks,
-    DuplicateRating,
     cut_users,
     describe_movies,
     encode_catalogue,
-    name_duplicate,
     read_blocks,
     read_movies,
     read_tag_words,
@@ -206,7 +204,6 @@ class _Preparation:
     counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Manifest:
-        """Read, sort, fit, build histories and write; gives the unwritten manifest."""
         ratings = self.source / "ratings.csv"
         reader = BlockReader(ratings, RATING_COLUMNS, delimiter=self.options.delimiter)
         movies = read_movies(self.source / "movies.csv", self.options.delimiter)
@@ -249,15 +246,13 @@ class _Preparation:
         for number, own in enumerate(tracked):
             make = partial(
                 write_unit,
+                reader=reader,
                 blocks=blocks,
                 users=own,
                 movie_ids=movie_ids,
                 on_duplicate=self.options.on_duplicate,
             )
-            try:
-                path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
-            except DuplicateRating as found:
-                raise name_duplicate(self.source / "ratings.csv", reader, *found.args) from None
+            path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
             paths.append(path)
             repeated += facts["num_repeated"]
         self.counts.update(users=len(blocks.users), duplicates_dropped=repeated)

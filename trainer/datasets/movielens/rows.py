@@ -158,9 +158,7 @@ class _Chosen:
 
     @classmethod
     def of(cls, chosen: NDArray[np.bool_], values: IntArray) -> _Chosen:
-        before = np.zeros(len(chosen) + 1, dtype=np.int64)
-        np.cumsum(chosen, out=before[1:])
-        return cls(values[chosen], before)
+        return cls(values[chosen], np.r_[0, np.cumsum(chosen)])
 
     def last(self, starts: IntArray, ends: IntArray, limit: int) -> Ragged:
         """The last `limit` chosen values of each range of rows, oldest first."""

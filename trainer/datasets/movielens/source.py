@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,6 @@ from trainer.datasets.io.csv_reader import (
     LineBlock,
     integer,
     number,
-    read_csv,
     text,
     timestamp,
 )
@@ -126,11 +125,6 @@ RATING_COLUMNS = (
     number("rating", above=0, at_most=5),
     timestamp("timestamp"),
 )
-_LARGEST_TABLE = 1 << 22
-
-
-class DuplicateRating(Exception):
-    """A user rated a movie twice, and that was not to be; the arguments are their raw ids."""
 
 
 @dataclass(frozen=True)
@@ -196,28 +190,34 @@ def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
     num_units = max(1, round(num_rows / unit_rows))
     rows_before = np.cumsum(rows_per_user) - rows_per_user
     unit_of_user = rows_before * num_units // max(1, num_rows)
-    begins = np.flatnonzero(np.r_[True, unit_of_user[1:] != unit_of_user[:-1]]).tolist()
-    return [range(*ends) for ends in zip(begins, [*begins[1:], len(rows_per_user)], strict=True)]
+    begins = np.flatnonzero(np.diff(unit_of_user, prepend=-1)).tolist()
+    return [range(*ends) for ends in pairwise([*begins, len(rows_per_user)])]
 
 
 def write_unit(
-    path: Path, blocks: Blocks, users: range, movie_ids: IntArray, on_duplicate: OnDuplicate
+    path: Path,
+    reader: BlockReader,
+    blocks: Blocks,
+    users: range,
+    movie_ids: IntArray,
+    on_duplicate: OnDuplicate,
 ) -> Facts:
     """Gather and sort the rows of a unit's users, and write them with numbers in place of ids.
 
     A user's number is that in `blocks.users`, a movie's its place in the ascending `movie_ids`.
-    Raises `DuplicateRating`.
+    Raises `BadValueError` for a movie that a user rated twice, unless the last rating counts.
     """
     rows = _gather(blocks, users)
     user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
-    movie = _places(rows["movie"], movie_ids)
+    movie = np.searchsorted(movie_ids, rows["movie"])
     order = order_by(user, rows["timestamp"], movie)
     user, movie = user[order], movie[order]
-    repeated = _repeated(user, movie, len(movie_ids))
+    # The rating stands again in a later row.
+    repeated = ~pl.Series(user * len(movie_ids) + movie).is_last_distinct().to_numpy()
     if repeated.any() and on_duplicate == "fail":
         first = int(repeated.argmax())
         own = int(blocks.users[users.start + user[first]])
-        raise DuplicateRating(own, int(movie_ids[movie[first]]))
+        raise _named_duplicate(reader, own, int(movie_ids[movie[first]]))
     columns = {
         "user": (user + users.start).astype(np.int32),
         "movie": movie.astype(np.int32),
@@ -240,28 +240,6 @@ def _gather(blocks: Blocks, users: range) -> Columns:
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _places(values: IntArray, ascending: IntArray) -> IntArray:
-    """Place of each value among `ascending`, in which it must be; by table where ids are small."""
-    largest = int(ascending[-1])
-    if largest > _LARGEST_TABLE:
-        return np.searchsorted(ascending, values)
-    table = np.zeros(largest + 1, dtype=np.int64)
-    table[ascending] = np.arange(len(ascending))
-    return table[values]
-
-
-def _repeated(user: IntArray, movie: IntArray, num_movies: int) -> NDArray[np.bool_]:
-    """Mark rows of a (user, movie) that stands again in a later row."""
-    pair = user * num_movies + movie
-    marked = np.zeros(len(pair), dtype=bool)
-    ascending = np.sort(pair)
-    if (ascending[1:] == ascending[:-1]).any():
-        order = np.argsort(pair, kind="stable")
-        again = pair[order[1:]] == pair[order[:-1]]
-        marked[order[:-1][again]] = True
-    return marked
-
-
 # Taken apart, the words of a block need many times its size.
 _TAG_BLOCK_BYTES = 8 * 1024 * 1024
 _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
@@ -270,9 +248,8 @@ _TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("t
 
 def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
     """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
-    movies = read_csv(
-        location, [integer("movieId"), text("title"), text("genres")], delimiter=delimiter
-    )
+    columns = [integer("movieId"), text("title"), text("genres")]
+    movies = BlockReader(location, columns, delimiter=delimiter).read()
     repeated = movies["movieId"].is_duplicated().arg_true()
     if len(repeated):
         last = repeated[-1]
@@ -319,7 +296,7 @@ def _training_tags(
     return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
 
 
-def name_duplicate(location: Location, reader: BlockReader, user: int, movie: int) -> BadValueError:
+def _named_duplicate(reader: BlockReader, user: int, movie: int) -> BadValueError:
     """Say on which lines of the ratings a duplicate stands; reads the file again."""
     wanted = (pl.col("userId") == user) & (pl.col("movieId") == movie)
     rows = (
@@ -329,7 +306,7 @@ def name_duplicate(location: Location, reader: BlockReader, user: int, movie: in
     )
     lines = list(islice(rows, 2))
     return BadValueError(
-        str(location),
+        str(reader.location),
         f"line {lines[1]}",
         "movieId",
         movie,

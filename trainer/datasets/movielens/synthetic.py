@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
+from trainer.data.transforms import Moments
 from trainer.datasets.io.journal import Advance, progress_bars
 from trainer.datasets.io.staging import staged_folder
+from trainer.datasets.movielens.source import cut_users
 
 FloatArray = NDArray[np.float64]
 NUM_FACTORS = 8
@@ -46,9 +47,7 @@ def observed_stars(rng: np.random.Generator, expected: FloatArray) -> FloatArray
 class StarsScore:
     """Sums over ratings, to tell how well the truth itself predicts them."""
 
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    stars: Moments = field(default_factory=Moments)
     variance: float = 0.0
     squared_errors: float = 0.0
     _table: tuple[FloatArray, FloatArray] = field(default_factory=lambda: _rounded_moments())
@@ -56,27 +55,24 @@ class StarsScore:
     def add(self, expected: FloatArray, stars: FloatArray) -> None:
         """Count ratings with these stars before noise, and these after."""
         mean, variance = (np.interp(expected, _GRID, values) for values in self._table)
-        self.count += len(stars)
-        self.total += float(stars.sum())
-        self.squares += float(stars @ stars)
+        self.stars += Moments.of(stars)
         self.variance += float(variance.sum())
         self.squared_errors += float(((stars - mean) ** 2).sum())
 
     @property
     def irreducible_rmse(self) -> float:
         """Expected error, in stars, of the best predictor there can be."""
-        return math.sqrt(self.variance / self.count)
+        return math.sqrt(self.variance / self.stars.count)
 
     @property
     def measured_rmse(self) -> float:
         """Error of that predictor on the very ratings that were made."""
-        return math.sqrt(self.squared_errors / self.count)
+        return math.sqrt(self.squared_errors / self.stars.count)
 
     @property
     def global_mean_rmse(self) -> float:
         """Error of predicting the mean of all ratings."""
-        mean = self.total / self.count
-        return math.sqrt(max(0.0, self.squares / self.count - mean**2))
+        return self.stars.deviation
 
 
 def _rounded_moments() -> tuple[FloatArray, FloatArray]:
@@ -191,7 +187,7 @@ def _write_ratings(
     """Write ratings.csv and tags.csv, one chunk of users after the other."""
     counts = _ratings_per_user(np.random.default_rng([seed, 1]), sizes)
     with (folder / "ratings.csv").open("wb") as ratings, (folder / "tags.csv").open("wb") as tags:
-        for number, users in enumerate(_chunks(counts)):
+        for number, users in enumerate(cut_users(counts, _CHUNK_ROWS)):
             rng = np.random.default_rng([seed, 2, number])
             made = _make_ratings(rng, users, counts, movies, score)
             before, after = (int(counts[:user].sum()) for user in (users.start, users.stop))
@@ -265,13 +261,6 @@ def _ratings_per_user(rng: np.random.Generator, sizes: Sizes) -> IntArray:
         free = rng.permutation(np.flatnonzero(counts < most))
         counts[free[:missing]] += 1
     return counts
-
-
-def _chunks(counts: IntArray) -> Iterator[range]:
-    """Consecutive users that have about `_CHUNK_ROWS` ratings together."""
-    chunk_of_user = (np.cumsum(counts) - counts) // _CHUNK_ROWS
-    begins = np.flatnonzero(np.diff(chunk_of_user, prepend=-1)).tolist()
-    return (range(*ends) for ends in zip(begins, [*begins[1:], len(counts)], strict=True))
 
 
 def _make_ratings(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.api.sse import LATE_LINES_S, LogFollower
-from service.jobs.logs import LogPosition
+from service.jobs.logs import LogFilter, LogPosition
 from tests.harness.builders import NOW
 from tests.harness.clock import FakeClock
 from tests.harness.properties import examples
@@ -124,7 +124,7 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     api.log(first, "rank-0", "one\n")
     api.log(f"{job_id}-a1", "rank-0", "three\n")
     clock, job = FakeClock(NOW + 1), api.store.get_job(job_id)
-    follower = LogFollower(api.store, api.settings, job, None, None, clock=clock)
+    follower = LogFollower(api.store, api.settings, job, None, None, LogFilter(), clock)
     follower.start_at(LogPosition(first))
 
     def _poll() -> list[str]:

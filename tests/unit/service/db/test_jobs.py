@@ -111,7 +111,7 @@ def test_a_commit_reaches_the_disk_before_it_is_acknowledged(tmp_path: Path) -> 
 
 
 def test_models_and_migrations_agree(store: JobStore) -> None:
-    with store._engine.connect() as connection:
+    with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
 
@@ -120,7 +120,7 @@ def test_ping_names_a_missing_migration(database_url: str) -> None:
     store = JobStore(open_engine(database_url))
     with pytest.raises(StoreUnavailable, match="migration None"):
         store.ping()
-    migrate(store._engine)
+    migrate(store.engine)
     assert store.ping()["database"] == store.engine.dialect.name
     store.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from service.backends.base import HostFacts
 from service.backends.fake import Script
-from service.db.projects import Locks, ProjectStore
+from service.db.projects import ProjectStore, hold_lock
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
@@ -169,14 +169,13 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
 
 
 def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:
-    mine, theirs = Locks(house.store.engine, "one"), Locks(house.store.engine, "two")
-    with mine.hold("queue", house.now, 10) as is_held:
+    with hold_lock(house.store, "queue", "one", house.now, 10) as is_held:
         assert is_held
-        with theirs.hold("queue", house.now + 9, 10) as is_theirs:
+        with hold_lock(house.store, "queue", "two", house.now + 9, 10) as is_theirs:
             assert not is_theirs
-        with theirs.hold("queue", house.now + 10, 10) as is_theirs:
+        with hold_lock(house.store, "queue", "two", house.now + 10, 10) as is_theirs:
             assert is_theirs
-    with theirs.hold("queue", house.now, 10) as is_theirs:
+    with hold_lock(house.store, "queue", "two", house.now, 10) as is_theirs:
         assert is_theirs
 
 

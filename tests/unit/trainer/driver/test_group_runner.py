@@ -463,8 +463,8 @@ def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(world: 
         assert world.look() is None, "more than the grace"
     assert world.num_asks == 3
     assert [note.message for note in world.told(events.Note)] == [
-        "there is no room for 2 groups of 1 workers each outside the hosts that are drained or "
-        "excluded; the job waits for the autoscaler"
+        "the cluster has room for 0 groups of 1 workers each, outside the hosts that are drained "
+        "or excluded, and the job needs 2; the job waits for the autoscaler"
     ]
     (asked,) = world.told(events.CapacityRequested)
     assert (asked.num_workers, asked.num_wanted, asked.num_needed) == (0, 3, 2)

@@ -39,7 +39,7 @@ from trainer.export.load import (
     read_run_spec,
     stored_weights,
 )
-from trainer.export.predict import Predictor, in_own_unit, predict
+from trainer.export.predict import Predictor, in_own_unit
 from trainer.export.report import Report, outputs_of
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -69,7 +69,7 @@ def test_an_export_predicts_what_the_model_of_the_checkpoint_does(
 ) -> None:
     folder, report = exports(quantize)
     wanted = trainers(make_spec(data), 20)["stars"]
-    found = predict(folder, rows())["stars"]
+    found = Predictor(folder).predict(rows())["stars"]
     assert wanted.std() > 0.1
     error = np.abs(found - wanted).max()
     assert error <= most
@@ -96,7 +96,7 @@ def test_several_tasks_of_dcn_v2_come_in_their_own_units(data: Path, tmp_path: P
     report = export(run_dir, tmp_path / "out", quantize="none")
     assert report.not_measured is not None
     assert "liked" in report.not_measured
-    found = predict(tmp_path / "out", rows())
+    found = Predictor(tmp_path / "out").predict(rows())
     assert set(found) == {"stars", "liked"}
     assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
 
@@ -110,7 +110,7 @@ def test_the_job_may_be_exported_without_its_data(data: Path, tmp_path: Path) ->
     # The program is checked where no row can be compared.
     assert report.program_error is not None
     assert report.program_error < 1e-5
-    assert len(predict(tmp_path / "out", rows())["stars"]) == len(rows())
+    assert len(Predictor(tmp_path / "out").predict(rows())["stars"]) == len(rows())
 
 
 def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault(

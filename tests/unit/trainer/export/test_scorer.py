@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from tests.unit.trainer.export.export_case import rows
 from trainer.export.artifact import ArtifactError
-from trainer.export.predict import predict
+from trainer.export.predict import Predictor
 from trainer.export.server import MAX_BODY_BYTES, MAX_ROWS, create_scorer
 
 GOOD = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
@@ -33,7 +33,7 @@ def test_a_batch_is_scored_in_order(http: TestClient, exported: Path) -> None:
     names = [each["name"] for each in http.get("/v1/model").json()["inputs"]]
     table = rows(30).select(names)
     answer = http.post("/v1/predict", json={"rows": table.to_pylist()}).json()
-    wanted = predict(exported, table)["stars"]
+    wanted = Predictor(exported).predict(table)["stars"]
     assert [row["stars"] for row in answer["predictions"]] == pytest.approx(wanted.tolist())
     model = {"job": "tiny", "checkpoint": "step-00000020-a0-r0", "step": 20, "quantize": "int8"}
     assert answer["model"] == model

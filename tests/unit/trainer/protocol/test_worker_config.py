@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import httpx
 import pytest
 
 from trainer import failures
-from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets, secret_names
+from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
+from trainer.driver.main import with_secrets
 from trainer.protocol.versions import MATCHED_STACKS, Mismatch, check_versions
 from trainer.protocol.worker_config import SecretEnv
 
@@ -59,10 +59,8 @@ def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
 
 
 def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:
-    path = tmp_path / "secret-names.json"
-    assert secret_names(path) == []
-    path.write_text(json.dumps(["A", "B"]))
-    assert secret_names(path) == ["A", "B"]
+    context = DriverContext("job-1", "job-1-a0", tmp_path, "http://nobody.invalid", 0)
+    assert with_secrets(context) is context
 
 
 def test_the_token_of_an_attempt_is_sent_and_not_shown(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
+from trainer.data.transforms import HashEncoder
 from trainer.datasets.criteo import encode, prepare, reader
-from trainer.datasets.criteo.encode import HashedIds, frequent_values
+from trainer.datasets.criteo.encode import encode_ids, frequent_values
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
@@ -155,8 +156,9 @@ def test_hashed_ids_fill_their_range_and_leave_zero_to_empty_cells(days, tmp_pat
     assert found["cat_2"].mode().to_list() == [0]
     # Hashes never change: prepared folders and models of other versions rest on them.
     raw = np.array([0, 1, 0xFFFFFFFF, -1])
-    assert HashedIds(1000, 0).encode(raw).tolist() == [737, 546, 732, 0]
-    assert (HashedIds(1000, 1).encode(raw)[:3] != HashedIds(1000, 0).encode(raw)[:3]).all()
+    hashed = encode_ids(HashEncoder(1000, 0), raw)
+    assert hashed.tolist() == [737, 546, 732, 0]
+    assert (encode_ids(HashEncoder(1000, 1), raw)[:3] != hashed[:3]).all()
 
 
 def test_compressed_files_and_windows_line_ends_give_the_same_rows(days, whole, tmp_path):
@@ -211,11 +213,11 @@ def test_counting_in_ranges_gives_what_counting_at_once_does():
     parts = [rng.zipf(1.3, 2000).clip(-1, 2**32 - 1) for _ in range(5)]
     limits = {"min_count": 2, "max_values": 300}
     few = frequent_values(lambda: iter(parts), **limits, max_counted=50)
-    assert few.values.tolist() == frequent_values(lambda: iter(parts), **limits).values.tolist()
+    assert few.equals(frequent_values(lambda: iter(parts), **limits))
     values, counts = np.unique(np.concatenate(parts), return_counts=True)
     best = sorted(zip(-counts[counts >= 2], values[counts >= 2], strict=True))[:300]
-    assert few.values.tolist() == sorted(int(value) for _, value in best)
-    assert few.counts.tolist() == [-count for count, _ in sorted(best, key=lambda pair: pair[1])]
+    assert few["value"].to_list() == sorted(int(value) for _, value in best)
+    assert few["count"].to_list() == [-count for count, _ in sorted(best, key=lambda pair: pair[1])]
 
 
 GOOD = [line()] * 5

@@ -14,7 +14,6 @@ from trainer.datasets.io.csv_reader import (
     integer,
     last_line_end,
     number,
-    read_csv,
     text,
 )
 from trainer.errors import BadValueError, CorruptFileError
@@ -27,6 +26,10 @@ def write(tmp_path, body: str):
     path = tmp_path / "ratings.csv"
     path.write_text(body, encoding="utf-8")
     return path
+
+
+def read_csv(path: Path, columns=COLUMNS):
+    return BlockReader(Location.parse(path), columns).read()
 
 
 def test_reads_the_wanted_columns_with_their_types(tmp_path):

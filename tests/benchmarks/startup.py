@@ -93,8 +93,8 @@ def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
 
 def ray_client(stack: Stack) -> JobSubmissionClient:
     """Ray's own client of the stack's cluster."""
-    headers = {"Authorization": f"Bearer {stack.ray_token}"}
-    return JobSubmissionClient(stack.ray_address, headers=headers)
+    address, token = stack.jobs_api()
+    return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"})
 
 
 def _wait_for_end(client: JobSubmissionClient, job_id: str) -> None:

@@ -120,11 +120,9 @@ def _plain_environment() -> dict[str, str]:
 
 
 @contextmanager
-def machines(
-    number: int, folder: Path, settings: Mapping[str, str], link: Link = _GIGABIT
-) -> Iterator[Sequence[Machine]]:
+def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
     """So many machines, with homes below `folder`; all that runs there ends with them."""
-    with EmulatedHosts(number, link) as hosts:
+    with EmulatedHosts(number, _GIGABIT) as hosts:
         made = [
             Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)
         ]

@@ -65,8 +65,13 @@ def run_ranks(
         world.close()
 
 
-def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
-    """Results of several (function, arguments...), one after the other in one call of a rank."""
+def run_in_turn(world_size: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """Several (function, arguments...) one after the other; results indexed by call, then rank."""
+    ranks = run_ranks(_in_turn, world_size, *calls)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+def _in_turn(*calls: tuple[Any, ...]) -> list[Any]:
     return [function(*arguments) for function, *arguments in calls]
 
 

@@ -83,10 +83,10 @@ class ServiceProcess:
             START_TIMEOUT_S,
         )
 
-    def wait_until_killed(self, limit_s: float = 60.0) -> None:
+    def wait_until_killed(self) -> None:
         """Wait until the point is reached."""
         assert self._process is not None
-        assert self._process.wait(scaled(limit_s)) == -signal.SIGKILL, self.log()
+        assert self._process.wait(scaled(60.0)) == -signal.SIGKILL, self.log()
         self._process = None
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:

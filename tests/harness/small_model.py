@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
 )
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.wait import scaled
@@ -22,6 +23,7 @@ from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.model import TableShard
+from trainer.parallel.optimizer import Optimizers
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -166,7 +168,9 @@ def make_batch(step: int, rank: int, batch_size: int) -> Batch:
 
 
 def local_shards(value: Any) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-    """(local tensor, offset in the table) of each shard of a DTensor."""
+    """(local tensor, offset in the table) of each shard of a DTensor or a ShardedTensor."""
+    if isinstance(value, ShardedTensor):
+        return [(each.tensor, tuple(each.metadata.shard_offsets)) for each in value.local_shards()]
     wrapper = value.to_local()
     offsets = [tuple(offset) for offset in wrapper.local_offsets()]
     # A rank without a shard of a table still has an offset.
@@ -180,6 +184,16 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if "embedding" not in name
     }
+
+
+def take_step(
+    model: nn.Module, optimizers: Optimizers, batch: Batch, step: int, num_steps: int
+) -> None:
+    """Step number `step` (from 1) of a run of `num_steps`."""
+    optimizers.begin_step(step, num_steps)
+    loss, _ = model(batch)
+    loss.backward()
+    optimizers.step()
 
 
 def form_groups(case: Any, device: torch.device = _CPU) -> MeshGroups:

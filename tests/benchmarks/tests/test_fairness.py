@@ -108,11 +108,11 @@ def test_histories_of_held_out_rows_hold_fitted_movies_only(fold):
     assert (histories["history_movies"] == 1).all()
 
 
-def made_up_fold(rank: int = 2) -> Fold:
-    """Ratings of 60 users and 40 movies by biases and `rank` factors, with little noise."""
+def made_up_fold() -> Fold:
+    """Ratings of 60 users and 40 movies by biases and two factors, with little noise."""
     rng = np.random.default_rng(0)
     user, movie = (each.ravel() for each in np.indices((60, 40)))
-    taste = (rng.normal(size=(60, rank))[user] * rng.normal(size=(40, rank))[movie]).sum(1)
+    taste = (rng.normal(size=(60, 2))[user] * rng.normal(size=(40, 2))[movie]).sum(1)
     biases = 0.3 * rng.normal(size=60)[user] + 0.3 * rng.normal(size=40)[movie]
     stars = np.clip(3 + biases + 0.5 * taste + 0.1 * rng.normal(size=len(user)), 0.5, 5)
     fit = rng.random(len(user)) < 0.7

@@ -18,6 +18,7 @@ from tests.harness.small_model import (
     dlrm_spec,
     make_batch,
     pooled_features,
+    take_step,
 )
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
@@ -100,10 +101,8 @@ def train(model: TwoDParallel, optimizers: Optimizers, spec: JobSpec, steps: Ite
     """Take `steps`, with a sync after each."""
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=False))
     for step in steps:
-        optimizers.begin_step(step, NUM_STEPS)
-        loss, _ = model(make_batch(step, dist.get_rank(), spec.data.batch_size))
-        loss.backward()
-        optimizers.step()
+        batch = make_batch(step, dist.get_rank(), spec.data.batch_size)
+        take_step(model, optimizers, batch, step, NUM_STEPS)
         sync()
     sync.flush()
     sync.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.small_model import dlrm_spec, plain_batch, take_step
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.mesh import build_groups
-from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, build_sync
@@ -211,17 +210,19 @@ class Training:
 
     def build_sync(self, **changes: Any) -> Sync:
         """The case's sync, with `changes` to its spec."""
-        return sync_of(self, self.model, self.warnings.append, **changes)
+        parallelism = self.spec.parallelism
+        sync = parallelism.sync.model_copy(update=changes)
+        spec = self.spec.model_copy(
+            update={"parallelism": parallelism.model_copy(update={"sync": sync})}
+        )
+        return build_sync(self.model, spec, extra=self.extra, warn=self.warnings.append)
 
     def train(self, num_steps: int = 1) -> None:
         """Take some steps; `step` counts them."""
         for _ in range(num_steps):
             self.step += 1
-            self.optimizers.begin_step(min(self.step, NUM_STEPS), NUM_STEPS)
             batch = make_batch(self.case, self.step, self.groups.rank, self.copy)
-            loss, _ = self.model(batch)
-            loss.backward()
-            self.optimizers.step()
+            take_step(self.model, self.optimizers, batch, min(self.step, NUM_STEPS), NUM_STEPS)
 
     def weights(self) -> list[torch.Tensor]:
         """Everything that a sync averages but optimizer state, as it lies in memory."""
@@ -272,18 +273,6 @@ class Training:
         for tensor in tensors:
             copies = self.copies_of(tensor)
             assert torch.equal(copies, copies[:1].expand_as(copies))
-
-
-def sync_of(
-    training: Training, model: TwoDParallel, warn: Callable[[str], None], **changes: Any
-) -> Sync:
-    """A sync of `training` whose spec has `changes`."""
-    parallelism = training.spec.parallelism
-    sync = parallelism.sync.model_copy(update=changes)
-    spec = training.spec.model_copy(
-        update={"parallelism": parallelism.model_copy(update={"sync": sync})}
-    )
-    return build_sync(model, spec, extra=training.extra, warn=warn)
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

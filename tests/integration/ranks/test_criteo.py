@@ -63,8 +63,7 @@ def prepared(raw, tmp_path_factory) -> Path:
 
 def test_files_of_an_object_store_are_prepared_to_the_same_bytes_there(raw, prepared, tmp_path):
     with run_object_store() as store:
-        for path in raw.glob("day_*"):
-            Location.parse(store.url(f"raw/{path.name}")).upload(path)
+        store.upload(raw, "raw")
         prepare_criteo([store.url("raw")], store.url("out"))
         result = Location.parse(store.url("out"))
         for file in result.list(recursive=True):

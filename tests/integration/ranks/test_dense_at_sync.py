@@ -18,6 +18,7 @@ from tests.harness.small_model import (
     form_groups,
     make_batch,
     spec_of,
+    take_step,
 )
 from trainer.models.networks import build_model
 from trainer.parallel.model import TwoDParallel
@@ -46,13 +47,6 @@ def _build(spec: JobSpec, case: Case) -> tuple[TwoDParallel, Optimizers, Sync]:
     return model, optimizers, sync
 
 
-def _step(model: TwoDParallel, optimizers: Optimizers, case: Case, step: int) -> None:
-    optimizers.begin_step(step, case.num_steps)
-    loss, _ = model(make_batch(step, model.groups.rank, case.batch_size))
-    loss.backward()
-    optimizers.step()
-
-
 def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
     spec = _spec(case, "adam", genres="data_parallel")
@@ -63,7 +57,8 @@ def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
     if not is_first:
         store.wait([f"trained-{shard}" for shard in range(model.groups.layout.shard_group_size)])
     for step in range(1, case.num_steps + 1):
-        _step(model, optimizers, case, step)
+        batch = make_batch(step, model.groups.rank, case.batch_size)
+        take_step(model, optimizers, batch, step, case.num_steps)
     if is_first:
         store.set(f"trained-{model.groups.shard_index}", "yes")
     apart = dense_parameters(model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.ranks import run_in_turn
 from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
@@ -72,15 +72,11 @@ def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpe
     return validate_spec(document)
 
 
-def _run(folder: Path, *calls: tuple[Any, ...]) -> list[list[Any]]:
-    ranks = run_ranks(in_turn, 2, (save_checkpoint, folder), *calls)
-    return [list(results) for results in zip(*ranks, strict=True)]
-
-
 def test_tables_and_dense_part_come_along_whole_or_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    saved, fresh, whole, by_name = _run(
-        folder,
+    saved, fresh, whole, by_name = run_in_turn(
+        2,
+        (save_checkpoint, folder),
         (start, OTHER, None),
         (start, OTHER, WarmStartSpec(path=str(folder))),
         (start, OTHER, WarmStartSpec(path=str(tmp_path), tables=("movies",), dense=False)),
@@ -108,8 +104,9 @@ def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     path = str(folder)
     (tmp_path / "empty").mkdir()
-    _, renamed, other_optimizer, nowhere, empty = _run(
-        folder,
+    _, renamed, other_optimizer, nowhere, empty = run_in_turn(
+        2,
+        (save_checkpoint, folder),
         (refusal, OTHER, WarmStartSpec(path=path), "films"),
         (refusal, replace(OTHER, optimizer="adagrad"), WarmStartSpec(path=path)),
         (refusal, OTHER, WarmStartSpec(path=str(tmp_path / "nowhere"))),

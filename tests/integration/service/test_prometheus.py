@@ -151,10 +151,10 @@ class Prometheus:
         found = self.get("query", query=expr)["result"]
         return {_labels(each["metric"]): float(each["value"][1]) for each in found}
 
-    def alerts(self, state: str = "firing") -> dict[str, dict[str, Any]]:
-        """Alerts in a state by their name."""
+    def alerts(self) -> dict[str, dict[str, Any]]:
+        """Alerts that fire, by their name."""
         found = self.get("alerts")["alerts"]
-        return {each["labels"]["alertname"]: each for each in found if each["state"] == state}
+        return {each["labels"]["alertname"]: each for each in found if each["state"] == "firing"}
 
     def until(self, find: Callable[[], Value | None], what: str, limit_s: float = 60.0) -> Value:
         """What `find` finds once it finds anything; an error has what Prometheus printed."""

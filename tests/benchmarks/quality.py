@@ -190,8 +190,9 @@ def run(
     source: Path, num_seeds: int, machine: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[RenderableType]]:
     """Measure; the document and what to print."""
+    ratings = read_ratings(source)
     with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
-        fold = make_fold(source, read_ratings(source), Path(folder), DATA)
+        fold = make_fold(source, ratings, Path(folder), DATA)
         squares = measure(fold, num_seeds)
     settings = {
         "spec": SPEC.name,

@@ -60,26 +60,13 @@ def job_spec(path: Path, prepared: Path, overrides: Sequence[str]) -> JobSpec:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Errors alone are told; the process is left as it was."""
-    loggers = [logging.getLogger(name) for name in ("torchrec", "torch", "trainer")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-@contextmanager
 def single_rank() -> Iterator[None]:
     """A process group of this process alone, quiet about what its libraries think."""
     torch.set_num_threads(1)
-    with _quiet(), tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
+    warnings.simplefilter("ignore")
+    for name in ("torchrec", "torch", "trainer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",

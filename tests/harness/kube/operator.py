@@ -348,11 +348,7 @@ class RayClusters:
             name = source.get("secretRef", {}).get("name")
             env.update((name and self._secret(name, namespace)) or {})
         for each in container.get("env", ()):
-            reference = each.get("valueFrom", {}).get("secretKeyRef")
-            if reference:
-                values = self._secret(reference["name"], namespace) or {}
-                env[each["name"]] = values.get(reference["key"], "")
-            elif "valueFrom" not in each:
+            if "valueFrom" not in each:
                 env[each["name"]] = each.get("value", "")
         return {name: value for name, value in env.items() if not name.startswith("RAY_")}
 

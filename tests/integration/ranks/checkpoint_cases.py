@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,16 @@ def save_as_before(sharding: Sharding, folder: Path) -> dict[str, Any]:
 
 def why_not(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> str:
     """The message with which a load is refused on this rank."""
+    return refusal_of(lambda: load(sharding, folder, rows))
+
+
+def refusal_of(attempt: Callable[[], object]) -> str:
+    """How an attempt is refused: the error's class and its message."""
     try:
-        load(sharding, folder, rows)
+        attempt()
     except save_load.CheckpointError as error:
-        return str(error)
-    raise AssertionError("the checkpoint was loaded")
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was not refused")
 
 
 @torch.no_grad()

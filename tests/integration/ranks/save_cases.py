@@ -15,11 +15,19 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.wait import scaled
-from tests.integration.ranks.checkpoint_cases import Sharding, build, held, load, spec_of, train
+from tests.integration.ranks.checkpoint_cases import (
+    Sharding,
+    build,
+    held,
+    load,
+    refusal_of,
+    spec_of,
+    train,
+)
 from trainer import fault_injection
 from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.manager import CheckpointManager, TrainState
-from trainer.checkpoint.save_load import CheckpointError, list_committed
+from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -119,17 +127,9 @@ def save_in_trouble(run_dir: Path) -> dict[str, Any]:
     saver.checkpoints.wait()
     notes = saver.notes()
     saver.save(4)
-    message = _refusal(lambda: saver.save(5, is_last=True))
+    message = refusal_of(lambda: saver.save(5, is_last=True))
     saver.checkpoints.close()
     return {"waited_s": waited_s, "notes": notes, "message": message, "said": saver.said}
-
-
-def _refusal(attempt: Callable[[], None]) -> str:
-    try:
-        attempt()
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("the save went well")
 
 
 def close_in_the_middle(run_dir: Path) -> int:
@@ -237,7 +237,7 @@ def open_unwritable(run_dir: Path, path: str | None = None, environment: Any = (
     """The error with which a job is refused whose checkpoints cannot be written."""
     os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
-    return _refusal(lambda: saver.checkpoints.newest() and None)
+    return refusal_of(saver.checkpoints.newest)
 
 
 def sweep_beside_another_group(run_dir: Path) -> list[str]:

@@ -377,36 +377,24 @@ def _check_against_stock(
 
 
 def untouched_rows(case: SyncCase) -> dict[str, float]:
-    """Shares of the rows that nobody touched which a touched-rows and a full sync changed.
-
-    Every table is on one rank whole (L = 1), so ids are rows.
-    """
+    """Shares of the rows that no copy trained which a touched-rows and a full sync changed."""
     training = Training(case)
     touched = training.build_sync(mode="touched_rows", full_above=1.0)
     full = training.build_sync(mode="full")
-    looked_up = _rows_of_batch(training)
-    training.train()
     weights = [shard.weight for shard in training.model.table_shards()]
+    start = clones(weights)
+    training.train()
+    trained = [
+        (training.copies_of(weight) != before).any(dim=(0, 2))
+        for weight, before in zip(weights, start, strict=True)
+    ]
     shares = {}
     for name, sync in (("touched_rows", touched), ("full", full)):
         before = clones(weights)
         sync()
         changed = [
             (weight != start).any(dim=1) & ~rows
-            for weight, start, rows in zip(weights, before, looked_up, strict=True)
+            for weight, start, rows in zip(weights, before, trained, strict=True)
         ]
         shares[name] = torch.cat(changed).float().mean().item()
     return shares
-
-
-def _rows_of_batch(training: Training) -> list[torch.Tensor]:
-    """bool [rows] of each table: whether any rank looks a row up at the first step."""
-    case = training.case
-    rows = [torch.zeros(table.num_rows, dtype=torch.bool) for table in case.tables]
-    for copy, ranks in enumerate(training.groups.mesh.sharding_groups):
-        for rank in ranks:
-            batch = make_batch(case, 1, rank, copy)
-            for name, number in case.features.items():
-                rows[number][batch.sparse[name].values()] = True
-    order = [int(shard.table.rpartition("_")[2]) for shard in training.model.table_shards()]
-    return [rows[number] for number in order]

@@ -15,13 +15,13 @@ from tests.integration.ranks.checkpoint_cases import (
     Sharding,
     build,
     held,
+    refusal_of,
     spec_of,
     train_and_save,
     whole_tables,
 )
 from trainer.checkpoint.files import Commit, write_marker
 from trainer.checkpoint.resume import warm_start
-from trainer.checkpoint.save_load import CheckpointError
 from trainer.protocol.run_dir import file_record
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -53,11 +53,7 @@ def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> d
 
 def refusal(sharding: Sharding, warm: WarmStartSpec, rename: str = "") -> str:
     """The message with which a warm start is refused."""
-    try:
-        start(sharding, warm, rename)
-    except CheckpointError as error:
-        return str(error)
-    raise AssertionError("it started")
+    return refusal_of(lambda: start(sharding, warm, rename))
 
 
 def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpec:

@@ -29,19 +29,12 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service_process import SHUTDOWN_TIMEOUT_S, ServiceProcess
-from tests.harness.wait import free_port, scaled, wait_for
+from tests.harness.wait import scaled, wait_for
 
 WAIT_S = 60.0
 # A restart takes a while on a busy machine.
 PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 RECORDS = [workers_started(), *[metrics(step, train_loss=1.0 / step) for step in range(1, 9)]]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path, free_port()) as started:
-        started.cluster.play("default", Script(("pending", "running")))
-        yield started
 
 
 @pytest.fixture

@@ -41,19 +41,16 @@ class Stack(harness.Stack):
 
         Raises `BenchmarkError` with the end of the driver's log unless the job succeeded.
         """
+        submitted_at = time.time()
         try:
-            return self._run_job(document)
+            job = self.client.wait(self.client.submit(document).id)
+            if job.status is not JobStatus.SUCCEEDED:
+                lines = self.client.read_logs(job.id, source="driver", tail=20).lines
+                tail = "\n".join(line.text for line in lines)
+                raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
+            answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)
         except ShardloomError as error:
             raise BenchmarkError(f"the service does not do its part: {error}") from error
-
-    def _run_job(self, document: dict[str, Any]) -> JobRun:
-        submitted_at = time.time()
-        job = self.client.wait(self.client.submit(document).id)
-        if job.status is not JobStatus.SUCCEEDED:
-            lines = self.client.read_logs(job.id, source="driver", tail=20).lines
-            tail = "\n".join(line.text for line in lines)
-            raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
-        answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)
         times = {point.step: point.time for series in answer.series for point in series.points}
         return JobRun(submitted_at, times)
 

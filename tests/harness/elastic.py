@@ -167,10 +167,9 @@ class ElasticHarness:
             control=self._control_path,
             records=self.folder,
         )
-        num_ranks = self.config.spec.parallelism.group_size
         ranks = [
             FORK_SERVER.Process(target=live, args=(replace(life, rank=rank),), daemon=True)
-            for rank in range(num_ranks)
+            for rank in range(self.num_ranks)
         ]
         for rank in ranks:
             rank.start()

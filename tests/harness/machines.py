@@ -68,7 +68,9 @@ class Machine:
 
     def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever that is, within two minutes."""
-        environment = _plain_environment() | dict(self.settings) | settings
+        prefixes = ("SHARDLOOM_", "RAY_")
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+        environment = kept | dict(self.settings) | settings
         environment["SHARDLOOM_HOME"] = str(self.home)
         # Into files: what a command leaves running would keep a pipe open.
         self.home.mkdir(parents=True, exist_ok=True)
@@ -112,11 +114,6 @@ class Machine:
         listed, _ = child.communicate(timeout=scaled(30))
         found: list[str] = json.loads(listed)
         return found
-
-
-def _plain_environment() -> dict[str, str]:
-    prefixes = ("SHARDLOOM_", "RAY_")
-    return {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
 
 
 @contextmanager

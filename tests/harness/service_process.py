@@ -15,12 +15,15 @@ from typing import Self
 import httpx
 
 from service.backends.fake import FakeBackend
+from service.client.transport import RetryPolicy
 from tests.harness.processes import die_with_parent
 from tests.harness.wait import scaled, wait_for
 from trainer.protocol.events import EventBatch
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 START_TIMEOUT_S = 60.0
+# Of clients, across a restart: that takes a while on a busy machine.
+PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 # Far above what a shutdown takes, so that one which waits for somebody is told from a slow one.
 SHUTDOWN_TIMEOUT_S = 60
 

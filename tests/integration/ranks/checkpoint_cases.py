@@ -117,29 +117,12 @@ def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
     return held(model, optimizers)
 
 
-def load(
-    sharding: Sharding,
-    folder: Path,
-    rows: dict[str, int] | None = None,
-    save_to: Path | None = None,
-) -> dict[str, Any]:
-    """Load a checkpoint into a fresh model, and save it to another; what this rank then holds."""
+def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> dict[str, Any]:
+    """Load a checkpoint into a fresh model; what this rank then holds."""
     model, optimizers = build(sharding, spec_of(sharding, rows))
     scramble(model, optimizers)
     optimizers.init_state()
     load_state(folder, model, optimizers.combined)
-    if save_to:
-        save_load.save(save_to, state_to_save(model, optimizers.combined))
-    return held(model, optimizers)
-
-
-def train_on(sharding: Sharding, folder: Path) -> dict[str, Any]:
-    """Take one more step from a checkpoint; what this rank then holds."""
-    spec = spec_of(sharding)
-    model, optimizers = build(sharding, spec)
-    optimizers.init_state()
-    load_state(folder, model, optimizers.combined)
-    train(model, optimizers, spec, steps=[NUM_STEPS + 1])
     return held(model, optimizers)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -68,16 +68,17 @@ class Saver:
         """One save of a tensor that every rank has."""
         tensors = {"weight": torch.full((1000,), float(step)), "note": b"x"}
         self.checkpoints.save(
-            tensors, TrainState(step=step), {}, is_best=False, is_last=is_last, started_s=_now()
+            tensors,
+            TrainState(step=step),
+            {},
+            is_best=False,
+            is_last=is_last,
+            started_s=perf_counter(),
         )
 
     def notes(self) -> list[str]:
         """What a person was told so far."""
         return [event.message for event in self.said if isinstance(event, events.Note)]
-
-
-def _now() -> float:
-    return time.perf_counter()
 
 
 def _arm(*armed: dict[str, Any]) -> None:
@@ -97,7 +98,9 @@ def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:
     train(model, optimizers, config.spec, steps=[1, 2])
     at_save = held(model, optimizers)
     state = state_to_save(model, optimizers.combined)
-    checkpoints.save(state, TrainState(step=2), {}, is_best=True, is_last=False, started_s=_now())
+    checkpoints.save(
+        state, TrainState(step=2), {}, is_best=True, is_last=False, started_s=perf_counter()
+    )
     train(model, optimizers, config.spec, steps=[3])
     said_meanwhile = len(said)
     checkpoints.wait()
@@ -120,9 +123,9 @@ def save_in_trouble(run_dir: Path) -> dict[str, Any]:
         {"kind": "storage_error", "rank": 1, "step": 5},
     )
     saver.save(1)
-    started = _now()
+    started = perf_counter()
     saver.save(2)
-    waited_s = _now() - started
+    waited_s = perf_counter() - started
     saver.save(3)
     saver.checkpoints.wait()
     notes = saver.notes()

@@ -17,7 +17,6 @@ from tests.integration.ranks.checkpoint_cases import (
     load,
     save_as_before,
     train_and_save,
-    train_on,
     whole_tables,
     why_not,
 )
@@ -91,33 +90,6 @@ def test_the_same_columns_load_bitwise_at_another_layout(
     for loaded in run_in_turn(2, *((load, layout, folder) for layout in layouts)):
         for name, values in whole_tables(loaded).items():
             assert torch.equal(values, saved[name]), name
-
-
-@pytest.mark.slow
-def test_moments_of_rows_are_bitwise_the_same_after_a_detour_over_columns(tmp_path: Path) -> None:
-    saved, _, loaded = run_in_turn(
-        2,
-        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
-        (load, COLUMNS_OF_TWO, tmp_path / "rows", None, tmp_path / "columns"),
-        (load, ROWS_OF_TWO, tmp_path / "columns"),
-    )
-    expected = whole_tables(saved)
-    for name, values in whole_tables(loaded).items():
-        assert torch.equal(values, expected[name]), name
-
-
-@pytest.mark.slow
-def test_moments_of_columns_join_to_what_whole_rows_would_have(tmp_path: Path) -> None:
-    _, in_rows, in_columns = run_in_turn(
-        2,
-        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
-        (train_on, ROWS_OF_TWO, tmp_path / "rows"),
-        (train_on, COLUMNS_OF_TWO, tmp_path / "rows"),
-    )
-    expected, found = whole_tables(in_rows), whole_tables(in_columns)
-    for table in TABLE_ROWS:
-        joined = found[f"{table}.moments"].mean(1, keepdim=True).expand(-1, EMBEDDING_DIM)
-        torch.testing.assert_close(joined, expected[f"{table}.moments"], rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -50,16 +50,6 @@ def resumed_step(run_dir: Path) -> int:
     return told(run_dir, WorkersStarted)[-1].resumed_step
 
 
-def train_whole(data: Path, run_dir: Path) -> list[dict[str, Any]]:
-    """What four ranks, 2 x 2, hold after 8 steps; `run_dir` is left as it was after 4."""
-    config = example_config(data, run_dir, *PLAIN_SGD, "training.max_steps=8")
-    ranks = run_ranks(train_session, 4, config)
-    for found in list_committed(RunDir(run_dir).checkpoints_dir):
-        if found.commit.step > 4:
-            shutil.rmtree(found.path)
-    return ranks
-
-
 def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """What four ranks hold after four more steps."""
     shutil.copytree(halfway, run_dir)
@@ -74,7 +64,11 @@ def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     halfway = tmp_path / "halfway"
-    whole = train_whole(small_movielens, halfway)
+    config = example_config(small_movielens, halfway, *PLAIN_SGD, "training.max_steps=8")
+    whole = run_ranks(train_session, 4, config)
+    for found in list_committed(RunDir(halfway).checkpoints_dir):
+        if found.commit.step > 4:
+            shutil.rmtree(found.path)
     in_2d = go_on(halfway, small_movielens, tmp_path / "2d")
     assert_alike(in_2d, whole)
     moved = set.union(*(rank["moved"] for rank in whole))

@@ -16,10 +16,9 @@ import pytest
 
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
-from service.client.transport import RetryPolicy
 from service.domain.models import JobStatus
 from tests.harness.builders import attempt_ended, metrics, spec_document, workers_started
-from tests.harness.service_process import ServiceProcess
+from tests.harness.service_process import PATIENT, ServiceProcess
 from tests.harness.wait import scaled
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import AttemptDir
@@ -30,8 +29,6 @@ NUM_JOBS = 50
 MIN_KILLS, MAX_KILLS = 8, 20
 NUM_STEPS = 30
 TIMEOUT_S = scaled(240.0)
-# A restart takes a while on a busy machine.
-PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 
 
 class Drivers:

@@ -124,7 +124,9 @@ def _warm_up(
     trainer: TwoDTrainer | StockTrainer, steps: Iterator[None], schedule: Schedule
 ) -> float:
     """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
-    counter = LookupCounter(SimpleNamespace(embedding_kernels=trainer.embedding_kernels))
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    kernels = trainer.embedding_kernels
+    counter = LookupCounter(SimpleNamespace(embedding_kernels=kernels, groups=groups))
     counter.sampling = True
     take(steps, schedule.warmup_steps)
     counter.sampling = False

@@ -60,14 +60,11 @@ class SavingRun:
                 self._sync()
             self._checkpoints.poll()
             if saves and number == 0:
-                self._save(is_last=False)
+                self.save(is_last=False)
         self._checkpoints.wait()
 
-    def blocking_save(self) -> float:
-        """Seconds of a save for which training waits, as a job's last one."""
-        return slowest_s(lambda: self._save(is_last=True))[0]
-
-    def _save(self, is_last: bool) -> None:
+    def save(self, is_last: bool) -> None:
+        """A save; training waits for that of a job's last step."""
         started_s = time.perf_counter()
         self._sync.flush()
         model, optimizers = self._training.model, self._training.optimizers
@@ -107,7 +104,7 @@ def measure(
             seconds[saves] = run.block(num_steps, saves=saves)
             if saves:
                 stall_s, write_s = run.costs()
-        blocking_s = run.blocking_save()
+        blocking_s, _ = slowest_s(lambda: run.save(is_last=True))
         pairs.append(Pair(seconds[True], seconds[False], stall_s, write_s, blocking_s))
     run.close()
     return first_stall_s, pairs

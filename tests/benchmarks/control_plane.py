@@ -157,15 +157,9 @@ def _copy_rows(database: sqlite3.Connection, table: str, key: str, job: str) -> 
 
 
 def _copy_points(database: sqlite3.Connection, job: str, num_full: int) -> None:
-    columns = [
-        row[1] for row in database.execute("PRAGMA table_info(metric_names)") if row[1] != "id"
-    ]
-    values = ", ".join("copies.id" if column == "job_id" else f'"{column}"' for column in columns)
-    database.execute(
-        f"INSERT INTO metric_names ({', '.join(columns)}) SELECT {values} "
-        "FROM copies, metric_names WHERE job_id = ? AND copies.number < ?",
-        (job, num_full),
-    )
+    # NULL: SQLite gives each name an id of its own.
+    changed = {"id": "NULL", "job_id": "copies.id"}
+    copy_rows(database, "metric_names", "job_id", job, changed, below=num_full)
     columns = [row[1] for row in database.execute("PRAGMA table_info(metric_points)")]
     values = ", ".join("copy.id" if column == "name_id" else f"p.{column}" for column in columns)
     database.execute(

@@ -179,11 +179,12 @@ def ray_elastic(document: Mapping[str, Any], actions: Sequence[str]) -> list[dic
         path, log = Path(folder, "config.json"), Path(folder, "log.txt")
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "tests.benchmarks.peers.ray_elastic", str(path)]
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
         with log.open("w") as output:
             done = subprocess.run(
                 command,
                 cwd=REPOSITORY,
-                env=os.environ | RAY_TUNED | _ray_token(),
+                env=os.environ | RAY_TUNED | token,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -192,7 +193,3 @@ def ray_elastic(document: Mapping[str, Any], actions: Sequence[str]) -> list[dic
         if done.returncode or not result.exists():
             raise BenchmarkError(f"elastic Ray Train failed:\n{log.read_text()[-3000:]}")
         return json.loads(result.read_text())
-
-
-def _ray_token() -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}

@@ -14,8 +14,7 @@ back within a second or two, where a cluster also has to start a worker.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -119,7 +118,9 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 def measure(config: WorkerConfig, num_faults: int) -> Values:
     """Run the job to its end under so many faults."""
-    with harness_of(config) as (harness, campaign):
+    with ElasticHarness(config, config.run_dir / "harness", NUM_GROUPS, pace_s=PACE_S) as harness:
+        campaign = Campaign(harness, Random(1), pace_s=PACE_S, stretches=False)
+        campaign.begin()
         strikes = _strike_all(harness, campaign, num_faults)
         harness.wait_to_end(TIMEOUT_S)
         records = harness.records()
@@ -135,15 +136,6 @@ def measure(config: WorkerConfig, num_faults: int) -> Values:
             "rows_skipped": float(ledger["rows_skipped"]),
             "num_commits": float(ledger["commit"]),
         }
-
-
-@contextmanager
-def harness_of(config: WorkerConfig) -> Iterator[tuple[ElasticHarness, Campaign]]:
-    """The job, when all of its groups train."""
-    with ElasticHarness(config, config.run_dir / "harness", NUM_GROUPS, pace_s=PACE_S) as harness:
-        campaign = Campaign(harness, Random(1), pace_s=PACE_S, stretches=False)
-        campaign.begin()
-        yield harness, campaign
 
 
 def _strike_all(harness: ElasticHarness, campaign: Campaign, num_faults: int) -> int:

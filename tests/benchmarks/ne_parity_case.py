@@ -10,16 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.models.dlrm import DLRM_DCN
 
 from tests.benchmarks.workload import clicks_batch
+from tests.harness.small_model import local_shards
 from trainer.data.batches import Batch
 from trainer.datasets.criteo.encode import transform_counts
 from trainer.datasets.criteo.reader import (
@@ -199,7 +199,7 @@ def set_start(model: nn.Module, settings: Settings, seed: int) -> None:
     for key, value in model.state_dict().items():
         if ".embedding_bags." in key:
             table = _initial_table(key.split(".")[-2], settings, seed)
-            for shard, (row, column) in _local_shards(value):
+            for shard, (row, column) in local_shards(value):
                 rows, columns = shard.shape
                 shard.copy_(table[row : row + rows, column : column + columns])
 
@@ -211,13 +211,3 @@ def _initial_table(name: str, settings: Settings, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + index)
     uniform = torch.rand(size, settings.embedding_dim, generator=generator)
     return (2 * uniform - 1) / size**0.5
-
-
-def _local_shards(value: Any) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-    """(local tensor, offset in the table) of each local shard of a ShardedTensor or a DTensor."""
-    if isinstance(value, ShardedTensor):
-        return [(s.tensor, tuple(s.metadata.shard_offsets)) for s in value.local_shards()]
-    local = value.to_local()
-    # A rank without a shard of a table still has an offset.
-    offsets = [tuple(offset) for offset in local.local_offsets()]
-    return list(zip(local.local_shards(), offsets, strict=False))

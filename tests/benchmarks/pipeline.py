@@ -12,7 +12,6 @@ Needs root; skips with a message where hosts cannot be emulated.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from itertools import cycle
@@ -22,19 +21,16 @@ import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.report import (
-    BenchmarkError,
     BenchmarkReport,
-    BenchmarkSkipped,
     Goal,
     Values,
     log,
     main,
     run_pairs,
 )
-from tests.benchmarks.two_d import LINK, MALLOC, NUM_HOSTS
+from tests.benchmarks.two_d import LINK, NUM_HOSTS, emulated_ranks
 from tests.benchmarks.two_d_train import NUM_BATCHES, Schedule, TwoDTrainer, take, time_windows
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from tests.harness.emulated import EmulatedHosts, EmulationError, missing_requirement
 from tests.harness.host_ranks import HostRanks
 from trainer.layout.layout import WorkerSite
 
@@ -59,16 +55,9 @@ Way = Literal["pipelined", "plain", "stock"]
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure. Raises `BenchmarkError` when a side cannot run, `BenchmarkSkipped` without hosts."""
-    if missing := missing_requirement():
-        raise BenchmarkSkipped(missing)
-    os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
-    try:
-        with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
-            ranks = HostRanks(hosts, RANKS_PER_HOST)
-            runs = run_pairs(num_pairs, lambda: _ours(ranks), lambda: _peers(ranks), log)
-    except EmulationError as error:
-        raise BenchmarkError(str(error)) from error
+    """Measure. Raises `BenchmarkError` when a side cannot run."""
+    with emulated_ranks(RANKS_PER_HOST) as ranks:
+        runs = run_pairs(num_pairs, lambda: _ours(ranks), lambda: _peers(ranks), log)
     return BenchmarkReport(NAME, _settings(), GOALS, runs)
 
 

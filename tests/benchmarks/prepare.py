@@ -18,7 +18,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,6 @@ GOALS = (
     Goal("memory", "peak_bytes", "bytes", 0.25, "lower", _PEER),
 )
 _BYTES_PER_GB = 1e9
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Ratings that ours prepares and that pandas does; both sets come from `seed`."""
-
-    ratings: int = 32_000_000
-    slice_ratings: int = 300_000
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ def generate(folder: Path, num_ratings: int, seed: int) -> Path:
     return source
 
 
-def measure(settings: Settings, num_pairs: int, folder: Path) -> BenchmarkReport:
+def measure(settings: argparse.Namespace, folder: Path) -> BenchmarkReport:
     """Generate both sets in `folder` and measure all methods."""
     whole = generate(folder, settings.ratings, settings.seed)
     part = generate(folder, settings.slice_ratings, settings.seed)
@@ -102,7 +93,7 @@ def measure(settings: Settings, num_pairs: int, folder: Path) -> BenchmarkReport
         return prepare_once(method, part, folder).scaled(factor).values(settings.ratings)
 
     runs = run_pairs(
-        num_pairs,
+        settings.pairs,
         ours=lambda: prepare_once("ours", whole, folder).values(settings.ratings),
         peer=lambda: peer("published"),
         log=log,
@@ -112,7 +103,8 @@ def measure(settings: Settings, num_pairs: int, folder: Path) -> BenchmarkReport
         *(_row(f"{run.side}, pair {run.pair + 1}", dict(run.values)) for run in runs),
         _row("pandas used carefully", careful),
     ]
-    return BenchmarkReport("prepare", asdict(settings), GOALS, runs, rows)
+    said = {name: vars(settings)[name] for name in ("ratings", "slice_ratings", "seed")}
+    return BenchmarkReport("prepare", said, GOALS, runs, rows)
 
 
 def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
@@ -127,14 +119,13 @@ def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--ratings", type=int, default=Settings.ratings)
-    parser.add_argument("--slice-ratings", type=int, default=Settings.slice_ratings)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--ratings", type=int, default=32_000_000)
+    parser.add_argument("--slice-ratings", type=int, default=300_000)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pairs", type=int, default=2, help="measured pairs of runs (default 2)")
     options = parser.parse_args(arguments)
     if not 1 <= options.slice_ratings <= options.ratings:
         parser.error("--slice-ratings must be at least 1 and at most --ratings")
-    options.settings = Settings(options.ratings, options.slice_ratings, options.seed)
     return options
 
 
@@ -144,9 +135,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="shardloom-bench-prepare-") as folder:
         return measure_and_tell(
             options.json,
-            lambda machine: tables_of(
-                measure(options.settings, options.pairs, Path(folder)).document(machine)
-            ),
+            lambda machine: tables_of(measure(options, Path(folder)).document(machine)),
         )
 
 

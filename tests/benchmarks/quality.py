@@ -71,7 +71,8 @@ def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
             raise BenchmarkError("the session held out ratings of other users than the peers")
         squares[OUR_NAME].append(by_user(errors, user))
         done = {name: [values[seed]] for name, values in squares.items()}
-        log(f"seed {seed + 1}/{num_seeds}: " + _line_of(rmse_by_model(done, fold)))
+        line = ", ".join(f"{n} {own[0]:.4f}" for n, own in rmse_by_model(done, fold).items())
+        log(f"seed {seed + 1}/{num_seeds}: " + line)
     return squares
 
 
@@ -119,10 +120,6 @@ def rmse_by_model(squares: Squares, fold: Fold) -> dict[str, list[float]]:
     """Held-out RMSE in stars by model, one for each seed."""
     num_rows = rows_by_user(fold)
     return {name: [rmse_of(each, num_rows) for each in own] for name, own in squares.items()}
-
-
-def _line_of(results: Results) -> str:
-    return ", ".join(f"{name} {values[0]:.4f}" for name, values in results.items())
 
 
 def gain_of(results: Results) -> Ratio:
@@ -190,8 +187,9 @@ def run(
     source: Path, num_seeds: int, machine: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[RenderableType]]:
     """Measure; the document and what to print."""
+    ratings = read_ratings(source)
     with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
-        fold = make_fold(source, read_ratings(source), Path(folder), DATA)
+        fold = make_fold(source, ratings, Path(folder), DATA)
         squares = measure(fold, num_seeds)
     settings = {
         "spec": SPEC.name,

@@ -60,26 +60,13 @@ def job_spec(path: Path, prepared: Path, overrides: Sequence[str]) -> JobSpec:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Errors alone are told; the process is left as it was."""
-    loggers = [logging.getLogger(name) for name in ("torchrec", "torch", "trainer")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-@contextmanager
 def single_rank() -> Iterator[None]:
     """A process group of this process alone, quiet about what its libraries think."""
     torch.set_num_threads(1)
-    with _quiet(), tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
+    warnings.simplefilter("ignore")
+    for name in ("torchrec", "torch", "trainer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",
@@ -98,7 +85,11 @@ def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
 
     A user is its place among all users in ascending order, as every user has fitted ratings.
     """
-    session = _trained(spec)
+    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
+        config = WorkerConfig(spec, Path(folder), "quality-a0", 0)
+        groups = build_groups(layout_of(spec), torch.device("cpu"), _GROUP_TIMEOUT_S)
+        session = _Measured(config, groups)
+        train(session)
     files = sorted((Path(spec.data.path) / spec.data.split.validation).glob("*.parquet"))
     rows = pq.ParquetDataset(files).read(["user_id", "rating"])
     if not np.allclose(rows["rating"].to_numpy(), session.labels, atol=1e-4):
@@ -107,15 +98,6 @@ def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
     if not np.isclose(np.sqrt(np.mean(session.errors**2)), measured, rtol=1e-4):
         raise BenchmarkError("the errors that were kept are not those that the session measured")
     return rows["user_id"].to_numpy() - 1, session.errors
-
-
-def _trained(spec: JobSpec) -> _Measured:
-    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
-        config = WorkerConfig(spec, Path(folder), "quality-a0", 0)
-        groups = build_groups(layout_of(spec), torch.device("cpu"), _GROUP_TIMEOUT_S)
-        session = _Measured(config, groups)
-        train(session)
-    return session
 
 
 class _Measured(Session):

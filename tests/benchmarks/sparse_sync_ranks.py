@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from tests.harness.small_model import take_step
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
@@ -52,10 +53,7 @@ class Training:
     def train(self, num_steps: int) -> None:
         """Take some steps."""
         for _ in range(num_steps):
-            self.optimizers.begin_step(1, 1)
-            loss, _ = self.model(next(self._batches))
-            loss.backward()
-            self.optimizers.step()
+            take_step(self.model, self.optimizers, next(self._batches), 1, 1)
 
     def sync(self, **changes: Any) -> Sync:
         """A sync by the default policy but for `changes`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from service.client.client import ShardloomClient
 from service.client.errors import ShardloomError
 from service.domain.models import JobStatus
-from service.local.stack import LocalStack
-from service.local.state import StackError, StackHome
-from tests.benchmarks.report import BenchmarkError, log
+from service.local.state import StackError
+from tests.benchmarks.report import BenchmarkError
 from tests.benchmarks.workload import NUM_RATINGS, WORLD_SIZE, job_document, prepared_ratings
-from tests.harness.wait import free_port
+from tests.harness import stack as harness
 
 # More reports than a benchmark's job makes, so that the service sends each one by itself.
 MAX_REPORTS = 5_000
@@ -33,33 +29,28 @@ class JobRun:
     time_of_step: dict[int, float]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A running service and its Ray."""
+class Stack(harness.Stack):
+    """A running service and its Ray, in a folder of their own."""
 
-    client: ShardloomClient
-    ray_address: str
-    ray_token: str
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "home")
+        self.folder = folder
 
     def run_job(self, document: dict[str, Any]) -> JobRun:
         """Submit a job and wait for its end.
 
         Raises `BenchmarkError` with the end of the driver's log unless the job succeeded.
         """
+        submitted_at = time.time()
         try:
-            return self._run_job(document)
+            job = self.client.wait(self.client.submit(document).id)
+            if job.status is not JobStatus.SUCCEEDED:
+                lines = self.client.read_logs(job.id, source="driver", tail=20).lines
+                tail = "\n".join(line.text for line in lines)
+                raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
+            answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)
         except ShardloomError as error:
             raise BenchmarkError(f"the service does not do its part: {error}") from error
-
-    def _run_job(self, document: dict[str, Any]) -> JobRun:
-        submitted_at = time.time()
-        job = self.client.wait(self.client.submit(document).id)
-        if job.status is not JobStatus.SUCCEEDED:
-            lines = self.client.read_logs(job.id, source="driver", tail=20).lines
-            tail = "\n".join(line.text for line in lines)
-            raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
-        answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)
         times = {point.step: point.time for series in answer.series for point in series.points}
         return JobRun(submitted_at, times)
 
@@ -76,25 +67,17 @@ SETTINGS = {
 
 @contextmanager
 def stack_and_job(name: str, overrides: list[str]) -> Iterator[tuple[Stack, dict[str, Any]]]:
-    """A private stack, and the document of the job that both sides train."""
-    with prepared_ratings() as data, private_stack() as stack:
-        yield stack, job_document(name, data, overrides)
+    """A private stack, gone afterwards, and the document of the job that both sides train.
 
-
-@contextmanager
-def private_stack() -> Iterator[Stack]:
-    """Start a stack and bring it down again; raises `BenchmarkError` if it does not start."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SHARDLOOM_")}
-    with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as folder:
-        home = StackHome(Path(folder, "home"))
-        stack = LocalStack(home, kept)
+    Raises `BenchmarkError` if the stack does not start.
+    """
+    with (
+        prepared_ratings() as data,
+        TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as folder,
+    ):
+        stack = Stack(Path(folder))
         try:
-            state = stack.up(port=free_port(), report=log)
-            assert state.ray_address is not None
-            with ShardloomClient(state.url) as client:
-                yield Stack(client, state.ray_address, home.token(), Path(folder))
+            with stack.running():
+                yield stack, job_document(name, data, overrides)
         except StackError as error:
             raise BenchmarkError(f"the local stack does not start: {error}") from error
-        finally:
-            stack.down(log)
-            shutil.rmtree(home.ray_dir, ignore_errors=True)

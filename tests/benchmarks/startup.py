@@ -82,19 +82,14 @@ def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
         "first_step_path": str(first_step_path),
     }
     config_path.write_text(json.dumps(config))
-    client = ray_client(stack)
+    address, token = stack.jobs_api()
+    client = JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"})
     submitted_at = time.time()
     job_id = client.submit_job(
         entrypoint=shlex.join([sys.executable, str(PEER_SCRIPT), str(config_path)])
     )
     _wait_for_end(client, job_id)
     return {"submit_to_first_step_s": float(first_step_path.read_text()) - submitted_at}
-
-
-def ray_client(stack: Stack) -> JobSubmissionClient:
-    """Ray's own client of the stack's cluster."""
-    headers = {"Authorization": f"Bearer {stack.ray_token}"}
-    return JobSubmissionClient(stack.ray_address, headers=headers)
 
 
 def _wait_for_end(client: JobSubmissionClient, job_id: str) -> None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -95,32 +96,34 @@ def schedule_of(side: Side) -> Schedule:
     return Schedule(warmup_steps=3, num_windows=3, steps_per_window=3)
 
 
-def run(num_pairs: int) -> BenchmarkReport:
-    """Measure all. Raises `BenchmarkError` when a side cannot run.
+@contextmanager
+def emulated_ranks(ranks_per_host: int) -> Iterator[HostRanks]:
+    """Ranks on two hosts that a link joins.
 
     Raises `BenchmarkSkipped` where hosts cannot be emulated.
     """
-    missing = missing_requirement()
-    if missing:
+    if missing := missing_requirement():
         raise BenchmarkSkipped(missing)
     os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
     try:
         with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
-            return _run(HostRanks(hosts, RANKS_PER_HOST), num_pairs)
+            yield HostRanks(hosts, ranks_per_host)
     except EmulationError as error:
         raise BenchmarkError(str(error)) from error
 
 
-def _run(ranks: HostRanks, num_pairs: int) -> BenchmarkReport:
-    stock, ours = survey(ranks, VARIANTS), survey(ranks, layouts())
-    best_stock, best_ours = best_of(stock), best_of(ours)
-    log(f"pairs: {label_of(best_ours)} against {label_of(best_stock)}")
-    runs = run_pairs(
-        num_pairs,
-        lambda: _measure(ranks, best_ours),
-        lambda: _measure(ranks, best_stock),
-        log,
-    )
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure all. Raises `BenchmarkError` when a side cannot run."""
+    with emulated_ranks(RANKS_PER_HOST) as ranks:
+        stock, ours = survey(ranks, VARIANTS), survey(ranks, layouts())
+        best_stock, best_ours = best_of(stock), best_of(ours)
+        log(f"pairs: {label_of(best_ours)} against {label_of(best_stock)}")
+        runs = run_pairs(
+            num_pairs,
+            lambda: _measure(ranks, best_ours),
+            lambda: _measure(ranks, best_stock),
+            log,
+        )
     settings = _settings() | {"ours": label_of(best_ours), "peer": label_of(best_stock)}
     rows = table_rows(stock | ours, best_stock)
     return BenchmarkReport(NAME, settings, [GOAL], runs, rows)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.prepare_child import memory_bytes
-from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
+from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout, spec_of
+from tests.benchmarks.workload import zipf_batches
 from tests.harness.emulated import sent_bytes
 from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
@@ -104,7 +105,7 @@ def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> Ran
         trainer = TwoDTrainer(site, spec_of(side))
     else:
         trainer = StockTrainer(side)
-    steps = trainer.train(cycle(make_batches(site.rank, NUM_BATCHES)))
+    steps = trainer.train(cycle(zipf_batches(IN_1D, site.rank, NUM_BATCHES)))
     imbalance = _warm_up(trainer, steps, schedule)
     dist.barrier()
     sync_s, link_bytes = trainer.sync_s, sent_bytes()
@@ -123,7 +124,9 @@ def _warm_up(
     trainer: TwoDTrainer | StockTrainer, steps: Iterator[None], schedule: Schedule
 ) -> float:
     """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
-    counter = LookupCounter(SimpleNamespace(embedding_kernels=trainer.embedding_kernels))
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    kernels = trainer.embedding_kernels
+    counter = LookupCounter(SimpleNamespace(embedding_kernels=kernels, groups=groups))
     counter.sampling = True
     take(steps, schedule.warmup_steps)
     counter.sampling = False

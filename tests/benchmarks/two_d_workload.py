@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from trainer.data.batches import Batch
+from tests.benchmarks.workload import Workload, clicks_spec
 from trainer.spec.job import JobSpec
 
 WORLD_SIZE = 8
@@ -81,8 +80,3 @@ def spec_of(layout: TwoDLayout) -> JobSpec:
         all_to_all={"forward": layout.wire, "backward": layout.wire},
         dense=layout.dense,
     )
-
-
-def make_batches(rank: int, num_batches: int) -> list[Batch]:
-    """The batches of one rank, whatever the layout: `BATCH_SIZE` rows each."""
-    return zipf_batches(IN_1D, rank, num_batches)

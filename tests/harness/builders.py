@@ -100,18 +100,16 @@ def attempt_of(job: Job, *, index: int = 0, **fields: Any) -> Attempt:
     )
 
 
-def live_job(
-    status: JobStatus = JobStatus.RUNNING, *, job: Job | None = None, **changes: Any
-) -> tuple[Job, Attempt]:
+def live_job(status: JobStatus = JobStatus.RUNNING, **changes: Any) -> tuple[Job, Attempt]:
     """A job with a live first attempt that has started; `changes` are those of the job."""
-    known = job or queued_job()
+    known = queued_job()
     attempt = attempt_of(known, submitted_at=NOW, started_at=NOW)
     return replace(known, status=status, current_attempt_id=attempt.id, **changes), attempt
 
 
-def reported(attempt: Attempt, reason: EndReason, message: str = "", time: float = NOW) -> Attempt:
+def reported(attempt: Attempt, reason: EndReason, message: str = "") -> Attempt:
     """The attempt once its driver has said how it ended."""
-    return replace(attempt, reported_end=ReportedEnd(reason, message, time))
+    return replace(attempt, reported_end=ReportedEnd(reason, message, NOW))
 
 
 def batch(*events: Event, stream: str = "rank-0", first_seq: int = 0) -> EventBatch:

@@ -71,16 +71,13 @@ class PostgresqlServer:
         self._url = make_url(url)
         self._numbers = itertools.count()
         self._engine: Engine = create_engine(self._url, isolation_level="AUTOCOMMIT")
-        self._hurry()
-        self._create(_TEMPLATE)
-        JobStore.open(self._url_of(_TEMPLATE)).close()
-
-    def _hurry(self) -> None:
-        """Nobody pulls the plug of this machine: the disk need not keep up."""
+        # Nobody pulls the plug of this machine: the disk need not keep up.
         with self._engine.connect() as connection:
             for setting in ("fsync", "synchronous_commit", "full_page_writes"):
                 connection.exec_driver_sql(f"ALTER SYSTEM SET {setting} = off")
             connection.exec_driver_sql("SELECT pg_reload_conf()")
+        self._create(_TEMPLATE)
+        JobStore.open(self._url_of(_TEMPLATE)).close()
 
     def empty_database(self) -> str:
         """The URL of a new database without tables."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -87,7 +87,7 @@ class Coordinator:
 class ElasticHarness:
     """One job. A context manager: its processes are gone after it.
 
-    `config` is the job's, without a group. Group g runs on host `host_of(g)`, which is no more
+    `config` is the job's, without a group. Group g runs on host 127.0.0.(g + 2), which is no more
     than a name; with a `network` on host g + 1 of that, the coordinator being on host 0.
     `restarts` says whether groups that die are started again; for `pace_s` see `Control`.
     """
@@ -97,7 +97,6 @@ class ElasticHarness:
     num_groups: int
     pace_s: float = 0.0
     restarts: bool = True
-    host_of: Callable[[int], str] = field(default=lambda group: f"127.0.0.{group + 2}")
     network: EmulatedHosts | None = None
 
     def __post_init__(self) -> None:
@@ -163,15 +162,14 @@ class ElasticHarness:
             rank=0,
             coordinator=self._address,
             store_port=free_port(),
-            host=self.network.addresses[group + 1] if self.network else self.host_of(group),
+            host=self.network.addresses[group + 1] if self.network else f"127.0.0.{group + 2}",
             network=self.network.network(group + 1) if self.network else None,
             control=self._control_path,
             records=self.folder,
         )
-        num_ranks = self.config.spec.parallelism.group_size
         ranks = [
             FORK_SERVER.Process(target=live, args=(replace(life, rank=rank),), daemon=True)
-            for rank in range(num_ranks)
+            for rank in range(self.num_ranks)
         ]
         for rank in ranks:
             rank.start()
@@ -246,9 +244,9 @@ class ElasticHarness:
             assert time.monotonic() < deadline, f"{what}: not in {timeout_s} s\n{self.tails()}"
             time.sleep(_POLL_S)
 
-    def wait_for_commit(self, commit: int, timeout_s: float = 60) -> None:
+    def wait_for_commit(self, commit: int) -> None:
         """Wait until a sync with this number was committed."""
-        self.wait_for(lambda: self.commit >= commit, timeout_s, f"commit {commit}")
+        self.wait_for(lambda: self.commit >= commit, 60, f"commit {commit}")
 
     def wait_to_end(self, timeout_s: float = 120) -> None:
         """Wait until all groups are through."""
@@ -295,12 +293,9 @@ class ElasticHarness:
         ]
         return mine[-1] if mine else None
 
-    def tails(self, num_lines: int = 12) -> str:
+    def tails(self) -> str:
         """The ends of all logs, for a message."""
-        return "\n".join(_tails(sorted(self.folder.glob("*.log")), num_lines))
-
-
-def _tails(paths: Iterable[Path], num_lines: int) -> Iterator[str]:
-    for path in paths:
-        lines = path.read_text(errors="replace").splitlines()[-num_lines:]
-        yield "\n  ".join([f"--- {path.name}", *lines])
+        lines: list[str] = []
+        for path in sorted(self.folder.glob("*.log")):
+            lines += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-12:]]
+        return "\n  ".join(lines)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.emulated import INTERFACE, enter_network
-from tests.harness.processes import die_with_parent
+from tests.harness.processes import die_with_parent, rank_environment
 from tests.harness.wait import scaled
 from trainer.protocol.worker_config import WorkerConfig
 
@@ -149,16 +149,8 @@ def _enter_world(life: RankLife) -> None:
 
     torch.set_num_threads(1)
     num_ranks = life.config.spec.parallelism.group_size
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(life.store_port),
-        RANK=str(life.rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(life.rank),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        GLOO_SOCKET_IFNAME=INTERFACE if life.network else "lo",
-        TORCH_CPP_LOG_LEVEL="ERROR",
-    )
+    interface = INTERFACE if life.network else "lo"
+    os.environ.update(rank_environment(life.rank, num_ranks, life.store_port, interface))
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group("gloo", rank=life.rank, world_size=num_ranks, timeout=timeout)
 

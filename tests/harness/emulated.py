@@ -190,18 +190,13 @@ def _enter(holder: subprocess.Popen[bytes], *namespaces: str) -> list[str]:
 
 
 def _configure(holder: subprocess.Popen[bytes], *commands: str) -> None:
+    """Run commands in a namespace; raises `EmulationError` when one fails."""
     for command in commands:
-        _run(holder, command)
-
-
-def _run(holder: subprocess.Popen[bytes], command: str) -> str:
-    """Run `command` in a namespace; its output. Raises `EmulationError` when it fails."""
-    # Without the host's own /proc, because `netns PID` is looked up there.
-    inside = [*_enter(holder, _NETWORK), "--", *command.split()]
-    done = subprocess.run(inside, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EmulationError(f"`{command}` said: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+        # Without the host's own /proc, because `netns PID` is looked up there.
+        inside = [*_enter(holder, _NETWORK), "--", *command.split()]
+        done = subprocess.run(inside, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmulationError(f"`{command}` said: {done.stderr.strip() or done.stdout.strip()}")
 
 
 def _end(holder: subprocess.Popen[bytes]) -> None:

@@ -68,7 +68,9 @@ class Machine:
 
     def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever that is, within two minutes."""
-        environment = _plain_environment() | dict(self.settings) | settings
+        prefixes = ("SHARDLOOM_", "RAY_")
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+        environment = kept | dict(self.settings) | settings
         environment["SHARDLOOM_HOME"] = str(self.home)
         # Into files: what a command leaves running would keep a pipe open.
         self.home.mkdir(parents=True, exist_ok=True)
@@ -114,17 +116,10 @@ class Machine:
         return found
 
 
-def _plain_environment() -> dict[str, str]:
-    prefixes = ("SHARDLOOM_", "RAY_")
-    return {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
-
-
 @contextmanager
-def machines(
-    number: int, folder: Path, settings: Mapping[str, str], link: Link = _GIGABIT
-) -> Iterator[Sequence[Machine]]:
+def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
     """So many machines, with homes below `folder`; all that runs there ends with them."""
-    with EmulatedHosts(number, link) as hosts:
+    with EmulatedHosts(number, _GIGABIT) as hosts:
         made = [
             Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)
         ]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -27,6 +28,8 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from moto.server import MotoRequestHandler
 from pyarrow import fs
 from werkzeug.serving import BaseWSGIServer, make_server
+
+from trainer.storage import Location
 
 ACCESS_KEY, SECRET_KEY = "testing", "testing-secret"
 
@@ -182,6 +185,14 @@ class ObjectStore:
     def url(self, key: str) -> str:
         """URL of a key of the bucket, for `Location.parse`."""
         return f"s3://{self.bucket}/{key}"
+
+    def upload(self, folder: Path, key: str) -> Location:
+        """Copy a folder with all files below it to a key, where it then is."""
+        target = Location.parse(self.url(key))
+        for path in folder.rglob("*"):
+            if path.is_file():
+                (target / path.relative_to(folder).as_posix()).upload(path)
+        return target
 
     @property
     def environment(self) -> dict[str, str]:

@@ -20,6 +20,22 @@ def die_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def rank_environment(
+    rank: int, world_size: int, store_port: int, interface: str = "lo"
+) -> dict[str, str]:
+    """Variables by which a gloo rank of this machine joins its world."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store_port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
 @contextmanager
 def if_killed(
     command: Sequence[str], environment: Mapping[str, str] = os.environ

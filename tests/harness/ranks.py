@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tests.harness.processes import die_with_parent
+from tests.harness.processes import die_with_parent, rank_environment
 from tests.harness.wait import scaled
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
@@ -65,8 +65,13 @@ def run_ranks(
         world.close()
 
 
-def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
-    """Results of several (function, arguments...), one after the other in one call of a rank."""
+def run_in_turn(world_size: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """Several (function, arguments...) one after the other; results indexed by call, then rank."""
+    ranks = run_ranks(_in_turn, world_size, *calls)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+def _in_turn(*calls: tuple[Any, ...]) -> list[Any]:
     return [function(*arguments) for function, *arguments in calls]
 
 
@@ -240,16 +245,7 @@ def _answer(rank: int, data: bytes) -> _Answer:
 
     try:
         call = _unpack(data)
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(call.store_port),
-            RANK=str(rank),
-            WORLD_SIZE=str(call.world_size),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(call.world_size),
-            GLOO_SOCKET_IFNAME="lo",
-            TORCH_CPP_LOG_LEVEL="ERROR",
-        )
+        os.environ.update(rank_environment(rank, call.world_size, call.store_port))
         store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
         dist.init_process_group(
             "gloo",

@@ -15,12 +15,15 @@ from typing import Self
 import httpx
 
 from service.backends.fake import FakeBackend
+from service.client.transport import RetryPolicy
 from tests.harness.processes import die_with_parent
 from tests.harness.wait import scaled, wait_for
 from trainer.protocol.events import EventBatch
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 START_TIMEOUT_S = 60.0
+# Of clients, across a restart: that takes a while on a busy machine.
+PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 # Far above what a shutdown takes, so that one which waits for somebody is told from a slow one.
 SHUTDOWN_TIMEOUT_S = 60
 
@@ -83,10 +86,10 @@ class ServiceProcess:
             START_TIMEOUT_S,
         )
 
-    def wait_until_killed(self, limit_s: float = 60.0) -> None:
+    def wait_until_killed(self) -> None:
         """Wait until the point is reached."""
         assert self._process is not None
-        assert self._process.wait(scaled(limit_s)) == -signal.SIGKILL, self.log()
+        assert self._process.wait(scaled(60.0)) == -signal.SIGKILL, self.log()
         self._process = None
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:

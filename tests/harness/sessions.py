@@ -17,6 +17,7 @@ from trainer.parallel.mesh import build_groups
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
+from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, run_worker, train
@@ -28,7 +29,12 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
         EXAMPLE_SPEC.read_text(),
         [f"data.path={data}", "data.batch_size=32", "training.report_every_steps=5", *overrides],
     )
-    resolved = size_tables(spec, load_manifest(data).vocab_sizes)
+    return config_of(spec, run_dir, run_index)
+
+
+def config_of(spec: JobSpec, run_dir: Path, run_index: int = 0) -> WorkerConfig:
+    """A job on prepared data, whose tables are as large as its vocabularies."""
+    resolved = size_tables(spec, load_manifest(Path(spec.data.path)).vocab_sizes)
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ class Stack:
                 roots = [state.ray, state.service] if state is not None else []
                 members = {each for root in roots if root for each in process_tree(root, table)}
                 self.down()
+                # It lies outside of the home: it has to have a short path.
+                shutil.rmtree(self._local.home.ray_dir, ignore_errors=True)
             assert [each for each in members if is_alive(each)] == [], "left by `down`"
 
     def up(self) -> None:
@@ -111,16 +114,9 @@ class Stack:
         """Files of one attempt."""
         return RunDir(Path(job.run_dir)).attempt(f"{job.id}-a{attempt_index}")
 
-    def worker_pid(self, job: JobDetail, rank: int, run_index: int = 0) -> int:
-        """Process of a rank, as its log says."""
-        text = self.files(job).log_path(f"rank-{rank}").read_text()
-        found = re.search(rf"rank {rank} of worker group run {run_index} is process (\d+)", text)
-        assert found, text
-        return int(found.group(1))
-
-    def driver_pid(self, job: JobDetail, attempt_index: int = 0) -> int:
-        """Process of the driver, as its log says."""
-        text = self.files(job, attempt_index).log_path("driver").read_text()
+    def pid(self, job: JobDetail, source: str) -> int:
+        """First process of the driver or of a rank of the first attempt, as its log says."""
+        text = self.files(job).log_path(source).read_text()
         found = re.search(r"is process (\d+)", text)
         assert found, text
         return int(found.group(1))

@@ -28,12 +28,6 @@ _PORTS_OF_A_WORKER = 1_000
 Found = TypeVar("Found")
 
 
-def measure_scale() -> float:
-    """How many times slower than a fast core this machine is now, between 1 and 8."""
-    times = sorted(_time_of_work() for _ in range(_NUM_MEASUREMENTS))
-    return _clamp(statistics.median(times) / _WORK_ON_A_FAST_CORE_S)
-
-
 def _time_of_work() -> float:
     began = time.perf_counter()
     sum(number * number for number in range(_WORK_ITEMS))
@@ -45,9 +39,14 @@ def _clamp(factor: float) -> float:
 
 
 def scale() -> float:
-    """The factor of this session; measured, and left in the environment, by the first call."""
+    """How many times slower than a fast core this machine is, between 1 and 8.
+
+    The first call measures it, and leaves it in the environment.
+    """
     if SCALE_VARIABLE not in os.environ:
-        os.environ[SCALE_VARIABLE] = f"{measure_scale():.2f}"
+        times = [_time_of_work() for _ in range(_NUM_MEASUREMENTS)]
+        factor = statistics.median(times) / _WORK_ON_A_FAST_CORE_S
+        os.environ[SCALE_VARIABLE] = f"{_clamp(factor):.2f}"
     return _clamp(float(os.environ[SCALE_VARIABLE]))
 
 

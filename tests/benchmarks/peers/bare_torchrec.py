@@ -26,6 +26,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from tests.benchmarks.peers.raw_ray_train import build_model, dense_optimizer
 from tests.benchmarks.peers.stock_1d import PipelinedBatch
+from tests.harness.processes import rank_environment
 from tests.harness.wait import free_port
 from trainer.data.batches import TrainBatches
 from trainer.data.reader import open_source
@@ -78,12 +79,7 @@ def run_rank(
     torch.set_num_threads(1)
     spec = load_spec(Path(spec_path).read_text())
     world_size = spec.parallelism.world_size
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
+    os.environ.update(rank_environment(rank, world_size, port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     batches = epoch_of_batches(spec, rank, world_size)
     dist.barrier()

@@ -35,18 +35,14 @@ from tests.benchmarks.peers.raw_ray_train import (
     dense_optimizer,
     endless_batches,
 )
+from tests.harness.processes import rank_environment
 
 
 def enter_world(config: dict[str, Any], group: int, rank: int) -> None:
     """Form the group's own world."""
     torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(config["store_ports"][group]),
-        RANK=str(rank),
-        WORLD_SIZE=str(config["num_ranks"]),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    port = config["store_ports"][group]
+    os.environ.update(rank_environment(rank, config["num_ranks"], port))
     dist.init_process_group("gloo", rank=rank, world_size=config["num_ranks"])
 
 

@@ -54,7 +54,8 @@ from tests.benchmarks.quality_peers import (
 from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
 from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
-from tests.benchmarks.two_d_workload import TwoDLayout, make_batches
+from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout
+from tests.benchmarks.workload import zipf_batches
 from tests.harness.ranks import run_ranks
 from tests.harness.wait import scaled
 from tests.unit.trainer.datasets.criteo.test_prepare import line, write
@@ -108,11 +109,11 @@ def test_histories_of_held_out_rows_hold_fitted_movies_only(fold):
     assert (histories["history_movies"] == 1).all()
 
 
-def made_up_fold(rank: int = 2) -> Fold:
-    """Ratings of 60 users and 40 movies by biases and `rank` factors, with little noise."""
+def made_up_fold() -> Fold:
+    """Ratings of 60 users and 40 movies by biases and two factors, with little noise."""
     rng = np.random.default_rng(0)
     user, movie = (each.ravel() for each in np.indices((60, 40)))
-    taste = (rng.normal(size=(60, rank))[user] * rng.normal(size=(40, rank))[movie]).sum(1)
+    taste = (rng.normal(size=(60, 2))[user] * rng.normal(size=(40, 2))[movie]).sum(1)
     biases = 0.3 * rng.normal(size=60)[user] + 0.3 * rng.normal(size=40)[movie]
     stars = np.clip(3 + biases + 0.5 * taste + 0.1 * rng.normal(size=len(user)), 0.5, 5)
     fit = rng.random(len(user)) < 0.7
@@ -379,7 +380,7 @@ def test_every_window_holds_whole_sync_intervals():
 
 
 def test_a_rank_reads_the_same_batches_in_every_layout_and_others_read_others():
-    first, again, other = (make_batches(rank, 2) for rank in (0, 0, 1))
+    first, again, other = (zipf_batches(IN_1D, rank, 2) for rank in (0, 0, 1))
     for one, same in zip(first, again, strict=True):
         assert torch.equal(one.sparse.values(), same.sparse.values())
         assert torch.equal(one.dense, same.dense)

@@ -41,8 +41,8 @@ class InProcessCluster:
         return self._server.client()
 
     def operator_client(self) -> ApiClient:
-        """The client of operators."""
-        return self._server.operator_client()
+        """The client of operators, which is not noted and which no fault but `away` befalls."""
+        return self._server.client(self._server.operator_token)
 
     def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
         """A token of a service account in the namespace, with a Role of these rules."""

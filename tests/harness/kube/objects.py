@@ -70,12 +70,12 @@ BUILT_IN = (
 
 
 @cache
-def read_definitions(folder: Path = CRD_FOLDER) -> tuple[Manifest, ...]:
-    """CustomResourceDefinitions in the YAML files of a folder; not to be changed."""
+def read_definitions() -> tuple[Manifest, ...]:
+    """KubeRay's CustomResourceDefinitions; not to be changed."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return tuple(
         document
-        for path in sorted(folder.glob("*.yaml"))
+        for path in sorted(CRD_FOLDER.glob("*.yaml"))
         for document in yaml.load_all(path.read_text(encoding="utf-8"), loader)
         if document
     )

@@ -119,11 +119,6 @@ def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | N
     return {**status, "jobDeploymentStatus": "Failed", "reason": reason, "message": message}
 
 
-def suspended(status: Manifest) -> Manifest:
-    """Status after all that a suspended RayJob had is gone."""
-    return {"startTime": status["startTime"], "jobDeploymentStatus": "Suspended"}
-
-
 def cluster_of(job: Manifest) -> Manifest:
     """The RayCluster that KubeRay makes for a RayJob."""
     about = job["metadata"]
@@ -305,7 +300,9 @@ class RayClusters:
             return
         wanted = list(pods_of(cluster))
         running = [self._bring_up(pod, cluster["metadata"]["namespace"]) for pod in wanted]
-        status = _status(cluster, wanted, all(running))
+        status = {**cluster.get("status", {}), "desiredWorkerReplicas": len(wanted) - 1}
+        if all(running):
+            status["state"] = "ready"
         if status != cluster.get("status", {}):
             changed = {**cluster, "status": status}
             self._custom.replace_namespaced_custom_object_status(*_place_of(cluster), changed)
@@ -348,11 +345,7 @@ class RayClusters:
             name = source.get("secretRef", {}).get("name")
             env.update((name and self._secret(name, namespace)) or {})
         for each in container.get("env", ()):
-            reference = each.get("valueFrom", {}).get("secretKeyRef")
-            if reference:
-                values = self._secret(reference["name"], namespace) or {}
-                env[each["name"]] = values.get(reference["key"], "")
-            elif "valueFrom" not in each:
+            if "valueFrom" not in each:
                 env[each["name"]] = each.get("value", "")
         return {name: value for name, value in env.items() if not name.startswith("RAY_")}
 
@@ -364,11 +357,6 @@ class RayClusters:
                 raise
             return None
         return {key: base64.b64decode(value).decode() for key, value in data.items()}
-
-
-def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
-    status = {**cluster.get("status", {}), "desiredWorkerReplicas": len(wanted) - 1}
-    return {**status, **({"state": "ready"} if is_ready else {})}
 
 
 # ---- the operator
@@ -461,8 +449,8 @@ class RayJobOperator:
             return late or (
                 self._initialize(job) if state == "Initializing" else self._check(job, now)
             )
-        if state == "Suspending":
-            return suspended(job["status"]) if self._delete_cluster(job) else None
+        if state == "Suspending" and self._delete_cluster(job):
+            return {"startTime": job["status"]["startTime"], "jobDeploymentStatus": "Suspended"}
         return None
 
     def _hold(self, job: Manifest) -> None:

@@ -203,7 +203,7 @@ class KubeApiServer:
         self._resources = list(BUILT_IN)
         self._users: dict[str, User] = {}
         self.admin_token = self._issue(User("kubernetes-admin", None, (_ADMIN_RULE,)))
-        self._operator_token = self._issue(User(OPERATOR, None, (_ADMIN_RULE,)))
+        self.operator_token = self._issue(User(OPERATOR, None, (_ADMIN_RULE,)))
         self._collector = GarbageCollector(self.verbs, self.find)
         # None that an outgoing connection is given, while the server is away.
         self._port = free_port()
@@ -282,10 +282,6 @@ class KubeApiServer:
         configuration = Configuration(host=self.url)
         configuration.api_key = {"authorization": f"Bearer {token or self.admin_token}"}
         return ApiClient(configuration)
-
-    def operator_client(self) -> ApiClient:
-        """A client that is not noted in `requests` and that no fault but `away` befalls."""
-        return self.client(self._operator_token)
 
     def add_namespace(self, name: str) -> None:
         """Make a namespace."""

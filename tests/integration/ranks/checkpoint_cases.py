@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.harness.small_model import (
     dlrm_spec,
     make_batch,
     pooled_features,
+    take_step,
 )
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
@@ -100,10 +101,8 @@ def train(model: TwoDParallel, optimizers: Optimizers, spec: JobSpec, steps: Ite
     """Take `steps`, with a sync after each."""
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=False))
     for step in steps:
-        optimizers.begin_step(step, NUM_STEPS)
-        loss, _ = model(make_batch(step, dist.get_rank(), spec.data.batch_size))
-        loss.backward()
-        optimizers.step()
+        batch = make_batch(step, dist.get_rank(), spec.data.batch_size)
+        take_step(model, optimizers, batch, step, NUM_STEPS)
         sync()
     sync.flush()
     sync.close()
@@ -118,29 +117,12 @@ def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
     return held(model, optimizers)
 
 
-def load(
-    sharding: Sharding,
-    folder: Path,
-    rows: dict[str, int] | None = None,
-    save_to: Path | None = None,
-) -> dict[str, Any]:
-    """Load a checkpoint into a fresh model, and save it to another; what this rank then holds."""
+def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> dict[str, Any]:
+    """Load a checkpoint into a fresh model; what this rank then holds."""
     model, optimizers = build(sharding, spec_of(sharding, rows))
     scramble(model, optimizers)
     optimizers.init_state()
     load_state(folder, model, optimizers.combined)
-    if save_to:
-        save_load.save(save_to, state_to_save(model, optimizers.combined))
-    return held(model, optimizers)
-
-
-def train_on(sharding: Sharding, folder: Path) -> dict[str, Any]:
-    """Take one more step from a checkpoint; what this rank then holds."""
-    spec = spec_of(sharding)
-    model, optimizers = build(sharding, spec)
-    optimizers.init_state()
-    load_state(folder, model, optimizers.combined)
-    train(model, optimizers, spec, steps=[NUM_STEPS + 1])
     return held(model, optimizers)
 
 
@@ -156,11 +138,16 @@ def save_as_before(sharding: Sharding, folder: Path) -> dict[str, Any]:
 
 def why_not(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> str:
     """The message with which a load is refused on this rank."""
+    return refusal_of(lambda: load(sharding, folder, rows))
+
+
+def refusal_of(attempt: Callable[[], object]) -> str:
+    """How an attempt is refused: the error's class and its message."""
     try:
-        load(sharding, folder, rows)
+        attempt()
     except save_load.CheckpointError as error:
-        return str(error)
-    raise AssertionError("the checkpoint was loaded")
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was not refused")
 
 
 @torch.no_grad()

@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.harness.wait import scaled
-from tests.integration.ranks.checkpoint_cases import Sharding, build, held, load, spec_of, train
+from tests.integration.ranks.checkpoint_cases import (
+    Sharding,
+    build,
+    held,
+    load,
+    refusal_of,
+    spec_of,
+    train,
+)
 from trainer import fault_injection
+from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.manager import CheckpointManager, TrainState
-from trainer.checkpoint.save_load import CheckpointError, list_committed
+from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -60,16 +68,17 @@ class Saver:
         """One save of a tensor that every rank has."""
         tensors = {"weight": torch.full((1000,), float(step)), "note": b"x"}
         self.checkpoints.save(
-            tensors, TrainState(step=step), {}, is_best=False, is_last=is_last, started_s=_now()
+            tensors,
+            TrainState(step=step),
+            {},
+            is_best=False,
+            is_last=is_last,
+            started_s=perf_counter(),
         )
 
     def notes(self) -> list[str]:
         """What a person was told so far."""
         return [event.message for event in self.said if isinstance(event, events.Note)]
-
-
-def _now() -> float:
-    return time.perf_counter()
 
 
 def _arm(*armed: dict[str, Any]) -> None:
@@ -89,7 +98,9 @@ def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:
     train(model, optimizers, config.spec, steps=[1, 2])
     at_save = held(model, optimizers)
     state = state_to_save(model, optimizers.combined)
-    checkpoints.save(state, TrainState(step=2), {}, is_best=True, is_last=False, started_s=_now())
+    checkpoints.save(
+        state, TrainState(step=2), {}, is_best=True, is_last=False, started_s=perf_counter()
+    )
     train(model, optimizers, config.spec, steps=[3])
     said_meanwhile = len(said)
     checkpoints.wait()
@@ -112,24 +123,16 @@ def save_in_trouble(run_dir: Path) -> dict[str, Any]:
         {"kind": "storage_error", "rank": 1, "step": 5},
     )
     saver.save(1)
-    started = _now()
+    started = perf_counter()
     saver.save(2)
-    waited_s = _now() - started
+    waited_s = perf_counter() - started
     saver.save(3)
     saver.checkpoints.wait()
     notes = saver.notes()
     saver.save(4)
-    message = _refusal(lambda: saver.save(5, is_last=True))
+    message = refusal_of(lambda: saver.save(5, is_last=True))
     saver.checkpoints.close()
     return {"waited_s": waited_s, "notes": notes, "message": message, "said": saver.said}
-
-
-def _refusal(attempt: Callable[[], None]) -> str:
-    try:
-        attempt()
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("the save went well")
 
 
 def close_in_the_middle(run_dir: Path) -> int:
@@ -170,32 +173,51 @@ DAMAGE: dict[str, Callable[[Location], None]] = {
 """What may happen to a checkpoint on disk or in an object store, by name."""
 
 
-def damage_and_look(run_dir: Path) -> Iterator[dict[str, Any]]:
+def look_at_damage(
+    run_dirs: Path, path: str | None = None, environment: Any = ()
+) -> list[dict[str, Any]]:
     """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
-    saver = Saver.open(run_dir / "whole")
+    os.environ.update(environment)
+    return [_look_at(kind, run_dirs / f"run-{n}", path) for n, kind in enumerate(DAMAGE)]
+
+
+def _look_at(kind: str, run_dir: Path, path: str | None) -> dict[str, Any]:
+    saver = Saver.open(run_dir, path=path)
     saver.save(1)
     saver.save(2, is_last=True)
-    for number, (kind, damage) in enumerate(DAMAGE.items()):
-        copy = run_dir / str(number)
-        if dist.get_rank() == 0:
-            shutil.copytree(run_dir / "whole", copy)
-            damage(Location.parse(list_committed(RunDir(copy).checkpoints_dir)[-1].path))
-        dist.barrier()
-        looking = Saver.open(copy)
-        found = looking.checkpoints.newest()
-        dist.barrier()
-        folders = sorted(path.name for path in RunDir(copy).checkpoints_dir.iterdir())
-        yield {
-            "kind": kind,
-            "step": found.commit.step if found else None,
-            "said": looking.said,
-            "folders": folders,
-        }
+    folder = Location.parse(checkpoints_of(run_dir, path))
+    if dist.get_rank() == 0:
+        DAMAGE[kind](folder / "step-00000002-a0-r0")
+    dist.barrier()
+    looking, again = Saver.open(run_dir, path=path), Saver.open(run_dir, path=path)
+    found = [each.checkpoints.newest() for each in (looking, again)]
+    dist.barrier()
+    return {
+        "kind": kind,
+        "steps": [each.commit.step if each else None for each in found],
+        "said": looking.said,
+        "said_again": again.said,
+        "folders": {file.relative_to(folder).split("/")[0] for file in folder.list(recursive=True)},
+    }
 
 
-def look_at_damage(run_dir: Path) -> list[dict[str, Any]]:
-    """`damage_and_look` as a list."""
-    return list(damage_and_look(run_dir))
+def check_damage(found: list[dict[str, Any]], kept: str) -> None:
+    """The checkpoint before counts, all is said once, and what is damaged is `kept` to look at."""
+    assert [each["kind"] for each in found] == list(DAMAGE)
+    for each in found:
+        kind, said = each["kind"], each["said"]
+        assert each["steps"] == [1, 1], kind
+        assert each["said_again"] == [], kind
+        if kind == "missing marker":
+            assert not said, "an unfinished save is no news"
+            assert each["folders"] == {"step-00000001-a0-r0"}
+            continue
+        assert each["folders"] == {"step-00000001-a0-r0", kept}, kind
+        (note,) = [event for event in said if isinstance(event, events.Note)]
+        assert note.level == "error"
+        assert "step-00000002-a0-r0 is damaged" in note.message, kind
+        deleted = [event.step for event in said if isinstance(event, events.CheckpointDeleted)]
+        assert deleted == [2], kind
 
 
 def save_with_file_limit(run_dir: Path) -> dict[str, Any]:
@@ -218,7 +240,7 @@ def open_unwritable(run_dir: Path, path: str | None = None, environment: Any = (
     """The error with which a job is refused whose checkpoints cannot be written."""
     os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
-    return _refusal(lambda: saver.checkpoints.newest() and None)
+    return refusal_of(saver.checkpoints.newest)
 
 
 def sweep_beside_another_group(run_dir: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +20,13 @@ from torchrec import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
-from tests.harness.small_model import average, dlrm_spec, form_groups
+from tests.harness.small_model import dlrm_spec, form_groups
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
 from trainer.parallel.sharding import sharders
+from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
@@ -58,6 +59,10 @@ class ShardingCase:
     memory_bytes: int | None = None
     sync_every: int = 2
     num_steps: int = 4
+    optimizer_state: str = "every"
+    moment_scale: float | str = "auto"
+    dense: str = "every_step"
+    dense_optimizer: str = "sgd"
 
     @property
     def sites(self) -> list[WorkerSite]:
@@ -77,13 +82,16 @@ class ShardingCase:
         """The job spec that asks for this run."""
         optimizer = {
             "sparse": {"name": self.optimizer, "lr": LR, "eps": EPS},
-            "dense": {"name": "sgd", "lr": DENSE_LR},
+            "dense": {"name": self.dense_optimizer, "lr": DENSE_LR},
         }
+        sync = {"every_steps": self.sync_every, "optimizer_state": self.optimizer_state}
         parallelism = {
             "workers": self.world_size,
             "shard_group_size": self.shard_group_size,
             "placement": self.placement,
-            "dense": "every_step",  # as in the reference, whatever the placement
+            "moment_scale": self.moment_scale,
+            "dense": self.dense,
+            "sync": sync if self.world_size > self.shard_group_size else None,
             "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
         }
         features = [self._pooled_feature(name) for name in POOLED]
@@ -232,12 +240,17 @@ def refusals(cases: list[ShardingCase]) -> list[str]:
 
 
 def start(case: ShardingCase) -> dict[str, Any]:
-    """What this rank holds and measures before the first step."""
+    """What this rank holds and measures before the first step, and how long it waits for others."""
     torch.manual_seed(dist.get_rank())  # ranks must start equal even when their generators differ
     model, _ = _build(case)
+    groups = model.groups
     return {
-        "data_parallel": {n: t.detach().clone() for n, t in model.data_parallel_tables().items()},
-        "bandwidths": measure_bandwidths(model.groups),
+        "tables": _gather(model, "weight"),
+        "bandwidths": measure_bandwidths(groups),
+        "timeouts_s": [
+            group._get_backend(groups.device).options._timeout.total_seconds()
+            for group in (groups.sharding_group, groups.replica_group, groups.global_group)
+        ],
     }
 
 
@@ -247,7 +260,8 @@ def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
     table_sharders = sharders(spec, fused_params)
     module = Lookups(case)
     plan = make_plan(module, spec, groups, table_sharders)
-    return TwoDParallel(module, groups, plan, table_sharders), plan
+    model = TwoDParallel(module, groups, plan, table_sharders, spec.parallelism.dense_policy)
+    return model, plan
 
 
 def _train(case: ShardingCase) -> dict[str, Any]:
@@ -255,17 +269,21 @@ def _train(case: ShardingCase) -> dict[str, Any]:
     model, plan = _build(case)
     _set_tables(model)
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    with_dense = case.dense == "at_sync"
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=with_dense))
     for step in range(1, case.num_steps + 1):
         optimizers.begin_step(step, case.num_steps)
         model(*make_rows(case, step, model.groups.rank)).backward()
         optimizers.step()
-        if step % case.sync_every == 0:
-            _average(model, optimizers)
+        if is_sync_step(step, spec.parallelism.sync):
+            sync()
+    sync.close()
     return {
         "plans": table_plans(plan, spec),
         "tables": _gather(model, "weight"),
         "moments": _gather(model, "moment"),
         "head": model.module.head.weight.detach().clone(),
+        "sharding_ranks": model.groups.sharding_ranks,
     }
 
 
@@ -277,15 +295,6 @@ def _set_tables(model: TwoDParallel) -> None:
         rows, columns = shard.weight.shape
         whole = initial_table(shard.table)[shard.row_offset :, shard.column_offset :]
         shard.weight.copy_(whole[:rows, :columns])
-
-
-@torch.no_grad()
-def _average(model: TwoDParallel, optimizers: Optimizers) -> None:
-    weights, states = optimizers.synced_whole(dense=False)
-    shards = model.table_shards()
-    sharded = [tensor for shard in shards for tensor in (shard.weight, *shard.states.values())]
-    for tensor in [*sharded, *weights, *states]:
-        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=model.groups.replica_group)
 
 
 def _gather(model: TwoDParallel, what: Literal["weight", "moment"]) -> dict[str, torch.Tensor]:
@@ -320,40 +329,60 @@ class Reference:
     def __init__(self, case: ShardingCase, plans: list[events.TablePlan]) -> None:
         self.case = case
         self.groups = case.mesh.sharding_groups
+        self.scale = len(self.groups) if case.moment_scale == "auto" else float(case.moment_scale)
         self.columns = {
             plan.name: sorted({(s.column_offset, s.num_columns) for s in plan.shards})
             for plan in plans
         }
-        self.head = Head()
+        self.heads = [Head() for _ in self.groups]
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[case.dense_optimizer]
+        self.optimizers = [kind(head.parameters(), lr=DENSE_LR) for head in self.heads]
         self.tables = [{name: initial_table(name) for name in TABLES} for _ in self.groups]
         self.moments = [
             {name: torch.zeros_like(table) for name, table in copy.items()} for copy in self.tables
         ]
 
     def run(self) -> None:
-        """Train all copies, averaging weights and moments at each sync."""
+        """Train all copies, averaging them at each sync as the case says."""
         for step in range(1, self.case.num_steps + 1):
             self._step(step)
             if step % self.case.sync_every == 0:
-                average(self.tables)
-                average(self.moments)
+                _average(copy.values() for copy in self.tables)
+                if self.case.optimizer_state == "every":
+                    _average(copy.values() for copy in self.moments)
+                _average(self._dense_tensors(copy) for copy in range(len(self.groups)))
 
     def _step(self, step: int) -> None:
-        head_grad = torch.zeros_like(self.head.weight)
-        for copy, ranks in enumerate(self.groups):
-            leaves = {n: t.clone().requires_grad_() for n, t in self.tables[copy].items()}
-            losses = [self._loss(leaves, *make_rows(self.case, step, rank)) for rank in ranks]
-            *grads, to_head = torch.autograd.grad(
-                torch.stack(losses).sum(), [*leaves.values(), self.head.weight]
-            )
-            for name, grad in zip(leaves, grads, strict=True):
-                self._update(copy, name, grad / len(ranks))
-            head_grad += to_head
-        with torch.no_grad():
-            self.head.weight -= DENSE_LR * head_grad / self.case.world_size
+        to_heads = [self._train_copy(copy, step) for copy in range(len(self.groups))]
+        if self.case.dense == "every_step":
+            to_heads = [torch.stack(to_heads).mean(dim=0)] * len(to_heads)
+        for head, optimizer, gradient in zip(self.heads, self.optimizers, to_heads, strict=True):
+            head.weight.grad = gradient
+            optimizer.step()
+
+    def _train_copy(self, copy: int, step: int) -> torch.Tensor:
+        """Update the tables of a copy; the gradient of its head, which is a mean over its ranks."""
+        ranks, head = self.groups[copy], self.heads[copy]
+        leaves = {n: t.clone().requires_grad_() for n, t in self.tables[copy].items()}
+        losses = [self._loss(head, leaves, *make_rows(self.case, step, rank)) for rank in ranks]
+        *grads, to_head = torch.autograd.grad(
+            torch.stack(losses).mean(), [*leaves.values(), head.weight]
+        )
+        for name, grad in zip(leaves, grads, strict=True):
+            self._update(copy, name, grad)
+        return to_head
+
+    def _dense_tensors(self, copy: int) -> Iterator[torch.Tensor]:
+        """The head of a copy and its optimizer state."""
+        parameter = self.heads[copy].weight
+        yield parameter
+        yield from (
+            value for value in self.optimizers[copy].state[parameter].values() if value.dim()
+        )
 
     def _loss(
         self,
+        head: Head,
         tables: dict[str, torch.Tensor],
         pooled: KeyedJaggedTensor,
         sequences: KeyedJaggedTensor,
@@ -373,11 +402,11 @@ class Reference:
             JaggedTensor(tables[table][sequences[f].values()], lengths=sequences[f].lengths())
             for f, table in SEQUENCES.items()
         ]
-        return self.head(bags, vectors, label)
+        return head(bags, vectors, label)
 
     @torch.no_grad()
     def _update(self, copy: int, name: str, grad: torch.Tensor) -> None:
-        """Algorithm 1 of the paper with c = M: w -= lr / (sqrt(v / c) + eps) * g."""
+        """Algorithm 1 of the paper: w -= lr / (sqrt(v / c) + eps) * g."""
         table, moment = self.tables[copy][name], self.moments[copy][name]
         if self.case.optimizer == "sgd":
             table -= LR * grad
@@ -388,4 +417,13 @@ class Reference:
             for start, width in self.columns[name]:
                 shard = slice(start, start + width)
                 moment[:, shard] += grad[:, shard].square().mean(dim=1, keepdim=True)
-        table -= LR / ((moment / len(self.groups)).sqrt() + EPS) * grad
+        table -= LR / ((moment / self.scale).sqrt() + EPS) * grad
+
+
+@torch.no_grad()
+def _average(copies: Iterable[Iterable[torch.Tensor]]) -> None:
+    """Let each copy of a tensor hold the mean of all of them."""
+    for tensors in zip(*copies, strict=True):
+        mean = torch.stack(tensors).mean(dim=0)
+        for tensor in tensors:
+            tensor.copy_(mean)

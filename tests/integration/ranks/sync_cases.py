@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.small_model import dlrm_spec, plain_batch, take_step
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.mesh import build_groups
-from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, build_sync
@@ -211,17 +210,19 @@ class Training:
 
     def build_sync(self, **changes: Any) -> Sync:
         """The case's sync, with `changes` to its spec."""
-        return sync_of(self, self.model, self.warnings.append, **changes)
+        parallelism = self.spec.parallelism
+        sync = parallelism.sync.model_copy(update=changes)
+        spec = self.spec.model_copy(
+            update={"parallelism": parallelism.model_copy(update={"sync": sync})}
+        )
+        return build_sync(self.model, spec, extra=self.extra, warn=self.warnings.append)
 
     def train(self, num_steps: int = 1) -> None:
         """Take some steps; `step` counts them."""
         for _ in range(num_steps):
             self.step += 1
-            self.optimizers.begin_step(min(self.step, NUM_STEPS), NUM_STEPS)
             batch = make_batch(self.case, self.step, self.groups.rank, self.copy)
-            loss, _ = self.model(batch)
-            loss.backward()
-            self.optimizers.step()
+            take_step(self.model, self.optimizers, batch, min(self.step, NUM_STEPS), NUM_STEPS)
 
     def weights(self) -> list[torch.Tensor]:
         """Everything that a sync averages but optimizer state, as it lies in memory."""
@@ -272,18 +273,6 @@ class Training:
         for tensor in tensors:
             copies = self.copies_of(tensor)
             assert torch.equal(copies, copies[:1].expand_as(copies))
-
-
-def sync_of(
-    training: Training, model: TwoDParallel, warn: Callable[[str], None], **changes: Any
-) -> Sync:
-    """A sync of `training` whose spec has `changes`."""
-    parallelism = training.spec.parallelism
-    sync = parallelism.sync.model_copy(update=changes)
-    spec = training.spec.model_copy(
-        update={"parallelism": parallelism.model_copy(update={"sync": sync})}
-    )
-    return build_sync(model, spec, extra=training.extra, warn=warn)
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -388,36 +377,24 @@ def _check_against_stock(
 
 
 def untouched_rows(case: SyncCase) -> dict[str, float]:
-    """Shares of the rows that nobody touched which a touched-rows and a full sync changed.
-
-    Every table is on one rank whole (L = 1), so ids are rows.
-    """
+    """Shares of the rows that no copy trained which a touched-rows and a full sync changed."""
     training = Training(case)
     touched = training.build_sync(mode="touched_rows", full_above=1.0)
     full = training.build_sync(mode="full")
-    looked_up = _rows_of_batch(training)
-    training.train()
     weights = [shard.weight for shard in training.model.table_shards()]
+    start = clones(weights)
+    training.train()
+    trained = [
+        (training.copies_of(weight) != before).any(dim=(0, 2))
+        for weight, before in zip(weights, start, strict=True)
+    ]
     shares = {}
     for name, sync in (("touched_rows", touched), ("full", full)):
         before = clones(weights)
         sync()
         changed = [
             (weight != start).any(dim=1) & ~rows
-            for weight, start, rows in zip(weights, before, looked_up, strict=True)
+            for weight, start, rows in zip(weights, before, trained, strict=True)
         ]
         shares[name] = torch.cat(changed).float().mean().item()
     return shares
-
-
-def _rows_of_batch(training: Training) -> list[torch.Tensor]:
-    """bool [rows] of each table: whether any rank looks a row up at the first step."""
-    case = training.case
-    rows = [torch.zeros(table.num_rows, dtype=torch.bool) for table in case.tables]
-    for copy, ranks in enumerate(training.groups.mesh.sharding_groups):
-        for rank in ranks:
-            batch = make_batch(case, 1, rank, copy)
-            for name, number in case.features.items():
-                rows[number][batch.sparse[name].values()] = True
-    order = [int(shard.table.rpartition("_")[2]) for shard in training.model.table_shards()]
-    return [rows[number] for number in order]

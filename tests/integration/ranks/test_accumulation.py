@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.small_model import dense_parameters, form_groups, make_batch
 from tests.integration.ranks.test_optimizers import (
     ALONE,
@@ -125,13 +125,9 @@ def train_clipped(max_gradient: float | None) -> dict[str, float]:
     return {name: (after[name] - before[name]).abs().max().item() for name in before}
 
 
-def train_clipped_and_free() -> list[dict[str, float]]:
-    """As `train_clipped`, with little, with much, and without."""
-    return [train_clipped(bound) for bound in (1e-6, 1e6, None)]
-
-
 def test_max_gradient_bounds_what_a_batch_does_to_a_table() -> None:
-    for little, much, free in run_ranks(train_clipped_and_free, 2):
+    bounds = run_in_turn(2, *((train_clipped, bound) for bound in (1e-6, 1e6, None)))
+    for little, much, free in zip(*bounds, strict=True):
         assert much == free
         for name, change in little.items():
             # A row is looked up by a few bags of a batch, a few times each.

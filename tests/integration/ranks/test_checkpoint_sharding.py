@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
     EMBEDDING_DIM,
@@ -17,7 +17,6 @@ from tests.integration.ranks.checkpoint_cases import (
     load,
     save_as_before,
     train_and_save,
-    train_on,
     whole_tables,
     why_not,
 )
@@ -47,12 +46,6 @@ def _check_loaded(saved: dict[str, torch.Tensor], loaded: list[dict[str, Any]]) 
             torch.testing.assert_close(state.reshape(expected.shape), expected, rtol=2e-7, atol=0)
 
 
-def _run(world_size: int, *calls: tuple[Any, ...]) -> list[list[dict[str, Any]]]:
-    """What each rank held after each of `calls`, by call."""
-    ranks = run_ranks(in_turn, world_size, *calls)
-    return [list(results) for results in zip(*ranks, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("optimizer", "savers", "loaders"),
     [
@@ -68,7 +61,7 @@ def test_every_sharding_loads_what_any_other_saved(
         folder = tmp_path / str(i)
         calls.append((train_and_save, replace(saver, optimizer=optimizer), folder))
         calls += [(load, replace(each, optimizer=optimizer), folder) for each in loaders]
-    results = iter(_run(4, *calls))
+    results = iter(run_in_turn(4, *calls))
     for _ in savers:
         original = next(results)
         saved = whole_tables(original)
@@ -94,42 +87,15 @@ def test_the_same_columns_load_bitwise_at_another_layout(
     moments = saved["movies.moments"].reshape(-1, 4, EMBEDDING_DIM // 4)
     assert not torch.equal(moments[:, 0], moments[:, 1]), "column shards have moments of their own"
     layouts = [replace(FOUR_COLUMNS, world_size=2, shard_group_size=size) for size in (1, 2)]
-    for loaded in _run(2, *((load, layout, folder) for layout in layouts)):
+    for loaded in run_in_turn(2, *((load, layout, folder) for layout in layouts)):
         for name, values in whole_tables(loaded).items():
             assert torch.equal(values, saved[name]), name
 
 
 @pytest.mark.slow
-def test_moments_of_rows_are_bitwise_the_same_after_a_detour_over_columns(tmp_path: Path) -> None:
-    saved, _, loaded = _run(
-        2,
-        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
-        (load, COLUMNS_OF_TWO, tmp_path / "rows", None, tmp_path / "columns"),
-        (load, ROWS_OF_TWO, tmp_path / "columns"),
-    )
-    expected = whole_tables(saved)
-    for name, values in whole_tables(loaded).items():
-        assert torch.equal(values, expected[name]), name
-
-
-@pytest.mark.slow
-def test_moments_of_columns_join_to_what_whole_rows_would_have(tmp_path: Path) -> None:
-    _, in_rows, in_columns = _run(
-        2,
-        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
-        (train_on, ROWS_OF_TWO, tmp_path / "rows"),
-        (train_on, COLUMNS_OF_TWO, tmp_path / "rows"),
-    )
-    expected, found = whole_tables(in_rows), whole_tables(in_columns)
-    for table in TABLE_ROWS:
-        joined = found[f"{table}.moments"].mean(1, keepdim=True).expand(-1, EMBEDDING_DIM)
-        torch.testing.assert_close(joined, expected[f"{table}.moments"], rtol=1e-5, atol=1e-12)
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
     before = replace(ROWS_OF_TWO, types=("row_wise", "table_wise", "row_wise"))
-    original, loaded, in_columns = _run(
+    original, loaded, in_columns = run_in_turn(
         2,
         (save_as_before, before, tmp_path / "old"),
         (load, before, tmp_path / "old"),
@@ -145,7 +111,7 @@ def test_a_checkpoint_of_other_tables_or_optimizers_is_refused_on_every_rank(
     saved_columns: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     folder, _ = saved_columns
-    other_rows, other_optimizer = _run(
+    other_rows, other_optimizer = run_in_turn(
         4,
         (why_not, MIXED, folder, {**TABLE_ROWS, "movies": 54}),
         (why_not, replace(MIXED, optimizer="adagrad"), folder),

@@ -14,8 +14,7 @@ from tests.conftest import REPO
 from tests.harness.files import digest
 from tests.harness.object_store import run_object_store
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import open_session
-from trainer.data.manifest import load_manifest
+from tests.harness.sessions import config_of, open_session
 from trainer.datasets.cli import app
 from trainer.datasets.criteo.prepare import prepare_criteo
 from trainer.datasets.criteo.reader import SCHEMA
@@ -25,7 +24,6 @@ from trainer.datasets.profile import find_data
 from trainer.errors import SourceMissingError
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
-from trainer.spec.resolve import size_tables
 from trainer.storage import Location
 from trainer.training.worker import train
 
@@ -63,8 +61,7 @@ def prepared(raw, tmp_path_factory) -> Path:
 
 def test_files_of_an_object_store_are_prepared_to_the_same_bytes_there(raw, prepared, tmp_path):
     with run_object_store() as store:
-        for path in raw.glob("day_*"):
-            Location.parse(store.url(f"raw/{path.name}")).upload(path)
+        store.upload(raw, "raw")
         prepare_criteo([store.url("raw")], store.url("out"))
         result = Location.parse(store.url("out"))
         for file in result.list(recursive=True):
@@ -83,10 +80,8 @@ def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
     """Train a whole example on one rank of a session; its final metrics."""
     torch.set_num_threads(1)
     text = (EXAMPLES / f"{name}.yaml").read_text()
-    spec = size_tables(
-        load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data).vocab_sizes
-    )
-    return train(open_session(WorkerConfig(spec, run_dir, "job-test-a0", 0)))
+    config = config_of(load_spec(text, [f"data.path={data}", *SHORT]), run_dir)
+    return train(open_session(config))
 
 
 @pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])

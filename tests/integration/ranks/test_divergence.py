@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import Case, form_groups, make_batch, spec_of
+from tests.harness.small_model import Case, form_groups, make_batch, spec_of, take_step
 from trainer.parallel.divergence import DivergenceGuard, DivergentShard
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
@@ -69,10 +69,7 @@ class _Run:
 
     def step(self, step: int) -> None:
         rank, batch_size = self.model.groups.rank, self.spec.data.batch_size
-        self.optimizers.begin_step(step, 10)
-        loss, _ = self.model(make_batch(step, rank, batch_size))
-        loss.backward()
-        self.optimizers.step()
+        take_step(self.model, self.optimizers, make_batch(step, rank, batch_size), step, 10)
         self.sync()
 
 

@@ -46,9 +46,7 @@ def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
     reports = []
     for report in range(2):
         for step in range(NUM_BATCHES):
-            seed = report * NUM_BATCHES + step
-            batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
-            meter.update(batch, loss_of(batch, outputs), outputs)
+            _take_in(meter, report * NUM_BATCHES + step, loss)
         reports.append(meter.compute("train"))
     return reports
 
@@ -75,8 +73,7 @@ def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, f
     )
     if torch.distributed.get_rank() == 0:
         for rank in range(3):
-            batch, outputs = batch_of(rank, 2 * NUM_BATCHES - 1, loss == "bce")
-            meter.update(batch, loss_of(batch, outputs), outputs)
+            _take_in(meter, 2 * NUM_BATCHES - 1, loss, rank)
     return meter.compute("train"), came_along
 
 
@@ -99,8 +96,10 @@ def test_without_a_row_that_counts_there_are_no_metrics() -> None:
         assert all(math.isfinite(value) for value in after.values())
 
 
-def _take_in(meter: TaskMeter, seed: int, loss: str) -> None:
-    batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
+def _take_in(meter: TaskMeter, seed: int, loss: str, rank: int | None = None) -> None:
+    """A batch of this rank, or of another one."""
+    rank = torch.distributed.get_rank() if rank is None else rank
+    batch, outputs = batch_of(rank, seed, loss == "bce")
     meter.update(batch, loss_of(batch, outputs), outputs)
 
 

@@ -13,16 +13,14 @@ from tests.conftest import REPO
 from tests.harness.elastic import ElasticHarness
 from tests.harness.elastic_checks import check_copies
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import assert_alike, next_run, told, train_session
+from tests.harness.sessions import assert_alike, config_of, next_run, told, train_session
 from tests.harness.wait import scaled
 from trainer.checkpoint.save_load import list_committed
-from trainer.data.manifest import load_manifest
 from trainer.protocol.events import Metrics, Note, Progress, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec, validate_spec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import size_tables
 
 pytestmark = pytest.mark.slow
 
@@ -44,25 +42,12 @@ def example_config(data: Path, run_dir: Path, *overrides: str) -> WorkerConfig:
     document["training"].pop("early_stopping", None)
     (history,) = (f for f in document["features"] if f["type"] == "sequence")
     history["max_length"] = 5
-    spec = validate_spec(apply_overrides(document, overrides))
-    return WorkerConfig(
-        size_tables(spec, load_manifest(data).vocab_sizes), run_dir, "job-test-a0", 0
-    )
+    return config_of(validate_spec(apply_overrides(document, overrides)), run_dir)
 
 
 def resumed_step(run_dir: Path) -> int:
     """Where the workers that were started last began."""
     return told(run_dir, WorkersStarted)[-1].resumed_step
-
-
-def train_whole(data: Path, run_dir: Path) -> list[dict[str, Any]]:
-    """What four ranks, 2 x 2, hold after 8 steps; `run_dir` is left as it was after 4."""
-    config = example_config(data, run_dir, *PLAIN_SGD, "training.max_steps=8")
-    ranks = run_ranks(train_session, 4, config)
-    for found in list_committed(RunDir(run_dir).checkpoints_dir):
-        if found.commit.step > 4:
-            shutil.rmtree(found.path)
-    return ranks
 
 
 def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -79,7 +64,11 @@ def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     halfway = tmp_path / "halfway"
-    whole = train_whole(small_movielens, halfway)
+    config = example_config(small_movielens, halfway, *PLAIN_SGD, "training.max_steps=8")
+    whole = run_ranks(train_session, 4, config)
+    for found in list_committed(RunDir(halfway).checkpoints_dir):
+        if found.commit.step > 4:
+            shutil.rmtree(found.path)
     in_2d = go_on(halfway, small_movielens, tmp_path / "2d")
     assert_alike(in_2d, whole)
     moved = set.union(*(rank["moved"] for rank in whole))
@@ -175,9 +164,7 @@ SHORT = (
 def sequence_config(data: Path, run_dir: Path) -> WorkerConfig:
     """The example with weights, on small data."""
     spec = load_spec(SEQUENCES.read_text(), [f"data.path={data}", *SHORT, *WEIGHTED])
-    return WorkerConfig(
-        size_tables(spec, load_manifest(data).vocab_sizes), run_dir, "job-test-a0", 0
-    )
+    return config_of(spec, run_dir)
 
 
 def test_the_sequence_example_with_weights_resumes_to_the_same_result(

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import TABLE_ROWS, Case, form_groups, make_batch, spec_of
+from tests.harness.small_model import (
+    TABLE_ROWS,
+    Case,
+    form_groups,
+    make_batch,
+    spec_of,
+    take_step,
+)
 from trainer.models.networks import build_model
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
@@ -48,10 +55,8 @@ def start(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
 def train(model: TwoDParallel, optimizers: Optimizers, steps: range) -> None:
     """Take `steps` (counted from 1) of a run of NUM_STEPS."""
     for step in steps:
-        optimizers.begin_step(step, NUM_STEPS)
-        loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
-        loss.backward()
-        optimizers.step()
+        batch = make_batch(step, dist.get_rank(), BATCH_SIZE)
+        take_step(model, optimizers, batch, step, NUM_STEPS)
 
 
 def plain_values(value: Any) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import make_config, open_session, snapshot, told
 from tests.integration.ranks.test_dynamic_ids import DYNAMIC
 from trainer.parallel.sharding import ids_by_table
@@ -62,7 +62,7 @@ def test_state_and_metrics_are_bitwise_those_of_a_plain_loop(
         for run in ("ahead", "plain")
     ]
     calls = zip([train_session] * 2, configs, [None, False], strict=True)
-    for ahead, plain in run_ranks(in_turn, num_ranks, *calls):
+    for ahead, plain in zip(*run_in_turn(num_ranks, *calls), strict=True):
         assert (ahead.pop("is_ahead"), plain.pop("is_ahead")) == (True, False)
         torch.testing.assert_close(ahead, plain, atol=0, rtol=0)
     ahead, plain = map(_learned, configs)
@@ -113,6 +113,6 @@ def test_a_model_that_rewrites_its_ids_trains_in_plain_steps_if_it_always_does(
         )
         for step in (0, 3)
     ]
-    ((always, later),) = run_ranks(in_turn, 1, *calls)
+    ((always,), (later,)) = run_in_turn(1, *calls)
     assert always == (False, "")
     assert later[0] and "other ids than in the first step" in later[1]

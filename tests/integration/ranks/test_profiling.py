@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,11 @@ def run_dir(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     yield folder
 
 
-def _names(path: Path) -> dict[str, int]:
+def _names(path: Path) -> Counter[str]:
     """How often each range occurs in a trace."""
     with gzip.open(path) as file:
         document = json.load(file)
-    counts: dict[str, int] = {}
-    for event in document["traceEvents"]:
-        if event.get("ph") == "X":
-            counts[event["name"]] = counts.get(event["name"], 0) + 1
-    return counts
+    return Counter(event["name"] for event in document["traceEvents"] if event.get("ph") == "X")
 
 
 def test_each_trace_is_announced_once_with_what_it_holds(run_dir: Path) -> None:

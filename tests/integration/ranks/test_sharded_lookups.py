@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
@@ -17,6 +19,7 @@ from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
 from trainer.parallel.mesh import build_groups
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import build_parallel_model
 from trainer.spec.job import JobSpec
 from trainer.training.worker import layout_of
@@ -74,94 +77,70 @@ def make_batch(spec: JobSpec, step: int, rank: int) -> Batch:
     )
 
 
-def initial_table(spec: JobSpec, name: str) -> torch.Tensor:
-    index = [table.name for table in spec.embedding_tables].index(name)
-    generator = torch.Generator().manual_seed(index)
-    return 0.3 * torch.randn(NUM_ROWS, DIM, generator=generator)
-
-
 @torch.no_grad()
-def spread_queries(model: torch.nn.Module) -> None:
-    """Queries that prefer some vectors, unlike the 0 that they start with."""
-    generator = torch.Generator().manual_seed(8)
-    for name, parameter in model.named_parameters():
-        if name.endswith("query"):
-            parameter.copy_(torch.randn(DIM, generator=generator))
+def unsharded_like(model: TwoDParallel, spec: JobSpec) -> Recommender:
+    """The same model whole on this rank, with random tables and the dense part of `model`.
+
+    Queries prefer some vectors in both, unlike the 0 that they start with.
+    """
+    whole = build_model(spec, torch.device("cpu"))
+    arch = whole.network.sparse_arch
+    arch.embedding_bag_collection.to_empty(device="cpu")
+    arch.embedding_collection.to_empty(device="cpu")
+    dense = {n.rpartition("network.")[2]: p for n, p in model.named_parameters()}
+    torch.manual_seed(8)
+    for name, parameter in whole.network.named_parameters():
+        if "embedding" in name:
+            parameter.copy_(0.3 * torch.randn(NUM_ROWS, DIM))
+        elif name.endswith("query"):
+            parameter.copy_(dense[name].copy_(torch.randn(DIM)))
+        else:
+            parameter.copy_(dense[name])
+    return whole
 
 
-def train_sharded(spec: JobSpec) -> dict[str, Any]:
-    """Train the tables only, on this rank; its shards, its losses and the dense part."""
+def train_beside_unsharded(spec: JobSpec) -> dict[str, Any]:
+    """Train the tables of both models; losses of both, and (shard, the whole table's part)s."""
     groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=scaled(30))
     model, plans = build_parallel_model(spec, groups)
-    spread_queries(model)
+    whole = unsharded_like(model, spec)
+    tables = {n.split(".")[-2]: p for n, p in whole.named_parameters() if "embedding" in n}
     shards = model.table_shards()
-    places = [(s.table, s.row_offset, s.column_offset, s.weight) for s in shards]
-    for table, row, column, weight in places:
-        rows, columns = weight.shape
-        whole = initial_table(spec, table)
-        weight.detach().copy_(whole[row : row + rows, column : column + columns])
+    parts = [
+        tables[s.table][s.row_offset :, s.column_offset :][: s.weight.shape[0], : s.weight.shape[1]]
+        for s in shards
+    ]
+    for shard, part in zip(shards, parts, strict=True):
+        shard.weight.detach().copy_(part.detach())
+    start = [part.detach().clone() for part in parts]
     losses = []
     for step in range(NUM_STEPS):
-        loss, _ = model(make_batch(spec, step, groups.rank))
+        batch = make_batch(spec, step, groups.rank)
+        (loss, _), (expected, _) = model(batch), whole(batch)
         loss.backward()
-        losses.append(loss.item())
-    dense = {n: p.detach() for n, p in model.named_parameters() if "embedding" not in n}
+        for table, grad in zip(
+            tables.values(), torch.autograd.grad(expected, [*tables.values()]), strict=True
+        ):
+            dist.all_reduce(grad, dist.ReduceOp.AVG)
+            table.detach().sub_(LEARNING_RATE * grad)
+        losses.append((loss.item(), expected.item()))
     return {
         "sharding": {plan.name: plan.sharding_type for plan in plans},
-        "shards": [(*place, weight.detach().clone()) for *place, weight in places],
         "losses": losses,
-        "dense": {name.rpartition("network.")[2]: value for name, value in dense.items()},
+        "moved": [not torch.equal(part, before) for part, before in zip(parts, start, strict=True)],
+        "shards": [(s.weight.detach(), p.detach()) for s, p in zip(shards, parts, strict=True)],
     }
 
 
-def whole_tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    tables: dict[str, torch.Tensor] = {}
-    for name, row, column, shard in (item for rank in ranks for item in rank["shards"]):
-        table = tables.setdefault(name, torch.full((NUM_ROWS, DIM), torch.nan))
-        table[row : row + shard.shape[0], column : column + shard.shape[1]] = shard
-    return tables
-
-
-def unsharded(spec: JobSpec, dense: dict[str, torch.Tensor]) -> Recommender:
-    """The same model in one process, with the given dense part."""
-    model = build_model(spec, torch.device("cpu"))
-    arch = model.network.sparse_arch
-    arch.embedding_bag_collection.to_empty(device="cpu")
-    arch.embedding_collection.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.network.named_parameters():
-            given = dense.get(name)
-            parameter.copy_(initial_table(spec, name.split(".")[-2]) if given is None else given)
-    return model
-
-
-def train_unsharded(model: Recommender, spec: JobSpec) -> list[list[float]]:
-    """Train the tables by autograd and plain SGD; losses by step and rank."""
-    tables = [p for name, p in model.named_parameters() if "embedding" in name]
-    all_losses = []
-    for step in range(NUM_STEPS):
-        losses = [model(make_batch(spec, step, rank))[0] for rank in range(2)]
-        grads = torch.autograd.grad((losses[0] + losses[1]) / 2, tables)
-        with torch.no_grad():
-            for table, grad in zip(tables, grads, strict=True):
-                table -= LEARNING_RATE * grad
-        all_losses.append([loss.item() for loss in losses])
-    return all_losses
-
-
 def test_sharded_lookups_equal_one_unsharded_model() -> None:
-    spec = make_spec("dcn_v2")
-    ranks = run_ranks(train_sharded, 2, spec)
+    ranks = run_ranks(train_beside_unsharded, 2, make_spec("dcn_v2"))
     for name, sharding in ranks[0]["sharding"].items():
         assert name.endswith(sharding)
-    model = unsharded(spec, ranks[0]["dense"])
-    losses = train_unsharded(model, spec)
-    torch.testing.assert_close(
-        torch.tensor(losses), torch.tensor([r["losses"] for r in ranks]).T, atol=1e-6, rtol=1e-6
-    )
-    found = whole_tables(ranks)
-    tables = {n.split(".")[-2]: p for n, p in model.named_parameters() if "embedding" in n}
-    assert set(found) == set(tables)
-    for name, table in tables.items():
-        assert not torch.equal(table, initial_table(spec, name))
-        torch.testing.assert_close(found[name], table.detach(), atol=1e-6, rtol=0, msg=name)
+    for rank in ranks:
+        for loss, expected in rank["losses"]:
+            assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        for shard, part in rank["shards"]:
+            torch.testing.assert_close(shard, part, atol=1e-6, rtol=0)
+        assert all(rank["moved"])
+    num_numbers = sum(shard.numel() for rank in ranks for shard, _ in rank["shards"])
+    assert num_numbers == len(ranks[0]["sharding"]) * NUM_ROWS * DIM, "the whole of every table"

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.ranks import run_in_turn
 from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
     build,
     held,
+    refusal_of,
     spec_of,
     train_and_save,
     whole_tables,
 )
 from trainer.checkpoint.files import Commit, write_marker
 from trainer.checkpoint.resume import warm_start
-from trainer.checkpoint.save_load import CheckpointError
 from trainer.protocol.run_dir import file_record
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -53,11 +53,7 @@ def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> d
 
 def refusal(sharding: Sharding, warm: WarmStartSpec, rename: str = "") -> str:
     """The message with which a warm start is refused."""
-    try:
-        start(sharding, warm, rename)
-    except CheckpointError as error:
-        return str(error)
-    raise AssertionError("it started")
+    return refusal_of(lambda: start(sharding, warm, rename))
 
 
 def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpec:
@@ -72,15 +68,11 @@ def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpe
     return validate_spec(document)
 
 
-def _run(folder: Path, *calls: tuple[Any, ...]) -> list[list[Any]]:
-    ranks = run_ranks(in_turn, 2, (save_checkpoint, folder), *calls)
-    return [list(results) for results in zip(*ranks, strict=True)]
-
-
 def test_tables_and_dense_part_come_along_whole_or_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    saved, fresh, whole, by_name = _run(
-        folder,
+    saved, fresh, whole, by_name = run_in_turn(
+        2,
+        (save_checkpoint, folder),
         (start, OTHER, None),
         (start, OTHER, WarmStartSpec(path=str(folder))),
         (start, OTHER, WarmStartSpec(path=str(tmp_path), tables=("movies",), dense=False)),
@@ -108,8 +100,9 @@ def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     path = str(folder)
     (tmp_path / "empty").mkdir()
-    _, renamed, other_optimizer, nowhere, empty = _run(
-        folder,
+    _, renamed, other_optimizer, nowhere, empty = run_in_turn(
+        2,
+        (save_checkpoint, folder),
         (refusal, OTHER, WarmStartSpec(path=path), "films"),
         (refusal, replace(OTHER, optimizer="adagrad"), WarmStartSpec(path=path)),
         (refusal, OTHER, WarmStartSpec(path=str(tmp_path / "nowhere"))),

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -290,10 +289,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrowingStack]:
 
 def shardloom(stack: GrowingStack, *arguments: str) -> str:
     """What a command of the CLI prints."""
-    command = [sys.executable, "-m", "service.cli", *arguments, "--url", stack.service.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return stack.service.shell(*arguments, SHARDLOOM_URL=stack.service.url)
 
 
 def submit(stack: GrowingStack, data: Path, *changes: str) -> str:

@@ -77,10 +77,10 @@ def test_one_job_outlives_the_deaths_of_a_worker_of_its_driver_and_of_the_servic
 ) -> None:
     job = stack.submit(small_movielens, *LONG)
     before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
-    os.kill(stack.worker_pid(before_worker, rank=3), signal.SIGKILL)
+    os.kill(stack.pid(before_worker, "rank-3"), signal.SIGKILL)
     wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
     before_driver = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
-    os.kill(stack.driver_pid(before_driver), signal.SIGKILL)
+    os.kill(stack.pid(before_driver, "driver"), signal.SIGKILL)
     wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "a new driver", 120)
     before_service = stack.wait_for_step(job.id, 5 * CHECKPOINT_EVERY + 5)
     before = stack.state
@@ -138,7 +138,7 @@ def test_a_running_job_is_traced_and_a_cancelled_one_leaves_no_worker(
     for each in written:
         content = gzip.decompress(stack.client.download_trace(job.id, each, tmp_path).read_bytes())
         assert b"ProfilerStep#" in content
-    pids = [stack.worker_pid(reached, rank) for rank in range(4)]
+    pids = [stack.pid(reached, f"rank-{rank}") for rank in range(4)]
     stack.client.cancel(job.id)
     ended = stack.wait_for_end(job.id)
     assert ended.status is JobStatus.CANCELLED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -21,8 +19,8 @@ from service.schemas.jobs import JobDetail
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.object_store import ObjectStore, run_object_store
 from tests.harness.stack import Stack
-from tests.harness.wait import free_port, wait_for
-from tests.integration.ranks.test_export import answers
+from tests.harness.wait import wait_for
+from tests.integration.ranks.test_export import inputs_of, score_over_http
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.storage import Location
 
@@ -93,25 +91,9 @@ def job_of(stack: Stack, name: str) -> JobDetail:
     return wait_for(newest, f"job {name}", limit_s=60)
 
 
-def predictions(folder: Path, questions: list[dict[str, Any]]) -> list[list[float]]:
-    """Answers of `shardloom serve` to some bodies of /v1/predict."""
-    port = free_port()
-    command = [sys.executable, "-m", "service.cli", "serve", str(folder), "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_for(lambda: answers(process, url), "an answer of the scorer", 60)
-            said = [httpx.post(f"{url}/v1/predict", json=each, timeout=60) for each in questions]
-        finally:
-            process.terminate()
-    assert [answer.status_code for answer in said] == [200] * len(said), said[-1].text
-    return [[row["rating"] for row in answer.json()["predictions"]] for answer in said]
-
-
 def ask_by_ids_and_by_raw_values(folder: Path, table: Any) -> list[dict[str, Any]]:
     """The same rows twice: as they were prepared, and with the raw numbers of their movies."""
-    names = [each["name"] for each in json.loads((folder / "features.json").read_text())["inputs"]]
-    rows = table.select(names).to_pylist()
+    rows = inputs_of(folder, table)
     known = pq.read_table(folder / "vocabularies" / "vocab" / "movie_id.parquet").to_pylist()
     numbers = {entry["index"]: entry["value"] for entry in known}
     raw = [row | {"movie_id": numbers[row["movie_id"]]} for row in rows]
@@ -130,7 +112,7 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
     ):
         job = job_of(stack, "on-s3")
         reached = stack.wait_for_step(job.id, 2 * EVERY + 5, limit_s=240)
-        os.kill(stack.worker_pid(reached, rank=1), signal.SIGKILL)
+        os.kill(stack.pid(reached, "rank-1"), signal.SIGKILL)
         assert "training completed" in output_of(following, timeout_s=240)
     assert sum(seen.counts[fault] for fault in TROUBLE["rates"]) > 3, seen.counts
 
@@ -152,6 +134,6 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
     table = pq.read_table(small_movielens / "validation")
     # 0 is what the vocabulary does not know.
     rows = table.filter(pc.greater(table["movie_id"], 0)).slice(0, 50)
-    by_ids, by_raw = predictions(exported, ask_by_ids_and_by_raw_values(exported, rows))
+    by_ids, by_raw = score_over_http(exported, ask_by_ids_and_by_raw_values(exported, rows))
     assert by_raw == by_ids
     assert len(set(by_ids)) > 10

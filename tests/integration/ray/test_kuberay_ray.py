@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
@@ -58,11 +57,9 @@ def service(backends: KubeRayBackends, stack: Stack, tmp_path: Path) -> Iterator
         yield process
 
 
-def _spec(data: Path, folder: Path, *changes: str) -> list[str]:
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(EXAMPLE_SPEC.read_text())))
+def _spec(data: Path, *changes: str) -> list[str]:
     options = [f"data.path={data}", *OWN, *changes]
-    return [str(path), *(part for each in options for part in ("--set", each))]
+    return [str(EXAMPLE_SPEC), *(f"--set={each}" for each in options)]
 
 
 def _shardloom(service: ServiceProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,12 +71,12 @@ def _shardloom(service: ServiceProcess, *arguments: str) -> subprocess.Completed
 # Two starts of a driver with its workers, and two of the service.
 @pytest.mark.timeout(480)
 def test_a_job_runs_on_a_cluster_of_its_own_and_another_is_cancelled_there(
-    backends: KubeRayBackends, service: ServiceProcess, small_movielens: Path, tmp_path: Path
+    backends: KubeRayBackends, service: ServiceProcess, small_movielens: Path
 ) -> None:
     seen = _shardloom(service, "cluster")
     assert "kuberay at http" in seen.stdout and "ray.io/v1" in seen.stdout, seen
     short = ("training.epochs=1", "training.max_steps=12", "training.validate_every_steps=12")
-    ran = _shardloom(service, "run", *_spec(small_movielens, tmp_path, *short))
+    ran = _shardloom(service, "run", *_spec(small_movielens, *short))
     assert ran.returncode == 0, ran.stdout + ran.stderr + service.log()
     found = re.search(r"submitted (job-\w+)", ran.stdout)
     assert found is not None, ran.stdout
@@ -90,7 +87,7 @@ def test_a_job_runs_on_a_cluster_of_its_own_and_another_is_cancelled_there(
         assert rayjob["status"]["jobDeploymentStatus"] == "Complete"
         assert rayjob["metadata"]["labels"]["shardloom.io/job"] == job.id
         assert "TOKEN" not in str(rayjob), "tokens are in the Secret alone"
-        _cancel_a_long_one(client, backends, service, small_movielens, tmp_path)
+        _cancel_a_long_one(client, backends, service, small_movielens)
 
 
 def _cancel_a_long_one(
@@ -98,11 +95,10 @@ def _cancel_a_long_one(
     backends: KubeRayBackends,
     service: ServiceProcess,
     data: Path,
-    folder: Path,
 ) -> None:
     """Cancel a job that runs, by a service that was killed meanwhile and knows nothing of it."""
     long = ("training.epochs=1000", "training.max_steps=100000", "name=long")
-    submitted = _shardloom(service, "submit", *_spec(data, folder, *long))
+    submitted = _shardloom(service, "submit", *_spec(data, *long))
     job_id = submitted.stdout.strip()
     wait_for(lambda: client.get_job(job_id).progress.step, "steps", 180)
     service.kill()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,6 @@ class Duel:
     backend: WatchedBackend
     folder: Path
     now: float = NOW
-    faults: list[str] = field(default_factory=list)
 
     def play(self, seed: int) -> Job:
         """One job from submission to its end, both replicas at it; returns the job."""

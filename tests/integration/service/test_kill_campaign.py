@@ -8,9 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 
 import httpx
@@ -18,11 +16,10 @@ import pytest
 
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
-from service.client.transport import RetryPolicy
 from service.domain.models import JobStatus
 from tests.harness.builders import attempt_ended, metrics, spec_document, workers_started
-from tests.harness.service_process import ServiceProcess
-from tests.harness.wait import free_port, scaled
+from tests.harness.service_process import PATIENT, ServiceProcess
+from tests.harness.wait import scaled
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import AttemptDir
 
@@ -32,16 +29,6 @@ NUM_JOBS = 50
 MIN_KILLS, MAX_KILLS = 8, 20
 NUM_STEPS = 30
 TIMEOUT_S = scaled(240.0)
-# A restart takes a while on a busy machine.
-PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    """The service on a cluster where attempts run until their driver says otherwise."""
-    with ServiceProcess(tmp_path, free_port()) as started:
-        started.cluster.play("default", Script(("pending", "running")))
-        yield started
 
 
 class Drivers:

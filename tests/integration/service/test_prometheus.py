@@ -117,14 +117,11 @@ class Prometheus:
         try:
             self.until(self._is_ready, "Prometheus is ready", _START_TIMEOUT_S)
         except BaseException:
-            self._end()  # nobody else does before all is up
+            self.__exit__()  # nobody else does before all is up
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
         self._http.close()
         self._process.kill()
         self._process.wait()
@@ -151,10 +148,10 @@ class Prometheus:
         found = self.get("query", query=expr)["result"]
         return {_labels(each["metric"]): float(each["value"][1]) for each in found}
 
-    def alerts(self, state: str = "firing") -> dict[str, dict[str, Any]]:
-        """Alerts in a state by their name."""
+    def alerts(self) -> dict[str, dict[str, Any]]:
+        """Alerts that fire, by their name."""
         found = self.get("alerts")["alerts"]
-        return {each["labels"]["alertname"]: each for each in found if each["state"] == state}
+        return {each["labels"]["alertname"]: each for each in found if each["state"] == "firing"}
 
     def until(self, find: Callable[[], Value | None], what: str, limit_s: float = 60.0) -> Value:
         """What `find` finds once it finds anything; an error has what Prometheus printed."""
@@ -205,12 +202,6 @@ class Watched:
     driver: Driver
 
 
-def _viewer_key(replica: ServiceProcess, key: str) -> str:
-    """The key that prometheus.yml says how to make."""
-    with ShardloomClient(replica.url, api_key=key) as client:
-        return str(client.create_key("prometheus", roles={"*": "viewer"}).key)
-
-
 @pytest.fixture(scope="module")
 def watched(
     postgresql: PostgresqlServer, tmp_path_factory: pytest.TempPathFactory
@@ -224,7 +215,9 @@ def watched(
     replicas = [ServiceProcess(home, free_port(), settings) for _ in range(2)]
     key = replicas[0].shell("keys", "create", "ops", "--admin").strip()
     with replicas[0] as one, replicas[1] as other:
-        viewer = _viewer_key(one, key)
+        # The key that prometheus.yml says how to make.
+        with ShardloomClient(one.url, api_key=key) as client:
+            viewer = client.create_key("prometheus", roles={"*": "viewer"}).key
         targets = {"shardloom": [f"127.0.0.1:{each.port}" for each in (one, other)]}
         folder = tmp_path_factory.mktemp("prometheus")
         with Prometheus(folder, targets, viewer, FASTER) as prometheus:

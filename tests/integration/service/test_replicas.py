@@ -248,7 +248,12 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
     backend = FakeBackend(tmp_path / "fake")
     backend.set_hosts(HostFacts("h0", NUM_CPUS, 0, 1 << 33))
     settings = Settings(home=tmp_path, backend="fake")
-    keepers = [_keeper(store, n, backend, settings) for n, store in enumerate(stores)]
+    keepers = [
+        SchedulerRunner(
+            store, backend, settings.model_copy(update={"replica_id": f"replica-{n}"}), lambda: NOW
+        )
+        for n, store in enumerate(stores)
+    ]
     ProjectStore(stores[0].engine).put(Project("ads", max_workers=4), NOW)
     for _ in range(20):
         project = random.choice(["ads", "default"])
@@ -271,13 +276,6 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
             num_ended += 1
     for store in stores:
         store.close()
-
-
-def _keeper(
-    store: JobStore, number: int, backend: FakeBackend, settings: Settings
-) -> SchedulerRunner:
-    settings = settings.model_copy(update={"replica_id": f"replica-{number}"})
-    return SchedulerRunner(store, backend, settings, lambda: NOW)
 
 
 # ---- processes

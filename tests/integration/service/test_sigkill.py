@@ -16,7 +16,6 @@ import pytest
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
 from service.client.errors import ProblemError
-from service.client.transport import RetryPolicy
 from service.domain.models import JobStatus
 from service.local.processes import identify, is_alive, process_table, process_tree, terminate_tree
 from service.schemas.jobs import JobDetail
@@ -28,20 +27,11 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service_process import SHUTDOWN_TIMEOUT_S, ServiceProcess
-from tests.harness.wait import free_port, scaled, wait_for
+from tests.harness.service_process import PATIENT, SHUTDOWN_TIMEOUT_S, ServiceProcess
+from tests.harness.wait import scaled, wait_for
 
 WAIT_S = 60.0
-# A restart takes a while on a busy machine.
-PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 RECORDS = [workers_started(), *[metrics(step, train_loss=1.0 / step) for step in range(1, 9)]]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path, free_port()) as started:
-        started.cluster.play("default", Script(("pending", "running")))
-        yield started
 
 
 @pytest.fixture

@@ -65,7 +65,12 @@ def test_submission_driver_and_ingest_are_told_to_a_collector(tmp_path: Path) ->
             )
             job = response.json()["id"]
             record = wait_for(lambda: service.cluster.record(f"{job}-a0"), "the submission")
-            _let_driver_run(service, job, record.env)
+            writer = EventWriter(service.attempt_files(job).stream_path("driver"))
+            writer.write(AttemptStarted(time=time.time(), world_size=2))
+            writer.write(AttemptEnded(time=time.time(), reason="completed", message="done"))
+            environment = {**os.environ, **record.env}
+            command = [sys.executable, "-c", _DRIVER]
+            subprocess.run(command, env=environment, check=True, timeout=scaled(60))
             started = batch(AttemptStarted(time=time.time(), world_size=2), stream="driver")
             service.post_events(f"{job}-a0", started, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
             wanted = {"submit job", "submit attempt", "ingest"}
@@ -77,12 +82,3 @@ def test_submission_driver_and_ingest_are_told_to_a_collector(tmp_path: Path) ->
             assert spans[name].parent_span_id == root.span_id
         assert spans["ingest"].links[0].trace_id == root.trace_id
         assert f'"job_id": "{job}"' in service.log()
-
-
-def _let_driver_run(service: ServiceProcess, job: str, env: dict[str, str]) -> None:
-    writer = EventWriter(service.attempt_files(job).stream_path("driver"))
-    writer.write(AttemptStarted(time=time.time(), world_size=2))
-    writer.write(AttemptEnded(time=time.time(), reason="completed", message="done"))
-    subprocess.run(
-        [sys.executable, "-c", _DRIVER], env={**os.environ, **env}, check=True, timeout=scaled(60)
-    )

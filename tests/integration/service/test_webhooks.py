@@ -14,11 +14,11 @@ import json
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from service.client.client import ShardloomClient
 from service.domain.webhooks import Answer
 from service.webhooks.safe_http import post
 from tests.harness.builders import spec_document
@@ -40,14 +40,10 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
         yield started
 
 
-def _post(service: ServiceProcess, path: str, body: dict[str, Any] | None = None) -> Any:
-    response = httpx.post(f"{service.url}{path}", json=body, trust_env=False)
-    assert response.is_success, response.text
-    return response.json()
-
-
-def _submit(service: ServiceProcess) -> str:
-    return str(_post(service, "/v1/jobs", {"spec": spec_document()})["id"])
+@pytest.fixture
+def client(service: ServiceProcess) -> Iterator[ShardloomClient]:
+    with ShardloomClient(service.url) as opened:
+        yield opened
 
 
 def _told(stub: HttpStub) -> list[tuple[str, str]]:
@@ -56,37 +52,38 @@ def _told(stub: HttpStub) -> list[tuple[str, str]]:
     return [(body["data"].get("job_id", ""), body["type"]) for body in bodies]
 
 
-def test_what_happens_to_a_job_arrives_signed(service: ServiceProcess) -> None:
+def test_what_happens_to_a_job_arrives_signed(client: ShardloomClient) -> None:
     with http_stub() as receiver:
-        hook = _post(service, "/v1/webhooks", {"url": f"{receiver.url}/in"})
-        job = _submit(service)
-        _post(service, f"/v1/jobs/{job}:cancel")
+        hook = client.create_webhook(f"{receiver.url}/in")
+        job = client.submit(spec_document()).id
+        client.cancel(job)
         wanted = {(job, "job_submitted"), (job, "job_ended")}
         wait_for(lambda: wanted <= set(_told(receiver)), "what happened to the job")
-        key = base64.b64decode(hook["secret"].removeprefix("whsec_"))
+        key = base64.b64decode(hook.secret.removeprefix("whsec_"))
         for request in receiver.received:
             head = f"{request.headers['webhook-id']}.{request.headers['webhook-timestamp']}."
             digest = hmac.digest(key, head.encode() + request.body, hashlib.sha256)
             signed = f"v1,{base64.b64encode(digest).decode()}"
             assert request.headers["webhook-signature"] == signed
             assert request.headers["host"] == f"127.0.0.1:{receiver.port}"
-    found = httpx.get(f"{service.url}/v1/webhooks/{hook['id']}/deliveries", trust_env=False)
-    assert {item["state"] for item in found.json()["items"]} == {"delivered"}
+    assert {each.state for each in client.deliveries(hook.id)} == {"delivered"}
 
 
-def test_nothing_is_lost_when_the_service_is_killed(service: ServiceProcess) -> None:
+def test_nothing_is_lost_when_the_service_is_killed(
+    service: ServiceProcess, client: ShardloomClient
+) -> None:
     with http_stub(503) as receiver:
-        _post(service, "/v1/webhooks", {"url": receiver.url, "kinds": ["job_submitted"]})
-        jobs = [_submit(service) for _ in range(5)]
+        hook = client.create_webhook(receiver.url, kinds=["job_submitted"])
+        jobs = [client.submit(spec_document()).id for _ in range(5)]
         wait_for(lambda: len(receiver.received) >= 3, "tries that fail")
         service.kill()
         receiver.statuses[:] = [200]
         receiver.received.clear()
         service.start()
         # The killed service has claims yet, and a failed try has to wait its turn.
-        for delivery in _deliveries(service):
-            if delivery["state"] == "pending":
-                _redeliver(service, delivery)
+        for delivery in list(client.deliveries(hook.id)):
+            if delivery.state == "pending":
+                client.redeliver(hook.id, delivery.id)
         wait_for(lambda: {job for job, _ in _told(receiver)} >= set(jobs), "every job")
         # At least once: what is sent again by hand just when its turn has come goes out twice, with
         # the same id.
@@ -94,31 +91,20 @@ def test_nothing_is_lost_when_the_service_is_killed(service: ServiceProcess) -> 
 
 
 def test_a_delivery_whose_service_died_before_it_was_noted_is_sent_again_with_its_id(
-    service: ServiceProcess,
+    service: ServiceProcess, client: ShardloomClient
 ) -> None:
     with http_stub() as receiver:
-        _post(service, "/v1/webhooks", {"url": receiver.url, "kinds": ["job_submitted"]})
+        hook = client.create_webhook(receiver.url, kinds=["job_submitted"])
         service.kill()
         service.start_to_be_killed("before webhooks.settle")
-        job = _submit(service)
+        job = client.submit(spec_document()).id
         service.wait_until_killed()
         service.start()
-        [delivery] = _deliveries(service)
-        _redeliver(service, delivery)
+        (delivery,) = client.deliveries(hook.id)
+        client.redeliver(hook.id, delivery.id)
         wait_for(lambda: len(receiver.received) == 2, "the second try")
         assert {each for each, _ in _told(receiver)} == {job}
         assert len({request.headers["webhook-id"] for request in receiver.received}) == 1
-
-
-def _deliveries(service: ServiceProcess) -> list[dict[str, Any]]:
-    [hook] = httpx.get(f"{service.url}/v1/webhooks", trust_env=False).json()["items"]
-    path = f"{service.url}/v1/webhooks/{hook['id']}/deliveries"
-    items: list[dict[str, Any]] = httpx.get(path, trust_env=False).json()["items"]
-    return [{**item, "hook": hook["id"]} for item in items]
-
-
-def _redeliver(service: ServiceProcess, delivery: dict[str, Any]) -> None:
-    _post(service, f"/v1/webhooks/{delivery['hook']}/deliveries/{delivery['id']}:redeliver")
 
 
 # ---- over HTTPS

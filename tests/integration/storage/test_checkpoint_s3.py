@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tests.harness.object_store import Faults, ObjectStore, run_object_store
+from tests.harness.object_store import Faults, ObjectStore
 from tests.harness.ranks import run_ranks
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
@@ -31,7 +31,13 @@ from tests.integration.ranks.checkpoint_cases import (
     train,
     whole_tables,
 )
-from tests.integration.ranks.save_cases import DAMAGE, Saver, config_of, open_unwritable
+from tests.integration.ranks.save_cases import (
+    Saver,
+    check_damage,
+    config_of,
+    look_at_damage,
+    open_unwritable,
+)
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
 from trainer.checkpoint.manager import CheckpointManager, TrainState
@@ -46,10 +52,6 @@ from trainer.storage import Location
 TWO = Sharding(2, 1, ("row_wise",))
 OTHER = Sharding(3, 3, ("column_wise", "table_wise", "row_wise"), min_partition=8)
 MEBIBYTE = 2**20
-
-
-# Without its marker a save is unfinished, which is no damage.
-REMOTE_DAMAGE = [kind for kind in DAMAGE if kind != "missing marker"]
 
 
 def train_save_and_load(
@@ -151,26 +153,6 @@ def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, pat
     return found.commit.step
 
 
-def look_at_damage(
-    environment: Mapping[str, str], run_dirs: Path, path: str
-) -> list[dict[str, Any]]:
-    """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
-    os.environ.update(environment)
-    return [_look_at(kind, run_dirs / f"run-{n}", path) for n, kind in enumerate(REMOTE_DAMAGE)]
-
-
-def _look_at(kind: str, run_dir: Path, path: str) -> dict[str, Any]:
-    saver = Saver.open(run_dir, path=path)
-    saver.save(1)
-    saver.save(2, is_last=True)
-    newer = checkpoints_of(run_dir, path) / "step-00000002-a0-r0"
-    assert isinstance(newer, Location)
-    DAMAGE[kind](newer)
-    found = look_for_newest({}, run_dir, path)
-    again = look_for_newest({}, run_dir, path)
-    return {"kind": kind, "is_kept": bool(newer.list()), "again": again} | found
-
-
 def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) -> None:
     """A whole save, then one in which this process ends by SIGKILL once objects are written."""
     os.environ.update(environment)
@@ -181,12 +163,6 @@ def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) 
     save_load.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     saver.save(2)
     saver.checkpoints.wait()
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with run_object_store() as store:
-        yield store
 
 
 @pytest.fixture
@@ -308,16 +284,9 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
 
 @pytest.mark.slow
 def test_any_damage_makes_the_checkpoint_before_count_and_is_said(store, tmp_path):
-    arguments = (store.environment, tmp_path, store.url("damage"))
+    arguments = (tmp_path, store.url("damage"), store.environment)
     (found,) = run_ranks(look_at_damage, 1, *arguments)
-    assert [each["kind"] for each in found] == REMOTE_DAMAGE
-    for each in found:
-        kind = each["kind"]
-        assert each["step"] == 1, kind
-        (note,) = each["notes"]
-        assert "step-00000002-a0-r0 is damaged" in note, kind
-        assert each["is_kept"], f"{kind}: what is damaged is kept to be looked at"
-        assert each["again"] == {"step": 1, "notes": []}, kind
+    check_damage(found, kept="step-00000002-a0-r0")
 
 
 @pytest.mark.slow

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.object_store import ObjectStore, run_object_store
 from trainer.data.manifest import MANIFEST_NAME
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
@@ -15,12 +13,6 @@ from trainer.errors import BadValueError, OutputExistsError, SourceMissingError,
 from trainer.storage import Location
 
 OPTIONS = MovieLensOptions(unit_rows=500, num_partitions=4, row_group_rows=128)
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with run_object_store() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +24,7 @@ def csv_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def remote_csv(store, csv_folder) -> Location:
-    folder = Location.parse(store.url("csv"))
-    for path in csv_folder.iterdir():
-        (folder / path.name).upload(path)
-    return folder
+    return store.upload(csv_folder, "csv")
 
 
 @pytest.fixture(scope="module")

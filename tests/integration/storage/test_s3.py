@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.object_store import SECRET_KEY, ObjectStore, run_object_store
+from tests.harness.object_store import SECRET_KEY, ObjectStore
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, train_session
 from trainer.data.inputs import resolve_inputs
@@ -32,19 +32,9 @@ SETTINGS = ("training.max_steps=6", "parallelism.workers=2", "parallelism.shard_
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with run_object_store() as store:
-        yield store
-
-
-@pytest.fixture(scope="module")
 def uploaded(store: ObjectStore, small_movielens: Path) -> str:
     """URL of the small data set."""
-    folder = Location.parse(store.url("movielens"))
-    for path in sorted(small_movielens.rglob("*")):
-        if path.is_file():
-            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
-    return folder.text
+    return store.upload(small_movielens, "movielens").text
 
 
 def test_files_are_uploaded_listed_and_downloaded(store, tmp_path):

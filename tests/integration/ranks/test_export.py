@@ -141,11 +141,7 @@ def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded
             folder = client.download_export(job_id, asked.id, tmp_path / "out")
     assert done.report is not None
     assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
-<<<<<<< HEAD
-    assert len(Predictor(folder).predict(rows())["stars"]) == done.report["num_rows"]
-=======
-    assert len(predict(folder, export_case.rows())["stars"]) == done.report["num_rows"]
->>>>>>> h/t
+    assert len(Predictor(folder).predict(export_case.rows())["stars"]) == done.report["num_rows"]
 
 
 @pytest.mark.slow

@@ -92,9 +92,11 @@ class TwoDTrainer:
             loss, _ = self._pipeline.forward(batch)
             loss.backward()
             self._optimizers.step()
+            started = time.perf_counter()
             self._sync.tick()
             if is_sync_step(step, self._spec.parallelism.sync):
-                self.sync_s += self._sync().time_s
+                self._sync()
+            self.sync_s += time.perf_counter() - started
             yield
 
 

@@ -53,8 +53,8 @@ class TwoDLayout:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether it counts for the ratio: 1D rounds nothing and averages gradients always."""
-        return self.mode != "none" and self.dense == "every_step" and self.wire == "fp32"
+        """Whether it counts for the ratio: 1D averages gradients at every step."""
+        return self.mode != "none" and self.dense == "every_step"
 
     @property
     def sync(self) -> dict[str, Any]:

@@ -29,12 +29,14 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
         EXAMPLE_SPEC.read_text(),
         [f"data.path={data}", "data.batch_size=32", "training.report_every_steps=5", *overrides],
     )
-    return config_of(spec, run_dir, run_index)
+    return config_of(spec, run_dir, run_index, data)
 
 
-def config_of(spec: JobSpec, run_dir: Path, run_index: int = 0) -> WorkerConfig:
-    """A job on prepared data, whose tables are as large as its vocabularies."""
-    resolved = size_tables(spec, load_manifest(Path(spec.data.path)).vocab_sizes)
+def config_of(
+    spec: JobSpec, run_dir: Path, run_index: int = 0, data: Path | None = None
+) -> WorkerConfig:
+    """A job whose tables are as large as the vocabularies of `data`, by default its own."""
+    resolved = size_tables(spec, load_manifest(data or Path(spec.data.path)).vocab_sizes)
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
 
 

@@ -247,7 +247,6 @@ class GroupSync:
         `make_arrival` gives this rank's `Arrive` for every try. The result is of a round that did
         not commit where the group is to leave, or must forget what it trained.
         """
-        started = time.perf_counter()
         num_bytes = 0
         while True:
             self._client.store()  # connecting may take long, and in a round the others would wait
@@ -260,9 +259,8 @@ class GroupSync:
             num_bytes += means.num_bytes
             is_demoted = arrival.standing == "current" != result.standing
             if result.committed or result.should_leave or result.has_finished or is_demoted:
-                time_s = time.perf_counter() - started
                 density = self._numbers.density(means.rows)
-                return result, SyncReport(time_s, num_bytes, density)
+                return result, SyncReport(num_bytes, density)
 
     def _try(self, round_: Round, is_copied: bool) -> tuple[Means, RoundResult]:
         """Average, vote, and apply what was averaged if all agree."""

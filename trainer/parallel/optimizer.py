@@ -22,7 +22,8 @@ over all rows. Batches of equal weight are added as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ _FUSED_OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "row_wise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-_DENSE_OPTIMIZERS = {
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
+_DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, fused=True),
+    "adagrad": torch.optim.Adagrad,  # torch fuses it on CPUs only
+    "sgd": partial(torch.optim.SGD, fused=True),
 }
 
 

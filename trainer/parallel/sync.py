@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,12 +56,11 @@ _WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class SyncReport:
     """Price of one sync on this rank.
 
-    `time_s` is the time that training stood still and `num_bytes` what the rank sent (an
-    all-reduce of n bytes would send 2 (M - 1) / M n), that of `finish` since the sync before
-    included. `density` is the share of this rank's rows that were averaged.
+    `num_bytes` is what the rank sent (an all-reduce of n bytes would send 2 (M - 1) / M n), with
+    what landed since the sync before. `density` is the share of this rank's rows that were
+    averaged.
     """
 
-    time_s: float
     num_bytes: int
     density: float = 1.0
 
@@ -78,7 +76,7 @@ class Sync:
 
     def __call__(self) -> SyncReport:
         """One sync by the policy. Collective over the replica group."""
-        return SyncReport(0.0, 0)
+        return SyncReport(0)
 
     def tick(self) -> None:
         """A step has ended: wait for what overlapped with training until now, and apply it."""
@@ -88,7 +86,7 @@ class Sync:
 
     def flush(self) -> SyncReport:
         """Make all replicas equal, moments too, in full precision. Before a save. Collective."""
-        return SyncReport(0.0, 0)
+        return SyncReport(0)
 
     def renew(self) -> None:
         """Take the replicas as they are for equal: after something else has made them so."""
@@ -167,7 +165,6 @@ class ReplicaSync(Sync):
         self._pending: PendingSync | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
         self._pending_moments: PendingSync | None = None  # lands at the next sync
-        self._finish_s = 0.0
 
     def _watch(self) -> None:
         """Mark touched rows and keep what the replicas agreed on, as the policy needs."""
@@ -187,7 +184,6 @@ class ReplicaSync(Sync):
     @torch.no_grad()
     def __call__(self) -> SyncReport:
         self.finish()
-        started = time.perf_counter()
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
@@ -206,7 +202,7 @@ class ReplicaSync(Sync):
             self._pending, self._steps_left = self._start(blocks), self._spec.overlap_steps
         else:
             self._replicas.average_in_place(blocks)
-        return self._report(started, rows)
+        return self._report(rows)
 
     def tick(self) -> None:
         self._steps_left -= 1
@@ -217,15 +213,12 @@ class ReplicaSync(Sync):
     def finish(self) -> None:
         if self._pending is None:
             return
-        started = time.perf_counter()
         self._base.landed(self._land(self._pending))
         self._pending = None
-        self._finish_s += time.perf_counter() - started
 
     @torch.no_grad()
     def flush(self) -> SyncReport:
         self.finish()
-        started = time.perf_counter()
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
@@ -234,7 +227,7 @@ class ReplicaSync(Sync):
         blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *map(Block, states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
-        return self._report(started, rows)
+        return self._report(rows)
 
     def renew(self) -> None:
         self._base.renew()
@@ -292,14 +285,10 @@ class ReplicaSync(Sync):
             self._stale.zero_()
         return rows
 
-    def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
-        if self._replicas.device.type == "cuda" and not self._spec.overlap:
-            torch.cuda.synchronize(self._replicas.device)
+    def _report(self, rows: torch.Tensor | None) -> SyncReport:
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)
-        time_s = time.perf_counter() - started + self._finish_s
-        self._finish_s = 0.0
-        return SyncReport(time_s, num_bytes, self._numbers.density(rows))
+        return SyncReport(num_bytes, self._numbers.density(rows))
 
 
 def _weight(shard: TableShard) -> Iterable[torch.Tensor]:

@@ -230,7 +230,7 @@ class ForwardPhases:
 
 
 class Speedometer:
-    """Rows and steps per second between reports. Sums what each step spent on sync and waiting.
+    """Rows and steps per second between reports, waits for data, and what syncs cost.
 
     It starts and stops `phases` along with itself.
     """
@@ -282,8 +282,11 @@ class Speedometer:
         if is_outermost:
             self._paused_s += self._clock() - started
 
-    def read(self) -> dict[str, float]:
-        """Values of this window; starts the next one."""
+    def read(self, sync_s: float = 0.0) -> dict[str, float]:
+        """Values of this window, in which a step spent `sync_s` in phase `sync` on average.
+
+        Starts the next one.
+        """
         elapsed_s = max(self._clock() - self._started - self._paused_s, 1e-9)
         steps_per_s = self.num_steps / elapsed_s
         values = {
@@ -292,7 +295,7 @@ class Speedometer:
             "data/wait_s": self._wait_s / max(self.num_steps, 1),
         }
         if self._syncs:
-            values["sync/time_s"] = fmean(each.time_s for each in self._syncs)
+            values["sync/time_s"] = sync_s * self.num_steps / len(self._syncs)
             values["sync/bytes"] = fmean(each.num_bytes for each in self._syncs)
             values["sync/density"] = fmean(each.density for each in self._syncs)
         self.restart()

@@ -380,7 +380,7 @@ class Session:
             self._stop_part(),
         ]
         values = reduce_parts(parts, self.groups.device)
-        return values | self.optimizers.metrics() | self.speed.read()
+        return values | self.optimizers.metrics() | self.speed.read(phases["sync"])
 
     def _stop_part(self) -> Part:
         """Whether these workers are requested to stop, as rank 0 sees it."""

@@ -135,6 +135,18 @@ _OTHER_CHARTS = (
         number=_BYTES,
         right_number=_PERCENT,
     ),
+    ChartSpec(
+        "memory",
+        "Memory of the fullest worker",
+        (
+            Line("memory/peak_rss_bytes", "host, peak", VALIDATION_COLOUR),
+            Line("memory/peak_reserved_bytes", "GPU, peak of PyTorch", TRAIN_COLOUR),
+            Line("memory/gpu_used_bytes", "GPU, all", _PHASE_COLOURS["output_dist"]),
+        ),
+        from_zero=True,
+        is_optional=True,
+        number=_BYTES,
+    ),
 )
 
 

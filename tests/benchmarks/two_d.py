@@ -137,12 +137,12 @@ def run(num_pairs: int) -> BenchmarkReport:
             lambda: _measure(ranks, best_stock),
             log,
         )
-    synced = TwoDLayout(2, "inter_host", "touched_rows", 16, overlap=16)
-    unsynced = TwoDLayout(2, "inter_host", "none", 1)
-    log(f"pairs: {label_of(synced)} against {label_of(unsynced)}")
-    sync_runs = run_pairs(
-        num_pairs, lambda: _speed_of(ranks, synced), lambda: _speed_of(ranks, unsynced), log
-    )
+        synced = TwoDLayout(2, "inter_host", "touched_rows", 16, overlap=16)
+        unsynced = TwoDLayout(2, "inter_host", "none", 1)
+        log(f"pairs: {label_of(synced)} against {label_of(unsynced)}")
+        sync_runs = run_pairs(
+            num_pairs, lambda: _speed_of(ranks, synced), lambda: _speed_of(ranks, unsynced), log
+        )
     settings = _settings() | {"ours": label_of(best_ours), "peer": label_of(best_stock)}
     merged = [
         Run(each.pair, each.side, each.values | more.values)

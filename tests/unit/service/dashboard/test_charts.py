@@ -49,7 +49,7 @@ def test_a_rate_of_zero_is_a_gap_on_the_logarithmic_axis() -> None:
 
 def test_what_older_jobs_never_measured_is_optional_and_has_no_data() -> None:
     optional = [chart for chart in charts.charts_of(queued_job()) if chart.is_optional]
-    assert {chart.key for chart in optional} == {"lr", "phases", "sync", "traffic"}
+    assert {chart.key for chart in optional} == {"lr", "phases", "sync", "traffic", "memory"}
     for chart in optional:
         options = charts.chart_options(chart)
         charts.fill(options, chart, {"train/loss": points(1.0)}, best=None)

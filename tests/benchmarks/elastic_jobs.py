@@ -181,7 +181,7 @@ def ray_elastic(document: Mapping[str, Any], actions: Sequence[str]) -> list[dic
         command = [sys.executable, "-m", "tests.benchmarks.peers.ray_elastic", str(path)]
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
         with log.open("w") as output:
-            done = subprocess.run(
+            subprocess.run(
                 command,
                 cwd=REPOSITORY,
                 env=os.environ | RAY_TUNED | token,
@@ -190,6 +190,6 @@ def ray_elastic(document: Mapping[str, Any], actions: Sequence[str]) -> list[dic
                 check=False,
             )
         result = Path(folder, "RESULT.json")
-        if done.returncode or not result.exists():
+        if not result.exists():  # ending the cluster may end this process with an error
             raise BenchmarkError(f"elastic Ray Train failed:\n{log.read_text()[-3000:]}")
         return json.loads(result.read_text())

@@ -17,6 +17,7 @@ import io
 import logging
 import math
 import os
+import posixpath
 import random
 import re
 import time
@@ -189,6 +190,8 @@ class Location:
         return type(self).parse, (self.text,)
 
     def __truediv__(self, name: str) -> Location:
+        # What a path may hold besides, a key may not: `./a`, `a//b`.
+        name = posixpath.normpath(name)
         return self if name == "." else replace(self, path=f"{self.path.rstrip('/')}/{name}")
 
     def exists(self) -> bool:

@@ -27,6 +27,9 @@ def test_a_file_is_written_listed_read_and_deleted(tmp_path):
     below = [file.relative_to(folder) for file in folder.list(recursive=True)]
     assert below == ["a.txt", "b.txt", "inner/c.txt"]
     assert (folder / "b.txt").read_bytes() == b"two"
+    remote = Location.parse("s3://bucket/data")
+    keys = {str(remote / name) for name in ("train/a", "./train/a", "train//a", "train/./a")}
+    assert keys == {"s3://bucket/data/train/a"} and remote / "." == remote
     assert (folder / "b.txt").size_bytes() == 3
     assert folder.is_dir() and not (folder / "a.txt").is_dir()
     (folder / "a.txt").delete()

@@ -104,8 +104,11 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
         # Ray would start a worker for each CPU with the first job, none of which has its
         # environment, nor ever serves it.
         "RAY_prestart_worker_first_driver": "0",
-        # Workers import the engine when they start; with 1 they leave others for the next job.
+        # Workers import the engine when they start. A driver that ends has others started for the
+        # next job: all at once, and none of them stays beyond the time that it is given.
         "RAY_preload_python_modules": "trainer.driver.preload",
+        "RAY_worker_maximum_startup_concurrency": "64",
+        "RAY_num_workers_soft_limit": "0",
         # By default a head that is stopped waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

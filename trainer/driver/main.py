@@ -44,7 +44,7 @@ from trainer.driver.cluster import (
     shortage,
     wants_gpu,
 )
-from trainer.driver.preload import share_environment
+from trainer.driver.preload import is_preloading, share_environment, start_warm_workers
 from trainer.driver.process_log import start_log
 from trainer.driver.ray_train import Evicted, in_thread, launch
 from trainer.driver.run_lock import hold_run
@@ -69,6 +69,7 @@ POST_TIMEOUT_S = 10.0
 SINK_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
 EXIT_EVICTED = 143
+WARM_WORKERS_TIMEOUT_S = 10.0
 _POLL_S = 1.0
 # Ray Train, in the domain `job`: check the workers once a second.
 TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
@@ -378,6 +379,20 @@ def _completed(context: DriverContext) -> events.AttemptEnded:
     )
 
 
+def prepare_next_job(context: DriverContext) -> None:
+    """Start workers as many as this attempt had, for whichever comes next."""
+    import ray
+
+    if not ray.is_initialized() or not context.files.resolved_spec_path.exists():
+        return
+    num_workers = context.read_resolved_spec().parallelism.world_size
+    try:
+        start = in_thread(partial(start_warm_workers, num_workers), "warm workers")
+        start.result(WARM_WORKERS_TIMEOUT_S)
+    except Exception as error:  # the next job then starts its own
+        logger.warning("no workers were started for the next job: %s", error)
+
+
 def main() -> int:
     """Run the attempt that the environment names; the exit code of the Ray job."""
     context = DriverContext.from_env(os.environ)
@@ -401,4 +416,6 @@ def main() -> int:
         poster.close(POST_TIMEOUT_S)
     for sink in sinks:
         sink.close(SINK_TIMEOUT_S)
+    if is_preloading():
+        prepare_next_job(context)
     return EXIT_CODES.get(ended.reason, 1)

@@ -9,14 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from service.domain.models import EndReason, JobStatus
+from service.local.processes import process_table, process_tree
 from service.schemas.jobs import JobDetail
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.stack import Stack
@@ -171,7 +174,18 @@ def spoiled_movielens(small_movielens: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_cli_mirrors_the_job_in_its_exit_code(
+def _idle_workers(stack: Stack) -> set[int]:
+    ray = stack.state.ray
+    assert ray is not None
+    idle = set()
+    for each in process_tree(ray, process_table()):
+        with suppress(psutil.Error):
+            if psutil.Process(each.pid).cmdline()[:1] == ["ray::IDLE"]:
+                idle.add(each.pid)
+    return idle
+
+
+def test_the_cli_mirrors_a_job_in_its_exit_code_and_the_next_job_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:
     def run(data: Path) -> subprocess.CompletedProcess[str]:
@@ -182,11 +196,15 @@ def test_the_cli_mirrors_the_job_in_its_exit_code(
             [*command, *changes], env=environment, capture_output=True, text=True, check=False
         )
 
-    good, bad = run(small_movielens), run(spoiled_movielens)
+    good = run(small_movielens)
+    wait_for(lambda: len(_idle_workers(stack)) >= 4, "workers for the next job", 60)
+    warm = _idle_workers(stack)
+    bad = run(spoiled_movielens)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "training completed" in good.stderr
     assert bad.returncode == 1
     assert "part-00000.parquet, row 5, column 'rating'" in bad.stderr
-    failed = next(stack.client.iter_jobs(statuses=[JobStatus.FAILED]))
+    failed = stack.client.get_job(next(stack.client.iter_jobs(statuses=[JobStatus.FAILED])).id)
     assert failed.reason is EndReason.DATA_ERROR
     assert failed.num_attempts == 1
+    assert {stack.pid(failed, f"rank-{rank}") for rank in range(4)} <= warm

@@ -15,7 +15,8 @@ def check_copies(records: Iterable[Record]) -> int:
     """After each commit all copies of a shard are equal; the number of comparisons."""
     hashes: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        if record["event"] == "committed" and record["standing"] == "current":
+        is_exact = record["event"] == "committed" and record["hash"] is not None
+        if is_exact and record["standing"] == "current":
             who = f"group {record['group']} life {record['incarnation']}"
             hashes[record["commit"], record["rank"]][record["hash"]].append(who)
     for (commit, rank), found in hashes.items():

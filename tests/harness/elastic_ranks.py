@@ -194,11 +194,14 @@ def _record_faults(record: Recorder) -> None:
 
 
 def _record_sessions(record: Recorder, listener: ControlListener) -> None:
-    """Let every session of this process record its leases, its commits and a hash of its state."""
+    """Let every session of this process record its leases, its commits and a hash of its state.
+
+    There is no hash where the copy holds more than what is committed.
+    """
     from trainer.coordination.messages import RoundResult
     from trainer.elastic.group_session import GroupSession
 
-    train_lease, sync_groups = GroupSession.train_lease, GroupSession.sync_groups
+    train_lease, take = GroupSession.train_lease, GroupSession._take
 
     def recorded_lease(self: GroupSession) -> None:
         lease = self._leases[0] if self._leases else None
@@ -207,20 +210,18 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
             time.sleep(listener.control.pace_s)
             record("trained", **lease.model_dump())
 
-    def recorded_sync(self: GroupSession) -> RoundResult:
-        began = time.time()
-        verdict = sync_groups(self)
+    def recorded_result(self: GroupSession, result: RoundResult) -> None:
+        take(self, result)
+        is_ahead = self._num_steps_ahead > 0
         record(
             "committed",
-            sync_s=time.time() - began,
-            standing=verdict.standing,
-            hash=state_hash(self),
-            **verdict.ledger.model_dump(mode="json"),
+            standing=result.standing,
+            hash=None if is_ahead else state_hash(self),
+            **result.ledger.model_dump(mode="json"),
         )
-        return verdict
 
     GroupSession.train_lease = recorded_lease  # type: ignore[method-assign]
-    GroupSession.sync_groups = recorded_sync  # type: ignore[method-assign]
+    GroupSession._take = recorded_result  # type: ignore[method-assign]
 
 
 def state_hash(session: Any) -> str:

@@ -172,8 +172,9 @@ class Arrive(Message):
 
     Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
     says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
-    infinite, so its interval must not count. `sums` are summed over ranks (loss x weight and the
-    like) and become means in the ledger.
+    infinite, so its interval must not count. `may_overlap` says that the group could train on while
+    the averages are formed. `sums` are summed over ranks (loss x weight and the like) and become
+    means in the ledger.
     """
 
     kind: Literal["arrive"] = "arrive"
@@ -184,6 +185,7 @@ class Arrive(Message):
     weight: Annotated[float, Field(ge=0)] | None = None
     has_copied: bool = False
     is_poisoned: bool = False
+    may_overlap: bool = False
     report: Report | None = None
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
@@ -211,7 +213,8 @@ class Round(Message):
 
     `generation` changes with the members and after every round that failed; process groups are
     formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
-    nothing to average. `donor` is where a listener copies its shard from.
+    nothing to average. `donor` is where a listener copies its shard from. With `overlaps` all ranks
+    of the group train on from here, and apply the averages when they have trained what they hold.
     """
 
     kind: Literal["round"] = "round"
@@ -220,6 +223,7 @@ class Round(Message):
     members: tuple[RoundMember, ...]
     commit: Count
     is_idle: bool = False
+    overlaps: bool = False
     donor: str | None = None
 
 

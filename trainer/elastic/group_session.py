@@ -48,7 +48,7 @@ _LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one b
 
 @dataclass
 class Interval:
-    """What this rank trained since the last committed sync.
+    """What this rank trained between two syncs.
 
     `loss_sum` is the sum over its rows, `weight_sum` that of the weights of the whole group's rows
     where they are not all alike: float64 [] on the device.
@@ -59,6 +59,16 @@ class Interval:
     leases: tuple[int, ...] = ()
     num_rows: int = 0
     num_steps: int = 0
+
+    def after(self, earlier: Interval) -> Interval:
+        """Both as one."""
+        return Interval(
+            earlier.loss_sum + self.loss_sum,
+            earlier.weight_sum + self.weight_sum,
+            earlier.leases + self.leases,
+            earlier.num_rows + self.num_rows,
+            earlier.num_steps + self.num_steps,
+        )
 
 
 class GroupSession(Session):
@@ -77,8 +87,10 @@ class GroupSession(Session):
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
+        self._is_syncing = False
         super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
+        self._syncing = self._new_interval()  # what the sync is about that has begun
         self._seen_rows, self._seen_at = 0, time.perf_counter()
         self._loader = LeaseBatches(
             self.train_source,
@@ -168,15 +180,21 @@ class GroupSession(Session):
         self.quarantine.begin_epoch(lease.epoch)
         for batch, is_last in self.pipeline.over(self._batches_of(lease)):
             self._train_batch(batch, is_last)
-        self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
+        self._interval.leases += (lease.id,)
+        self._interval.num_rows += lease.num_rows
         if self.spec.training.on_non_finite == "fail" and not self._is_finite():
             raise NonFiniteLoss(
                 f"the training loss became {self._interval.loss_sum.item()} by step "
-                f"{self.state.step + self._interval.num_steps}; {NON_FINITE_ADVICE}"
+                f"{self.state.step + self._num_steps_ahead}; {NON_FINITE_ADVICE}"
             )
 
     def _is_finite(self) -> bool:
         return bool(self._interval.loss_sum.isfinite())
+
+    @property
+    def _num_steps_ahead(self) -> int:
+        """Steps that this group took and that are not committed."""
+        return self._syncing.num_steps + self._interval.num_steps
 
     def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, bool]]:
         """(batch, whether it is the last) of `lease`, the next that was submitted.
@@ -193,7 +211,7 @@ class GroupSession(Session):
         interval = self._interval
         # What is accumulated is used up before the groups' dense parts are averaged.
         is_dense_step = is_last or (interval.num_steps + 1) % self._accumulate_steps == 0
-        step = min(self.state.step + interval.num_steps + 1, self.total_steps)
+        step = min(self.state.step + self._num_steps_ahead + 1, self.total_steps)
         loss = self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
@@ -201,30 +219,79 @@ class GroupSession(Session):
             interval.weight_sum += self.loss_weighting.total
         self.tracer.end_step(step)
 
-    def sync_groups(self) -> RoundResult:
-        """One committed sync with the other groups. Collective over all ranks of all groups."""
+    def sync_groups(self) -> None:
+        """Sync what was trained with the other groups. Collective over all ranks of all groups.
+
+        Where the sync may overlap, it is ended when the next lease is trained.
+        """
+        if self._is_syncing:
+            self._end_sync()
+        if self.is_over:
+            return
+        self._syncing, self._interval = self._interval, self._new_interval()
         with self.phases.during("sync"):
-            result, cost = self.group_sync.exchange(self._arrival)
+            self._is_syncing = self.group_sync.begin(self._arrival)
+        if not self._is_syncing:
+            self._end_sync()
+
+    def _end_sync(self) -> None:
+        """Apply the sync that was begun, and do what is due after it."""
+        with self.phases.during("sync"):
+            result, cost = self.group_sync.end(self._arrival)
         self.speed.sync(cost)
-        self._interval = self._new_interval()
-        self._report = Report()
+        self._is_syncing = False
+        if result.standing != "current":
+            self._interval = self._new_interval()
+        elif result.committed:
+            self._report = Report()
+        else:
+            self._interval = self._interval.after(self._syncing)
+        self._syncing = self._new_interval()
         self._take(result)
         # The coordinator has skipped the lease of a loss that was not finite.
         self.loss_guard.begin_at(self.state.position)
-        return result
+        self._follow_up()
+
+    def _follow_up(self) -> None:
+        """Announce, report, and lead where the copy holds what is committed and no more."""
+        self.announce()
+        self.checkpoints.poll()
+        if self.is_report_due():
+            self.report()
+        if self.is_leader and not self._num_steps_ahead:
+            self.lead()
 
     def _arrival(self) -> Arrive:
-        interval = self._interval
+        interval = self._syncing
+        is_finite = bool(interval.loss_sum.isfinite())
         return Arrive(
             standing=self.standing,
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,
             weight=interval.weight_sum.item() if self.loss_weighting.is_on else None,
-            is_poisoned=not self._is_finite(),
+            is_poisoned=not is_finite,
+            may_overlap=is_finite and self._may_overlap,
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
         )
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Whether the next lease may be trained before the sync of the last one has ended."""
+        is_able = self.standing == "current" and bool(self._leases)
+        return is_able and bool(self.spec.parallelism.sync.overlap) and not self._may_lead_next()
+
+    def _may_lead_next(self) -> bool:
+        """Whether this group may have something to validate or save after the next sync."""
+        rows = self.rows_agreed + self.spec.parallelism.sync.every_steps * self.shape.rows_per_step
+        is_due = (
+            self.is_asked_to_stop
+            or rows >= self.num_rows
+            or self._is_validation_due(rows)
+            or self._is_due(self.spec.checkpoint.every_steps, rows)
+        )
+        return self.is_leader and is_due
 
     def _take(self, result: RoundResult) -> None:
         """Continue from the ledger of a round's result."""
@@ -239,7 +306,7 @@ class GroupSession(Session):
         held = {lease.id for lease in leases}
         self._loader.forget({lease.id for lease in self._leases} - held)
         self._leases = deque(lease for lease in self._leases if lease.id in held)
-        known = {lease.id for lease in self._leases}
+        known = {lease.id for lease in self._leases} | set(self._interval.leases)
         for lease in leases:
             if lease.id not in known:
                 self._loader.submit(lease)
@@ -253,7 +320,8 @@ class GroupSession(Session):
         step = self.total_steps if is_complete else rows_done // self.shape.rows_per_step
         self.state = TrainState.at(step, position, ledger)
         # Groups took unequal numbers of steps since the last sync, with equal results.
-        self.optimizers.set_num_steps(-(-self.state.step // self._accumulate_steps))
+        num_steps = self.state.step + self._num_steps_ahead
+        self.optimizers.set_num_steps(-(-num_steps // self._accumulate_steps))
 
     def announce(self) -> None:
         """Emit who trains when the members change; only the leader does."""
@@ -284,20 +352,31 @@ class GroupSession(Session):
             return False
         if self.is_finished:
             return not self._has_finished
-        every = self.spec.training.validate_every_steps
-        if every:
-            return self._is_due(every)
-        return self.state.position.epoch > self.ledger.led.epoch
+        return self._is_validation_due(self.rows_agreed)
 
     def is_checkpoint_step(self) -> bool:
         """Whether the leader saves now, whatever validation says."""
         if self.is_finished:
             return not self._has_finished
-        return self._is_due(self.spec.checkpoint.every_steps)
+        return self._is_due(self.spec.checkpoint.every_steps, self.rows_agreed)
 
-    def _is_due(self, every: int) -> bool:
-        """Whether a multiple of `every` was passed that no leader has handled."""
-        return self.state.step // every > self.ledger.led.step // every
+    def _is_validation_due(self, num_rows: int) -> bool:
+        """Whether the leader validates once so many rows are agreed on."""
+        if self.validation_source is None:
+            return False
+        every = self.spec.training.validate_every_steps
+        if every:
+            return self._is_due(every, num_rows)
+        return num_rows // self.shape.num_rows > self._led.epoch
+
+    def _is_due(self, every_steps: int, num_rows: int) -> bool:
+        """Whether a multiple of `every_steps` is passed then that no leader has handled."""
+        step = num_rows // self.shape.rows_per_step
+        return step // every_steps > self._led.step // every_steps
+
+    @property
+    def _led(self) -> LeaderProgress:
+        return self._report.led or self.ledger.led
 
     def lead(self) -> None:
         """Do what one group does for all: validate and save where that is due, and end the run.
@@ -323,9 +402,9 @@ class GroupSession(Session):
     def _save_for_a_pause(self) -> None:
         """Save what is committed if the driver wants to end all groups, and say when it is safe.
 
-        Collective over the group on report steps.
+        Collective over the group where it is asked to stop, as of the last report.
         """
-        if not (self.is_asked_to_stop and self.is_report_due()):
+        if not self.is_asked_to_stop:
             return
         self.checkpoints.wait()
         if self.checkpoints.newest_commit != self.state.commit:
@@ -375,12 +454,6 @@ def run_group(
             while not session.is_over:
                 session.train_lease()
                 session.sync_groups()
-                session.announce()
-                session.checkpoints.poll()
-                if session.is_report_due():
-                    session.report()
-                if session.is_leader:
-                    session.lead()
         finally:
             session.close()
     return session.final_metrics

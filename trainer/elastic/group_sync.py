@@ -5,6 +5,12 @@ votes whether it holds the averages, and only when all ranks of all groups do ar
 sync happens everywhere or nowhere. A round that fails changes nothing: rows stay touched, what was
 trained stays trained, and the next round covers it, with the groups that are left.
 
+Where the coordinator lets a group overlap (`Round.overlaps`), its ranks wait for the others and for
+the union of the touched rows, take a snapshot of these, and train on; a thread forms the averages
+of the snapshots and votes. After the next lease the ranks wait for the verdict and apply the
+averages as `trainer.parallel.sync` does: mean + (current - snapshot). Until then a copy holds more
+than was committed: a group that saves, validates or is copied from does not overlap.
+
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
 became NaN, has weight 0.
@@ -20,10 +26,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +38,11 @@ import torch.distributed as dist
 
 from trainer import fault_injection
 from trainer.coordination.client import CoordinatorClient
-from trainer.coordination.messages import Arrive, Round, RoundMember, RoundResult, Vote
+from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Batch, Block, ReplicaCollectives
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sync import Extra, SyncReport, blocks_of
+from trainer.parallel.sync import Extra, SyncReport, SyncThread, apply_difference, blocks_of
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec
@@ -48,6 +55,7 @@ _POLL = timedelta(milliseconds=20)
 _MEET_POLL_S = 0.001
 _DEVICE_POLL_S = 0.0002
 IsAborted = Callable[[], bool]
+MakeArrival = Callable[[], Arrive]
 
 
 class ExchangeError(RuntimeError):
@@ -178,27 +186,41 @@ def _first_line(error: RuntimeError) -> str:
 
 
 @dataclass
-class Means:
-    """The averages of a round, not applied yet.
+class Attempt:
+    """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
-    `rows` are the numbers of the rows in it (int64, sorted), or None when it has all.
+    `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
+    (int64, sorted), or None when it has all. `snapshots` are the values of `batches` where training
+    goes on meanwhile, and `touched` the rows that this rank had touched by then. `error` says why
+    this rank could not go through with it.
     """
 
+    round: Round
+    standing: GroupState
     rows: torch.Tensor | None
-    batches: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
-    num_bytes: int = 0
+    replicas: ReplicaCollectives | None = None
+    batches: list[Batch] = field(default_factory=list)
+    snapshots: list[torch.Tensor] = field(default_factory=list)
+    touched: torch.Tensor | None = None
+    means: list[torch.Tensor] = field(default_factory=list)
+    error: str = ""
+    result: RoundResult | None = None
 
     def write(self) -> None:
-        """Overwrite this copy with the averages."""
-        for batch, mean in self.batches:
-            for block, part in batch.unpack(mean):
+        """Bring this copy to the averages, with what it learned since the snapshot."""
+        for index, (batch, mean) in enumerate(zip(self.batches, self.means, strict=True)):
+            new = mean
+            if self.snapshots:
+                new = apply_difference(batch.pack(), self.snapshots[index], mean)
+            for block, part in batch.unpack(new):
                 block.write(part)
 
 
 class GroupSync:
     """Keeps one rank's shard in sync with those of the other groups.
 
-    All ranks of all groups call `exchange` in turn. `members` are the groups of the newest round.
+    All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
+    round.
     Faults are injected by the number of the commit that the round would have.
     """
 
@@ -211,7 +233,7 @@ class GroupSync:
         shard_index: int,
         recovery: RecoverySpec,
     ) -> None:
-        is_allowed = (spec.dtype, spec.overlap, spec.optimizer_state) == ("fp32", False, "every")
+        is_allowed = (spec.dtype, spec.optimizer_state) == ("fp32", "every")
         assert is_allowed, "the spec refuses other policies between groups"
         self._spec = spec
         self._extra = extra
@@ -225,6 +247,12 @@ class GroupSync:
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
+        self._is_closed = False
+        self._attempt: Attempt | None = None
+        self._await_verdict: Callable[[], None] | None = None
+        self._thread = SyncThread(torch.device("cpu"))
+        is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self.members: tuple[RoundMember, ...] = ()
 
     @property
@@ -234,63 +262,122 @@ class GroupSync:
 
     def close(self) -> None:
         """Drop the process group, and stop copying and serving."""
-        self._drop_group()
+        self._is_closed = True
+        self._thread.close()
+        if self._await_verdict is None:
+            self._drop_group()
         self._stop_listening()
         self._server.close()
         if self._touched:
             self._touched.close()
 
     @torch.no_grad()
-    def exchange(self, make_arrival: Callable[[], Arrive]) -> tuple[RoundResult, SyncReport]:
-        """One committed sync, tried until there is one. Collective over all ranks of all groups.
+    def begin(self, make_arrival: MakeArrival) -> bool:
+        """Begin a sync; whether to train on until `end`. Collective over all ranks of all groups.
 
-        `make_arrival` gives this rank's `Arrive` for every try. The result is of a round that did
-        not commit where the group is to leave, or must forget what it trained.
+        `make_arrival` gives this rank's `Arrive` for every try.
         """
+        attempt = self._attempt = self._open(make_arrival())
+        if not attempt.round.overlaps:
+            return False
+        if self._touched:
+            attempt.touched = self._touched.bits.clone()
+            self._touched.clear()
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._await_verdict = self._thread.submit(partial(self._decide_aside, attempt))
+        return True
+
+    @torch.no_grad()
+    def end(self, make_arrival: MakeArrival) -> tuple[RoundResult, SyncReport]:
+        """End the sync that was begun, and apply it. Collective over all ranks of all groups.
+
+        It is tried until it is committed. The result is of a round that did not commit where the
+        group is to leave, where it must forget what it trained, and where it has trained on: then
+        the rows count as touched again, and the next sync covers both intervals.
+        """
+        attempt, self._attempt = self._attempt, None
+        assert attempt, "a sync is begun first"
         num_bytes = 0
         while True:
-            self._client.store()  # connecting may take long, and in a round the others would wait
-            arrival = make_arrival()
-            is_copied = self._joiner is not None and self._joiner.is_complete
-            num_copied = self._joiner.num_bytes if self._joiner else 0
-            update = {"has_copied": is_copied, "copied_bytes": num_copied}
-            round_ = self._client.arrive(arrival.model_copy(update=update))
-            means, result = self._try(round_, is_copied)
-            num_bytes += means.num_bytes
-            is_demoted = arrival.standing == "current" != result.standing
-            if result.committed or result.should_leave or result.has_finished or is_demoted:
-                density = self._numbers.density(means.rows)
-                return result, SyncReport(num_bytes, density)
+            if self._await_verdict:
+                self._await_verdict()
+                self._await_verdict = None
+                if self._stream:
+                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            else:
+                self._decide(attempt)
+            result = self._settle(attempt)
+            if attempt.replicas and result.committed:
+                num_bytes += attempt.replicas.num_bytes
+            is_demoted = attempt.standing == "current" != result.standing
+            is_over = result.committed or result.should_leave or result.has_finished
+            if is_over or is_demoted or attempt.round.overlaps:
+                return result, SyncReport(num_bytes, self._numbers.density(attempt.rows))
+            attempt = self._open(make_arrival())
 
-    def _try(self, round_: Round, is_copied: bool) -> tuple[Means, RoundResult]:
-        """Average, vote, and apply what was averaged if all agree."""
+    def _open(self, arrival: Arrive) -> Attempt:
+        """Wait for the next round, and find out what it averages."""
+        self._client.store()  # connecting may take long, and in a round the others would wait
+        is_copied = self._joiner is not None and self._joiner.is_complete
+        num_copied = self._joiner.num_bytes if self._joiner else 0
+        update = {"has_copied": is_copied, "copied_bytes": num_copied}
+        round_ = self._client.arrive(arrival.model_copy(update=update))
         self._round, self.members = round_.round, round_.members
-        means, error = Means(self._nothing()), ""
-        try:
+        attempt = Attempt(round_, arrival.standing, self._nothing())
+        with self._noting_errors(attempt):
             self._attend(round_, is_copied)
-            means = self._average(round_)
-            self._inject("before_vote", round_)
+            self._prepare(attempt)
+        return attempt
+
+    @contextmanager
+    def _noting_errors(self, attempt: Attempt) -> Iterator[None]:
+        """The group is dropped at any error, so that the others do not wait for this rank."""
+        try:
+            yield
         except ExchangeError as problem:
-            error = str(problem)
-        except BaseException:
-            self._drop_group()  # the others must not wait for a rank that fails
-            raise
-        if error:
             self._drop_group()
+            attempt.error = str(problem)
+        except BaseException:
+            self._drop_group()
+            raise
+
+    @torch.no_grad()
+    def _decide_aside(self, attempt: Attempt) -> None:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            self._decide(attempt)
+
+    def _decide(self, attempt: Attempt) -> None:
+        """Form the averages, vote, and wait for the verdict."""
+        round_ = attempt.round
+        if not attempt.error:
+            with self._noting_errors(attempt):
+                self._average(attempt)
+                self._inject("before_vote", round_)
+        if self._is_closed:
+            return
         if self._joiner:
             self._joiner.vote()
+        error = attempt.error
         vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
-        result = self._client.vote(vote)
+        attempt.result = self._client.vote(vote)
+
+    def _settle(self, attempt: Attempt) -> RoundResult:
+        """Apply what was averaged if all agreed; else it stays touched."""
+        result = attempt.result
+        assert result, "a verdict was waited for"
         if result.committed:
-            assert not error, "a round commits when all ranks hold its averages"
-            self._apply(means, round_)
+            assert not attempt.error, "a round commits when all ranks hold its averages"
+            self._apply(attempt)
         else:
             self._drop_group()
+            if self._touched and attempt.touched is not None:
+                self._touched.bits |= attempt.touched
         if result.standing == "current":
             self._stop_listening()
         elif self._joiner and result.standing == "initial":
             self._joiner.restart()
-        return means, result
+        return result
 
     def _attend(self, round_: Round, is_copied: bool) -> None:
         """Copy from the donor of the round where this group listens, else stop copying."""
@@ -318,21 +405,32 @@ class GroupSync:
         own = (self._client.identity.group, self._client.identity.incarnation)
         return [(each.group, each.incarnation) for each in self.members].index(own)
 
-    def _average(self, round_: Round) -> Means:
-        """Form the averages in buffers. Collective over the ranks s of the round."""
+    def _prepare(self, attempt: Attempt) -> None:
+        """Find the rows to average, and take their snapshot where training goes on.
+
+        Collective over the ranks s of the round.
+        """
+        round_ = attempt.round
         weights = [member.weight for member in round_.members]
         if len(weights) == 1 or round_.is_idle:
-            return Means(self._nothing())
+            return
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
-        means = Means(self._touched_rows(replicas))
+        attempt.replicas = replicas
+        attempt.rows = self._touched_rows(replicas)
         weights_whole, states_whole = self._extra()
-        touched = blocks_of(self._numbers, means.rows, lambda shard: shard.tensors, Block)
+        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, Block)
         blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
-        for batch in replicas.batches(blocks):
-            self._inject("exchange", round_)
-            means.batches.append((batch, replicas.mean_of(batch, batch.pack())))
-        means.num_bytes, _ = replicas.take_costs()
-        return means
+        attempt.batches = list(replicas.batches(blocks))
+        if round_.overlaps:
+            attempt.snapshots = [batch.pack() for batch in attempt.batches]
+
+    def _average(self, attempt: Attempt) -> None:
+        """Form the averages in buffers. Collective over the ranks s of the round."""
+        for index, batch in enumerate(attempt.batches):
+            assert attempt.replicas, "there are batches where there are replicas"
+            self._inject("exchange", attempt.round)
+            values = attempt.snapshots[index] if attempt.snapshots else batch.pack()
+            attempt.means.append(attempt.replicas.mean_of(batch, values))
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
@@ -359,7 +457,7 @@ class GroupSync:
                 self._client.store(),
                 self._device,
                 self._timeout_s,
-                lambda: self._client.is_aborted(self._round),
+                lambda: self._is_closed or self._client.is_aborted(self._round),
             )
         return self._group
 
@@ -368,12 +466,12 @@ class GroupSync:
             self._group.drop()
         self._group = None
 
-    def _apply(self, means: Means, round_: Round) -> None:
+    def _apply(self, attempt: Attempt) -> None:
+        round_, joiner = attempt.round, self._joiner
         self._inject("apply", round_)
-        joiner = self._joiner
-        with joiner.applying(means.rows, round_.is_idle) if joiner else nullcontext():
-            means.write()
-        if self._touched and not round_.is_idle:
+        with joiner.applying(attempt.rows, round_.is_idle) if joiner else nullcontext():
+            attempt.write()
+        if self._touched and not (round_.is_idle or round_.overlaps):
             self._touched.clear()
 
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:

@@ -184,8 +184,9 @@ class ParallelismSpec(SpecModel):
         sync, ties = self.sync, []
         if self.dense == "every_step":
             ties.append(("dense", "averages gradients over all groups at each step"))
-        if sync.overlap:
-            ties.append(("sync.overlap", "applies averages before all groups have them"))
+        if sync.overlap_steps not in (0, sync.every_steps):
+            why = "waits between two syncs for averages; overlap with all of every_steps"
+            ties.append(("sync.overlap", why))
         if sync.dtype != "fp32":
             ties.append(("sync.dtype", "sends changes that a joining group has no base of"))
         if sync.optimizer_state != "every":

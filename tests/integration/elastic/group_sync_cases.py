@@ -113,17 +113,25 @@ class Life:
 
     def exchange(self, num_rows: int = 8, **arrival: Any) -> tuple[RoundResult, SyncReport]:
         """A committed sync after an interval, if any, of `num_rows` rows."""
+        self.begin(num_rows, **arrival)
+        return self.finish()
+
+    def begin(self, num_rows: int = 8, num_leases: int = 1, **arrival: Any) -> bool:
+        """Begin a sync after an interval, if any, of `num_rows` rows; whether it overlaps."""
         has_trained = self.standing == "current" and self.leases and num_rows > 0
-        leases = (self.leases[0].id,) if has_trained else ()
-        verdict, report = self.sync.exchange(
-            lambda: Arrive(
-                standing=self.standing,
-                commit=self.ledger.commit,
-                leases=leases,
-                num_rows=num_rows if has_trained else 0,
-                **arrival,
-            )
+        leases = tuple(lease.id for lease in self.leases[:num_leases]) if has_trained else ()
+        self._make_arrival = lambda: Arrive(
+            standing=self.standing,
+            commit=self.ledger.commit,
+            leases=leases,
+            num_rows=num_rows if has_trained else 0,
+            **arrival,
         )
+        return self.sync.begin(self._make_arrival)
+
+    def finish(self) -> tuple[RoundResult, SyncReport]:
+        """End the sync that was begun."""
+        verdict, report = self.sync.end(self._make_arrival)
         self.ledger, self.standing = verdict.ledger, verdict.standing
         self.leases = list(verdict.leases)
         if self.standing == "current":

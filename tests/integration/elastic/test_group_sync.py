@@ -23,8 +23,9 @@ from tests.integration.elastic.group_sync_cases import (
 from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
-from trainer.elastic.group_sync import ExchangeError
+from trainer.elastic.group_sync import Attempt, ExchangeError
 from trainer.parallel.collectives import pairwise_mean
+from trainer.parallel.sync import apply_difference
 
 WEIGHTS = (8, 24)
 SYNCS = {  # what the policy changes to before a sync
@@ -49,10 +50,29 @@ def _sync_with_weights(groups: Groups) -> dict[str, Any]:
             found["at_retry"] = _fail_once(life)
         _, report = life.exchange(WEIGHTS[group])
         found[name] = (before, life.state(), report)
+    found["ahead"] = _train_ahead(life, WEIGHTS[group])
+    _fail_once(life)
+    *_, result = _train_ahead(life, WEIGHTS[group])
+    assert not result.committed
+    # What was trained before and after the round that failed.
+    result, _ = life.exchange(2 * WEIGHTS[group], num_leases=2)
+    assert result.committed
     found["hashes"] = life.hashes
     found["num_row_tensors"] = len(life.training.model.table_shards()) * 2
     life.end()
     return found
+
+
+def _train_ahead(life: Life, num_rows: int) -> tuple[Any, ...]:
+    """States at the beginning of a sync, before its end and after it, and how it ended."""
+    life.train()
+    snapshot = life.state()
+    assert life.begin(num_rows, may_overlap=True)
+    life.train()
+    before = life.state()
+    result, _ = life.finish()
+    life.hashes.pop(life.ledger.commit, None)  # it holds more than what is committed
+    return snapshot, before, life.state(), result
 
 
 def _fail_once(life: Life) -> list[list[torch.Tensor]]:
@@ -60,11 +80,10 @@ def _fail_once(life: Life) -> list[list[torch.Tensor]]:
     average, arrive = life.sync._average, life.member.arrive
     states: list[list[torch.Tensor]] = []
 
-    def failing(round_: Round) -> Any:
-        means = average(round_)
+    def failing(attempt: Attempt) -> None:
+        average(attempt)
         if life.group == 1 and len(states) == 1:
             raise ExchangeError("a test lets it fail")
-        return means
 
     def arriving(arrival: Arrive) -> Round:
         states.append(life.state())
@@ -109,17 +128,28 @@ def test_copies_become_their_mean_weighted_by_rows(
 
 def test_all_groups_hold_the_same_bits_after_every_commit(weighted: list[dict[str, Any]]) -> None:
     assert_all_equal([each["hashes"] for each in weighted], 2)
-    assert set(weighted[0]["hashes"]) == {1, 2, 3, 4}
+    assert set(weighted[0]["hashes"]) == {1, 2, 3, 4, 6}
 
 
 def test_a_round_that_fails_changes_nothing_and_is_tried_again(
     weighted: list[dict[str, Any]],
 ) -> None:
     for rank in weighted:
-        first, second = rank["at_retry"]
+        first, second, *_ = rank["at_retry"]
         for tensor, at_first, at_retry in zip(rank["retried"][0], first, second, strict=True):
             assert torch.equal(tensor, at_first)
             assert torch.equal(tensor, at_retry)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_what_is_trained_while_the_means_are_formed_is_kept_on_top_of_them(
+    shard: int, weighted: list[dict[str, Any]]
+) -> None:
+    ours, theirs = weighted[shard]["ahead"], weighted[shard + 2]["ahead"]
+    for mine, other, before, after in zip(ours[0], theirs[0], *ours[1:3], strict=True):
+        mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), WEIGHTS).view_as(mine)
+        mean = torch.where(mine == other, mine, mean)
+        assert torch.equal(after, apply_difference(before, mine, mean))
 
 
 def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:

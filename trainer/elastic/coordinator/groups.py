@@ -106,6 +106,11 @@ class Group:
         return is_copying and all(arrival.has_copied for arrival in self.arrivals)
 
     @property
+    def may_overlap(self) -> bool:
+        """Whether it could train on during the next round, and is not about to leave."""
+        return self.leave_cause is None and all(each.may_overlap for each in self.arrivals)
+
+    @property
     def hellos(self) -> list[Hello]:
         """The newest `Hello` of each rank, in the order of arrival."""
         return [state.hello for state in self.ranks.values()]

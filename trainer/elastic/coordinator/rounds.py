@@ -44,6 +44,7 @@ class OpenRound:
     `weight` sums up the rows that its members trained since the last sync, by weight, and `leases`
     are these; `means` are over the ranks that count. `starts` and `promoted` are the groups that
     become current when it commits: those that begin the run, and those whose copy is then exact.
+    `overlapping` are those that train on meanwhile: none of them while somebody copies from them.
     """
 
     number: int
@@ -56,6 +57,7 @@ class OpenRound:
     means: dict[str, float]
     starts: frozenset[int]
     promoted: frozenset[int]
+    overlapping: frozenset[int]
     yes: set[RankId] = field(default_factory=set)
 
     @property
@@ -86,6 +88,9 @@ def form_round(
         means={name: total / weight for name, total in sums.items()} if weight else {},
         starts=frozenset(starts),
         promoted=frozenset(group.group for group in groups if group.has_exact_copy),
+        overlapping=frozenset(group.group for group in groups if group.may_overlap)
+        if weight and len(current) == len(groups)
+        else frozenset(),
     )
 
 
@@ -250,6 +255,7 @@ class SyncRounds(GroupRegistry):
             members=opened.members,
             commit=opened.commit,
             is_idle=not opened.weight,
+            overlaps=group.group in opened.overlapping,
             donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
         )
 
@@ -323,7 +329,9 @@ class SyncRounds(GroupRegistry):
         has_finished = self._report.has_finished or self._phase == "finished"
         self._phase = "finished" if has_finished else "running"
         self._report = Report()
-        leavers = [group for group in voters if self._may_leave(group)]
+        # What an overlapping group has trained since would be lost.
+        able = [group for group in voters if group.group not in ended.overlapping]
+        leavers = [group for group in able if self._may_leave(group)]
         for group in leavers:
             self._release(group, group.leave_cause or "resize", now)
         self._hand_out()

@@ -168,7 +168,8 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
 {AUTO}; parallelism.survive={{hosts: 4}} => parallelism.survive.hosts survive make 4 of 1
 {SURVIVE}; parallelism.placement=intra_host => parallelism.placement survive inter_host
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
-{SURVIVE}; parallelism.sync.overlap=true => parallelism.sync.overlap survive independent
+{SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
+    => parallelism.sync.overlap survive independent
 {SURVIVE}; parallelism.sync.dtype=bf16 => parallelism.sync.dtype survive independent
 {SURVIVE}; parallelism.sync.optimizer_state=never
     => parallelism.sync.optimizer_state survive moments

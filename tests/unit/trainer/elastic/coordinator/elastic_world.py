@@ -84,6 +84,7 @@ class SimRank:
         self.ledger = checkpoint.ledger
         self.copy: Copy | None = None
         self.interval: tuple[Lease, ...] = ()
+        self.ahead: tuple[Lease, ...] = ()  # trained since it arrived, where the round overlaps
         self.is_poisoned = False
         self.will_refuse = False
         self.is_through = False
@@ -124,6 +125,12 @@ class SimRank:
                 self.hear_verdict(body)
 
     @property
+    def next_leases(self) -> tuple[Lease, ...]:
+        """The lease to train next, if it holds one."""
+        held = (lease for lease in self.hello.leases if lease not in self.interval)
+        return tuple(held)[:1] if self.standing == "current" else ()
+
+    @property
     def num_rows(self) -> int:
         return sum(lease.num_rows for lease in self.interval)
 
@@ -139,6 +146,7 @@ class SimRank:
                 has_copied=is_done,
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
+                may_overlap=self.world.overlaps and bool(self.next_leases),
                 report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
                 sums={"loss": 2.0 * self.num_rows / NUM_RANKS},
             )
@@ -152,6 +160,9 @@ class SimRank:
             assert own.weight == 0
             assert round_.donor or self.world.status.has_finished
             self.copy = self.copy or Copy(round_.commit - 1)
+        if round_.overlaps:
+            assert all(member.standing == "current" for member in round_.members)
+            self.ahead = self.next_leases
         ok, self.will_refuse = not self.will_refuse, False
         self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok))
 
@@ -165,11 +176,16 @@ class SimRank:
             self.become_current(verdict)
         if verdict.standing != "current":
             self.standing, self.interval, self.is_poisoned = "listening", (), False
+            self.ahead = ()
         if verdict.standing == "initial":
             self.copy = None
         self.ledger = verdict.ledger
         if verdict.committed and verdict.standing == "current":
-            self.train(verdict)
+            self.interval = self.ahead
+            self.train(() if self.ahead else verdict.leases[:1])
+        elif self.ahead:
+            self.train(self.ahead)
+        self.ahead = ()
         self.is_through = verdict.has_finished or verdict.should_leave
         if verdict.has_finished and self.standing == "current":
             self.world.end = self.world.end or Checkpoint(verdict.ledger, dict(self.applied))
@@ -190,17 +206,18 @@ class SimRank:
             self.applied = dict(self.world.history[newest, verdict.round])
         self.copy, self.standing = None, "current"
 
-    def train(self, verdict: RoundResult) -> None:
-        self.interval = verdict.leases[:1]
+    def train(self, leases: tuple[Lease, ...]) -> None:
+        self.interval += leases
         self.is_poisoned |= any(self.world.is_poison(lease) for lease in self.interval)
 
 
 class World:
     """The job. Time stands still but for `wait`."""
 
-    def __init__(self, num_groups: int = 3, **policy: Any) -> None:
+    def __init__(self, num_groups: int = 3, overlaps: bool = False, **policy: Any) -> None:
         """`policy` overrides fields of `MembershipPolicy`."""
         self.num_groups = num_groups
+        self.overlaps = overlaps
         self.policy = MembershipPolicy(
             num_groups=num_groups,
             start_grace_s=30.0,

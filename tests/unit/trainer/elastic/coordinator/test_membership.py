@@ -25,6 +25,7 @@ from trainer.coordination.messages import (
     Hello,
     LeaderProgress,
     Ledger,
+    Report,
 )
 from trainer.data.position import DataPosition
 from trainer.elastic.coordinator.goodput import RunMetrics
@@ -37,6 +38,7 @@ from trainer.elastic.coordinator.groups import (
 )
 from trainer.elastic.coordinator.rounds import form_round
 from trainer.elastic.group_session import GroupSession
+from trainer.spec.parallelism import SyncSpec
 
 
 def running(num_groups: int = 3, commit: int = 2, **policy) -> World:
@@ -535,27 +537,47 @@ def test_steps_are_at_risk_until_a_checkpoint_holds_them():
         assert chronicle.as_event(ledger, 1, 0.0).values["risk/steps_undurable"] == num_steps
 
 
-def leader(ledger: Ledger, step: int, epoch: int, validate_every: int | None) -> GroupSession:
-    """A session that stands at `step` of 100 and holds `ledger`; what trains is left out."""
+def leader(led: LeaderProgress, step: int, validate_every: int | None) -> GroupSession:
+    """A session of a leader that stands at `step` of 100, of 40 an epoch; what trains is left out.
+
+    A sync every 4 steps, a checkpoint every 10.
+    """
     session: Any = GroupSession.__new__(GroupSession)
-    training = SimpleNamespace(validate_every_steps=validate_every, early_stopping=None)
     session.spec = SimpleNamespace(
-        training=training, checkpoint=SimpleNamespace(every_steps=10), data=None
+        training=SimpleNamespace(
+            validate_every_steps=validate_every, early_stopping=None, epochs=3, max_steps=100
+        ),
+        checkpoint=SimpleNamespace(every_steps=10),
+        parallelism=SimpleNamespace(sync=SyncSpec(every_steps=4, overlap=4)),
+        data=None,
     )
-    session.ledger, session.total_steps = ledger, 100
+    session.shape = SimpleNamespace(num_rows=40 * 8, rows_per_step=8)
+    session.ledger, session.total_steps = Ledger(led=led), 100
     session.validation_source, session._has_finished = object(), False
-    session.state = TrainState(step=step, reached=DataPosition(epoch))
-    session._before = TrainState(step=step - 1, reached=DataPosition(epoch))
+    session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
+    epoch, epoch_step = divmod(step, 40)
+    session.state = TrainState(step=step, reached=DataPosition(epoch, epoch_step * 8))
+    session._before = TrainState(step=step - 1, reached=session.state.position)
     return session
 
 
 @pytest.mark.parametrize("validate_every", [None, 10])
 def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int | None) -> None:
-    undone = leader(Ledger(led=LeaderProgress(step=38, epoch=0)), 41, 1, validate_every)
+    undone = leader(LeaderProgress(step=38, epoch=0), 41, validate_every)
     assert undone.is_validation_step() and undone.is_checkpoint_step()
-    done = leader(Ledger(led=LeaderProgress(step=40, epoch=1)), 41, 1, validate_every)
+    done = leader(LeaderProgress(step=40, epoch=1), 41, validate_every)
     assert not done.is_validation_step() and not done.is_checkpoint_step()
     # A resumed run owes nothing for what its checkpoint holds.
     assert TrainState(step=40, reached=DataPosition(2, 5)).ledger.led == LeaderProgress(
         step=40, epoch=2
     )
+
+
+@pytest.mark.parametrize(("step", "may_lead"), [(41, False), (46, True), (97, True)])
+def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
+    step: int, may_lead: bool
+) -> None:
+    session = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
+    assert session._may_lead_next() is may_lead
+    session.is_leader = False
+    assert not session._may_lead_next()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.harness.properties import examples
 from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
@@ -16,9 +16,9 @@ RANKS = st.integers(0, 5)
 class MembershipMachine(RuleBasedStateMachine):
     """Three groups of two ranks train a small data set while everything goes wrong."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World()
+    @initialize(overlaps=st.booleans())
+    def start(self, overlaps):
+        self.world = World(overlaps=overlaps)
         self.world.tend()
 
     def pick(self, index: int):

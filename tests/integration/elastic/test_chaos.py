@@ -18,6 +18,7 @@ from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from trainer.fault_injection import Kind, Phase
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
+OVERLAP = "parallelism.sync={every_steps: 2, overlap: 2}"
 NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
 
@@ -37,7 +38,8 @@ def test_a_job_gets_over_whatever_befalls_it(
     seed: int, small_movielens: Path, tmp_path: Path, network: EmulatedHosts | None
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
-    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks)
+    overlap = [] if seed % 4 >= 2 else [OVERLAP]
+    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, *overlap)
     with ElasticHarness(config, tmp_path / "harness", num_groups, network=network) as harness:
         campaign = Campaign(harness, Random(seed))
         campaign.begin()
@@ -48,7 +50,7 @@ def test_a_job_gets_over_whatever_befalls_it(
 
 def strike_phases(data: Path, folder: Path, *strikes: tuple[Kind, Phase]) -> None:
     """A job of three groups that gets over each strike, and leaves out no row."""
-    config = elastic_config(data, folder / "run", 3, 1)
+    config = elastic_config(data, folder / "run", 3, 1, OVERLAP)
     with ElasticHarness(config, folder / "harness", 3) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()

@@ -16,8 +16,8 @@ collective crosses the sharding groups in between. The gradient is then a mean o
 of T: its expectation stays, its variance is M times as high.
 
 With `training.dense_precision: bf16` the forward pass runs under torch.autocast, and DDP's
-gradients travel as bf16. That leaves lookups as they are: neither FBGEMM nor TorchRec has kernels
-for autocast. Nor does it reach what `tf32` and `fp32` mean (`trainer.training.worker`).
+gradients travel as bf16. Lookups stay as they are: neither FBGEMM nor TorchRec has kernels for
+autocast. `tf32` is a setting of the process (`trainer.training.worker.prepare_process`).
 """
 
 from __future__ import annotations

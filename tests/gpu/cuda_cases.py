@@ -27,10 +27,13 @@ from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import build_parallel_model, sharders
 from trainer.parallel.sync import build_sync
+from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import DensePrecision
 from trainer.training.pipeline import StepPipeline
 from trainer.training.profiling import PhaseTimes, clock_of
+from trainer.training.worker import prepare_process
 
 SyncMode = Literal["full", "touched_rows"]
 
@@ -108,9 +111,12 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
     return gaps
 
 
-def compare_pipelined(case: Case) -> list[dict[str, float]]:
+def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, float]]:
     """Train pipelined and in plain steps; after each step, how far apart both are."""
     spec, groups = spec_of(case), form_groups(case, local_device())
+    training = spec.training.model_copy(update={"dense_precision": precision})
+    spec = spec.model_copy(update={"training": training})
+    prepare_process(WorkerConfig(spec, Path("unused"), "case-a0", 0))
     rank, pinned = groups.rank, groups.device.type == "cuda"
     batches = [make_batch(step, rank, case.batch_size) for step in range(1, case.num_steps + 1)]
     ours, plain = (build_parallel_model(spec, groups)[0] for _ in range(2))

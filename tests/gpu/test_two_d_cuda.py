@@ -12,6 +12,7 @@ import torch
 from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, run_ranks
 from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
+from trainer.spec.training import DensePrecision
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,10 +56,13 @@ def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_s
             assert gap["state"] <= TOLERANCE, where
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_pipelined_steps_equal_plain_ones(sharding: str) -> None:
+def test_pipelined_steps_equal_plain_ones(sharding: str, precision: DensePrecision) -> None:
     world_size, _ = _sizes()
     case = Case(world_size, world_size, sharding=(sharding,), num_steps=20)
-    for gaps in run_ranks(compare_pipelined, world_size, case):
+    # What differs in an order of additions may round to another number of TF32 or bf16.
+    tolerance = TOLERANCE if precision == "fp32" else 2e-3
+    for gaps in run_ranks(compare_pipelined, world_size, case, precision):
         assert len(gaps) == case.num_steps
-        assert max(max(gap.values()) for gap in gaps) <= TOLERANCE
+        assert max(max(gap.values()) for gap in gaps) <= tolerance

@@ -44,7 +44,8 @@ class Recommender(nn.Module):
 
     `loss` is a scalar: the sum over the K tasks of the task's weight times the mean of its losses
     over the batch's rows, weighted by `batch.weight`. `outputs` is [B, K] in the units that the
-    model learns: the normalised label for `mse`, the logit for `bce`.
+    model learns: the normalised label for `mse`, the logit for `bce`. Both are float32, whatever
+    the network computes in.
     """
 
     def __init__(self, network: nn.Module, tasks: Sequence[TaskSpec]) -> None:
@@ -54,7 +55,7 @@ class Recommender(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and outputs of one batch; rows with weight 0 do not count."""
-        outputs = self.network(batch.dense, batch.sparse, batch.sequences)
+        outputs = self.network(batch.dense, batch.sparse, batch.sequences).float()
         losses = [
             task.weight * _LOSSES[task.loss](outputs[:, k], batch.label[:, k], reduction="none")
             for k, task in enumerate(self._tasks)

@@ -10,6 +10,10 @@ on `device`. Its `forward(batch)` takes a `trainer.data.batches.Batch` of B rows
     predictions   [B, K] for the K tasks in order (or [B] where K is 1), in the unit that the model
                   learns: the normalised label for `mse`, the logit for `bce`
 
+With `training.dense_precision: bf16` it runs under torch.autocast: Linear layers and matrix
+products give bfloat16, torch's own losses float32; any other loss starts from `.float()`. Lookups
+are float32 in any case. Predictions may be of any precision, losses not of half precision.
+
 Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss.
 
 What goes wrong inside the user's code is a `UserCodeError` with the user's own lines; what only
@@ -63,16 +67,18 @@ class UserRecommender(nn.Module):
         loss = self._total(losses)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._error("the loss depends on no parameter: it was detached on its way")
-        return loss, self._outputs(predictions, batch.num_rows).detach()
+        return loss, self._outputs(predictions, batch.num_rows).detach().float()
 
     def _total(self, losses: Any) -> torch.Tensor:
         named = losses if isinstance(losses, Mapping) else {"": losses}
         weights = {task.name: task.weight for task in self._tasks}
         terms = []
         for name, loss in named.items():
+            spoken = f"loss {name!r}" if name else "the loss"
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                spoken = f"loss {name!r}" if name else "the loss"
                 raise self._error(f"{spoken} must be a tensor with one number, not {_kind(loss)}")
+            if loss.dtype in (torch.bfloat16, torch.float16):
+                raise self._error(f"{spoken} is {loss.dtype}; compute it from outputs.float()")
             terms.append(weights.get(name, 1.0) * loss.reshape(()))
         if not terms:
             raise self._error("losses is empty; give at least one")

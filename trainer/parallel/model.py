@@ -14,13 +14,17 @@ be a step ahead of another. With `at_sync` it averages them over the L ranks of 
 only, and a sync averages the M replicas of the dense part as it does the tables (local SGD): no
 collective crosses the sharding groups in between. The gradient is then a mean over L ranks instead
 of T: its expectation stays, its variance is M times as high.
+
+With `training.dense_precision: bf16` the forward pass runs under torch.autocast, and DDP's
+gradients travel as bf16. Lookups stay as they are: neither FBGEMM nor TorchRec has kernels for
+autocast. `tf32` is a setting of the process (`trainer.training.worker.prepare_process`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
@@ -47,6 +53,7 @@ from torchrec.distributed.types import (
 
 from trainer.parallel.mesh import MeshGroups, form_node_groups
 from trainer.parallel.planner import place_plan, uses_node_groups
+from trainer.spec.training import DensePrecision
 
 
 class GroupDataParallelWrapper(DefaultDataParallelWrapper):
@@ -146,8 +153,10 @@ class TwoDParallel(DistributedModelParallel):
         plan: ShardingPlan,
         sharders: list[ModuleSharder[nn.Module]],
         dense: Literal["every_step", "at_sync"] = "every_step",
+        precision: DensePrecision = "fp32",
     ) -> None:
         self.groups = groups
+        self._is_bf16 = precision == "bf16"
         if uses_node_groups(plan):
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from
             # rank arithmetic that only holds when ranks are numbered host by host.
@@ -161,6 +170,23 @@ class TwoDParallel(DistributedModelParallel):
             data_parallel_wrapper=GroupDataParallelWrapper(groups) if dense == "at_sync" else None,
         )
         self._broadcast_tables()
+        if self._is_bf16:
+            self._compress_gradients()
+
+    def _compress_gradients(self) -> None:
+        wrapped = self._dmp_wrapped_module
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.process_group.size() > 1:
+            # TorchRec's `allreduce_comm_precision` averages over the default group, not this one;
+            # and torch refuses its hook by name without CUDA, as if gloo had no bf16.
+            wrapped.register_comm_hook(
+                wrapped.process_group, lambda group, bucket: bf16_compress_hook(group, bucket)
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives, its dense part computed in the precision asked for."""
+        device = self.groups.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self._is_bf16):
+            return super().forward(*args, **kwargs)
 
     @torch.no_grad()
     def _broadcast_tables(self) -> None:

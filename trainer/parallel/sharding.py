@@ -80,7 +80,14 @@ def build_parallel_model(
     )
     plan = make_plan(model, spec, groups, table_sharders)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
+    parallel = TwoDParallel(
+        model,
+        groups,
+        plan,
+        table_sharders,
+        spec.parallelism.dense_policy,
+        spec.training.dense_precision,
+    )
     return parallel, table_plans(plan, spec)
 
 

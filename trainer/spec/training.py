@@ -19,6 +19,7 @@ from trainer.spec.base import Identifier, PathText, SpecModel, problem
 
 Quantization = Literal["int8", "fp16", "none"]
 CheckpointChoice = Literal["newest", "best"]
+DensePrecision = Literal["fp32", "tf32", "bf16"]
 
 
 def _one_shard(shards: int) -> int:
@@ -151,6 +152,16 @@ class TrainingSpec(SpecModel):
     validate_every_steps: PositiveInt | None = None
     accumulate_steps: PositiveInt = 1
     clip_norm: PositiveFloat | None = None
+    dense_precision: Annotated[
+        DensePrecision,
+        Field(
+            description="What the network around the tables computes in, in training and "
+            "validation. `tf32`: matrix products and convolutions of fp32 numbers take TF32 (CUDA "
+            "only). `bf16`: torch.autocast, and dense gradients travel as bf16. Lookups and "
+            "tables, losses, parameters and optimizer state are the same in each; exports compute "
+            "in fp32, whatever it was."
+        ),
+    ] = "fp32"
     early_stopping: EarlyStoppingSpec | None = None
     on_non_finite: Literal["fail", "skip"] = "fail"
     trace: TraceSpec | None = None

@@ -334,6 +334,9 @@ def check_settings(spec: JobSections) -> None:
     if parallelism.shard_group_size == 1 and parallelism.all_to_all != AllToAllSpec():
         message = "a sharding group of one worker sends no embeddings; remove it"
         raise problem("no_effect", message, "parallelism.all_to_all")
+    if spec.training.dense_precision == "tf32" and spec.resources.device == "cpu":
+        message = "only CUDA has TF32, and resources.device is cpu; take fp32 or bf16"
+        raise problem("no_effect", message, "training.dense_precision")
     trace, max_steps = spec.training.trace, spec.training.max_steps
     if trace and max_steps and trace.first_step > max_steps:
         message = f"training ends at step {max_steps} (training.max_steps), before the trace"

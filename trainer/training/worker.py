@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,11 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 def prepare_process(config: WorkerConfig) -> None:
     """Settings of this process, whatever it trains."""
     torch.set_num_threads(config.spec.resources.threads_per_worker)
+    # Of CUDA alone. Each is set, as by torch's defaults products are fp32 and convolutions TF32.
+    is_tf32 = config.spec.training.dense_precision == "tf32"
+    backends: Any = torch.backends  # mypy does not know all of them
+    for each in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        each.fp32_precision = "tf32" if is_tf32 else "ieee"
     fault_injection.arm(config.group.incarnation if config.group else config.run_index)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,8 +31,9 @@ from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
 
-def _spec(case: Case, optimizer: str, **table_types: str) -> JobSpec:
+def _spec(case: Case, optimizer: str, precision: str = "fp32", **table_types: str) -> JobSpec:
     document = spec_of(case).model_dump(mode="json")
+    document["training"]["dense_precision"] = precision
     document["parallelism"]["dense"] = "at_sync"
     document["optimizer"]["dense"] = {"name": optimizer, "lr": 0.05}
     for table in document["embedding_tables"]:
@@ -47,9 +49,9 @@ def _build(spec: JobSpec, case: Case) -> tuple[TwoDParallel, Optimizers, Sync]:
     return model, optimizers, sync
 
 
-def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
+def _train_one_group_after_the_other(case: Case, precision: str) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
-    spec = _spec(case, "adam", genres="data_parallel")
+    spec = _spec(case, "adam", precision, genres="data_parallel")
     model, optimizers, sync = _build(spec, case)
     assert model.data_parallel_tables()
     store = dist.distributed_c10d._get_default_store()
@@ -70,9 +72,10 @@ def _train_one_group_after_the_other(case: Case) -> dict[str, Any]:
     }
 
 
-def test_between_syncs_no_group_waits_for_another() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_between_syncs_no_group_waits_for_another(precision: str) -> None:
     case = Case(4, 2, sync_every=3, num_steps=3)
-    ranks = run_ranks(_train_one_group_after_the_other, 4, case)
+    ranks = run_ranks(_train_one_group_after_the_other, 4, case, precision)
     assert any(
         not torch.equal(value, ranks[1]["apart"][name]) for name, value in ranks[0]["apart"].items()
     ), "the groups trained on rows of their own"

@@ -35,6 +35,12 @@ CASES = {
         "embedding_tables[1].constraints={sharding_types: [column_wise]}",
         "parallelism.sync={every_steps: 3, mode: touched_rows, overlap: true}",
     ),
+    "2D, dense part in bf16": (
+        4,
+        "parallelism.dense=at_sync",
+        "parallelism.sync={every_steps: 2, mode: touched_rows}",
+        "training.dense_precision=bf16",
+    ),
     "dynamic ids and a sequence": (
         2,
         *("parallelism.workers=2", "parallelism.shard_group_size=2", *DYNAMIC),

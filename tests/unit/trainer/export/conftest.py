@@ -30,8 +30,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run with checkpoints of steps 7 and 20."""
-    return write_run(tmp_path_factory.mktemp("run"), make_spec(data), 7, 20)
+    """A run with checkpoints of steps 7 and 20, of a job that trains in bf16: exports do not."""
+    spec = make_spec(data, training={"dense_precision": "bf16"})
+    return write_run(tmp_path_factory.mktemp("run"), spec, 7, 20)
 
 
 @pytest.fixture(scope="session")

@@ -129,6 +129,7 @@ def test_losses_count_by_the_weights_of_their_tasks() -> None:
         ((torch.ones(3, requires_grad=True), torch.zeros(3, 1)), "one number, not a tensor [3]"),
         (({"rating": 0.5}, torch.zeros(3, 1)), "loss 'rating' must be a tensor"),
         (({}, torch.zeros(3, 1)), "losses is empty"),
+        ((LOSS.bfloat16(), torch.zeros(3, 1)), "the loss is torch.bfloat16"),
         ((torch.ones(()), torch.zeros(3, 1)), "depends on no parameter"),
     ],
 )

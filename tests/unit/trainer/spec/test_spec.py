@@ -121,6 +121,8 @@ training.trace={{first_step: 1, ranks: [4]}} => training.trace.ranks trace_ranks
 training.max_steps=5; training.trace={{first_step: 6}} => training.trace.first_step no_effect
 training.early_stopping={{patience: 1}}; data.split={{validation: null}}
     => training.early_stopping no_validation
+training.dense_precision=fp16 => training.dense_precision literal_error
+training.dense_precision=tf32; resources.device=cpu => training.dense_precision no_effect
 training.on_non_finite=ignore => training.on_non_finite -
 {EVERY}; checkpoint.every_steps=6 => checkpoint.every_steps accumulate_steps
 {EVERY}; training.report_every_steps=10 => training.report_every_steps accumulate_steps

@@ -316,7 +316,12 @@ def remembering(hello: Hello, answer: Answer) -> Hello:
     news: dict[str, object] = {}
     if isinstance(answer, Round):
         members = tuple((member.group, member.incarnation) for member in answer.members)
-        news = {"members": members, "round": answer.round, "generation": answer.generation}
+        news = {
+            "members": members,
+            "round": answer.round,
+            "generation": answer.generation,
+            "overlaps": answer.overlaps,
+        }
         if answer.donor:
             news["standing"] = "listening"
     elif isinstance(answer, RoundResult):

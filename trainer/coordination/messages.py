@@ -129,6 +129,7 @@ class Hello(Message):
     )
     round: Count = Field(default=0, description="The highest round that this rank was in.")
     generation: Count = Field(default=0, description="The highest generation that it was in.")
+    overlaps: bool = Field(default=False, description="Whether its group trains on in that round.")
 
 
 class Welcome(Message):

@@ -20,8 +20,18 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from trainer.coordination.client import remembering
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import Arrive, Heartbeat, Hello, Rejection, Vote, Welcome
+from trainer.coordination.messages import (
+    Arrive,
+    Heartbeat,
+    Hello,
+    Rejection,
+    Round,
+    RoundMember,
+    Vote,
+    Welcome,
+)
 from trainer.elastic.coordinator.groups import Group, fenced, rank_ids
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
@@ -142,6 +152,8 @@ class Membership(SyncRounds):
             self._answer(group, rank.rank, self._round_for(opened, group, rank.rank))
             return self._take_effects()
         state.round = None
+        if not self._recovery and self._tell_missed_round(group, rank.rank):
+            return self._take_effects()
         if arrive.report and group.is_current and group.group == self._choose_leader():
             self._report = arrive.report
         self._advance(now)
@@ -324,6 +336,33 @@ class Membership(SyncRounds):
             for rank, state in list(group.ranks.items()):
                 if isinstance(state.request, Vote) and group is self._groups.get(group.group):
                     self._count_vote(group, rank, state.request, now)
+                elif isinstance(state.request, Arrive):
+                    self._tell_missed_round(group, rank)
+
+    def _tell_missed_round(self, group: Group, rank: int) -> bool:
+        """Tell a rank of a round that the last coordinator told only others of its group.
+
+        They train on in it and wait for this rank; it cannot be committed any more.
+        """
+        state = group.ranks[rank]
+        told = max(group.hellos, key=lambda hello: hello.round)
+        if not told.overlaps or state.hello.round >= told.round:
+            return False
+        members = [
+            RoundMember(group=number, incarnation=incarnation, weight=0, standing="current")
+            for number, incarnation in told.members
+        ]
+        missed = Round(
+            round=told.round,
+            generation=told.generation,
+            members=tuple(members),
+            commit=told.ledger.commit + 1,
+            is_idle=True,
+            overlaps=True,
+        )
+        self._answer(group, rank, missed)
+        state.hello = remembering(state.hello, missed)
+        return True
 
     def _take_over(self, trained: list[Group], now: float) -> None:
         """Continue from the ledger with the most commits that a current rank holds."""

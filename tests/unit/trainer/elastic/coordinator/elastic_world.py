@@ -107,8 +107,17 @@ class SimRank:
         self.request = Numbered(id=self._next_id, body=body)
         self.outbox.append(self.request)
 
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether it trains on in an overlapping round of which its group has not all heard."""
+        peers = self.world.groups.get(self.id.group, [])
+        newest = max((peer.hello.round for peer in peers), default=0)
+        return bool(self.ahead) and any(peer.hello.round < newest for peer in peers)
+
     def hear(self) -> None:
-        """Take the next line from the coordinator."""
+        """Take the next line from the coordinator, unless it must train first."""
+        if self.waits_for_peers and isinstance(self.inbox[0][1], RoundResult):
+            return
         request_id, body = self.inbox.popleft()
         if isinstance(body, Rejection):
             self.is_fenced = True

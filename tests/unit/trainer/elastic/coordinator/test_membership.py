@@ -416,6 +416,21 @@ def test_a_sync_that_one_rank_heard_of_counts_for_all():
     assert not world.told("group_lost")
 
 
+def test_a_round_that_a_group_trains_on_in_is_told_to_all_its_ranks_whatever_happens():
+    world = running(overlaps=True)
+    world.run_until(lambda: all(has_ready(world, group, "arrive") for group in range(3)))
+    for rank in world.ranks():
+        world.deliver(rank)
+    told = world.groups[0][0]
+    told.hear()
+    assert told.ahead
+    world.start_coordinator()
+    world.run_to_commit(told.ledger.commit + 2)
+    assert not world.told("group_lost")
+    world.run_to_end()
+    world.check_rows()
+
+
 def test_nothing_is_answered_until_all_are_back():
     world = running()
     world.start_coordinator()

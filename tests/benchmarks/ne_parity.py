@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -35,18 +35,18 @@ from tests.harness.ranks import run_ranks
 
 NAME = "ne_parity"
 NOISE = "1D, ours"
+OVERLAPPED = "2D, c=M, overlapped"
 _SEED_TIMEOUT_S = 3600.0
 
 
-def variants_of(world_size: int, shard_group_size: int) -> list[Variant]:
-    """The peer, our engine in 1D, and 2D with c = M, 2 and 1."""
+def variants_of(world_size: int, shard_group_size: int, has_overlap: bool = False) -> list[Variant]:
+    """The peer, our engine in 1D, and 2D with c = M, 2 and 1, or with c = M and overlap."""
     num_replicas = world_size // shard_group_size
-    scales = sorted({num_replicas, 2, 1}, reverse=True)
-    return [
-        Variant(PEER, world_size, None),
-        Variant(NOISE, world_size, 1.0),
-        *(Variant(name_of_scale(c), shard_group_size, float(c)) for c in scales),
-    ]
+    scales = [num_replicas] if has_overlap else sorted({num_replicas, 2, 1}, reverse=True)
+    in_2d = [Variant(name_of_scale(c), shard_group_size, float(c)) for c in scales]
+    if has_overlap:
+        in_2d.append(replace(in_2d[0], name=OVERLAPPED, is_overlapped=True))
+    return [Variant(PEER, world_size, None), Variant(NOISE, world_size, 1.0), *in_2d]
 
 
 def name_of_scale(scale: int) -> str:
@@ -80,7 +80,9 @@ def document_of(
     ratios = {
         "gap_scaled": ratio_of_gap(ne[name_of_scale(num_replicas)], ne[PEER], PARITY, "lower")
     }
-    if num_replicas > 1:
+    if OVERLAPPED in ne:
+        ratios["gap_overlapped"] = ratio_of_gap(ne[OVERLAPPED], ne[PEER], PARITY, "lower")
+    if name_of_scale(1) in ne:
         ratios["gap_unscaled"] = ratio_of_gap(ne[name_of_scale(1)], ne[PEER], PARITY, "higher")
     return {
         "benchmark": NAME,
@@ -138,7 +140,8 @@ def main(arguments: list[str]) -> int:
 def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str, Any], list[Table]]:
     """Measure; the document and the table to print."""
     settings: Settings = options.settings
-    variants = variants_of(settings.world_size, options.shard_group_size)
+    has_overlap = settings.sync_overlap > 0
+    variants = variants_of(settings.world_size, options.shard_group_size, has_overlap)
     results = measure(settings, variants, options.seeds)
     num_replicas = settings.world_size // options.shard_group_size
     document = document_of(settings, num_replicas, results, machine)

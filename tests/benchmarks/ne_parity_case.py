@@ -64,6 +64,7 @@ class Settings:
     dense_lr: float = 2e-3
     start_click_rate: float = 0.25
     sync_every: int = 1
+    sync_overlap: int = 0
     teacher_seed: int = 0
     criteo: str | None = None
 
@@ -94,6 +95,8 @@ class Settings:
             return "the global batch and the held-out rows must be multiples of the world size"
         if not 1 <= self.num_evaluations <= self.num_steps:
             return "there must be at least one evaluation and one step for each"
+        if self.sync_overlap > self.sync_every:
+            return "a sync overlaps with at most the steps until the next one"
         if not 0 < self.start_click_rate < 1:
             return "the click rate to start from must be between 0 and 1"
         return None

@@ -47,11 +47,15 @@ _EVALUATION_BATCH = 8192
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train the same thing; `moment_scale` None is the stock peer in 1D."""
+    """One way to train the same thing; `moment_scale` None is the stock peer in 1D.
+
+    Syncs of an `is_overlapped` one overlap with as many steps as the settings say.
+    """
 
     name: str
     shard_group_size: int
     moment_scale: float | None
+    is_overlapped: bool = False
 
 
 @dataclass
@@ -130,8 +134,11 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
 
     def end_step(step: int) -> None:
         optimizers.step()
+        sync.tick()
         # The held-out rows are measured on synced copies, as a validation of a job is.
-        if is_sync_step(step, spec.parallelism.sync) or step in settings.evaluation_steps:
+        if step in settings.evaluation_steps:
+            sync.flush()
+        elif is_sync_step(step, spec.parallelism.sync):
             sync()
 
     return _Trainee(model, begin_step, end_step)
@@ -173,7 +180,9 @@ class StockOptimizers:
 def spec_of(settings: Settings, variant: Variant) -> JobSpec:
     """The job that the engine trains for a variant; in 1D, large tables are row-wise."""
     is_2d = variant.shard_group_size < settings.world_size
-    sync = {"sync": {"every_steps": settings.sync_every}} if is_2d else {}
+    overlap = settings.sync_overlap if variant.is_overlapped else False
+    policy = {"every_steps": settings.sync_every, "overlap": overlap}
+    sync = {"sync": policy, "dense": "every_step"} if is_2d else {}
     return validate_spec(
         {
             "name": "ne-parity",

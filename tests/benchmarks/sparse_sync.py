@@ -5,8 +5,9 @@ python -m tests.benchmarks.sparse_sync --json FILE
 Both sides average the copies of the same tables in the same processes, after the same training
 steps. The peer is what DMPCollection.sync does: one coalesced all-reduce AVG of all weights over
 the replica group, one of all optimizer states. Bytes are those that a rank sends; an all-reduce of
-n bytes sends 2 (M - 1) / M n. A second part measures what tracking costs a step, a third how the
-time of a sync grows with the share of rows touched, to find from where on a full sync is faster.
+n bytes sends 2 (M - 1) / M n. Other parts measure for how long training stands still where a sync
+overlaps with it, what tracking costs a step, and how the time of a sync grows with the share of
+rows touched, to find from where on a full sync is faster.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GOALS = (
     _goal("time_n16", "s", 0.3),
     _goal("bytes_m4", "B", 0.0167),
     _goal("time_m4", "s", 0.05),
+    _goal("stall", "s", 0.05),
     _goal("tracking_overhead", "s", 1.02, UNTRACKED),
 )
 
@@ -53,13 +55,14 @@ def run(num_pairs: int) -> BenchmarkReport:
     """Measure; raises `AssertionError` when a rank fails."""
     two = _on_ranks(ranks.measure_syncs, TWO_COPIES, STEPS, num_pairs)
     four = _on_ranks(ranks.measure_syncs, FOUR_COPIES, STEPS[:1], num_pairs)
+    stalls = _on_ranks(ranks.measure_stalls, TWO_COPIES, STEPS[1], num_pairs)
     tracking = _on_ranks(ranks.measure_tracking, TWO_COPIES, num_pairs * TRACKING_PAIRS)
     densities = _on_ranks(ranks.measure_densities, TWO_COPIES, DENSITIES, 2)
     prices = {"": two[1], "_n16": two[16], "_m4": four[1]}
     runs = [
         each
         for pair in range(num_pairs)
-        for each in _runs_of(pair, prices, tracking[pair::num_pairs])
+        for each in _runs_of(pair, prices, stalls[pair], tracking[pair::num_pairs])
     ]
     shares = {f"density{suffix}": pairs[0][0].density for suffix, pairs in prices.items()}
     settings = _settings() | shares | {"crossover_density": crossover(densities)}
@@ -74,13 +77,17 @@ def _on_ranks(function: Any, workload: Workload, *args: Any) -> Any:
 def _runs_of(
     pair: int,
     prices: dict[str, list[tuple[ranks.Price, ranks.Price]]],
+    stall_s: tuple[float, float],
     steps_s: Sequence[tuple[float, float]],
 ) -> list[Run]:
     """Both sides of one pair, all that they measured put together."""
     runs = []
     sides: tuple[Side, Side] = ("ours", "peer")
     for index, side in enumerate(sides):
-        values = {"tracking_overhead": median(seconds[index] for seconds in steps_s)}
+        values = {
+            "tracking_overhead": median(seconds[index] for seconds in steps_s),
+            "stall": stall_s[index],
+        }
         for suffix, pairs in prices.items():
             values[f"bytes{suffix}"] = pairs[pair][index].num_bytes
             values[f"time{suffix}"] = pairs[pair][index].time_s
@@ -118,7 +125,7 @@ def _settings() -> dict[str, Any]:
     return {
         "two_copies": asdict(TWO_COPIES),
         "four_copies": asdict(FOUR_COPIES),
-        "steps_between_syncs": {"bytes": 1, "bytes_n16": 16, "bytes_m4": 1},
+        "steps_between_syncs": {"bytes": 1, "bytes_n16": 16, "bytes_m4": 1, "stall": 16},
         "optimizer": "row_wise_adagrad, moments averaged at every sync",
         "sharding": "table_wise",
         "backend": "gloo, one thread a rank",

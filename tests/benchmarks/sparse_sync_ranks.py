@@ -115,6 +115,32 @@ def measure_syncs(
     return measured
 
 
+def measure_stalls(
+    workload: Workload, every_steps: int, num_pairs: int
+) -> list[tuple[float, float]]:
+    """Seconds for which training stands still at (our sync that overlaps, stock one), in turn.
+
+    Ours is begun, and applied after `every_steps` steps, for which its averages may take.
+    """
+    training = Training(workload)
+    ours = training.sync(every_steps=every_steps, overlap=every_steps)
+    training.train(every_steps)
+    measured = []
+    for _ in range(num_pairs):
+        begin_s, _ = slowest_s(ours)
+        for _ in range(every_steps - 1):
+            training.train(1)
+            ours.tick()
+        training.train(1)
+        end_s, _ = slowest_s(ours.tick)
+        stock_s, _ = slowest_s(training.stock_sync)
+        ours.reset()
+        training.train(every_steps)
+        measured.append((begin_s + end_s, stock_s))
+    ours.close()
+    return measured
+
+
 def measure_tracking(workload: Workload, num_pairs: int) -> list[tuple[float, float]]:
     """Seconds of a step (with the tracker, without), `num_pairs` times in turn."""
     training = Training(workload)

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,9 @@ from trainer import fault_injection
 from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
-from trainer.parallel.collectives import Batch, Block, ReplicaCollectives
+from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sync import Extra, SyncReport, SyncThread, apply_difference, blocks_of
+from trainer.parallel.sync import Extra, PendingSync, SyncReport, SyncThread, blocks_of
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec
@@ -190,30 +190,17 @@ class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
-    (int64, sorted), or None when it has all. `snapshots` are the values of `batches` where training
-    goes on meanwhile, and `touched` the rows that this rank had touched by then. `error` says why
-    this rank could not go through with it.
+    (int64, sorted), or None when it has all. `touched` are the rows that this rank had touched by
+    then, where training goes on meanwhile. `error` says why this rank could not go through with it.
     """
 
     round: Round
     standing: GroupState
     rows: torch.Tensor | None
-    replicas: ReplicaCollectives | None = None
-    batches: list[Batch] = field(default_factory=list)
-    snapshots: list[torch.Tensor] = field(default_factory=list)
+    pending: PendingSync | None = None
     touched: torch.Tensor | None = None
-    means: list[torch.Tensor] = field(default_factory=list)
     error: str = ""
     result: RoundResult | None = None
-
-    def write(self) -> None:
-        """Bring this copy to the averages, with what it learned since the snapshot."""
-        for index, (batch, mean) in enumerate(zip(self.batches, self.means, strict=True)):
-            new = mean
-            if self.snapshots:
-                new = apply_difference(batch.pack(), self.snapshots[index], mean)
-            for block, part in batch.unpack(new):
-                block.write(part)
 
 
 class GroupSync:
@@ -308,13 +295,13 @@ class GroupSync:
             else:
                 self._decide(attempt)
             result = self._settle(attempt)
-            if attempt.replicas and result.committed:
-                num_bytes += attempt.replicas.num_bytes
+            if attempt.pending and result.committed:
+                num_bytes += attempt.pending.replicas.num_bytes
             is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
                 return result, SyncReport(num_bytes, self._numbers.density(attempt.rows))
-            attempt = self._open(make_arrival())
+            attempt = self._open(make_arrival().model_copy(update={"may_overlap": False}))
 
     def _open(self, arrival: Arrive) -> Attempt:
         """Wait for the next round, and find out what it averages."""
@@ -352,7 +339,8 @@ class GroupSync:
         round_ = attempt.round
         if not attempt.error:
             with self._noting_errors(attempt):
-                self._average(attempt)
+                if attempt.pending:
+                    attempt.pending.form_means(lambda: self._inject("exchange", round_))
                 self._inject("before_vote", round_)
         if self._is_closed:
             return
@@ -415,22 +403,11 @@ class GroupSync:
         if len(weights) == 1 or round_.is_idle:
             return
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
-        attempt.replicas = replicas
         attempt.rows = self._touched_rows(replicas)
         weights_whole, states_whole = self._extra()
         touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, Block)
         blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
-        attempt.batches = list(replicas.batches(blocks))
-        if round_.overlaps:
-            attempt.snapshots = [batch.pack() for batch in attempt.batches]
-
-    def _average(self, attempt: Attempt) -> None:
-        """Form the averages in buffers. Collective over the ranks s of the round."""
-        for index, batch in enumerate(attempt.batches):
-            assert attempt.replicas, "there are batches where there are replicas"
-            self._inject("exchange", attempt.round)
-            values = attempt.snapshots[index] if attempt.snapshots else batch.pack()
-            attempt.means.append(attempt.replicas.mean_of(batch, values))
+        attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
@@ -470,7 +447,8 @@ class GroupSync:
         round_, joiner = attempt.round, self._joiner
         self._inject("apply", round_)
         with joiner.applying(attempt.rows, round_.is_idle) if joiner else nullcontext():
-            attempt.write()
+            if attempt.pending:
+                attempt.pending.land()
         if self._touched and not (round_.is_idle or round_.overlaps):
             self._touched.clear()
 

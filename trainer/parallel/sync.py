@@ -162,9 +162,9 @@ class ReplicaSync(Sync):
             self._background_group = WorldReplicaGroup(
                 form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout)
             )
-        self._pending: PendingSync | None = None  # lands when `_steps_left` have ended
+        self._pending: Deferred | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
-        self._pending_moments: PendingSync | None = None  # lands at the next sync
+        self._pending_moments: Deferred | None = None  # lands at the next sync
 
     def _watch(self) -> None:
         """Mark touched rows and keep what the replicas agreed on, as the policy needs."""
@@ -233,9 +233,10 @@ class ReplicaSync(Sync):
         self._base.renew()
 
     def reset(self) -> None:
-        for pending in (self._pending, self._pending_moments):
-            if pending is not None:
-                pending.wait()
+        for deferred in (self._pending, self._pending_moments):
+            if deferred is not None:
+                _, wait = deferred
+                wait()
         self._pending = self._pending_moments = None
         if self._touched:
             self._touched.clear()
@@ -248,12 +249,15 @@ class ReplicaSync(Sync):
         if self._background:
             self._background.close()
 
-    def _start(self, blocks: Iterable[Block]) -> PendingSync:
+    def _start(self, blocks: Iterable[Block]) -> Deferred:
         assert self._background, "only a policy with a background defers means"
         replicas = ReplicaCollectives(self._background_group, self._replicas.device)
-        return PendingSync(blocks, replicas, self._background)
+        pending = PendingSync(blocks, replicas)
+        return pending, self._background.submit(pending.form_means)
 
-    def _land(self, pending: PendingSync) -> list[Block]:
+    def _land(self, deferred: Deferred) -> list[Block]:
+        pending, wait = deferred
+        wait()
         blocks = pending.land()
         self._replicas.add_costs(pending.replicas)
         return blocks
@@ -392,35 +396,41 @@ class SyncThread:
 
 
 class PendingSync:
-    """Blocks whose means are being formed in the background, and the snapshot that these are of.
+    """Blocks whose means are formed, and applied later; where training goes on, with a snapshot.
 
-    Takes memory for the snapshot and the means: twice the blocks' size. `replicas` is its own, as
-    the thread counts costs there.
+    Takes memory for the means, and as much for the snapshot. `replicas` is its own, as another
+    thread may count costs there.
     """
 
     def __init__(
-        self, blocks: Iterable[Block], replicas: ReplicaCollectives, background: SyncThread
+        self, blocks: Iterable[Block], replicas: ReplicaCollectives, trains_on: bool = True
     ) -> None:
         self.replicas = replicas
         self._batches = list(replicas.batches(blocks))
-        self._snapshots = [batch.pack() for batch in self._batches]
+        self._snapshots = [batch.pack() for batch in self._batches] if trains_on else None
         self._means: list[torch.Tensor] = []
-        # Returns once the means are there; raises what forming them raised.
-        self.wait = background.submit(self._form_means)
 
     @torch.no_grad()
-    def _form_means(self) -> None:
-        for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
-            self._means.append(self.replicas.mean_of(batch, snapshot))
+    def form_means(self, before_each: Callable[[], None] = lambda: None) -> None:
+        """Form the means of all batches; `before_each` is called before each. Collective."""
+        for index, batch in enumerate(self._batches):
+            before_each()
+            values = self._snapshots[index] if self._snapshots else batch.pack()
+            self._means.append(self.replicas.mean_of(batch, values))
 
     def land(self) -> list[Block]:
-        """Wait for the means and apply them; the blocks that it was about, in pieces."""
-        self.wait()
-        for batch, snapshot, mean in zip(self._batches, self._snapshots, self._means, strict=True):
-            moved = apply_difference(batch.pack(), snapshot, mean)
-            for (block, new), (_, agreed) in zip(
-                batch.unpack(moved), batch.unpack(mean), strict=True
+        """Apply the means; the blocks that it was about, in pieces."""
+        for index, (batch, mean) in enumerate(zip(self._batches, self._means, strict=True)):
+            new = mean
+            if self._snapshots:
+                new = apply_difference(batch.pack(), self._snapshots[index], mean)
+            for (block, part), (_, agreed) in zip(
+                batch.unpack(new), batch.unpack(mean), strict=True
             ):
-                block.write(new)
+                block.write(part)
                 block.agree(agreed)
         return [block for batch in self._batches for block in batch.blocks]
+
+
+Deferred = tuple[PendingSync, Callable[[], None]]
+"""Means being formed in the background; the function waits for them and raises what was raised."""

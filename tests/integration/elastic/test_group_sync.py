@@ -23,7 +23,8 @@ from tests.integration.elastic.group_sync_cases import (
 from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
-from trainer.elastic.group_sync import Attempt, ExchangeError
+from trainer.elastic.group_sync import ExchangeError
+from trainer.fault_injection import Phase
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.sync import apply_difference
 
@@ -77,19 +78,19 @@ def _train_ahead(life: Life, num_rows: int) -> tuple[Any, ...]:
 
 def _fail_once(life: Life) -> list[list[torch.Tensor]]:
     """Let group 1 fail in the next round, with averages at hand; what is held at each arrival."""
-    average, arrive = life.sync._average, life.member.arrive
+    inject, arrive = life.sync._inject, life.member.arrive
     states: list[list[torch.Tensor]] = []
 
-    def failing(attempt: Attempt) -> None:
-        average(attempt)
-        if life.group == 1 and len(states) == 1:
+    def failing(phase: Phase, round_: Round) -> None:
+        inject(phase, round_)
+        if phase == "before_vote" and life.group == 1 and len(states) == 1:
             raise ExchangeError("a test lets it fail")
 
     def arriving(arrival: Arrive) -> Round:
         states.append(life.state())
         return arrive(arrival)
 
-    life.sync._average, life.member.arrive = failing, arriving  # type: ignore[method-assign]
+    life.sync._inject, life.member.arrive = failing, arriving  # type: ignore[method-assign]
     return states
 
 

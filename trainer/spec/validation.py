@@ -391,7 +391,7 @@ def check_memory(spec: JobSections) -> None:
         if needed_bytes > room_bytes:
             raise problem(
                 "table_too_large",
-                f"{what} with optimizer state and sync buffers: {needed_bytes / 2**30:.3g} GiB, but "
+                f"{what} with optimizer state and sync buffers: {needed_bytes / 2**30:.3g} GiB; "
                 f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker "
                 "less parallelism.planner.storage_reservation); raise parallelism.shard_group_size "
                 "(or workers, where it is auto), or allow row_wise where a table must be whole",

@@ -11,6 +11,10 @@ those that do what ours does, in pairs that take turns.
 How the work of T ranks adds up is measured on six times as many rows: rows decoded and CPU seconds
 of 8 ranks, one after the other, for a row that is used, against those of one rank.
 
+How soon a rank begins on data in an object store is measured on a split of 1.6 GB behind a link of
+1 Gbit/s: seconds from opening it to the first batch, which is streamed, against a download of the
+whole split by 16 requests at a time and the first batch from there.
+
 The wait for data is that of a real training session of one rank (DLRM, no Ray): seconds that a step
 waits for its batch, over the seconds of a step.
 """
@@ -35,6 +39,8 @@ from tests.benchmarks.report import (
     run_module,
     run_pairs,
 )
+from tests.harness.object_store import run_object_store
+from trainer.storage import Location
 
 NAME = "loader"
 NUM_FILES = 6
@@ -55,6 +61,12 @@ RANK_GOALS = [
     Goal("decoded_per_used_row", "decoded_rows", "rows", 1.1, "lower", "one rank"),
     Goal("rank_cpu", "cpu_s_per_row", "s/row", 1.15, "lower", "one rank"),
 ]
+# A stored split is one file of all rows, so many times.
+NUM_STORED = 12
+LINK_BYTES_PER_S = 125e6
+FIRST_GOAL = Goal(
+    "first_batch", "first_batch_s", "s", 0.05, "lower", "download of the split, then a batch"
+)
 WAIT_GOAL = Goal("data_wait", "seconds", "s/step", 0.03, "lower", "the whole step")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -80,13 +92,14 @@ def run(num_pairs: int) -> BenchmarkReport:
         ranks = run_pairs(
             num_pairs, lambda: ranks_cost(NUM_RANKS, linked), lambda: ranks_cost(1, linked), log
         )
+        firsts = first_batches(num_pairs, folder)
     return BenchmarkReport(
         NAME,
         _settings(num_rows),
-        [speed_goal(peer), WAIT_GOAL, *RANK_GOALS],
+        [speed_goal(peer), WAIT_GOAL, *RANK_GOALS, FIRST_GOAL],
         [
-            Run(each.pair, each.side, each.values | more.values)
-            for each, more in zip(with_waits(speeds, waits), ranks, strict=True)
+            Run(each.pair, each.side, {**each.values, **rank.values, **first.values})
+            for each, rank, first in zip(with_waits(speeds, waits), ranks, firsts, strict=True)
         ],
         rows_of(survey),
     )
@@ -105,6 +118,34 @@ def ranks_cost(num_ranks: int, folder: Path) -> dict[str, float]:
     """What an epoch of `num_ranks` ranks costs for a row that is used."""
     core = max(os.sched_getaffinity(0))
     return run_module("loader_child", num_ranks, folder, core, environment=_ONE_THREAD)
+
+
+def first_batches(num_pairs: int, folder: Path) -> list[Run]:
+    """Seconds to the first batch of a stored split, of the rows in `folder` again and again."""
+    with run_object_store() as store:
+        split = Location.parse(store.url("split"))
+        whole = folder / "whole.parquet"
+        loader_data.write_joined(folder, whole)
+        first, *others = (split / f"part-{number:03d}.parquet" for number in range(NUM_STORED))
+        first.upload(whole)
+        for other in others:
+            split.fs.copy_file(first.path, other.path)
+        with store.failing(bytes_per_s=LINK_BYTES_PER_S):
+            runs = run_pairs(
+                num_pairs,
+                lambda: first_batch("streamed", split),
+                lambda: first_batch("downloaded", split),
+                log,
+            )
+    if len({run.values["sum_of_ids"] for run in runs}) > 1:
+        raise BenchmarkError("the first batch of the stored split is not that of its download")
+    return runs
+
+
+def first_batch(side: str, split: Location) -> dict[str, float]:
+    """How long one side takes, in a process of its own that has made a batch of other rows."""
+    core = max(os.sched_getaffinity(0))
+    return run_module("loader_child", side, split.text, core, environment=_ONE_THREAD)
 
 
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
@@ -175,6 +216,7 @@ def _settings(num_rows: int) -> dict[str, Any]:
         "batch_size": loader_data.BATCH_SIZE,
         "rows_per_row_group": loader_data.ROWS_PER_GROUP,
         "ranks": {"num_ranks": NUM_RANKS, "num_files": NUM_LINKS},
+        "stored": {"num_files": NUM_STORED, "link_bytes_per_s": LINK_BYTES_PER_S},
         "cores": "all processes of a side on one core",
         "ours": "TrainBatches, shuffled, windows decoded again in each epoch",
         "session": {

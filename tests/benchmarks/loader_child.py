@@ -2,7 +2,8 @@
 
 python -m tests.benchmarks.loader_child SIDE FOLDER CORE
 
-SIDE may also be a number T: the batches of T ranks, one rank after the other.
+SIDE may also be a number T: the batches of T ranks, one rank after the other; or `streamed` or
+`downloaded`, which make the first batch of FOLDER in an object store.
 """
 
 from __future__ import annotations
@@ -12,14 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 from torchrec import KeyedJaggedTensor
 
-from tests.benchmarks.loader_data import Checksum, spec_over
+from tests.benchmarks.loader_data import BATCH_SIZE, Checksum, spec_over, write_rows
+from trainer.storage import Location
 
+if TYPE_CHECKING:
+    from trainer.data.batches import Batch
+
+_NUM_DOWNLOADS = 16
 Item = tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]
 Epoch = Callable[[], Iterator[Item]]
 
@@ -63,6 +72,36 @@ def measure_ranks(num_ranks: int, folder: Path) -> dict[str, float]:
     return {"cpu_s_per_row": cpu_s / num_used, "decoded_rows": num_decoded / num_used}
 
 
+def measure_first(side: str, url: str) -> dict[str, float]:
+    """Seconds from opening a stored split to its first batch, or from beginning to download it.
+
+    What a process does once (imports inside libraries) is done before on other rows.
+    """
+    with TemporaryDirectory(prefix="shardloom-bench-first-") as temporary:
+        other, local = Path(temporary) / "other", Path(temporary) / "local"
+        write_rows(other, 1, BATCH_SIZE)
+        first_batch(other)
+        begun_s = time.perf_counter()
+        if side == "downloaded":
+            local.mkdir()
+            with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
+                files = Location.parse(url).list()
+                list(pool.map(lambda file: file.download(local / file.name), files))
+        batch = first_batch(local if side == "downloaded" else url)
+        wall_s = time.perf_counter() - begun_s
+    return {"first_batch_s": wall_s, "sum_of_ids": float(batch.sparse.values().sum())}
+
+
+def first_batch(folder: Path | str) -> Batch:
+    """The first training batch of the only rank."""
+    from trainer.data.batches import TrainBatches
+    from trainer.data.reader import open_source
+
+    spec = spec_over(folder)
+    with TrainBatches(open_source(spec, Location.parse(folder)), spec, 0, 1) as batches:
+        return next(batches)[0]
+
+
 def side_of(name: str, folder: Path) -> Epoch:
     """Everything that a side does before its clock runs: imports, and for Ray the start."""
     if name == "ours":
@@ -100,6 +139,9 @@ def main() -> None:
     name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    if name in ("streamed", "downloaded"):
+        print(json.dumps(measure_first(name, sys.argv[2])))
+        return
     if name.isdigit():
         print(json.dumps(measure_ranks(int(name), folder)))
         return

@@ -40,6 +40,12 @@ def write_rows(folder: Path, num_files: int, rows_per_file: int = ROWS_PER_FILE)
     return num_files * rows_per_file
 
 
+def write_joined(folder: Path, target: Path) -> None:
+    """Write one file with the rows of all files in `folder`."""
+    tables = [pq.read_table(file) for file in sorted(folder.glob("*.parquet"))]
+    pq.write_table(pa.concat_tables(tables), target, row_group_size=ROWS_PER_GROUP)
+
+
 def _table(draw: np.random.Generator, num_rows: int) -> pa.Table:
     """One file: log-normal counts, Zipf ids, histories of 0 to `MAX_HISTORY` ids."""
     dense = np.log1p(draw.lognormal(1, 2, (NUM_DENSE, num_rows))).astype(np.float32)
@@ -59,7 +65,7 @@ def _ids(draw: np.random.Generator, count: int) -> np.ndarray:
     return (draw.zipf(1.2, count) % TABLE_ROWS).astype(np.int64)
 
 
-def spec_over(folder: Path, **data: Any) -> JobSpec:
+def spec_over(folder: Path | str, **data: Any) -> JobSpec:
     """A DLRM on the rows in `folder`, on one worker."""
     document = {
         "name": "loader",

@@ -7,6 +7,7 @@ client and a healthy store there is then what networks and busy stores do.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import socket
@@ -24,7 +25,9 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from moto.core import DEFAULT_ACCOUNT_ID
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from moto.server import MotoRequestHandler
 from pyarrow import fs
 from werkzeug.serving import BaseWSGIServer, make_server
@@ -32,6 +35,8 @@ from werkzeug.serving import BaseWSGIServer, make_server
 from trainer.storage import Location
 
 ACCESS_KEY, SECRET_KEY = "testing", "testing-secret"
+
+_SEGMENT_BYTES, _BURST_S = 256 * 1024, 0.01
 
 Fault = Literal["500", "503", "slow_down", "reset", "cut", "stall"]
 _XML = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
@@ -47,9 +52,10 @@ class Faults:
     """What goes wrong: each request in `rates` of its cases, drawn by `seed`.
 
     `reset` and `cut` send half of a body, then break the connection off; `stall` waits for
-    `stall_s` before it answers. A body takes `slow_s` seconds where that is not 0. `only` limits
-    all to requests whose "METHOD PATH" it is found in. `counts` has what was done, and how often
-    each kind of request came (`PUT part` is a part of a multi-part upload).
+    `stall_s` before it answers. A body takes `slow_s` seconds where that is not 0, and all bodies
+    together `bytes_per_s`, as over one link. `only` limits all to requests whose "METHOD PATH" it
+    is found in. `counts` has what was done, and how often each kind of request came (`PUT part` is
+    a part of a multi-part upload).
     """
 
     rates: dict[Fault, float] = field(default_factory=dict)
@@ -57,11 +63,21 @@ class Faults:
     only: str = ""
     slow_s: float = 0.0
     stall_s: float = 0.0
+    bytes_per_s: float = math.inf
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
+        self._link_is_free_at = 0.0
+
+    def send(self, num_bytes: int) -> None:
+        """Wait until the link has taken so many bytes, after those that came before."""
+        with self._lock:
+            now = time.monotonic()
+            begun = max(self._link_is_free_at, now - _BURST_S)
+            self._link_is_free_at = begun + num_bytes / self.bytes_per_s
+        time.sleep(max(0.0, self._link_is_free_at - now))
 
     def draw(self, request: str) -> Fault | None:
         """What happens to one request."""
@@ -100,10 +116,12 @@ class FaultyS3:
             return _answer(environ, start_response, *_ANSWERS[fault])
         if fault == "stall":
             time.sleep(faults.stall_s)
-        body = b"".join(self._moto(environ, start_response))
+        body = _range_of(environ, start_response) or b"".join(self._moto(environ, start_response))
         if fault in ("reset", "cut"):
             return _break_off(environ, body, reset=fault == "reset")
-        return _slowly(body, faults.slow_s) if faults.slow_s else [body]
+        if faults.slow_s:
+            return _slowly(body, faults.slow_s)
+        return [body] if faults.bytes_per_s == math.inf else _over_link(body, faults)
 
 
 def _answer(
@@ -131,6 +149,32 @@ def _slowly(body: bytes, seconds: float) -> Iterable[bytes]:
     for start in range(0, len(body), size):
         time.sleep(seconds / num_pieces)
         yield body[start : start + size]
+
+
+def _over_link(body: bytes, faults: Faults) -> Iterator[bytes]:
+    for start in range(0, len(body), _SEGMENT_BYTES):
+        segment = body[start : start + _SEGMENT_BYTES]
+        faults.send(len(segment))
+        yield segment
+
+
+def _range_of(environ: dict[str, Any], start_response: Callable[..., Any]) -> bytes:
+    """Part of an object, where that is asked for: moto would copy the whole of it each time."""
+    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))
+    bucket, _, name = environ["PATH_INFO"].lstrip("/").partition("/")
+    if not asked or environ["REQUEST_METHOD"] != "GET":
+        return b""
+    key = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].get_object(bucket, name)
+    if key is None:
+        return b""
+    first, last = int(asked[1]), int(asked[2])
+    with key.lock:
+        key._value_buffer.seek(first)
+        body = key._value_buffer.read(last + 1 - first)
+    place = f"bytes {first}-{first + len(body) - 1}/{key.size}"
+    headers = [("Content-Range", place), ("Content-Length", str(len(body))), ("ETag", key.etag)]
+    start_response("206 Partial Content", headers)
+    return body
 
 
 _AUTHORIZATION = re.compile(

@@ -207,21 +207,25 @@ class RowReader:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
-            self._fetch_ahead(number)
+            # The first of an epoch has the link to itself, as a step waits for it.
+            is_first = self._window_number < 0
+            self._fetch_ahead(number, number + (0 if is_first else 1))
             self._window = self._rows_of(window.row_groups).take(window.row_order)
+            if is_first:
+                self._fetch_ahead(number + 1, number + 1)
             if self.fault_log is not None and self._window.faults is not None:
                 self._count_bad_rows(number, self.fault_log.count(self._window.faults))
             self._window_number = number
         return self._window
 
-    def _fetch_ahead(self, number: int) -> None:
-        """Let the row groups of a window, and of the next one, be fetched from a remote store.
+    def _fetch_ahead(self, first: int, last: int) -> None:
+        """Let the row groups of windows be fetched from a remote store.
 
         The system reads ahead in local files.
         """
         if self._source.folder.is_local:
             return
-        windows = range(number, min(number + 2, len(self._order.bounds) - 1))
+        windows = range(first, min(last + 1, len(self._order.bounds) - 1))
         groups = [group for each in windows for group in self._order.window(each).row_groups]
         self._source.fetch_ahead([group for group in groups if group not in self._kept])
 

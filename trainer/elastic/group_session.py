@@ -414,21 +414,26 @@ class GroupSession(Session):
             worker.mark_stopping(self.config)
 
     def report(self) -> None:
-        """Publish metrics and progress; only the leader does. Collective over the group."""
-        values = self.read_metrics()
+        """Send metrics and progress. Collective over the group, which waits for them.
+
+        Between leases it waits for the other groups anyway.
+        """
+        super().report()
+        self.land_report()
+
+    def publish(self, values: dict[str, float], time_s: float) -> None:
+        """As every session; only the leader does."""
         if self.is_leader:
-            self.publish(values)
-        self.tracer.poll()
-        self.loss_guard.judge(values)
+            super().publish(values, time_s)
 
     def close(self) -> None:
         super().close()
         self._loader.close()
         self.group_sync.close()
 
-    def read_metrics(self) -> dict[str, float]:
+    def read_speed(self, sync_s: float) -> dict[str, float]:
         """As every session's, but rows count where they are committed, by whichever group."""
-        values = super().read_metrics()
+        values = super().read_speed(sync_s)
         now, rows = time.perf_counter(), self.ledger.rows_trained
         values["speed/rows_per_s"] = (rows - self._seen_rows) / max(now - self._seen_at, 1e-9)
         values["speed/steps_per_s"] = values["speed/rows_per_s"] / self.shape.rows_per_step

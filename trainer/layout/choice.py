@@ -193,7 +193,12 @@ def need_of(
     parallelism = spec.parallelism
     group, placement = parallelism.shard_group_size, parallelism.placement
     memory_bytes = spec.resources.memory_bytes_per_worker or worker_bytes
-    usable = 1 - parallelism.planner.storage_reservation
+    room_bytes = None
+    if memory_bytes is not None:
+        room_bytes = int(memory_bytes * (1 - parallelism.planner.storage_reservation))
+        if spec.table_bytes:  # syncs hold part of the tables once more
+            sync_bytes = sum(map(spec.sync_bytes, spec.embedding_tables))
+            room_bytes = room_bytes * spec.table_bytes // (spec.table_bytes + sync_bytes)
     return Need(
         hosts=tuple(hosts),
         min_workers=parallelism.min_workers,
@@ -202,12 +207,7 @@ def need_of(
         placement=None if placement == "auto" else placement,
         survive_hosts=parallelism.survive.hosts if parallelism.survive else 0,
         table_bytes=spec.table_bytes,
-        # A sync may keep whole copies of what a worker holds beside it.
-        worker_table_bytes=(
-            None
-            if memory_bytes is None
-            else int(memory_bytes * usable) // (1 + spec.num_sync_copies)
-        ),
+        worker_table_bytes=room_bytes,
         whole_table_bytes=spec.whole_table_bytes,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         are_groups_independent=not parallelism.independence_obstacles,

@@ -11,8 +11,10 @@ Replicas may weigh differently; those of weight 0 get the means without counting
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,19 +68,73 @@ def reduce_parts(parts: Sequence[Part], device: torch.device) -> dict[str, float
     Collective over all ranks: two all-reduces of sum(k) and sum(j) numbers, however many ranks
     there are, and one read on the host.
     """
-    sums = torch.cat([part.sums.to(device) for part in parts])
-    peaks = torch.cat([part.peaks.to(device) for part in parts])
+    found = _joined(parts, device)
+    _all_reduce(parts, found)
+    return _read(parts, found.cpu())
+
+
+class PendingParts:
+    """As `reduce_parts`, but a thread waits for the other ranks, on a gloo `group` of its own.
+
+    Made by all ranks of the group in turn. Read it before its parts are made anew.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        self._parts = parts
+        self._found = _joined(parts, device)
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            on_host = torch.empty_like(self._found, device="cpu", pin_memory=True)
+            self._found = on_host.copy_(self._found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._done: Future[None] = Future()
+        # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
+        threading.Thread(target=self._reduce, args=[group], name="report", daemon=True).start()
+
+    def _reduce(self, group: dist.ProcessGroup) -> None:
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            _all_reduce(self._parts, self._found, group)
+        except BaseException as error:  # whatever it is, `read` raises it
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+    def read(self, timeout_s: float | None = None) -> dict[str, float]:
+        """What the parts make of the numbers; raises what the exchange raised, or TimeoutError."""
+        self._done.result(timeout_s)
+        return _read(self._parts, self._found)
+
+
+def _joined(parts: Sequence[Part], device: torch.device) -> torch.Tensor:
+    """All sums, then all peaks."""
+    numbers = [*(part.sums for part in parts), *(part.peaks for part in parts)]
+    return torch.cat([each.to(device) for each in numbers])
+
+
+def _all_reduce(
+    parts: Sequence[Part], found: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    num_sums = sum(len(part.sums) for part in parts)
     works = [
-        dist.all_reduce(sums, async_op=True),
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, async_op=True),
+        dist.all_reduce(found[:num_sums], group=group, async_op=True),
+        dist.all_reduce(found[num_sums:], dist.ReduceOp.MAX, group=group, async_op=True),
     ]
     for work in works:
         work.wait()
-    found = torch.cat([sums, peaks]).cpu()
-    sums_of = found[: len(sums)].split([len(part.sums) for part in parts])
-    peaks_of = found[len(sums) :].split([len(part.peaks) for part in parts])
+
+
+def _read(parts: Sequence[Part], found: torch.Tensor) -> dict[str, float]:
+    sizes = [len(part.sums) for part in parts], [len(part.peaks) for part in parts]
+    sums_of, peaks_of = found.split([sum(each) for each in sizes])
     values: dict[str, float] = {}
-    for part, *numbers in zip(parts, sums_of, peaks_of, strict=True):
+    for part, *numbers in zip(
+        parts, sums_of.split(sizes[0]), peaks_of.split(sizes[1]), strict=True
+    ):
         values |= part.read(*numbers)
     return values
 

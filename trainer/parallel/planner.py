@@ -38,6 +38,10 @@ from torch.distributed.remote_device import _remote_device
 from torch.utils.benchmark import Timer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     CollectiveType,
@@ -45,6 +49,8 @@ from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     PlannerError,
+    ShardingOption,
+    Storage,
     TopologyFactory,
     TrainerConfig,
 )
@@ -56,6 +62,7 @@ from trainer.protocol import events
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
 
+Constraints = dict[str, ParameterConstraints]
 _NUM_REPEATS = 3
 # A GPU moves a small buffer before it has got going; a shaped network takes long over a large one.
 _LINK_BYTES = {"cpu": 2**19, "cuda": 2**24}
@@ -87,14 +94,21 @@ def make_plan(
     constraints = table_constraints(spec, groups.ranks_per_host)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        # Tables and what the sync keeps of them have the same size and lie on the same ranks.
-        table_bytes = usable_bytes // (1 + spec.num_sync_copies)
-        topology = topology_of(groups, table_bytes, bandwidths)
+        topology = topology_of(groups, usable_bytes, bandwidths)
+        estimators = [
+            EmbeddingPerfEstimatorFactory.create(
+                DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
+            ),
+            StorageEstimator(spec, topology, constraints),
+        ]
         try:
             planner = EmbeddingShardingPlanner(
                 topology=topology,
                 batch_size=spec.data.batch_size,
                 constraints=constraints,
+                enumerator=EmbeddingEnumerator(
+                    topology, spec.data.batch_size, constraints, estimators
+                ),
                 # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
                 storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
             )
@@ -110,7 +124,33 @@ def make_plan(
     return answer[0]
 
 
-def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> dict[str, ParameterConstraints]:
+class StorageEstimator(EmbeddingStorageEstimator):
+    """TorchRec's estimate of what a shard takes, and its share of what a sync holds of its table.
+
+    So a rank is planned to take, for each of its shards, tables with optimizer state, ids and
+    activations, times 1 + sync_bytes / size_bytes (`JobSections`).
+    """
+
+    def __init__(self, spec: JobSpec, topology: Topology, constraints: Constraints) -> None:
+        super().__init__(topology, constraints)
+        self._factors = {
+            table.name: 1 + spec.sync_bytes(table) / (spec.size_bytes(table) or 1)
+            for table in spec.embedding_tables
+        }
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
+        super().estimate(sharding_options, sharder_data_map)
+        for option in sharding_options:
+            factor = self._factors[option.name]
+            for shard in option.shards:
+                taken = shard.storage
+                assert taken is not None, "estimated above"
+                shard.storage = Storage(
+                    math.ceil(taken.hbm * factor), math.ceil(taken.ddr * factor)
+                )
+
+
+def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> Constraints:
     """What the planner may do with each table, by table name.
 
     Sharding types that cannot work are left out: see `obstacle`. Raises `PlanError` for a table
@@ -168,14 +208,15 @@ def obstacle(
 
 def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     """Why no plan fits and what would help, for the author of the spec."""
-    num_copies = 1 + spec.num_sync_copies
-    sizes = {t.name: (spec.size_bytes(t) or 0) * num_copies for t in spec.embedding_tables}
+    tables = spec.embedding_tables
+    sizes = {table.name: (spec.size_bytes(table) or 0) + spec.sync_bytes(table) for table in tables}
     largest = max(sizes, key=sizes.__getitem__)
     size = spec.parallelism.shard_group_size
     memory = (
-        f"the tables, their optimizer state and sync copies take {size_text(sum(sizes.values()))} "
-        f"(the largest, '{largest}', {size_text(sizes[largest])}), and ids and activations come on "
-        f"top; a sharding group of {size} workers has {size_text(usable_bytes)} on each after "
+        f"the tables, their optimizer state and what syncs hold take "
+        f"{size_text(sum(sizes.values()))} (the largest, '{largest}', "
+        f"{size_text(sizes[largest])}), and ids and activations come on top; a sharding group of "
+        f"{size} workers has {size_text(usable_bytes)} on each after "
         f"{spec.parallelism.planner.storage_reservation:.0%} is kept back "
         "(parallelism.planner.storage_reservation)"
     )

@@ -389,6 +389,7 @@ class SyncThread:
                 done.set_exception(error)
             else:
                 done.set_result(None)
+            del item, task, done  # what the task was about may be large
 
     def close(self) -> None:
         """End the thread once all tasks are done."""

@@ -96,18 +96,6 @@ class JobSections(SpecModel):
         return float(self.parallelism.num_replicas) if scale == "auto" else scale
 
     @property
-    def num_sync_copies(self) -> int:
-        """How many more times a sync holds whole tables.
-
-        Averaging all rows keeps what the copies last agreed on where changes travel in half
-        precision, and a snapshot and its means where it overlaps with training.
-        """
-        sync = self.parallelism.sync
-        if sync.mode != "full" and not self.optimizer.sparse.changes_untouched_rows:
-            return 0
-        return (sync.dtype != "fp32") + 2 * bool(sync.overlap)
-
-    @property
     def table_bytes(self) -> int | None:
         """S: one whole copy of the tables with optimizer state; None while a size is `auto`."""
         sizes = [self.size_bytes(table) for table in self.embedding_tables]
@@ -136,6 +124,32 @@ class JobSections(SpecModel):
         )
         row_bytes += table.dynamic.state_bytes_per_row
         return table.num_embeddings * row_bytes + waiting_bytes
+
+    def sync_bytes(self, table: EmbeddingTableSpec) -> int:
+        """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m).
+
+        r are the rows that change between two syncs: in mode full all, else at most one for each
+        lookup of `every_steps` steps. A row has w bytes of weights and m of optimizer state. Where
+        the sync overlaps k_w = k_m = 2, a snapshot and its means; of `delayed` state k_m = 2
+        whatever overlaps. Half precision adds 1 to both, what the copies last agreed on; of touched
+        rows 2: saved before they change, and gathered for the exchange. Buffers of single chunks
+        and marks of touched rows are left to `planner.storage_reservation`.
+        """
+        assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+        sync, optimizer, num_rows = (
+            self.parallelism.sync,
+            self.optimizer.sparse,
+            table.num_embeddings,
+        )
+        is_full = sync.mode == "full" or optimizer.changes_untouched_rows
+        if not is_full:
+            num_rows = min(num_rows, sync.every_steps * self._lookups_per_step(table))
+        half = 0 if sync.dtype == "fp32" else 1 if is_full else 2
+        of_weights = half + 2 * bool(sync.overlap)
+        of_state = half + 2 * (bool(sync.overlap) or sync.optimizer_state == "delayed")
+        weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]
+        state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
+        return num_rows * (of_weights * weight_bytes + of_state * state_bytes)
 
     def _lookups_per_step(self, table: EmbeddingTableSpec) -> int:
         """Ids that a step looks up in a table over all workers, as far as the spec can tell.

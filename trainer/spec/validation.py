@@ -378,8 +378,12 @@ def check_memory(spec: JobSections) -> None:
     worker_bytes = int(memory_bytes * (1 - parallelism.planner.storage_reservation))
     worker = ("one worker", worker_bytes)
     group = (f"a sharding group of {size} workers", worker_bytes * size)
-    tables, copies = spec.embedding_tables, 1 + spec.num_sync_copies
-    sizes_bytes = [copies * (spec.size_bytes(table) or 0) for table in tables]
+    tables = spec.embedding_tables
+    known_bytes = [spec.size_bytes(table) for table in tables]
+    sizes_bytes = [
+        0 if size_bytes is None else size_bytes + spec.sync_bytes(table)
+        for table, size_bytes in zip(tables, known_bytes, strict=True)
+    ]
     cases = [
         (f"table '{t.name}'", sizes_bytes[i], worker if t.constraints.is_whole else group, i)
         for i, t in enumerate(tables)
@@ -390,7 +394,7 @@ def check_memory(spec: JobSections) -> None:
         if needed_bytes > room_bytes:
             raise problem(
                 "table_too_large",
-                f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
+                f"{what} with optimizer state and sync buffers: {needed_bytes / 2**30:.3g} GiB; "
                 f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker "
                 "less parallelism.planner.storage_reservation); raise parallelism.shard_group_size "
                 "(or workers, where it is auto), or allow row_wise where a table must be whole",

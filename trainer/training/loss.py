@@ -87,20 +87,23 @@ class NonFiniteLossGuard:
         self._sum += loss
 
     def part(self) -> Part:
-        """The losses since the last good state, for `check`."""
-        return Part(self._sum[None], self._read)
+        """The losses since the last part, for `check` of the state that they led to."""
+        taken = self._sum[None].clone()
+        self._sum.zero_()
+        return Part(taken, self._read)
 
     def _read(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
         self._total = sums.item()
         return {}
 
     def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
-        """Raise on every rank when a loss was not finite by the newest `part` that was read.
+        """Raise on every rank when a loss was not finite in the newest `part` that was read.
 
-        Raises `NonFiniteRows`, the rows since the last good state being noted, or `NonFiniteLoss`.
+        The part was made at `position`, after `step`. Raises `NonFiniteRows`, the rows since the
+        last good state being noted, or `NonFiniteLoss`.
         """
         if math.isfinite(self._total):
-            self.begin_at(position)
+            self._finite_at = position
             return
         message = f"the training loss became {self._total} by step {step}; "
         if self._policy == "skip":

@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -36,7 +37,7 @@ from trainer.data.position import (
 from trainer.data.reader import open_source, order_digest
 from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
-from trainer.parallel.collectives import Part, reduce_parts
+from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
@@ -69,6 +70,16 @@ from trainer.training.profiling import (
 )
 
 logger = logging.getLogger(__name__)
+_LAST_REPORT_S = 5.0
+
+
+@dataclass(frozen=True)
+class PendingReport:
+    """Metrics on their way: those of all ranks, and `own` ones that need no other rank."""
+
+    time: float
+    found: PendingParts
+    own: dict[str, float]
 
 
 def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
@@ -107,9 +118,12 @@ class Session:
             files.stream_path(config.rank_stream(groups.rank))
         )
         self._open_meters()
+        # Every rank forms the group, in the same order.
+        self._report_group = dist.new_group(backend="gloo", timeout=groups.timeout)
+        self._pending: PendingReport | None = None
         self.final_metrics: dict[str, float] = {}
         self.rows_per_s = 0.0  # as last reported
-        self.is_asked_to_stop = False  # as of the last report
+        self.is_asked_to_stop = False  # as of the last report that has landed
         self.tracer = Tracer(
             files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
         )
@@ -295,6 +309,7 @@ class Session:
         self.loss_guard.add(loss.detach())
         self.quarantine.add(batch.quarantined)
         self.speed.step()
+        self.land_report()
         self.heartbeat.end_step(step)
         return loss.detach()
 
@@ -347,6 +362,14 @@ class Session:
             yield
 
     def close(self) -> None:
+        """End what runs beside the training, and send the metrics that a failure left on their way.
+
+        Those that the other ranks have not answered are lost, as they may never do.
+        """
+        if self._pending is not None:
+            with suppress(Exception):
+                found = self._pending.found.read(_LAST_REPORT_S)
+                self.publish(found | self._pending.own, self._pending.time)
         self.tracer.stop()
         self.checkpoints.close()
         self.sync.close()
@@ -355,18 +378,8 @@ class Session:
         return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
 
     def report(self) -> None:
-        """Send metrics and progress. Collective over all ranks.
-
-        Raises `NonFiniteLoss`: no later step recovers from a NaN.
-        """
-        values = self.read_metrics()
-        self.publish(values)
-        self.tracer.poll()
-        self.loss_guard.judge(values)
-        self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
-
-    def read_metrics(self) -> dict[str, float]:
-        """Metrics since the last call, and whether to stop. Collective over all ranks."""
+        """Begin to collect metrics, for `land_report`: no rank waits here. Collective over all."""
+        self.land_report()
         phases = self.phases.read(self.speed.num_steps)
         self.heartbeat.local_s = local_s(phases)
         parts = [
@@ -379,8 +392,29 @@ class Session:
             self.loss_guard.part(),
             self._stop_part(),
         ]
-        values = reduce_parts(parts, self.groups.device)
-        return values | self.optimizers.metrics() | self.speed.read(phases["sync"])
+        found = PendingParts(parts, self.groups.device, self._report_group)
+        own = self.optimizers.metrics() | self.read_speed(phases["sync"])
+        self._pending = PendingReport(time.time(), found, own)
+        self.tracer.poll()
+
+    def read_speed(self, sync_s: float) -> dict[str, float]:
+        """Speeds since the last report, in which a step spent `sync_s` in syncs on average."""
+        return self.speed.read(sync_s)
+
+    def land_report(self) -> None:
+        """Send the metrics of the last report, if they are not yet, and act on them.
+
+        All ranks do so at the same place: as the next step ends, which does not count yet, or
+        before whatever looks at the values (saves, validations, the end), so that they belong to
+        the current step. Raises `NonFiniteLoss`: no later step recovers from a NaN.
+        """
+        report, self._pending = self._pending, None
+        if report is None:
+            return
+        values = report.found.read() | report.own
+        self.publish(values, report.time)
+        self.loss_guard.judge(values)
+        self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def _stop_part(self) -> Part:
         """Whether these workers are requested to stop, as rank 0 sees it."""
@@ -392,10 +426,10 @@ class Session:
         self.is_asked_to_stop = bool(sums.item())
         return {}
 
-    def publish(self, values: dict[str, float]) -> None:
+    def publish(self, values: dict[str, float], time_s: float) -> None:
         """Send `values` as the metrics of the current step, and how far training has come."""
         step = self.state.step
-        self.emit(events.Metrics(time=time.time(), step=step, values=values))
+        self.emit(events.Metrics(time=time_s, step=step, values=values))
         self.rows_per_s = values["speed/rows_per_s"]
         self.emit(self._progress())
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
@@ -434,6 +468,7 @@ class Session:
     def validate(self) -> bool:
         """Measure all validation rows; True when the result is the best so far. Collective."""
         metric = self.spec.model.watched_metric
+        self.land_report()
         with self.off_the_clock():
             values = self._measure()
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
@@ -507,6 +542,7 @@ class Session:
         """
         started_s = time.perf_counter()
         self.heartbeat.enter("checkpoint", self.state.step)
+        self.land_report()
         with self.off_the_clock():
             reduce_parts([self.loss_guard.part()], self.groups.device)
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)

@@ -78,11 +78,15 @@ def _take_steps(session: Session) -> None:
         is_best = session.validate() if session.is_validation_step() else False
         if session.is_finished and not session.is_report_step(session.state.step):
             session.report()  # validation ended the run between two reports
+        is_save_due = session.is_checkpoint_step() or (
+            is_best and session.spec.checkpoint.keep_best
+        )
+        if is_save_due:
+            session.land_report()  # which may say that a stop is wanted: one save is enough
         must_stop = session.is_asked_to_stop
         if must_stop:
             mark_stopping(session.config)
-        is_worth_keeping = is_best and session.spec.checkpoint.keep_best
-        if session.is_checkpoint_step() or is_worth_keeping or must_stop:
+        if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if session.is_finished or must_stop:
             break

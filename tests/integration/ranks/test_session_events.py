@@ -27,6 +27,7 @@ from trainer import failures
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
+from trainer.errors import DataError
 from trainer.fault_injection import VARIABLE
 from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
@@ -309,16 +310,52 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
     four = replace(config, spec=config.spec.with_workers(4))
     stopped = run_ranks(train_session, 4, four)
     assert requests.has_stopped(files, 0)
-    report_step = config.spec.training.report_every_steps
-    assert {rank["state"].step for rank in stopped} == {report_step}
+    stop_step = config.spec.training.report_every_steps + 1  # a report lands after the next step
+    assert {rank["state"].step for rank in stopped} == {stop_step}
     (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
-    assert saved.commit.step == report_step
+    assert saved.commit.step == stop_step
 
     two = next_run(replace(config, spec=config.spec.with_workers(2)))
     resumed = run_ranks(train_session, 2, two)
     assert not requests.has_stopped(files, 1), "the request was for the run before"
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert {rank["state"].rows_trained for rank in resumed} == {num_rows}
+
+
+def fail_after_a_report(config: WorkerConfig) -> None:
+    """Report at step 2, rank 1 once rank 0 is through with that, then fail in step 3."""
+    session = open_session(config)
+    report, forward = session.report, session.pipeline.forward
+
+    def report_in_turn() -> None:
+        if dist.get_rank() == 1:
+            dist.barrier()
+        report()
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    def fail_in_step_3(batch: Batch) -> Any:
+        if session.state.step == 2:
+            raise DataError("on purpose")
+        return forward(batch)
+
+    with (
+        patch.object(session, "report", report_in_turn),
+        patch.object(session.pipeline, "forward", fail_in_step_3),
+        pytest.raises(DataError, match="on purpose"),
+    ):
+        train(session)
+
+
+def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+    config = make_config(small_movielens, tmp_path, *settings, "training.report_every_steps=2")
+    run_ranks(fail_after_a_report, 2, config)
+    (reported,) = told(tmp_path, Metrics)
+    assert reported.step == 2
+    assert {"train/loss", "speed/rows_per_s", "phase/backward_s"} <= reported.values.keys()
 
 
 class NoHostReads(TorchDispatchMode):

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.harness.object_store import SECRET_KEY, ObjectStore
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, train_session
+from trainer.data import reader
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import ParquetSource
+from trainer.data.reader import RowReader, open_source
 from trainer.errors import (
     CorruptFileError,
     SourceMissingError,
@@ -96,6 +99,21 @@ def test_a_split_is_read_unchanged_through_a_store_in_trouble(store, uploaded, s
         source.fetch_ahead(groups)
         assert source.read(groups).equals(local.read(groups))
     assert sum(seen.counts[fault] for fault in ("503", "cut", "reset")) > 3
+
+
+def test_the_first_window_of_a_split_has_the_link_to_itself_and_later_ones_come_ahead(
+    uploaded, small_movielens, tmp_path
+):
+    spec = reading(make_config(small_movielens, tmp_path).spec, uploaded)
+    source = open_source(spec, Location.parse(uploaded) / "train")
+    with (
+        patch.multiple(reader, CACHE_BYTES=0, WINDOW_ROWS=1),  # each row group is a window
+        patch.object(source, "fetch_ahead", wraps=source.fetch_ahead) as fetch,
+    ):
+        RowReader(source, spec, shuffle=False).read(0, [(0, source.num_rows)])
+    last = len(source.group_rows) - 1
+    fetched = [tuple(call.args[0]) for call in fetch.call_args_list]
+    assert fetched == [(0,), (1,), *((n, n + 1) for n in range(1, last)), (last,)]
 
 
 def test_a_store_that_is_away_is_not_taken_for_bad_rows_and_a_replaced_object_is_refused(

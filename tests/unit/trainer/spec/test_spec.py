@@ -401,24 +401,30 @@ def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
 @pytest.mark.parametrize(
     ("sync", "num_copies"),
     [
-        ("{mode: touched_rows, overlap: true, dtype: bf16}", 0),
+        # Four workers look up 4 x 25 of 1000 rows in a step.
+        ("{mode: touched_rows}", 0),
+        ("{mode: touched_rows, overlap: true, every_steps: 3}", 0.3 * 2),
+        ("{mode: touched_rows, dtype: bf16}", 0.1 * 2),
+        ("{mode: touched_rows, overlap: true, dtype: bf16, every_steps: 50}", 4),
+        ("{mode: touched_rows, optimizer_state: delayed}", 0.1 * 2 * 4 / 36),
         ("{mode: full, dtype: bf16}", 1),
         ("{mode: full, overlap: true}", 2),
         ("{mode: full, overlap: true, dtype: fp16}", 3),
     ],
 )
-def test_whole_copies_that_a_sync_keeps_count_as_memory(sync: str, num_copies: int) -> None:
-    # One table of 36 000 bytes for each of (1 + copies), over two workers less 15 %.
+def test_what_a_sync_holds_beside_the_tables_counts_as_memory(sync: str, num_copies: float) -> None:
+    # One table of 36 000 bytes for each of (1 + copies), over groups of two workers less 15 %.
     needed = int((1 + num_copies) * 36_000 / 2 / 0.85)
-    table = [f"{ROWS}=1000", f"parallelism.sync={sync}"]
+    table = [f"{ROWS}=1000", f"parallelism.sync={sync}", "data.batch_size=25"]
     assert changed(*table, f"resources.memory_bytes_per_worker={needed + 1}")
     problems = refusal(*table, f"resources.memory_bytes_per_worker={needed - 10}")
     assert problems[ROWS][0] == "table_too_large"
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
-    spec = changed("parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1")
-    assert spec.num_sync_copies == 2
+    decay = (f"{ROWS}=1000000", "optimizer.sparse.weight_decay=0.1")
+    spec = changed("parallelism.sync.overlap=true", *decay)
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 2 * (spec.table_bytes or 0)
 
 
 def spec_with(**model: Any) -> dict[str, Any]:

@@ -128,25 +128,26 @@ class JobSections(SpecModel):
     def sync_bytes(self, table: EmbeddingTableSpec) -> int:
         """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m).
 
-        r are the rows that change between two syncs: in mode full all, else at most one for each
-        lookup of `every_steps` steps. A row has w bytes of weights and m of optimizer state. Where
-        the sync overlaps k_w = k_m = 2, a snapshot and its means; of `delayed` state k_m = 2
-        whatever overlaps. Half precision adds 1 to both, what the copies last agreed on; of touched
-        rows 2: saved before they change, and gathered for the exchange. Buffers of single chunks
-        and marks of touched rows are left to `planner.storage_reservation`.
+        r are the rows that a sync may be about: in mode full all, else at most one for each lookup
+        of `every_steps` steps, and all where fp32 would then move all. A row has w bytes of weights
+        and m of optimizer state. Where the sync overlaps k_w = k_m = 2, a snapshot and its means;
+        of `delayed` state k_m = 2 whatever overlaps. Groups that are failure domains hold all means
+        until they have voted: k_w = k_m = 1 without overlap. Half precision adds 1 to both, what
+        the copies last agreed on; of touched rows 2: saved before they change, and gathered for the
+        exchange. Buffers of single chunks and marks of touched rows are left to
+        `planner.storage_reservation`.
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-        sync, optimizer, num_rows = (
-            self.parallelism.sync,
-            self.optimizer.sparse,
-            table.num_embeddings,
-        )
+        parallelism, optimizer = self.parallelism, self.optimizer.sparse
+        sync, num_rows = parallelism.sync, table.num_embeddings
         is_full = sync.mode == "full" or optimizer.changes_untouched_rows
-        if not is_full:
-            num_rows = min(num_rows, sync.every_steps * self._lookups_per_step(table))
+        num_lookups = sync.every_steps * self._lookups_per_step(table)
+        if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
+            num_rows = min(num_rows, num_lookups)
         half = 0 if sync.dtype == "fp32" else 1 if is_full else 2
-        of_weights = half + 2 * bool(sync.overlap)
-        of_state = half + 2 * (bool(sync.overlap) or sync.optimizer_state == "delayed")
+        votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"
+        of_weights = half + (2 if sync.overlap else int(votes))
+        of_state = half + 2 if sync.optimizer_state == "delayed" else of_weights
         weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]
         state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
         return num_rows * (of_weights * weight_bytes + of_state * state_bytes)

@@ -404,6 +404,7 @@ def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
         # Four workers look up 4 x 25 of 1000 rows in a step.
         ("{mode: touched_rows}", 0),
         ("{mode: touched_rows, overlap: true, every_steps: 3}", 0.3 * 2),
+        ("{mode: touched_rows, overlap: true, every_steps: 6}", 2),
         ("{mode: touched_rows, dtype: bf16}", 0.1 * 2),
         ("{mode: touched_rows, overlap: true, dtype: bf16, every_steps: 50}", 4),
         ("{mode: touched_rows, optimizer_state: delayed}", 0.1 * 2 * 4 / 36),
@@ -419,6 +420,12 @@ def test_what_a_sync_holds_beside_the_tables_counts_as_memory(sync: str, num_cop
     assert changed(*table, f"resources.memory_bytes_per_worker={needed + 1}")
     problems = refusal(*table, f"resources.memory_bytes_per_worker={needed - 10}")
     assert problems[ROWS][0] == "table_too_large"
+
+
+def test_groups_that_are_failure_domains_hold_the_means_until_all_have_voted() -> None:
+    spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host")
+    assert spec.parallelism.failure_domain == "replica_group"
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:

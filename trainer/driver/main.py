@@ -385,10 +385,14 @@ def prepare_next_job(context: DriverContext) -> None:
 
     if not ray.is_initialized() or not context.files.resolved_spec_path.exists():
         return
-    num_workers = context.read_resolved_spec().parallelism.world_size
+    spec = context.read_resolved_spec()
+
+    def start_workers() -> None:
+        if not wants_gpu(spec):  # whose workers have an environment of their own
+            start_warm_workers(spec.parallelism.world_size)
+
     try:
-        start = in_thread(partial(start_warm_workers, num_workers), "warm workers")
-        start.result(WARM_WORKERS_TIMEOUT_S)
+        in_thread(start_workers, "warm workers").result(WARM_WORKERS_TIMEOUT_S)
     except Exception as error:  # the next job then starts its own
         logger.warning("no workers were started for the next job: %s", error)
 

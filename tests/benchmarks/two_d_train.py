@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.peers.stock_1d import StockTrainer
+from tests.benchmarks.peers.stock_1d import CPU, StockTrainer
 from tests.benchmarks.prepare_child import memory_bytes
 from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout, spec_of
 from tests.benchmarks.workload import zipf_batches
@@ -64,9 +64,14 @@ class RankResult:
 class TwoDTrainer:
     """Our engine; `is_ahead` False leaves its steps without a pipeline."""
 
-    def __init__(self, site: WorkerSite, spec: JobSpec, is_ahead: bool | None = None) -> None:
+    def __init__(
+        self,
+        site: WorkerSite,
+        spec: JobSpec,
+        is_ahead: bool | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self._spec = spec
-        device = torch.device("cpu")
         groups = build_groups(layout_of(spec), device, _COLLECTIVE_TIMEOUT_S, host=site.host)
         self._model, _ = build_parallel_model(spec, groups)
         self._optimizers = Optimizers(self._model, spec.optimizer, spec.moment_scale)
@@ -135,11 +140,15 @@ def _warm_up(
     return reduce_parts([counter.part()], torch.device("cpu"))["balance/lookup"]
 
 
-def time_windows(steps: Iterator[None], schedule: Schedule) -> tuple[float, ...]:
-    """Seconds of each window on this rank."""
+def time_windows(
+    steps: Iterator[None], schedule: Schedule, settle: Callable[[], None] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of each window on this rank; `settle` waits for its device."""
+    settle()
     marks = [time.perf_counter()]
     for _ in range(schedule.num_windows):
         take(steps, schedule.steps_per_window)
+        settle()
         marks.append(time.perf_counter())
     return tuple(end - start for start, end in pairwise(marks))
 

@@ -56,6 +56,7 @@ VARIANTS = (
     "pipelined",
     FP16_WIRE,
 )
+CPU = torch.device("cpu")
 SPARSE_LR, SPARSE_EPS, DENSE_LR = 0.05, 1e-8, 1e-3
 
 
@@ -96,7 +97,11 @@ def dense_adam(model: nn.Module, **options: float) -> KeyedOptimizerWrapper:
 
 
 def sharded(
-    network: DLRM, sharder: EmbeddingBagCollectionSharder, tables: list[str], sharding: str | None
+    network: DLRM,
+    sharder: EmbeddingBagCollectionSharder,
+    tables: list[str],
+    sharding: str | None,
+    device: torch.device = CPU,
 ) -> DistributedModelParallel:
     """The model over all ranks, by the planner; `sharding` is that of all tables. Collective."""
     model = ClickModel(network)
@@ -105,14 +110,12 @@ def sharded(
         topology=Topology(
             world_size=dist.get_world_size(),
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            compute_device="cpu",
+            compute_device=device.type,
         ),
         constraints=dict.fromkeys(tables, only) if sharding else None,
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
 
 
 class StockTrainer:
@@ -120,16 +123,21 @@ class StockTrainer:
 
     sync_s = 0.0  # one copy: nothing to sync
 
-    def __init__(self, variant: str, workload: Workload = IN_1D) -> None:
+    def __init__(
+        self,
+        variant: str,
+        workload: Workload = IN_1D,
+        device: torch.device = CPU,
+    ) -> None:
         kind = EmbeddingBagCollectionSharder if variant == "planner" else AnySharder
         sharder = kind(
             fused_params=fused_adagrad(SPARSE_LR, SPARSE_EPS),
             qcomm_codecs_registry=_fp16_codecs() if variant == FP16_WIRE else None,
         )
         types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}
-        self._variant = variant
+        self._variant, self._device = variant, device
         self._model = sharded(
-            _dlrm(workload), sharder, workload.tables, types.get(variant, variant)
+            _dlrm(workload), sharder, workload.tables, types.get(variant, variant), device
         )
         self._optimizer = dense_adam(self._model, lr=DENSE_LR)
 
@@ -156,7 +164,7 @@ class StockTrainer:
             yield
 
     def _train_pipelined(self, batches: Iterator[Batch]) -> Iterator[None]:
-        pipeline = TrainPipelineSparseDist(self._model, self._optimizer, torch.device("cpu"))
+        pipeline = TrainPipelineSparseDist(self._model, self._optimizer, self._device)
         pipelined = (PipelinedBatch(**vars(batch)) for batch in batches)
         while True:
             pipeline.progress(pipelined)

@@ -1,0 +1,176 @@
+"""On one GPU: pipelined steps over TorchRec's pipeline, and a sync's kernels over a plain copy.
+
+python -m tests.benchmarks.gpu_step --json FILE
+
+`over_stock_pipeline` trains the same DLRM on the same batches as stock TorchRec does under
+`TrainPipelineSparseDist`, both at T = 1. `sync_kernels` packs, averages and applies touched rows of
+tables that M copies would hold, all of them in this process, and compares its time with that of a
+copy of as many bytes as it has to read and write. Nothing crosses a network.
+
+Skips with a message where there is no CUDA; `SHARDLOOM_BENCH_DEVICE=cpu` tries the code there.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.peers.stock_1d import StockTrainer
+from tests.benchmarks.report import (
+    BenchmarkReport,
+    BenchmarkSkipped,
+    Goal,
+    Values,
+    log,
+    main,
+    run_pairs,
+)
+from tests.benchmarks.two_d_train import Schedule, TwoDTrainer, take, time_windows
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from trainer.layout.layout import WorkerSite
+from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.sync import PendingSync
+
+NAME = "gpu_step"
+PAIRS = 5
+DEVICE = torch.device(os.environ.get("SHARDLOOM_BENCH_DEVICE", "cuda"))
+IS_CUDA = DEVICE.type == "cuda"
+WORKLOAD = Workload(
+    1,
+    1,
+    table_rows=1_000_000 if IS_CUDA else 10_000,
+    global_batch_size=8192 if IS_CUDA else 64,
+)
+SCHEDULE = Schedule(warmup_steps=10, num_windows=5, steps_per_window=20 if IS_CUDA else 2)
+NUM_BATCHES = 8
+NUM_COPIES = 2
+TOUCHED_SHARE = 0.1
+NUM_REPEATS = 5
+GOALS = [
+    Goal("over_stock_pipeline", "rows_per_s", "rows/s", 0.98, "higher", "TrainPipelineSparseDist"),
+    Goal("sync_kernels", "sync_s", "s", 1.5, "lower", "a copy of as many bytes"),
+]
+
+
+class VirtualCopies:
+    """A replica group of `num_copies` in this process, which all hold what this one gives."""
+
+    def __init__(self, num_copies: int) -> None:
+        self._num_copies = num_copies
+
+    def size(self) -> int:
+        """M."""
+        return self._num_copies
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Every copy gives `part`."""
+        out.view(self._num_copies, -1).copy_(part.expand(self._num_copies, -1))
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+        """Every copy gives the first of `parts`."""
+        first = parts.view(self._num_copies, -1)[0]
+        out.view(self._num_copies, -1).copy_(first.expand(self._num_copies, -1))
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure. Raises `BenchmarkSkipped` where there is no such device."""
+    if IS_CUDA and not torch.cuda.is_available():
+        raise BenchmarkSkipped("needs a CUDA GPU: torch.cuda.is_available() is False")
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    backend = "nccl" if IS_CUDA else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        runs = run_pairs(num_pairs, measure_ours, measure_peers, log)
+    finally:
+        dist.destroy_process_group()
+    return BenchmarkReport(NAME, _settings(), GOALS, runs)
+
+
+def measure_ours() -> Values:
+    """Our pipelined steps and our sync."""
+    spec = clicks_spec(WORKLOAD, "gpu-step")
+    trainer = TwoDTrainer(WorkerSite(0, "host", 0), spec, device=DEVICE)
+    blocks = touched_blocks()
+    sync_s = _timed(lambda: sync(blocks))
+    return {"rows_per_s": rows_per_s(trainer), "sync_s": sync_s}
+
+
+def measure_peers() -> Values:
+    """TorchRec's steps, and a copy of what a sync reads and writes.
+
+    Of n bytes of values it reads and writes n each to pack them, 1/M more in the mean of what
+    arrives, n each to gather; to land it reads the current values, snapshot and means, and writes
+    the new values: 9 n, half of them read by the copy.
+    """
+    num_values = sum(block.numel for block in touched_blocks())
+    source = torch.zeros(num_values * 9 // 2, device=DEVICE)
+    target = torch.empty_like(source)
+    copy_s = _timed(lambda: target.copy_(source))
+    trainer = StockTrainer("pipelined", WORKLOAD, DEVICE)
+    return {"rows_per_s": rows_per_s(trainer), "sync_s": copy_s}
+
+
+def rows_per_s(trainer: TwoDTrainer | StockTrainer) -> float:
+    """By the median window."""
+    steps = trainer.train(cycle(zipf_batches(WORKLOAD, 0, NUM_BATCHES)))
+    take(steps, SCHEDULE.warmup_steps)
+    step_s = statistics.median(time_windows(steps, SCHEDULE, _settle)) / SCHEDULE.steps_per_window
+    return WORKLOAD.global_batch_size / step_s
+
+
+def touched_blocks() -> list[Block]:
+    """Touched rows of all tables."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = int(WORKLOAD.table_rows * TOUCHED_SHARE)
+    rows = torch.randperm(WORKLOAD.table_rows, generator=generator)[:num_rows].sort().values
+    return [
+        Block(torch.zeros(WORKLOAD.table_rows, WORKLOAD.embedding_dim, device=DEVICE), each)
+        for each in [rows.to(DEVICE)] * WORKLOAD.num_tables
+    ]
+
+
+def sync(blocks: list[Block]) -> None:
+    """Snapshot, averages and landing."""
+    pending = PendingSync(blocks, ReplicaCollectives(VirtualCopies(NUM_COPIES), DEVICE))
+    pending.form_means()
+    pending.land()
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest of some runs, after one more."""
+    times_s = []
+    work()
+    for _ in range(NUM_REPEATS):
+        _settle()
+        started = time.perf_counter()
+        work()
+        _settle()
+        times_s.append(time.perf_counter() - started)
+    return min(times_s)
+
+
+def _settle() -> None:
+    if IS_CUDA:
+        torch.cuda.synchronize()
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if IS_CUDA else "cpu",
+        "batch_size": WORKLOAD.batch_size,
+        "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
+        "touched_share": TOUCHED_SHARE,
+        "virtual_copies": NUM_COPIES,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

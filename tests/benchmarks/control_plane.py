@@ -301,9 +301,7 @@ def run(num_pairs: int) -> BenchmarkReport:
                 found = measure(server, job, steps["ours"])
                 return {**found, **asyncio.run(follow(server, job))}
 
-            runs = run_pairs(
-                num_pairs, measure_ours, lambda: measure(peer, run_id, steps["peer"]), log
-            )
+            runs = run_pairs(num_pairs, measure_ours, lambda: measure(peer, run_id, steps["peer"]))
     return BenchmarkReport(NAME, settings(), GOALS, runs)
 
 

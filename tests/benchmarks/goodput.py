@@ -111,7 +111,6 @@ def run(num_pairs: int) -> BenchmarkReport:
             num_pairs,
             lambda: measure(next(configs), NUM_FAULTS),
             lambda: measure(next(configs), 0),
-            log,
         )
     return BenchmarkReport(NAME, settings(), GOALS, runs)
 

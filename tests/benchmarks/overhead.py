@@ -64,7 +64,6 @@ def run(num_pairs: int) -> BenchmarkReport:
             num_pairs,
             lambda: measure_ours(stack, document),
             lambda: measure_peer(stack, document, faster),
-            log,
         )
     return BenchmarkReport(NAME, _settings() | {"peer_steps": faster}, [GOAL], runs)
 

@@ -24,7 +24,6 @@ from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
     Values,
-    log,
     main,
     run_pairs,
 )
@@ -57,7 +56,7 @@ Way = Literal["pipelined", "plain", "stock"]
 def run(num_pairs: int) -> BenchmarkReport:
     """Measure. Raises `BenchmarkError` when a side cannot run."""
     with emulated_ranks(RANKS_PER_HOST) as ranks:
-        runs = run_pairs(num_pairs, lambda: _ours(ranks), lambda: _peers(ranks), log)
+        runs = run_pairs(num_pairs, lambda: _ours(ranks), lambda: _peers(ranks))
     return BenchmarkReport(NAME, _settings(), GOALS, runs)
 
 

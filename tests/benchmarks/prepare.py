@@ -25,7 +25,6 @@ from typing import Any
 from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
-    log,
     measure_and_tell,
     parser_of,
     run_child,
@@ -96,7 +95,6 @@ def measure(settings: argparse.Namespace, folder: Path) -> BenchmarkReport:
         settings.pairs,
         ours=lambda: prepare_once("ours", whole, folder).values(settings.ratings),
         peer=lambda: peer("published"),
-        log=log,
     )
     careful = peer("careful")
     rows = [

@@ -58,10 +58,7 @@ def run(num_pairs: int) -> BenchmarkReport:
     with prepared_ratings() as data, optional_torchft() as (torchft, why_not):
         document = elastic_document(NAME, data)
         runs = run_pairs(
-            num_pairs,
-            lambda: measure_ours(document),
-            lambda: measure_peers(document, torchft),
-            log,
+            num_pairs, lambda: measure_ours(document), lambda: measure_peers(document, torchft)
         )
     goals = [*GOALS, TORCHFT_GOAL] if torchft else GOALS
     ended_by = {

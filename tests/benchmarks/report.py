@@ -86,8 +86,13 @@ def order_of_pair(pair: int) -> tuple[Side, Side]:
     return ("ours", "peer") if pair % 2 == 0 else ("peer", "ours")
 
 
+def log(line: str) -> None:
+    """Tell on stderr how far a benchmark is."""
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def run_pairs(
-    num_pairs: int, ours: Measure, peer: Measure, log: Callable[[str], None]
+    num_pairs: int, ours: Measure, peer: Measure, log: Callable[[str], None] = log
 ) -> list[Run]:
     """Measure both sides `num_pairs` times in turn; `log` gets a line per run."""
     sides: dict[Side, Measure] = {"ours": ours, "peer": peer}
@@ -214,11 +219,6 @@ def value_text(value: float) -> str:
 def goal_text(ratio: Ratio) -> str:
     """The goal in words: `at least 0.97`."""
     return f"{'at most' if ratio['better'] == 'lower' else 'at least'} {ratio['goal']:g}"
-
-
-def log(line: str) -> None:
-    """Tell on stderr how far a benchmark is."""
-    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def run_child(*command: str, what: str, environment: Mapping[str, str] | None = None) -> str:

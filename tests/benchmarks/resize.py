@@ -29,7 +29,7 @@ from tests.benchmarks.elastic_jobs import (
     ray_elastic,
     settings,
 )
-from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
+from tests.benchmarks.report import BenchmarkReport, Goal, Values, main, run_pairs
 from tests.benchmarks.workload import prepared_ratings
 from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest
@@ -43,9 +43,7 @@ def run(num_pairs: int) -> BenchmarkReport:
     """Measure; raises `BenchmarkError` when either side cannot run."""
     with prepared_ratings() as data:
         document = elastic_document(NAME, data)
-        runs = run_pairs(
-            num_pairs, lambda: measure_ours(document), lambda: measure_peer(document), log
-        )
+        runs = run_pairs(num_pairs, lambda: measure_ours(document), lambda: measure_peer(document))
     return BenchmarkReport(NAME, settings(), GOALS, runs)
 
 

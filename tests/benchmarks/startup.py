@@ -65,7 +65,7 @@ def run(num_pairs: int) -> BenchmarkReport:
         # Files that nobody has read yet would burden whoever goes first.
         for measure in (ours, peer):
             log(f"warm-up, not counted: {measure()}")
-        runs = run_pairs(num_pairs, ours, peer, log)
+        runs = run_pairs(num_pairs, ours, peer)
     return BenchmarkReport(NAME, _settings(), [GOAL], runs)
 
 

@@ -132,16 +132,13 @@ def run(num_pairs: int) -> BenchmarkReport:
         best_stock, best_ours = best_of(stock), best_of(ours)
         log(f"pairs: {label_of(best_ours)} against {label_of(best_stock)}")
         runs = run_pairs(
-            num_pairs,
-            lambda: _measure(ranks, best_ours),
-            lambda: _measure(ranks, best_stock),
-            log,
+            num_pairs, lambda: _measure(ranks, best_ours), lambda: _measure(ranks, best_stock)
         )
         synced = TwoDLayout(2, "inter_host", "touched_rows", 16, overlap=16)
         unsynced = TwoDLayout(2, "inter_host", "none", 1)
         log(f"pairs: {label_of(synced)} against {label_of(unsynced)}")
         sync_runs = run_pairs(
-            num_pairs, lambda: _speed_of(ranks, synced), lambda: _speed_of(ranks, unsynced), log
+            num_pairs, lambda: _speed_of(ranks, synced), lambda: _speed_of(ranks, unsynced)
         )
     settings = _settings() | {"ours": label_of(best_ours), "peer": label_of(best_stock)}
     merged = [

@@ -21,6 +21,7 @@ from service.backends.kuberay.backend import (
     STOP_FAILED_AT,
     STOP_GRACE_S,
     TAKE_DOWN_S,
+    KubeRayBackend,
     is_garbage,
     template_in,
 )
@@ -43,6 +44,14 @@ SUCCEEDED, FAILED = ObservedState.SUCCEEDED, ObservedState.FAILED
 
 def _place(backends: KubeRayBackends, *rest: str) -> tuple[str, ...]:
     return ("ray.io", "v1", backends.cluster.namespace, *rest)
+
+
+def _running(backends: KubeRayBackends, **options: Any) -> tuple[KubeRayBackend, Submission]:
+    """A replica and an attempt that it submitted and saw run."""
+    backend, sent = backends.open(**options), submission()
+    backend.submit(sent)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    return backend, sent
 
 
 def _wait_until_none_is_left(backends: KubeRayBackends) -> None:
@@ -143,8 +152,7 @@ def test_the_secret_of_an_earlier_rayjob_is_not_taken_for_this_ones(
     backend, sent = backends.open(watches=False), submission()
     backend.submit(sent)
     (first,) = backends.secrets_of(sent)
-    place = _place(backends, "rayjobs", sent.attempt_id)
-    backends.api.delete_namespaced_custom_object(*place)
+    backends.api.delete_namespaced_custom_object(*_place(backends, "rayjobs", sent.attempt_id))
     backend.submit(sent)
     (found,) = backends.rayjobs().values()
     assert secret_name_of(found) in backends.secrets_of(sent) and secret_name_of(found) != first
@@ -257,8 +265,7 @@ def test_an_api_server_that_is_away_and_comes_back(
 
 def test_a_cluster_without_its_template_keeps_jobs_waiting(backends: KubeRayBackends) -> None:
     backend = backends.open()
-    place = _place(backends, "rayclusters", "shardloom-ray")
-    backends.api.delete_namespaced_custom_object(*place)
+    backends.api.delete_namespaced_custom_object(*_place(backends, "rayclusters", "shardloom-ray"))
     with pytest.raises(BackendUnreachable, match="no RayCluster shardloom-ray to make clusters"):
         backend.submit(submission())
 
@@ -300,9 +307,7 @@ def test_a_job_is_followed_to_its_end_by_a_replica_that_knew_nothing_of_it(
 def test_looks_cost_no_requests_while_the_watch_lives(
     backends: KubeRayBackends, server: KubeApiServer, operator: RayJobOperator
 ) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
-    wait_for_state(backend, sent.attempt_id, RUNNING)
+    backend, sent = _running(backends)
     wait_for(lambda: backend._watch.is_live, "a watch", 15)
     operator.frozen.set()
     server.requests.clear()
@@ -315,9 +320,7 @@ def test_looks_cost_no_requests_while_the_watch_lives(
 def test_a_watch_that_breaks_misses_nothing(
     backends: KubeRayBackends, server: KubeApiServer, operator: RayJobOperator, is_compacted: bool
 ) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
-    wait_for_state(backend, sent.attempt_id, RUNNING)
+    backend, sent = _running(backends)
     wait_for(lambda: backend._watch.is_live, "a watch", 15)
     server.faults.fail(503, verb="watch", path="rayjobs")
     server.faults.drop_watches()
@@ -373,11 +376,8 @@ def test_what_keeps_the_cluster_itself_from_being_made_is_told(backends: KubeRay
 
 
 def test_a_deleted_rayjob_is_not_found(backends: KubeRayBackends, operator: RayJobOperator) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
-    wait_for_state(backend, sent.attempt_id, RUNNING)
-    place = _place(backends, "rayjobs", sent.attempt_id)
-    backends.api.delete_namespaced_custom_object(*place)
+    backend, sent = _running(backends)
+    backends.api.delete_namespaced_custom_object(*_place(backends, "rayjobs", sent.attempt_id))
     wait_for_state(backend, sent.attempt_id, NOT_FOUND)
     assert backends.open().observe(sent.attempt_id).state is NOT_FOUND
 
@@ -426,9 +426,7 @@ def test_a_head_that_is_lost_starts_no_second_driver(
     with operator_for(kube, poll_s=0.05, check_timeout_s=1.0) as operator:
         if operator is None:
             pytest.skip("KubeRay itself runs here: its Ray takes no script")
-        backend, sent = backends.open(), submission()
-        backend.submit(sent)
-        wait_for_state(backend, sent.attempt_id, RUNNING)
+        backend, sent = _running(backends)
         operator.scripted.forget(sent.attempt_id)
         seen = wait_for_state(backend, sent.attempt_id, FAILED)
         assert seen.reason is EndReason.HOST_LOST
@@ -494,10 +492,7 @@ def test_a_head_that_does_not_answer_is_given_half_a_minute(
     backends: KubeRayBackends, operator: RayJobOperator
 ) -> None:
     now = [1_000_000.0]
-    first = backends.open(clock=lambda: now[0])
-    sent = submission()
-    first.submit(sent)
-    wait_for_state(first, sent.attempt_id, RUNNING)
+    first, sent = _running(backends, clock=lambda: now[0])
     # The script's Ray is at an address that leads nowhere.
     with pytest.raises(BackendUnreachable, match="does not answer; its cluster is deleted"):
         first.stop(sent.attempt_id)

@@ -29,15 +29,24 @@ LATE_IN_DRIVER = (
     "trainer.driver.coordinator_actor",
 )
 WATCHED = ("torch", "torchrec", "ray", "matplotlib", "rfc3987_syntax")
+# What the SDK and the commands for data load neither.
+SERVER = ("fastapi", "sqlalchemy", "nicegui", "polars", "pyarrow", "numpy")
 
 
 @pytest.mark.parametrize(
-    ("modules", "loaded"),
-    [(LIGHT, []), (LATE_IN_DRIVER, ["ray"]), (("trainer.training.worker",), ["torch", "torchrec"])],
-    ids=["light", "late in the driver", "worker"],
+    ("modules", "watched", "loaded"),
+    [
+        (("shardloom", "trainer.datasets.cli"), WATCHED + SERVER, []),
+        (LIGHT, WATCHED, []),
+        (LATE_IN_DRIVER, WATCHED, ["ray"]),
+        (("trainer.training.worker",), WATCHED, ["torch", "torchrec"]),
+    ],
+    ids=["SDK and data", "light", "late in the driver", "worker"],
 )
-def test_imports_load_only_what_they_need(modules: tuple[str, ...], loaded: list[str]) -> None:
+def test_imports_load_only_what_they_need(
+    modules: tuple[str, ...], watched: tuple[str, ...], loaded: list[str]
+) -> None:
     code = f"import sys, importlib; [importlib.import_module(n) for n in {modules!r}]; "
-    code += f"print([m for m in {WATCHED!r} if m in sys.modules])"
+    code += f"print([m for m in {watched!r} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == repr(loaded)

@@ -1,4 +1,4 @@
-"""The SQL store: compare-and-set, exactly-once ingest, fencing, downsampling, migrations."""
+"""The SQL store: compare-and-set, fencing, migrations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from service.db.engine import migrate, open_engine
 from service.db.jobs import JobStore
 from service.db.tables import metadata
 from service.domain.models import EndReason, JobStatus
-from service.errors import SequenceGap, StaleVersion, StoreUnavailable
+from service.errors import StaleVersion, StoreUnavailable
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -28,9 +26,8 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.databases import store_attempt
-from tests.harness.properties import examples
 from tests.harness.service import replace_attempt
-from trainer.protocol.events import CheckpointDeleted, Note
+from trainer.protocol.events import CheckpointDeleted
 
 pytestmark = pytest.mark.every_database
 
@@ -69,26 +66,6 @@ def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:
     assert read.latest_metrics == {"train/loss": 0.5}
     assert store.get_attempt(old.id) == ended
     assert [point.value for point in store.metric_points(job.id, "train/loss")] == [0.5]
-
-
-@settings(max_examples=examples(25))
-@given(slices=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), max_size=12))
-def test_records_are_taken_exactly_once_however_batches_arrive(
-    store: JobStore, slices: list[tuple[int, int]]
-) -> None:
-    job, attempt = store_attempt(store)
-    notes = [Note(time=NOW, message=f"note {number}") for number in range(10)]
-    for first, size in [*slices, (0, 10)]:
-        part = batch(*notes[first : first + size], first_seq=first)
-        position = store.stream_positions(attempt.id).get("rank-0", 0)
-        if first > position:
-            with pytest.raises(SequenceGap):
-                store.append_events(attempt.id, part, NOW)
-        else:
-            ack = store.append_events(attempt.id, part, NOW)
-            assert ack.next_seq == max(position, min(10, first + size))
-    taken = [line.message for line in store.list_timeline(job.id) if line.kind == "note"]
-    assert taken == [note.message for note in notes]
 
 
 def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> None:

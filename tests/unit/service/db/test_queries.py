@@ -18,7 +18,7 @@ from service.db.metrics import prune
 from service.db.queries import JobFilter
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
-from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
+from service.errors import AttemptNotFound, JobNotFound
 from tests.harness.builders import NOW, attempt_of, batch, checkpoint, metrics, queued_job
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.properties import examples
@@ -176,15 +176,6 @@ def _row_counts(store: JobStore) -> dict[str, int]:
             table.name: connection.execute(select(func.count()).select_from(table)).scalar_one()
             for table in metadata.sorted_tables
         }
-
-
-def test_a_job_that_lives_is_not_deleted(store: JobStore) -> None:
-    job = _stored(store)
-    with pytest.raises(JobNotEnded, match="it is QUEUED"):
-        store.delete_job(job.id)
-    assert store.get_job(job.id) == job
-    with pytest.raises(JobNotFound):
-        store.delete_job("job-nowhere")
 
 
 # ---- metric points: read and pruned

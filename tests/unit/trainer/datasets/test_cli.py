@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from typer.testing import CliRunner
 
 from trainer.data.manifest import load_manifest
@@ -67,13 +64,3 @@ def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):
         assert message in failed.stderr
         assert failed.stdout == ""
         assert not out.exists()
-
-
-def test_importing_the_commands_loads_no_data_library():
-    code = (
-        "import sys, trainer.datasets.cli;"
-        "heavy = {'polars', 'pyarrow', 'torch', 'numpy'} & set(sys.modules);"
-        "sys.exit(', '.join(heavy) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.harness.service import problem_in
 from tests.unit.trainer.export.export_case import rows
 from trainer.export.artifact import ArtifactError
 from trainer.export.predict import Predictor
@@ -19,14 +20,6 @@ GOOD = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
 @pytest.fixture(scope="module")
 def http(exported: Path) -> TestClient:
     return TestClient(create_scorer(exported))
-
-
-def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    problem: dict[str, Any] = response.json()
-    assert (problem["status"], problem["code"]) == (status, code)
-    return problem
 
 
 def test_a_batch_is_scored_in_order(http: TestClient, exported: Path) -> None:

@@ -29,7 +29,6 @@ from tests.benchmarks.report import (
     BenchmarkSkipped,
     Goal,
     Values,
-    log,
     main,
     run_pairs,
 )
@@ -88,7 +87,7 @@ def run(num_pairs: int) -> BenchmarkReport:
     backend = "nccl" if IS_CUDA else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        runs = run_pairs(num_pairs, measure_ours, measure_peers, log)
+        runs = run_pairs(num_pairs, measure_ours, measure_peers)
     finally:
         dist.destroy_process_group()
     return BenchmarkReport(NAME, _settings(), GOALS, runs)

@@ -347,12 +347,12 @@ def apply_difference(
 ) -> torch.Tensor:
     """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
 
-    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
-    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in each step between
-    (`trainer.spec.validation.check_overlap`).
+    All of one shape and dtype; computed in at least fp32, in `current` where that is so precise. A
+    second moment stays non-negative: an AdaGrad's only grows after its snapshot, and Adam's loses a
+    thousandth in each step between (`trainer.spec.validation.check_overlap`).
     """
-    dtype = torch.promote_types(current.dtype, torch.float32)
-    return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)
+    moved = current.to(torch.promote_types(current.dtype, torch.float32))
+    return moved.sub_(snapshot).add_(mean).to(current.dtype)
 
 
 class SyncThread:

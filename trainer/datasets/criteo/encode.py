@@ -25,14 +25,12 @@ from numpy.typing import NDArray
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.transforms import MISSING_ID, HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.reader import (
-    DENSE_NAMES,
-    ID_NAMES,
-    LABEL,
     MAX_RAW_ID,
     MISSING,
     NUM_CATEGORICAL,
     NUM_DENSE,
     RawClicks,
+    by_column,
 )
 from trainer.datasets.io.journal import Facts
 
@@ -192,11 +190,7 @@ class Runs:
         return np.concatenate(parts, axis=1)
 
 
-COLUMN_TYPES = {
-    LABEL: "float32",
-    **dict.fromkeys(DENSE_NAMES, "float32"),
-    **dict.fromkeys(ID_NAMES, "int64"),
-}
+COLUMN_TYPES = by_column("float32", "float32", "int64")
 SCHEMA = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMN_TYPES.items()])
 _ENCODED_ROWS = 131_072
 

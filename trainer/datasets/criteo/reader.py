@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
@@ -95,6 +95,7 @@ def count_lines(source: Location, block_bytes: int) -> int:
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
 
 
+Value = TypeVar("Value")
 NUM_DENSE = 13
 # Distinct values per categorical column of the Criteo display advertising set.
 CARDINALITIES = (
@@ -107,24 +108,24 @@ LABEL = "label"
 DENSE_NAMES = tuple(f"int_{number}" for number in range(NUM_DENSE))
 ID_NAMES = tuple(f"cat_{number}" for number in range(NUM_CATEGORICAL))
 NUM_COLUMNS = 1 + NUM_DENSE + NUM_CATEGORICAL
-SCHEMA: dict[str, type[pl.DataType]] = {
-    LABEL: pl.Int64,
-    **dict.fromkeys(DENSE_NAMES, pl.Int64),
-    **dict.fromkeys(ID_NAMES, pl.String),
-}
+
+
+def by_column(label: Value, count: Value, raw_id: Value) -> dict[str, Value]:
+    """What holds for the label, for each of the counts and for each of the ids, by column."""
+    return {LABEL: label, **dict.fromkeys(DENSE_NAMES, count), **dict.fromkeys(ID_NAMES, raw_id)}
+
+
+SCHEMA = by_column(pl.Int64(), pl.Int64(), pl.String())
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
 Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 _Rule = tuple[Kind, str, re.Pattern[str]]
+_LABEL: _Rule = ("label", "0 or 1", re.compile(r"[01]"))
 _COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"(?:[+-]?[0-9]{1,18})?"))
 _HEXADECIMAL = re.compile("(?:[0-9a-fA-F]{1,8})?")
 _ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
-_WANTED: dict[str, _Rule] = {
-    LABEL: ("label", "0 or 1", re.compile(r"[01]")),
-    **dict.fromkeys(DENSE_NAMES, _COUNT),
-    **dict.fromkeys(ID_NAMES, _ID),
-}
+_WANTED = by_column(_LABEL, _COUNT, _ID)
 # A line without fault, all of it at once: many times faster than cell by cell.
 _GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\z"
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,13 @@ class Staging:
             if file.relative_to(self._out) in stale:
                 file.delete()
         (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
+
+
+def cut_rows(num_rows: int, num_files: int, row_group_rows: int) -> list[range]:
+    """The rows of at most `num_files` files of equal size, none smaller than a row group."""
+    num_files = min(num_files, max(1, num_rows // row_group_rows))
+    cuts = [num_rows * number // num_files for number in range(num_files + 1)]
+    return [range(*ends) for ends in pairwise(cuts)]
 
 
 def vocabulary_entry(part: Part, num_values: int) -> VocabularyEntry:

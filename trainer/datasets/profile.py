@@ -351,17 +351,10 @@ def sniff_text(file: Location) -> TextFormat:
     # A column without a name, as that of pandas' row numbers, is given one.
     names = tuple(cell.strip() or own for cell, own in zip(cells, made_up, strict=True))
     are_names = names != made_up and len(set(names)) == len(names)
-    if are_names and not any(map(_is_number, cells)):
+    numbers = pl.Series(names).cast(pl.Float64, strict=False)
+    if are_names and not numbers.is_not_null().any():
         return TextFormat(delimiter, True, names)
     return TextFormat(delimiter, False, made_up)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:

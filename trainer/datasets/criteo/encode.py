@@ -46,11 +46,11 @@ def encode_ids(encoder: IdEncoder, raw: IntArray) -> IntArray:
     return encoder.encode(pa.array(raw, mask=is_missing))
 
 
-def write_vocabulary(path: Path, known: pl.DataFrame) -> None:
-    """Write `known` as `index`, `value` and `count`; values hexadecimal, empty for not given."""
+def stored_vocabulary(known: pl.DataFrame) -> pl.DataFrame:
+    """`known` as `index`, `value` and `count`; values hexadecimal, empty for not given."""
     texts = pl.Series("value", hex_texts(known["value"].to_numpy())).fill_null("")
     index = pl.Series("index", np.arange(1, len(known) + 1))
-    pl.DataFrame([index, texts, known["count"]]).write_parquet(path)
+    return pl.DataFrame([index, texts, known["count"]])
 
 
 def hex_texts(raw: IntArray) -> pa.StringArray:

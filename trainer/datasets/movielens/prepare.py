@@ -33,7 +33,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
-from trainer.datasets.io.staging import Staging, cut_rows, split_entry, staged, vocabulary_entry
+from trainer.datasets.io.staging import Staging, cut_rows, split_entry, staged
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
@@ -311,13 +311,10 @@ class _Preparation:
                 "baseline_user_movie_bias_rmse": statistics.bias_rmse,
             },
             vocabularies={
-                name: vocabulary_entry(
-                    self.staging.result(
-                        f"vocab/{name}.parquet", partial(write_vocabulary, vocabulary=vocabulary)
-                    ),
-                    len(vocabulary.values),
+                name: self.staging.vocabulary(
+                    name, pl.DataFrame({"index": known.ids, "value": known.values})
                 )
-                for name, vocabulary in vocabularies.items()
+                for name, known in vocabularies.items()
             },
             counts=self.counts,
         )
@@ -382,7 +379,3 @@ def vocabulary_of(values: pl.Series | NDArray) -> VocabularyEncoder:
     """The value at position i of `values` (distinct, ascending) has index i + 1; 0 is unknown."""
     index = np.arange(1, len(values) + 1, dtype=np.int64)
     return VocabularyEncoder(pl.Series("value", values), index, len(values) + 1)
-
-
-def write_vocabulary(path: Path, vocabulary: VocabularyEncoder) -> None:
-    pl.DataFrame({"index": vocabulary.ids, "value": vocabulary.values}).write_parquet(path)

@@ -228,7 +228,6 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
 _MAX_ROW_BYTES = 4 * _BLOCK_BYTES
-_DELIMITERS = "\t,;|"
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
 
@@ -343,7 +342,7 @@ def sniff_text(file: Location) -> TextFormat:
         raise CorruptFileError(
             f"{file}, line 1: not UTF-8; name Parquet files or text (csv, tsv)"
         ) from None
-    delimiter = max(_DELIMITERS, key=first.count)
+    delimiter = max(_DELIMITER_NAMES, key=first.count)
     cells = next(csv.reader([first], delimiter=delimiter), [""])
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
         return TextFormat(delimiter, False, tuple(SCHEMA))

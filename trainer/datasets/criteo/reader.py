@@ -146,19 +146,18 @@ class RawClicks:
         return len(self.label)
 
 
-def try_parse(block: bytes) -> RawClicks | str:
-    """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
+def try_parse(block: bytes) -> RawClicks | None:
+    """Parse whole lines that end in plain line feeds; None where one of them is at fault."""
     num_lines = count_of_lines(block)
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
-        return "other bytes or columns than wanted"
+        return None
     try:
         frame = pl.read_csv(
             io.BytesIO(block), separator="\t", has_header=False, quote_char=None, schema=SCHEMA
         )
-    except pl.exceptions.PolarsError as error:
-        return str(error)
-    clicks = _clicks_of(frame) if len(frame) == num_lines else None
-    return "other lines or values than wanted" if clicks is None else clicks
+    except pl.exceptions.PolarsError:
+        return None
+    return _clicks_of(frame) if len(frame) == num_lines else None
 
 
 def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
@@ -258,8 +257,7 @@ def parse_lines(
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
     block = block.replace(b"\r\n", b"\n")
-    found = try_parse(block)
-    if isinstance(found, RawClicks):
+    if (found := try_parse(block)) is not None:
         return found, np.arange(len(found))
     lines = block.removesuffix(b"\n").split(b"\n")
     texts = pl.Series([line.decode(errors="replace") for line in lines])
@@ -271,8 +269,8 @@ def parse_lines(
         bad.add(kind, error)
     good = np.flatnonzero(is_good)
     rows = try_parse(b"".join(lines[number] + b"\n" for number in good)) if len(good) else _NOTHING
-    if isinstance(rows, str):
-        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
+    if rows is None:
+        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read")
     return rows, good
 
 

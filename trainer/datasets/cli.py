@@ -7,7 +7,6 @@ imported inside the commands, so that `--help` stays quick.
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ import typer
 from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Table
 
 from trainer.errors import DataError
@@ -258,17 +257,11 @@ def inspect_command(
 
 def _inspect(sources: list[str]) -> list[DataReport]:
     from trainer.datasets.inspect import inspect_data
+    from trainer.datasets.io.journal import progress_bars
     from trainer.datasets.profile import find_data
 
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TextColumn("{task.completed:,.0f} rows"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as progress:
+    shown = TextColumn("{task.description} {task.completed:,.0f} rows")
+    with progress_bars(SpinnerColumn(), shown, transient=True) as progress:
         reports = []
         for data in find_data(sources):
             task = progress.add_task(escape(f"reading {data.title}"), total=None)

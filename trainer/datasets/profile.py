@@ -228,7 +228,6 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
 _MAX_ROW_BYTES = 4 * _BLOCK_BYTES
-_DELIMITERS = "\t,;|"
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
 
@@ -343,7 +342,7 @@ def sniff_text(file: Location) -> TextFormat:
         raise CorruptFileError(
             f"{file}, line 1: not UTF-8; name Parquet files or text (csv, tsv)"
         ) from None
-    delimiter = max(_DELIMITERS, key=first.count)
+    delimiter = max(_DELIMITER_NAMES, key=first.count)
     cells = next(csv.reader([first], delimiter=delimiter), [""])
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
         return TextFormat(delimiter, False, tuple(SCHEMA))
@@ -351,17 +350,10 @@ def sniff_text(file: Location) -> TextFormat:
     # A column without a name, as that of pandas' row numbers, is given one.
     names = tuple(cell.strip() or own for cell, own in zip(cells, made_up, strict=True))
     are_names = names != made_up and len(set(names)) == len(names)
-    if are_names and not any(map(_is_number, cells)):
+    numbers = pl.Series(names).cast(pl.Float64, strict=False)
+    if are_names and not numbers.is_not_null().any():
         return TextFormat(delimiter, True, names)
     return TextFormat(delimiter, False, made_up)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:

@@ -8,11 +8,13 @@ on where the one before it stopped, also where that was killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from pydantic import BaseModel
 
 from trainer.protocol.events import Event
 from trainer.protocol.outbox import read_batch
@@ -55,7 +57,8 @@ class Feed:
         is_of_attempt: bool = False,
     ) -> None:
         self._sink = sink
-        self._cursor = Cursor(run_dir, sink.name)
+        self._cursor_path = run_dir.sink_path(sink.name)
+        self._cursor = Cursor.read(self._cursor_path)
         job, _, newest = attempt_id.rpartition("-a")
         attempts = [run_dir.attempt(f"{job}-a{index}") for index in range(int(newest) + 1)]
         self._attempts = attempts[-1:] if is_of_attempt else attempts
@@ -89,7 +92,7 @@ class Feed:
         try:
             if not self._is_open:
                 self._sink.open(self._cursor.memory)
-                self._cursor.save()
+                self._cursor.save(self._cursor_path)
                 self._is_open = True
             # Workers start only where no earlier attempt writes, whose files are then complete.
             is_alone = any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
@@ -108,7 +111,7 @@ class Feed:
             while (found := read_batch(path, self._cursor.offsets.get(key, 0)))[0]:
                 self._sink.take(found[0])
                 self._cursor.offsets[key] = found[1]
-                self._cursor.save()
+                self._cursor.save(self._cursor_path)
 
     def _note_failure(self, error: Exception) -> None:
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
@@ -123,22 +126,21 @@ class Feed:
         self._warn(f"{message}; training goes on, and they are offered again")
 
 
-class Cursor:
+class Cursor(BaseModel):
     """How far a sink has read, by stream, and what it remembers; a file on run storage."""
 
-    def __init__(self, run_dir: RunDir, name: str) -> None:
-        self._path = run_dir.sink_path(name)
-        try:
-            kept = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            kept = {}
-        if not isinstance(kept, dict):
-            kept = {}
-        self.offsets: dict[str, int] = kept.get("offsets", {})
-        self.memory: dict[str, Any] = kept.get("memory", {})
+    offsets: dict[str, int] = {}
+    memory: Memory = {}
 
-    def save(self) -> None:
+    @classmethod
+    def read(cls, path: Path) -> Cursor:
+        """The stored one, or one at the beginning where there is none that can be read."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return cls()
+
+    def save(self, path: Path) -> None:
         """Write it, whole or not at all; raises OSError."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"offsets": self.offsets, "memory": self.memory}
-        write_whole(self._path, json.dumps(document).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.model_dump_json().encode())

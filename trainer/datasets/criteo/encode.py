@@ -25,14 +25,12 @@ from numpy.typing import NDArray
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.transforms import MISSING_ID, HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.reader import (
-    DENSE_NAMES,
-    ID_NAMES,
-    LABEL,
     MAX_RAW_ID,
     MISSING,
     NUM_CATEGORICAL,
     NUM_DENSE,
     RawClicks,
+    by_column,
 )
 from trainer.datasets.io.journal import Facts
 
@@ -48,11 +46,11 @@ def encode_ids(encoder: IdEncoder, raw: IntArray) -> IntArray:
     return encoder.encode(pa.array(raw, mask=is_missing))
 
 
-def write_vocabulary(path: Path, known: pl.DataFrame) -> None:
-    """Write `known` as `index`, `value` and `count`; values hexadecimal, empty for not given."""
+def stored_vocabulary(known: pl.DataFrame) -> pl.DataFrame:
+    """`known` as `index`, `value` and `count`; values hexadecimal, empty for not given."""
     texts = pl.Series("value", hex_texts(known["value"].to_numpy())).fill_null("")
     index = pl.Series("index", np.arange(1, len(known) + 1))
-    pl.DataFrame([index, texts, known["count"]]).write_parquet(path)
+    return pl.DataFrame([index, texts, known["count"]])
 
 
 def hex_texts(raw: IntArray) -> pa.StringArray:
@@ -192,11 +190,7 @@ class Runs:
         return np.concatenate(parts, axis=1)
 
 
-COLUMN_TYPES = {
-    LABEL: "float32",
-    **dict.fromkeys(DENSE_NAMES, "float32"),
-    **dict.fromkeys(ID_NAMES, "int64"),
-}
+COLUMN_TYPES = by_column("float32", "float32", "int64")
 SCHEMA = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMN_TYPES.items()])
 _ENCODED_ROWS = 131_072
 

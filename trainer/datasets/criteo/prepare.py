@@ -40,9 +40,9 @@ from trainer.datasets.criteo.encode import (
     entropy,
     frequent_values,
     pack,
+    stored_vocabulary,
     transform_counts,
     write_run,
-    write_vocabulary,
 )
 from trainer.datasets.criteo.reader import (
     ID_NAMES,
@@ -55,7 +55,7 @@ from trainer.datasets.criteo.reader import (
 )
 from trainer.datasets.io.csv_reader import LineBlock, read_blocks
 from trainer.datasets.io.journal import Facts, Part, progress_bars
-from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
+from trainer.datasets.io.staging import Staging, split_entry, staged
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -212,12 +212,7 @@ class _Preparation:
             counts=bad_lines if self.options.on_bad_line == "skip" else {},
             bad_lines=tuple(self.bad.shown),
             vocabularies={
-                name: vocabulary_entry(
-                    self.staging.result(
-                        f"vocab/{name}.parquet", partial(write_vocabulary, known=own), self._origin
-                    ),
-                    len(own),
-                )
+                name: self.staging.vocabulary(name, stored_vocabulary(own), self._origin)
                 for name, own in known.items()
             },
         )

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
@@ -95,6 +95,7 @@ def count_lines(source: Location, block_bytes: int) -> int:
     return sum(block.num_lines for block in read_blocks(source, block_bytes))
 
 
+Value = TypeVar("Value")
 NUM_DENSE = 13
 # Distinct values per categorical column of the Criteo display advertising set.
 CARDINALITIES = (
@@ -107,24 +108,24 @@ LABEL = "label"
 DENSE_NAMES = tuple(f"int_{number}" for number in range(NUM_DENSE))
 ID_NAMES = tuple(f"cat_{number}" for number in range(NUM_CATEGORICAL))
 NUM_COLUMNS = 1 + NUM_DENSE + NUM_CATEGORICAL
-SCHEMA: dict[str, type[pl.DataType]] = {
-    LABEL: pl.Int64,
-    **dict.fromkeys(DENSE_NAMES, pl.Int64),
-    **dict.fromkeys(ID_NAMES, pl.String),
-}
+
+
+def by_column(label: Value, count: Value, raw_id: Value) -> dict[str, Value]:
+    """What holds for the label, for each of the counts and for each of the ids, by column."""
+    return {LABEL: label, **dict.fromkeys(DENSE_NAMES, count), **dict.fromkeys(ID_NAMES, raw_id)}
+
+
+SCHEMA = by_column(pl.Int64(), pl.Int64(), pl.String())
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
 Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 _Rule = tuple[Kind, str, re.Pattern[str]]
+_LABEL: _Rule = ("label", "0 or 1", re.compile(r"[01]"))
 _COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"(?:[+-]?[0-9]{1,18})?"))
 _HEXADECIMAL = re.compile("(?:[0-9a-fA-F]{1,8})?")
 _ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
-_WANTED: dict[str, _Rule] = {
-    LABEL: ("label", "0 or 1", re.compile(r"[01]")),
-    **dict.fromkeys(DENSE_NAMES, _COUNT),
-    **dict.fromkeys(ID_NAMES, _ID),
-}
+_WANTED = by_column(_LABEL, _COUNT, _ID)
 # A line without fault, all of it at once: many times faster than cell by cell.
 _GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\z"
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
@@ -145,19 +146,18 @@ class RawClicks:
         return len(self.label)
 
 
-def try_parse(block: bytes) -> RawClicks | str:
-    """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
+def try_parse(block: bytes) -> RawClicks | None:
+    """Parse whole lines that end in plain line feeds; None where one of them is at fault."""
     num_lines = count_of_lines(block)
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
-        return "other bytes or columns than wanted"
+        return None
     try:
         frame = pl.read_csv(
             io.BytesIO(block), separator="\t", has_header=False, quote_char=None, schema=SCHEMA
         )
-    except pl.exceptions.PolarsError as error:
-        return str(error)
-    clicks = _clicks_of(frame) if len(frame) == num_lines else None
-    return "other lines or values than wanted" if clicks is None else clicks
+    except pl.exceptions.PolarsError:
+        return None
+    return _clicks_of(frame) if len(frame) == num_lines else None
 
 
 def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
@@ -257,8 +257,7 @@ def parse_lines(
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
     block = block.replace(b"\r\n", b"\n")
-    found = try_parse(block)
-    if isinstance(found, RawClicks):
+    if (found := try_parse(block)) is not None:
         return found, np.arange(len(found))
     lines = block.removesuffix(b"\n").split(b"\n")
     texts = pl.Series([line.decode(errors="replace") for line in lines])
@@ -270,8 +269,8 @@ def parse_lines(
         bad.add(kind, error)
     good = np.flatnonzero(is_good)
     rows = try_parse(b"".join(lines[number] + b"\n" for number in good)) if len(good) else _NOTHING
-    if isinstance(rows, str):
-        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {found}")
+    if rows is None:
+        raise CorruptFileError(f"{source}, at or after line {first_line}: cannot be read")
     return rows, good
 
 

@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,12 +36,12 @@ from trainer.datasets.criteo.reader import (
     CARDINALITIES,
     DENSE_NAMES,
     ID_NAMES,
-    LABEL,
     MISSING,
     NUM_DENSE,
+    by_column,
 )
 from trainer.datasets.io.journal import progress_bars
-from trainer.datasets.io.staging import staged_folder
+from trainer.datasets.io.staging import cut_rows, staged_folder
 from trainer.errors import StorageError, TooFewRowsError
 from trainer.storage import Location
 
@@ -233,11 +232,6 @@ def generate_criteo(
     return document
 
 
-def _shares(num_rows: int, num_parts: int) -> list[int]:
-    """Row numbers [parts + 1] at which even parts begin."""
-    return [num_rows * part // num_parts for part in range(num_parts + 1)]
-
-
 # Rows of a seed and a number, block by block; always the same ones for the same seed.
 _DrawRows = Callable[[tuple[int, ...], int], Iterator[ClickRows]]
 
@@ -257,8 +251,7 @@ def _write_raw(
     """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
     last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
     scores = {"all": TeacherScore(), "last_tenth": TeacherScore()}
-    starts = _shares(options.num_rows, options.num_days)
-    for day, (start, end) in enumerate(pairwise(starts)):
+    for day, own_rows in enumerate(cut_rows(options.num_rows, options.num_days, 1)):
         name = f"day_{day}" if options.num_days > 1 else "train.txt"
         own = scores.setdefault(name, TeacherScore()) if options.num_days > 1 else TeacherScore()
         path = folder / (f"{name}.gz" if options.gzip else name)
@@ -266,8 +259,8 @@ def _write_raw(
             pa.output_stream(str(path), compression="gzip" if options.gzip else None) as stream,
             pa_csv.CSVWriter(stream, _RAW_SCHEMA, write_options=_RAW_FORMAT) as file,
         ):
-            row = start
-            for block, rows in enumerate(draw((options.seed, 2, day), end - start)):
+            row = own_rows.start
+            for block, rows in enumerate(draw((options.seed, 2, day), len(own_rows))):
                 own.add(rows)
                 scores["all"].add(rows)
                 scores["last_tenth"].add(rows[max(0, last_tenth - row) :])
@@ -276,13 +269,7 @@ def _write_raw(
     return scores
 
 
-_RAW_SCHEMA = pa.schema(
-    {
-        LABEL: pa.int8(),
-        **dict.fromkeys(DENSE_NAMES, pa.int64()),
-        **dict.fromkeys(ID_NAMES, pa.string()),
-    }
-)
+_RAW_SCHEMA = pa.schema(by_column(pa.int8(), pa.int64(), pa.string()))
 # Nulls are empty cells.
 _RAW_FORMAT = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
 
@@ -345,14 +332,13 @@ def _write_split(
     score: TeacherScore,
 ) -> SplitEntry:
     folder.mkdir()
-    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
-    starts = _shares(num_rows, num_parts)
     files = []
-    for part, (start, end) in enumerate(pairwise(starts)):
+    parts = cut_rows(num_rows, options.num_partitions, options.row_group_rows)
+    for part, own_rows in enumerate(parts):
         path = folder / f"part-{part:05d}.parquet"
         seed = (options.seed, 4 if folder.name == "train" else 5, part)
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-            for rows in draw(seed, end - start):
+            for rows in draw(seed, len(own_rows)):
                 score.add(rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
         files.append(describe_file(path, folder.parent))

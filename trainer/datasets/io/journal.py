@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, TimeElapsedColumn
 
 from trainer.data.manifest import sha256_of
 from trainer.protocol.run_dir import write_whole
@@ -117,11 +117,12 @@ def _read(path: Path, header: str) -> dict[str, Part] | None:
 Advance = Callable[[float], object]
 
 
-def progress_bars() -> Progress:
-    """Bars for the steps of a command, on stderr where that is a terminal."""
+def progress_bars(*columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Bars, or `columns`, for the steps of a command, on stderr where that is a terminal."""
     return Progress(
-        *Progress.get_default_columns(),
+        *(columns or Progress.get_default_columns()),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
+        transient=transient,
     )

@@ -17,9 +17,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -162,6 +164,11 @@ class Staging:
         path.unlink()
         return part
 
+    def vocabulary(self, name: str, frame: pl.DataFrame, made_of: str = "") -> VocabularyEntry:
+        """Write a vocabulary, one row for each value; gives it as the manifest names it."""
+        part = self.result(f"vocab/{name}.parquet", frame.write_parquet, made_of)
+        return VocabularyEntry(**_stored(part), num_values=len(frame))
+
     def check_space(self, name: str, num_bytes: int) -> None:
         """Raise `StorageError` where the disk cannot hold `num_bytes` in the scratch folder `name`.
 
@@ -196,9 +203,11 @@ class Staging:
         (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
 
 
-def vocabulary_entry(part: Part, num_values: int) -> VocabularyEntry:
-    """A vocabulary among the results as the manifest names it."""
-    return VocabularyEntry(**_stored(part), num_values=num_values)
+def cut_rows(num_rows: int, num_files: int, row_group_rows: int) -> list[range]:
+    """The rows of at most `num_files` files of equal size, none smaller than a row group."""
+    num_files = min(num_files, max(1, num_rows // row_group_rows))
+    cuts = [num_rows * number // num_files for number in range(num_files + 1)]
+    return [range(*ends) for ends in pairwise(cuts)]
 
 
 def split_entry(parts: Sequence[Part]) -> SplitEntry:

@@ -14,11 +14,10 @@ way is a recorded part (`io/journal.py`): a run that was killed resumes, to the 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
-from trainer.datasets.io.staging import Staging, split_entry, staged, vocabulary_entry
+from trainer.datasets.io.staging import Staging, cut_rows, split_entry, staged
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
@@ -81,71 +80,38 @@ _ENCODINGS: dict[str, Any] = {
         if kind == "list<int64>" and name not in _DICTIONARY_COLUMNS
     },
 }
-# Prepared rows of a split: (unit, first row, last row + 1) in the unit's order to tables.
-BuildRows = Callable[[int, int, int], pa.Table]
 
 
-# One file: rows `[start, end)` of some units, counted in each unit's own order.
-Partition = Sequence[tuple[int, int, int]]
+def pieces_of(rows: range, rows_of_units: IntArray) -> list[tuple[int, int, int]]:
+    """The units that `rows`, counted over all of them, lie in: (unit, first row, last row + 1).
 
-
-def cut_partitions(
-    rows_of_units: Sequence[int] | IntArray, num_partitions: int, row_group_rows: int
-) -> list[Partition]:
-    """Cut the rows of all units into at most `num_partitions` files of equal size.
-
-    Fewer where a file would not fill one row group.
+    These two are counted in the unit's own order.
     """
     ends = np.cumsum(rows_of_units)
-    num_rows = int(ends[-1])
-    num_files = min(num_partitions, max(1, num_rows // row_group_rows))
-    cuts = [num_rows * number // num_files for number in range(num_files + 1)]
     starts = ends - rows_of_units
     return [
-        [
-            (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
-            for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
-            if start < last and end > first
-        ]
-        for first, last in pairwise(cuts)
+        (unit, max(rows.start - start, 0), min(rows.stop, end) - start)
+        for unit, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
+        if start < rows.stop and end > rows.start
     ]
 
 
-def write_partition(
-    path: Path, partition: Partition, build: BuildRows, row_group_rows: int
-) -> None:
-    """Write one Parquet file in full row groups; the next batch is built while one is written."""
+def write_partition(path: Path, batches: Iterable[pa.Table], row_group_rows: int) -> None:
+    """Write one Parquet file; the next batch is built while one is written.
+
+    Row groups are full where batches but the last one are of whole row groups.
+    """
     with (
         pq.ParquetWriter(path, SCHEMA, compression="zstd", **_ENCODINGS) as writer,
         ThreadPoolExecutor(max_workers=1) as thread,
     ):
         pending: Future | None = None
-        for batch in _full_groups(_batches(partition, build, row_group_rows), row_group_rows):
+        for batch in batches:
             if pending:
                 pending.result()
             pending = thread.submit(writer.write_table, batch, row_group_size=row_group_rows)
         if pending:
             pending.result()
-
-
-def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:
-    size = _GROUPS_PER_BATCH * row_group_rows
-    for unit, start, end in partition:
-        for first in range(start, end, size):
-            yield build(unit, first, min(first + size, end))
-
-
-def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of whole row groups; only the last table may end in a short one."""
-    rest: pa.Table | None = None
-    for batch in batches:
-        rest = batch if rest is None else pa.concat_tables([rest, batch])
-        full = len(rest) // row_group_rows * row_group_rows
-        if full:
-            yield rest.slice(0, full)
-            rest = rest.slice(full)
-    if rest is not None and len(rest):
-        yield rest
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
@@ -345,13 +311,10 @@ class _Preparation:
                 "baseline_user_movie_bias_rmse": statistics.bias_rmse,
             },
             vocabularies={
-                name: vocabulary_entry(
-                    self.staging.result(
-                        f"vocab/{name}.parquet", partial(write_vocabulary, vocabulary=vocabulary)
-                    ),
-                    len(vocabulary.values),
+                name: self.staging.vocabulary(
+                    name, pl.DataFrame({"index": known.ids, "value": known.values})
                 )
-                for name, vocabulary in vocabularies.items()
+                for name, known in vocabularies.items()
             },
             counts=self.counts,
         )
@@ -361,31 +324,41 @@ class _Preparation:
             "train": statistics.num_training,
             "validation": statistics.num_held_out,
         }
-        files: list[tuple[SplitName, int, Partition]] = [
-            (split, number, partition)
-            for split, own in num_rows.items()
-            for number, partition in enumerate(
-                cut_partitions(own, self.options.num_partitions, self.options.row_group_rows)
-            )
+        limits = (self.options.num_partitions, self.options.row_group_rows)
+        files = [
+            (split, number, own)
+            for split, of_units in num_rows.items()
+            for number, own in enumerate(cut_rows(int(of_units.sum()), *limits))
         ]
         # In the order of units, so that each unit is gathered about once.
-        files.sort(key=lambda file: file[2][0])
+        files.sort(key=lambda file: pieces_of(file[2], num_rows[file[0]])[0])
         parts: dict[str, list[Part]] = {split: [] for split in num_rows}
         task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
-        for split, number, partition in files:
-            make = partial(self._write_file, split=split, partition=partition, rows=rows)
+        for split, number, own in files:
+            build = partial(rows.build, split)
+            make = partial(self._write_file, rows=own, rows_of_units=num_rows[split], build=build)
             part = self.staging.result(f"{split}/part-{number:05d}.parquet", make)
             parts[split].append(part)
             self.progress.advance(task, part.facts["rows"])
         return {split: split_entry(found) for split, found in parts.items()}
 
     def _write_file(
-        self, path: Path, split: SplitName, partition: Partition, rows: UnitRows
+        self,
+        path: Path,
+        rows: range,
+        rows_of_units: IntArray,
+        build: Callable[[int, int, int], pa.Table],
     ) -> Facts:
-        num_rows = sum(end - start for _, start, end in partition)
         group_rows = self.options.row_group_rows
-        write_partition(path, partition, partial(rows.build, split), group_rows)
-        return {"rows": num_rows, "row_groups": -(-num_rows // group_rows)}
+        size = _GROUPS_PER_BATCH * group_rows
+        batches = (
+            pa.concat_tables(
+                build(*piece) for piece in pieces_of(rows[start : start + size], rows_of_units)
+            )
+            for start in range(0, len(rows), size)
+        )
+        write_partition(path, batches, group_rows)
+        return {"rows": len(rows), "row_groups": -(-len(rows) // group_rows)}
 
 
 def fit_vocabulary(
@@ -406,7 +379,3 @@ def vocabulary_of(values: pl.Series | NDArray) -> VocabularyEncoder:
     """The value at position i of `values` (distinct, ascending) has index i + 1; 0 is unknown."""
     index = np.arange(1, len(values) + 1, dtype=np.int64)
     return VocabularyEncoder(pl.Series("value", values), index, len(values) + 1)
-
-
-def write_vocabulary(path: Path, vocabulary: VocabularyEncoder) -> None:
-    pl.DataFrame({"index": vocabulary.ids, "value": vocabulary.values}).write_parquet(path)

@@ -65,7 +65,7 @@ def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
         found = client.whoami()
     roles = ", ".join(f"{role} in {project}" for project, role in found.roles.items())
     who = Text.assemble((found.name, "bold"), f"  ({found.kind})  ", roles or "no role")
-    print_answer(found, lambda: who, as_json=as_json)
+    print_answer(found, who, as_json=as_json)
 
 
 @keys_app.command("create")
@@ -104,7 +104,7 @@ def list_keys(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List API keys, without their secrets, which are not stored."""
     with common.open_client(url) as client:
         found = list(client.iter_keys())
-    print_answer(found, lambda: _key_table(found, time.time()), as_json=as_json)
+    print_answer(found, _key_table(found, time.time()), as_json=as_json)
 
 
 @keys_app.command("revoke")
@@ -116,7 +116,7 @@ def revoke_key(
     """End an API key and the sessions that were opened with it."""
     with common.open_client(url) as client:
         found = client.revoke_key(key_id)
-    print_answer(found, lambda: f"key {found.id} ({found.name}) is revoked", as_json=as_json)
+    print_answer(found, f"key {found.id} ({found.name}) is revoked", as_json=as_json)
 
 
 def audit(
@@ -130,7 +130,7 @@ def audit(
     """Show who changed what, when, from where, and with what result."""
     with common.open_client(url) as client:
         found = client.audit(actor=actor, object=object, refused=refused, limit=limit).items
-    print_answer(found, lambda: _audit_table(found), as_json=as_json)
+    print_answer(found, _audit_table(found), as_json=as_json)
 
 
 def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
@@ -213,12 +213,8 @@ def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List projects that have quotas or jobs that have not ended."""
     with common.open_client(url) as client:
         found = client.projects()
-    print_answer(
-        found,
-        lambda: _projects_table(found),
-        as_json=as_json,
-        empty="no projects yet; `project: NAME` in a spec makes one",
-    )
+    empty = "no projects yet; `project: NAME` in a spec makes one"
+    print_answer(found, _projects_table(found), as_json=as_json, empty=empty)
 
 
 @projects_app.command("show")
@@ -226,7 +222,7 @@ def show_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption 
     """Show the quotas of a project and what its jobs hold."""
     with common.open_client(url) as client:
         found = client.project(name)
-    print_answer(found, lambda: _projects_table([found]), as_json=as_json)
+    print_answer(found, _projects_table([found]), as_json=as_json)
 
 
 @projects_app.command("set")
@@ -246,7 +242,7 @@ def set_quotas(
         changed = client.set_quotas(
             name, max_workers=max_workers, max_running_jobs=max_running_jobs
         )
-    print_answer(changed, lambda: _projects_table([changed]), as_json=as_json)
+    print_answer(changed, _projects_table([changed]), as_json=as_json)
 
 
 @projects_app.command("remove")
@@ -359,12 +355,8 @@ def list_webhooks(
     """List webhooks."""
     with common.open_client(url) as client:
         found = client.webhooks(project=project)
-    print_answer(
-        found,
-        lambda: _webhooks_table(found),
-        as_json=as_json,
-        empty="no webhooks; `shardloom webhooks create URL` makes one",
-    )
+    empty = "no webhooks; `shardloom webhooks create URL` makes one"
+    print_answer(found, _webhooks_table(found), as_json=as_json, empty=empty)
 
 
 @webhooks_app.command("change")
@@ -381,7 +373,7 @@ def change_webhook(
     changes = {name: value for name, value in wanted.items() if value is not None}
     with common.open_client(url) as client:
         changed = client.change_webhook(webhook, **changes)
-    print_answer(changed, lambda: _webhooks_table([changed]), as_json=as_json)
+    print_answer(changed, _webhooks_table([changed]), as_json=as_json)
 
 
 @webhooks_app.command("delete")
@@ -421,7 +413,7 @@ def list_deliveries(
     """List messages to a webhook, newest first."""
     with common.open_client(url) as client:
         found = list(itertools.islice(client.deliveries(webhook, state=state), limit))
-    print_answer(found, lambda: _deliveries_table(found, time.time()), as_json=as_json)
+    print_answer(found, _deliveries_table(found, time.time()), as_json=as_json)
 
 
 @webhooks_app.command("redeliver")

@@ -133,12 +133,8 @@ def exports(
             print_line(answer, f"export {delete} of {job} is deleted", as_json=as_json)
             return
         found = client.exports(job)
-    print_answer(
-        found,
-        lambda: exports_table(found, time.time()),
-        as_json=as_json,
-        empty=f"no exports yet; `shardloom export {job} --to DIR` makes one",
-    )
+    empty = f"no exports yet; `shardloom export {job} --to DIR` makes one"
+    print_answer(found, exports_table(found, time.time()), as_json=as_json, empty=empty)
 
 
 def serve(
@@ -302,12 +298,8 @@ def traces(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
     """List the traces of a job."""
     with common.open_client(url) as client:
         found = client.traces(job)
-    print_answer(
-        found,
-        lambda: traces_table(found, time.time()),
-        as_json=as_json,
-        empty=f"no traces yet; `shardloom trace {job}` records one",
-    )
+    empty = f"no traces yet; `shardloom trace {job}` records one"
+    print_answer(found, traces_table(found, time.time()), as_json=as_json, empty=empty)
 
 
 def _save_traces(

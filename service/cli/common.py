@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,7 +142,7 @@ def print_json(value: object) -> None:
 
 def print_answer(
     value: BaseModel | Sequence[BaseModel],
-    page: Callable[[], RenderableType],
+    page: RenderableType,
     *,
     as_json: bool,
     empty: str = "",
@@ -153,7 +153,7 @@ def print_answer(
     elif empty and not value:
         console().print(empty)
     else:
-        console().print(page())
+        console().print(page)
 
 
 def print_line(

@@ -75,14 +75,10 @@ def ps(
         )
         jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
-    if as_json:
-        print_json(shown)
-    elif not jobs:
-        console().print("no jobs; `shardloom run SPEC` starts one")
-    else:
-        console().print(jobs_table(shown, time.time()))
-        if len(shown) < len(jobs):
-            console().print(Text("there are more: shardloom ps --all", style="dim"))
+    empty = "no jobs; `shardloom run SPEC` starts one"
+    print_answer(shown, jobs_table(shown, time.time()), as_json=as_json, empty=empty)
+    if len(shown) < len(jobs) and not as_json:
+        console().print(Text("there are more: shardloom ps --all", style="dim"))
 
 
 def _split_label(label: str) -> tuple[str, str]:
@@ -150,12 +146,8 @@ def checkpoints(job: JobArgument, url: UrlOption = None, as_json: JsonOption = F
     """List the checkpoints of a job."""
     with common.open_client(url) as client:
         found = client.checkpoints(job)
-    print_answer(
-        found,
-        lambda: checkpoints_table(found, time.time()),
-        as_json=as_json,
-        empty="no checkpoints yet",
-    )
+    table = checkpoints_table(found, time.time())
+    print_answer(found, table, as_json=as_json, empty="no checkpoints yet")
 
 
 # ---- lifecycle

@@ -44,7 +44,7 @@ def cluster(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the cluster behind the service and its hosts; exit code 3 if it does not answer."""
     with common.open_client(url) as client:
         found = client.cluster()
-    print_answer(found, lambda: _cluster_page(found), as_json=as_json)
+    print_answer(found, _cluster_page(found), as_json=as_json)
     if not found.reachable:
         raise typer.Exit(UNAVAILABLE)
 

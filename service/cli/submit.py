@@ -179,7 +179,7 @@ def plan(
     document = read_spec(spec, overrides)
     with common.open_client(url) as client:
         found = client.plan(document)
-    print_answer(found, lambda: plan_page(found), as_json=as_json)
+    print_answer(found, plan_page(found), as_json=as_json)
 
 
 def follow_job(job: JobArgument, url: UrlOption = None) -> None:
@@ -195,7 +195,7 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
     """Stop a job; its checkpoints stay."""
     with common.open_client(url) as client:
         found = client.cancel(job)
-    print_answer(found, lambda: f"{found.id} ({found.name}) is being cancelled", as_json=as_json)
+    print_answer(found, f"{found.id} ({found.name}) is being cancelled", as_json=as_json)
 
 
 def _print_submitted(job: JobDetail, *, as_json: bool) -> None:

@@ -19,7 +19,8 @@ from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.io.journal import JOURNAL_NAME
 from trainer.datasets.movielens import prepare
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
-from trainer.datasets.movielens.statistics import Moments, find_cut
+from trainer.datasets.movielens.rows import COLUMN_TYPES
+from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
 from trainer.errors import BadValueError, OutputExistsError
 
 IN_UNITS = MovieLensOptions(unit_rows=300, num_partitions=5, row_group_rows=64)
@@ -89,6 +90,44 @@ def test_the_order_of_the_lines_does_not_matter(csv_folder, whole, tmp_path):
     )
     prepare_movielens(source, tmp_path / "out", options=IN_UNITS)
     assert digest(tmp_path / "out") == digest(whole)
+
+
+def test_later_stars_change_no_feature_of_earlier_rows(csv_folder, whole, tmp_path):
+    since = pl.read_csv(csv_folder / "ratings.csv")["timestamp"].median()
+
+    # A swap among training rows keeps the one thing fitted on all stars: their moments.
+    def swap_later(ratings: pl.DataFrame) -> pl.DataFrame:
+        ratings = ratings.sort("userId", "timestamp", "movieId")
+        held_out = mark_validation(ratings["userId"].to_numpy(), IN_UNITS.validation_fraction)
+        movable = (ratings["timestamp"] >= since).to_numpy() & ~held_out
+        stars = ratings["rating"].to_numpy().copy()
+        stars[movable] = np.random.default_rng(0).permutation(stars[movable])
+        return ratings.with_columns(rating=pl.Series(stars))
+
+    prepare_movielens(
+        copied(csv_folder, tmp_path / "csv", swap_later), tmp_path / "out", options=IN_UNITS
+    )
+    frames = [
+        pl.concat([rows_of(out, part) for part in ("train", "validation")]).sort(
+            "user_id", "timestamp", "movie_id"
+        )
+        for out in (whole, tmp_path / "out")
+    ]
+    assert not frames[0].equals(frames[1])
+    one, other = (frame.filter(pl.col("timestamp") <= since) for frame in frames)
+    # What others say of a movie is from all of training.
+    for name in COLUMN_TYPES.keys() - {"rating", "movie_others_mean", "movie_others_count"}:
+        if COLUMN_TYPES[name] == "float32":
+            values = [restandardised(frame[name].to_numpy()) for frame in (one, other)]
+            assert values[0] == pytest.approx(values[1], abs=1e-2), name
+        else:
+            assert one[name].to_list() == other[name].to_list(), name
+
+
+def restandardised(values: np.ndarray) -> np.ndarray:
+    """The same values whatever shift and scale they were stored with."""
+    centred = values - values.mean()
+    return centred / spread if (spread := centred.std()) > 1e-4 else np.zeros(len(values))
 
 
 def test_files_are_of_equal_size_and_their_users_are_mixed(whole):

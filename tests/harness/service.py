@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from click.testing import Result
 from fastapi.testclient import TestClient
+from httpx_sse import EventSource, ServerSentEvent
 from typer.testing import CliRunner
 
 from service.api.views import detail_of
@@ -25,7 +26,7 @@ from service.auth.security import Security
 from service.backends.fake import FakeBackend, Record, Script
 from service.cli.main import build_app
 from service.client.client import ShardloomClient
-from service.client.transport import RetryPolicy, SseEvent, parse_events
+from service.client.transport import RetryPolicy
 from service.db.jobs import JobStore
 from service.domain.auth import ApiKey, Role, hash_of, new_key_text
 from service.domain.models import EndReason, Job, JobStatus, Progress
@@ -151,12 +152,11 @@ class Api(_Served):
             headers={"Content-Type": "application/json"},
         )
 
-    def follow(self, path: str, last_id: str = "", **params: Any) -> list[SseEvent]:
+    def follow(self, path: str, last_id: str = "", **params: Any) -> list[ServerSentEvent]:
         """Events of a stream of a job until its end, behind `last_id`."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
         response = self.http.get(f"/v1/jobs/{path}", params=params, headers=headers)
-        assert response.headers["content-type"].startswith("text/event-stream"), response.text
-        return list(parse_events([response.text]))
+        return [event for event in EventSource(response).iter_sse() if event.data]
 
     def files(self, job_id: str, index: int = 0) -> AttemptDir:
         """Files of an attempt on run storage."""

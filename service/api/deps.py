@@ -215,7 +215,7 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     keys.keep_secrets(job_id, encrypted, time.time())
     path = run_dir_of(context.settings, job_id).secret_names_path
     with errors.reaching_storage():
-        write_json(path, sorted(secrets))
+        write_json(path, sorted(secrets), context.settings.runs_dir)
 
 
 _TAG = re.compile(r'"(\d{1,18})"')

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from service import errors
+from service.auth.permissions import is_allowed, roots_of
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
     Decision,
@@ -276,6 +277,9 @@ def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
         store.get_job(job_id)
     except errors.JobNotFound:
         for path in trashed_checkpoint_paths(settings, job_id):
+            # A job may have made what looks like the trash of another one.
+            if not is_allowed(path, roots_of(settings)):
+                continue
             for left in remove_checkpoints(path, job_id):
                 logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         empty_trash(settings, job_id)
@@ -420,7 +424,8 @@ def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_i
     """Tell a new attempt what is wanted of the job already; raises OSError."""
     request = _requested(store, job_id)
     if request.id:
-        write_json(run_dir.attempt(attempt_id).resize_request_path, request.model_dump())
+        path = run_dir.attempt(attempt_id).resize_request_path
+        write_json(path, request.model_dump(), run_dir.runs_dir)
 
 
 def _ask(
@@ -456,7 +461,7 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     request = _requested(store, job.id)
     for _ in range(_MAX_TRIES if request.id else 0):
         with errors.reaching_storage():
-            write_json(path, request.model_dump())
+            write_json(path, request.model_dump(), run_dir.runs_dir)
         placed, request = request, _requested(store, job.id)
         if placed == request:
             break

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import zipfile
 import zlib
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 from pydantic import Field, TypeAdapter
 
 from service.errors import InvalidRequest
-from service.files import is_below
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.untrusted import NotRegular, list_untrusted, open_untrusted
 from trainer.spec.base import FieldProblem
 
 _SOURCE_PATTERN = re.compile(
@@ -207,7 +208,7 @@ def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
     for part in parts:
         if part.offset > at or len(data) == max_bytes:
             break
-        with suppress(FileNotFoundError), part.path.open("rb") as file:
+        with suppress(FileNotFoundError), _open(part.path) as file:
             file.seek(at - part.offset)
             data += file.read(max_bytes - len(data))
         at = start + len(data)
@@ -255,15 +256,19 @@ def _split(data: bytes) -> list[bytes]:
 
 def _parts(log: Path) -> list[_Part]:
     found = []
-    for offset, path in parts_of(log):
-        # A job may lay a link among its files; what it leads to is not the job's to show.
-        if not is_below(path, (log.parent.parent,)):
-            continue
-        try:
-            found.append(_Part(offset, path, path.stat().st_size))
-        except FileNotFoundError:  # removed since it was listed
-            continue
+    for offset, path in parts_of(log, list_untrusted(log.parent, _runs_dir_of(log))):
+        # Removed since it was listed, or no file: what a link leads to is not the job's to show.
+        with suppress(FileNotFoundError, NotRegular), _open(path) as file:
+            found.append(_Part(offset, path, os.fstat(file.fileno()).st_size))
     return found
+
+
+def _open(part: Path) -> IO[bytes]:
+    return open_untrusted(part, _runs_dir_of(part))
+
+
+def _runs_dir_of(log: Path) -> Path:
+    return AttemptDir(log.parent.parent).runs_dir
 
 
 def _start_of_last_run(parts: list[_Part]) -> int:
@@ -348,7 +353,8 @@ class LogPiece:
 
 def list_sources(files: AttemptDir) -> list[str]:
     """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
-    names = [path.stem for path in files.logs_dir.glob("*.log") if is_source(path.stem)]
+    paths = list_untrusted(files.logs_dir, files.runs_dir)
+    names = [path.stem for path in paths if path.suffix == ".log" and is_source(path.stem)]
     return sorted(names, key=_source_order)
 
 

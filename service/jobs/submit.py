@@ -18,11 +18,14 @@ from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
 from trainer.errors import ManifestError
+from trainer.protocol.untrusted import read_untrusted
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 
 _MANIFEST_NAME = "manifest.json"
+# Each file of the data has an entry.
+_MAX_MANIFEST_BYTES = 1 << 26
 _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 
@@ -98,7 +101,7 @@ def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
 def _manifest_problem(path: Path) -> FieldProblem | None:
     again = "prepare the data again with `shardloom data prepare`"
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(_read_manifest(path))
     except FileNotFoundError:
         message = f"{path} is missing, so the folder was never finished; {again}"
         return FieldProblem("data.path", "missing_manifest", message)
@@ -111,6 +114,10 @@ def _manifest_problem(path: Path) -> FieldProblem | None:
     return FieldProblem("data.path", "unreadable_manifest", message)
 
 
+def _read_manifest(path: Path) -> bytes:
+    return read_untrusted(path, path.parent, _MAX_MANIFEST_BYTES)
+
+
 class _Vocabularies(BaseModel):
     """What of a manifest tells the sizes of tables."""
 
@@ -120,7 +127,7 @@ class _Vocabularies(BaseModel):
 def with_table_sizes(spec: JobSpec) -> JobSpec:
     """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
     try:
-        manifest = (Path(spec.data.path) / _MANIFEST_NAME).read_bytes()
+        manifest = _read_manifest(Path(spec.data.path) / _MANIFEST_NAME)
         return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
     except (OSError, ValidationError, ManifestError):
         return spec

@@ -12,9 +12,10 @@ from service.domain.lifecycle import remaining_failures
 from service.domain.models import Attempt, Job, QueueState
 from service.domain.retries import NextAttempt, next_attempt, with_parallelism
 from service.jobs.code_archives import give_code
-from service.jobs.run_storage import run_dir_of, write_bytes
+from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
 from service.settings import Settings
+from trainer.protocol.untrusted import replace_untrusted
 from trainer.spec.job import JobSpec
 
 STOP_WAIT_S = 20
@@ -87,5 +88,5 @@ def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
     """
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)
-    text = spec.model_dump_json(indent=2)
-    write_bytes(run_dir.attempt(attempt.id).spec_path, text.encode())
+    content = spec.model_dump_json(indent=2).encode()
+    replace_untrusted(run_dir.attempt(attempt.id).spec_path, content, settings.runs_dir)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,10 +97,10 @@ def write_manifest(folder: Path, **what: Any) -> None:
     write_whole(folder / MARKER, manifest.model_dump_json(indent=1).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Manifest:
     """The marker of the export in `folder`; raises `ArtifactError` where there is no whole one."""
     try:
-        return Manifest.model_validate_json((folder / MARKER).read_bytes())
+        return Manifest.model_validate_json(read(folder / MARKER))
     except FileNotFoundError:
         raise ArtifactError(
             f"{folder} holds no export: there is no {MARKER} in it (it is written last; an export "

@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 16
@@ -27,11 +29,16 @@ _NUM_PARTS = 4
 _OFFSET_DIGITS = 15
 
 
-def parts_of(log: Path) -> list[tuple[int, Path]]:
-    """The files of a chain that are there, with the offset of each, in order."""
-    later = log.parent.glob(f"{log.stem}@{'[0-9]' * _OFFSET_DIGITS}.log")
-    found = [(int(path.stem.rpartition("@")[2]), path) for path in later]
-    return [(0, log)] * log.exists() + sorted(found)
+def parts_of(log: Path, files: Iterable[Path] | None = None) -> list[tuple[int, Path]]:
+    """The files of a chain among those of its folder, with the offset of each, in order."""
+    later = re.compile(rf"{re.escape(log.stem)}@(\d{{{_OFFSET_DIGITS}}})\.log")
+    found = []
+    for path in log.parent.glob("*.log") if files is None else files:
+        if path == log:
+            found.append((0, path))
+        elif match := later.fullmatch(path.name):
+            found.append((int(match[1]), path))
+    return sorted(found)
 
 
 class LogChain:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from service.api.deps import ContextDep, JobDep
 from service.api.views import describe, describe_or_fail
@@ -119,7 +120,7 @@ def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
 def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
     """The folder as a tar file; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
-    size, chunks = archive(folder.artifact)
+    size, chunks = archive(folder)
     headers = {
         "Content-Length": str(size),
         # Or it would be compressed on the way, which quantised tables hardly are.
@@ -131,6 +132,7 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
 
 traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"])
 TRACE_MEDIA_TYPE = "application/gzip"
+_CHUNK_BYTES = 1 << 18
 
 
 @traces_router.post(
@@ -155,7 +157,7 @@ def read_traces(job: JobDep, context: ContextDep) -> Page[Trace]:
 @traces_router.get(
     "/{name}",
     summary="Download a trace",
-    response_class=FileResponse,
+    response_class=StreamingResponse,
     responses={200: {"content": {TRACE_MEDIA_TYPE: {}}}},
 )
 def download_trace(
@@ -165,11 +167,18 @@ def download_trace(
     attempt: Annotated[
         str | None, Query(description="Attempt id; the newest that has the trace if left away.")
     ] = None,
-) -> FileResponse:
+) -> StreamingResponse:
     """The gzipped JSON, as chrome://tracing and Perfetto read it."""
     run_dir = run_dir_of(context.settings, job.id)
-    path = find_trace(context.store, run_dir, job.id, name, attempt)
-    return FileResponse(path, media_type=TRACE_MEDIA_TYPE, filename=f"{job.name}-{name}")
+    file = find_trace(context.store, run_dir, job.id, name, attempt)
+    headers = {"Content-Disposition": f'attachment; filename="{job.name}-{name}"'}
+    return StreamingResponse(_chunks(file), media_type=TRACE_MEDIA_TYPE, headers=headers)
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
 routers = (code_router, exports_router, traces_router)

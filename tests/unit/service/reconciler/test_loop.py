@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -14,11 +16,13 @@ from service.domain.lifecycle import request_cancel
 from service.domain.models import EndReason, Job, JobStatus, Observation
 from service.jobs.actions import pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
+from service.reconciler import outbox
 from service.reconciler.loop import Reconciler, _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
 from tests.harness.builders import attempt_ended, batch, metrics, workers_lost, workers_started
 from tests.harness.service import House
 from tests.harness.wait import scaled
+from trainer.protocol.untrusted import open_untrusted
 from trainer.spec import load_spec
 
 pytestmark = pytest.mark.every_database(slow=True)
@@ -237,11 +241,16 @@ def test_one_slow_job_does_not_stall_the_others(house: House) -> None:
 # ---- what goes wrong with one job holds up no other
 
 
-def unreadable_stream(house: House, job: Job) -> Path:
-    """A stream of the first attempt that cannot be read, whoever tries."""
-    path = house.files(job).stream_path("workers-9")
-    path.mkdir(parents=True)
-    return path
+def unreadable_stream(house: House, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of the first attempt that storage does not return."""
+    house.leave(job, metrics(1, train_loss=0.5), stream="workers-9")
+
+    def open_or_fail(path: Path, within: Path) -> IO[bytes]:
+        if path.stem == "workers-9":
+            raise OSError(errno.EIO, "input/output error", str(path))
+        return open_untrusted(path, within)
+
+    monkeypatch.setattr(outbox, "open_untrusted", open_or_fail)
 
 
 @pytest.mark.parametrize("grace", [0.0, 600.0])
@@ -289,12 +298,12 @@ def test_a_pause_that_is_taken_back_during_a_look_leaves_no_request(
 
 
 def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
-    house: House,
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = house.submit("running", "failed")
     house.poll()
     house.leave(job, metrics(1, train_loss=0.5), stream="workers-0")
-    unreadable_stream(house, job)
+    unreadable_stream(house, job, monkeypatch)
     reconciler = house.reconciler()
     try:
         with pytest.raises(OSError):
@@ -308,12 +317,14 @@ def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
     assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
 
 
-def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(house: House) -> None:
+def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = house.submit("failed")
     house.poll(2)
     assert house.status(broken) is JobStatus.QUEUED
     house.now += 3600  # its next attempt is due
-    unreadable_stream(house, broken)
+    unreadable_stream(house, broken, monkeypatch)
     other = house.submit("running")
     house.poll()
     assert house.status(broken) is JobStatus.QUEUED

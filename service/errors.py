@@ -297,6 +297,11 @@ class StaleVersion(Conflict):
     template = "job {} was changed since version {} was read; read again"
 
 
+class LockLost(Conflict):
+    code = "lock_lost"
+    template = "the lock {} of {} ran out and is another replica's now; what it was for is dropped"
+
+
 class VersionChanged(PreconditionFailed):
     code = "version_changed"
     template = (

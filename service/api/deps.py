@@ -147,8 +147,9 @@ def _job_of(field: str, path: str, settings: Settings) -> str | None:
 class Context:
     """Everything that a handler may use. `wake` makes the reconciler poll at once.
 
-    `has_died` says whether the reconciler gave up; `closing` is set when the server is about to
-    stop, so that followed streams end.
+    `placed` gives a job with its position in the queue. `has_died` says whether the reconciler gave
+    up, `dispatched_at` when it last went through the jobs (Unix seconds). `closing` is set when the
+    server is about to stop, so that followed streams end.
     """
 
     settings: Settings
@@ -156,7 +157,9 @@ class Context:
     backend: Backend
     telemetry: ServiceMetrics
     wake: Callable[[], None]
+    placed: Callable[[Job], Job]
     has_died: Callable[[], bool]
+    dispatched_at: Callable[[], float]
     security: Security
     webhooks: WebhookStore
     tracing: Tracing
@@ -246,7 +249,7 @@ def if_match_version(
 VersionDep = Annotated[int | None, Depends(if_match_version)]
 
 
-def with_etag(job: Job, settings: Settings, response: Response) -> JobDetail:
+def with_etag(job: Job, context: Context, response: Response) -> JobDetail:
     """A job as the body of a response, whose ETag is its version."""
     response.headers["ETag"] = f'"{job.version}"'
-    return detail_of(job, settings)
+    return detail_of(context.placed(job), context.settings)

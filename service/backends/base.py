@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -84,6 +85,10 @@ class Backend(Protocol):
 
     def observe(self, attempt_id: str) -> Observation:
         """Say what is known of an attempt; never raises, UNREACHABLE is an observation."""
+
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        """What one request tells of many attempts; those left out are observed by themselves."""
+        return {}
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; stopping an ended or unknown one is harmless."""

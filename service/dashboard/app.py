@@ -144,7 +144,7 @@ def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
     set_rules(is_local=tools.settings.auth == "local", security=security)
-    feed = ListFeed(tools.store)
+    feed = ListFeed(tools.store, tools.placed)
 
     @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
     async def _list() -> None:

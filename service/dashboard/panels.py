@@ -25,7 +25,7 @@ from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.db.jobs import JobStore
 from service.domain.membership import failure_domain
-from service.domain.models import JobStatus
+from service.domain.models import Job, JobStatus
 from service.domain.timeline import latest_resize_request
 from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
 from service.jobs import actions
@@ -54,13 +54,14 @@ class PageTools:
     """What the panels of a job's page work with.
 
     `wake` lets the reconciler carry out a request at once; `submit` hands a requested export to
-    what makes it.
+    what makes it; `placed` gives a job with its position in the queue.
     """
 
     store: JobStore
     settings: Settings
     wake: Callable[[], None]
     submit: Callable[[ExportFolder], None]
+    placed: Callable[[Job], Job] = lambda job: job
 
 
 def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:

@@ -44,11 +44,18 @@ class ListSnapshot:
 class ListFeed:
     """The job list, read once for all of its readers: reading a hundred specs takes a while.
 
-    `clock` gives seconds. Safe to use from several threads.
+    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
+    threads.
     """
 
-    def __init__(self, store: JobStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        placed: Callable[[Job], Job] = lambda job: job,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._placed = placed
         self._clock = clock
         self._lock = threading.Lock()
         self._read: dict[frozenset[str] | None, tuple[float, ListSnapshot]] = {}
@@ -64,7 +71,9 @@ class ListFeed:
                 jobs, cursor = self._store.list_jobs(
                     JobFilter(projects=projects), limit=MAX_LISTED_JOBS
                 )
-                snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
+                snapshot = ListSnapshot(
+                    jobs=[*map(self._placed, jobs)], has_more=cursor is not None
+                )
                 self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
             return snapshot
 

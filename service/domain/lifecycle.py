@@ -41,6 +41,8 @@ from service.domain.timeline import end_details, timeline_event
 NOT_FOUND_GRACE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
+# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
+LATE_RECORDS_S = 30.0
 # With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
 # After these the driver restarts workers itself, and reports each loss, the last one included.
@@ -215,7 +217,8 @@ def end_attempt(
     job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
 ) -> Decision:
     """What follows an end of an attempt: the end of the job, a pause, or a retry."""
-    ended = replace(attempt, ended_at=now, end_reason=reason, message=message)
+    late_at = now + LATE_RECORDS_S
+    ended = replace(attempt, ended_at=now, end_reason=reason, message=message, collect_at=late_at)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
     match RULES[reason].budget:

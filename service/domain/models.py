@@ -257,7 +257,8 @@ class Attempt:
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
     `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
-    `end_reason` is None while it lives. Times are Unix seconds.
+    `end_reason` is None while it lives, and `collect_at` is when records are due that its workers
+    wrote after its end. Times are Unix seconds.
     """
 
     id: str
@@ -272,6 +273,7 @@ class Attempt:
     message: str = ""
     num_worker_failures: int = 0
     reported_end: ReportedEnd | None = None
+    collect_at: float | None = None
 
     @property
     def evidence(self) -> Mapping[str, str]:

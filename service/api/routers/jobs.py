@@ -99,7 +99,7 @@ def submit(
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return with_etag(job, context.settings, response)
+    return with_etag(job, context, response)
 
 
 def _create(
@@ -157,7 +157,7 @@ def list_jobs(
         created_before=_unix_s(created_before),
     )
     jobs, following = context.store.list_jobs(wanted, limit=limit)
-    return Page(items=[summary_of(job) for job in jobs], next=following)
+    return Page(items=[summary_of(context.placed(job)) for job in jobs], next=following)
 
 
 def _unix_s(moment: datetime | None) -> float | None:
@@ -170,7 +170,7 @@ def _unix_s(moment: datetime | None) -> float | None:
 def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
     names = list(context.security.keys.secrets_of(job.id))
-    return with_etag(job, context.settings, response).model_copy(update={"secret_names": names})
+    return with_etag(job, context, response).model_copy(update={"secret_names": names})
 
 
 def get_change(
@@ -192,7 +192,7 @@ def get_change(
             **options,
         )
         context.wake()
-        return with_etag(changed, context.settings, response)
+        return with_etag(changed, context, response)
 
     return change
 
@@ -250,7 +250,7 @@ def clone(
         check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
-    return with_etag(made, context.settings, response)
+    return with_etag(made, context, response)
 
 
 @router.post(

@@ -23,6 +23,7 @@ from service.errors import (
 from service.schemas.admin import ClusterOut, HostOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
+from service.storage import hanging
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
@@ -79,7 +80,8 @@ queue_router = APIRouter(prefix="/v1/queue", tags=["queue"])
 @queue_router.get("", summary="Read the queue")
 def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
     """Waiting jobs in the order of their turn, with the reason why each waits; running jobs."""
-    return queue_view(context.store.list_live_jobs(), principal.projects)
+    live = [context.placed(job) for job in context.store.list_live_jobs()]
+    return queue_view(live, principal.projects)
 
 
 system_router = APIRouter(tags=["service"])
@@ -137,7 +139,12 @@ def get_readiness(context: ContextDep) -> dict[str, Any]:
     """
     if context.has_died():
         raise ReconcilerDied
-    return {"status": "ready", "store": context.store.ping()}
+    return {
+        "status": "ready",
+        "store": context.store.ping(),
+        "reconciler": {"last_pass_s": round(max(0.0, time.time() - context.dispatched_at()), 1)},
+        "storage": {"hanging": hanging()},
+    }
 
 
 @system_router.get("/metrics", summary="Prometheus metrics", response_class=Response)

@@ -194,7 +194,7 @@ def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: Hous
     assert house.store.get_job(own.id).status is JobStatus.STARTING
     waiting = house.store.get_job(shared.id)
     assert waiting.status is JobStatus.QUEUED
-    assert QueueState.of(waiting).reason == "the cluster does not answer"
+    assert house.place_of(shared).reason == "the cluster does not answer"
 
 
 # ---- the life of an attempt

@@ -45,10 +45,6 @@ def report(house: House, job: Job, reason: str) -> None:
     house.backend.play(attempt_id, Script(("failed",)))
 
 
-def note_of(house: House, job: Job) -> QueueState:
-    return QueueState.of(house.store.get_job(job.id))
-
-
 def kinds(house: House, job: Job) -> list[str]:
     return [line.kind for line in house.store.list_timeline(job.id)]
 
@@ -58,14 +54,15 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
     first, second = submit(house), submit(house)
     house.poll()
     assert (house.status(first), house.status(second)) == (JobStatus.STARTING, JobStatus.QUEUED)
-    assert note_of(house, second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
+    assert house.place_of(second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
     before = house.store.get_job(second.id)
+    assert before.version == 1, "a position is not stored"
     house.poll(3)
     assert house.store.get_job(second.id) == before
     report(house, first, "completed")
     house.poll(2)
     assert house.status(second) is JobStatus.STARTING
-    assert note_of(house, second) == QueueState(workers=4)
+    assert house.place_of(second) == QueueState(workers=4)
 
 
 def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
@@ -109,7 +106,7 @@ def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(ho
     assert house.status(job) is JobStatus.QUEUED, "a cluster without hosts starts nothing"
     offer(house, 2)
     house.poll()
-    assert note_of(house, job).reason == "needs 4 workers; cluster max 2"
+    assert house.place_of(job).reason == "needs 4 workers; cluster max 2"
     house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
     house.poll()
     assert house.status(job) is JobStatus.STARTING
@@ -131,7 +128,7 @@ def test_a_cluster_that_does_not_answer_starts_and_preempts_nobody(house: House)
     house.backend.set_down(True)
     house.poll(5, every_s=600)
     assert not house.store.get_job(low.id).pause_requested
-    assert note_of(house, urgent).reason == "the cluster does not answer"
+    assert house.place_of(urgent).reason == "the cluster does not answer"
 
 
 def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: House) -> None:
@@ -145,7 +142,7 @@ def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: H
     assert files.pause_request_path.exists()
     assert kinds(house, urgent) == ["job_submitted", "preempting"]
     house.poll()
-    assert "make way" in note_of(house, urgent).reason
+    assert "make way" in house.place_of(urgent).reason
     report(house, low, "paused")
     house.poll(3)
     assert house.status(urgent) is JobStatus.STARTING
@@ -165,7 +162,7 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
     house.poll()
     path = house.files(job).spec_path
     assert load_spec(path.read_text()).parallelism.world_size == 6
-    assert note_of(house, job) == QueueState(workers=6, max_workers=6)
+    assert house.place_of(job) == QueueState(workers=6, max_workers=6)
 
 
 def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:

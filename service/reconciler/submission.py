@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 
 from service.auth.crypto import master_keys_of
-from service.backends.base import Submission, need_of
+from service.backends.base import Submission
 from service.db.jobs import JobStore
 from service.domain.lifecycle import remaining_failures
 from service.domain.models import Attempt, Job, QueueState
@@ -56,6 +56,7 @@ def submission_of(
     return Submission(
         attempt_id=attempt.id,
         job_id=job.id,
+        spec=following.spec,
         entrypoint=f"{shlex.quote(settings.trainer_python)} -m trainer.driver",
         env={
             "SHARDLOOM_JOB_ID": job.id,
@@ -76,7 +77,6 @@ def submission_of(
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
         code_uris=(code_path.as_uri(),) if code_path else (),
-        cluster=need_of(following.spec),
     )
 
 

@@ -22,13 +22,13 @@ import yaml
 from service.backends.base import Backend, HostFacts, Submission
 from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
+    LET_GO,
     ClusterOptions,
     Manifest,
     attempt_of,
     hosts_of,
     is_submitted,
     name_of,
-    note_let_go,
     rayjob_of,
     release_of,
     secret_of,
@@ -337,9 +337,10 @@ class KubeRayBackend(Backend):
         """Note that Kueue admitted a RayJob: suspended again, it has been evicted."""
         if is_suspended(rayjob) or was_let_go(rayjob) or is_over(rayjob):
             return
+        noted = {"metadata": {"annotations": {LET_GO: "true"}}}
         # The next poll comes soon.
         with suppress(BackendUnreachable, KubeRefused):
-            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], note_let_go())
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], noted)
 
     # ---- stop
 

@@ -26,19 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from kubernetes.utils.quantity import parse_quantity
 
 from service.backends.base import HostFacts, Submission
 from service.errors import SubmissionRefused
 from trainer.spec.job import JobSpec
 
 Manifest = dict[str, Any]
-# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-_UNITS = {
-    "": 1.0,
-    "m": 1e-3,
-    **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)},
-    **{f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)},
-}
 
 
 @dataclass(frozen=True)
@@ -129,30 +123,22 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         resources = container.get("resources", {})
         amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
         start = group.get("rayStartParams") or {}
-        gpus = sum(quantity(amount) for name, amount in amounts.items() if name.endswith("/gpu"))
+        gpus = sum(parse_quantity(amounts[name]) for name in amounts if name.endswith("/gpu"))
         # Ray rounds a share of a CPU up.
-        cpus = math.ceil(quantity(amounts.get("cpu", 0)))
+        cpus = math.ceil(parse_quantity(amounts.get("cpu", 0)))
         return GroupShape(
             name=group["groupName"],
             num_cpus=float(start.get("num-cpus", cpus)),
             num_gpus=float(start.get("num-gpus", gpus)),
-            memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
+            memory_bytes=int(start.get("memory", parse_quantity(amounts.get("memory", 0)))),
             num_hosts=int(group.get("numOfHosts", 1)),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise SubmissionRefused(
             f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
             f"{error}); the template is no usable RayCluster, compare it with "
             "k8s/base/raycluster.yaml"
         ) from error
-
-
-def quantity(text: str | float) -> float:
-    """A Kubernetes quantity as a number, as in 500m, 1e3 or 16Gi; raises ValueError."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(text))
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"'{text}' is no quantity of Kubernetes")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
@@ -255,11 +241,6 @@ def release_of(rayjob: Mapping[str, Any]) -> Manifest:
         "metadata": {"annotations": {**annotations, LET_GO: "true"}},
         "spec": {"suspend": False},
     }
-
-
-def note_let_go() -> Manifest:
-    """The change that notes on a RayJob that its driver may have been started."""
-    return {"metadata": {"annotations": {LET_GO: "true"}}}
 
 
 def was_let_go(rayjob: Mapping[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from service.backends.kuberay.manifest import (
     is_submitted,
     label_value,
     name_of,
-    quantity,
     rayjob_of,
     release_of,
     secret_name_of,
@@ -256,10 +255,3 @@ def test_the_pods_hold_all_workers_and_no_pod_is_wanted_for_nothing(
     assert num_hosts <= found.min_pods <= found.max_pods
     for pods, workers in ((found.min_pods, least), (found.max_pods, least + more)):
         assert pods == num_hosts or pods == found.min_pods or (pods - 1) * fitting < workers
-
-
-def test_quantities_are_read_as_kubernetes_means_them() -> None:
-    quantities = {"500m": 0.5, 2: 2.0, "16Gi": 2**34, "1.5k": 1500.0, "1e3": 1e3}
-    assert [quantity(text) for text in quantities] == list(quantities.values())
-    with pytest.raises(ValueError, match="no quantity"):
-        quantity("12 potatoes")

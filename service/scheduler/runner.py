@@ -98,10 +98,19 @@ class SchedulerRunner:
         self._lifts_at = self.clock() + (0.0 if limits else _LIFT_INTERVAL_S)
 
     def _capacity(self) -> Capacity:
-        """The capacity of the cluster, up to 3 s old; raises `BackendUnreachable`."""
+        """The capacity of the cluster, under the setting; up to 3 s old.
+
+        Raises `BackendUnreachable`.
+        """
         if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
             self._seen = None
-            self._seen = (self.clock(), capacity_of(self.settings, self.backend))
+            if self.settings.queue_capacity == "unlimited":
+                # Capacity is not counted, but the cluster has to answer.
+                self.backend.check()
+                found = Capacity()
+            else:
+                found = Capacity(self.backend.hosts(), self.settings.cluster_max_workers)
+            self._seen = (self.clock(), found)
             self.note_answer(True)
         return self._seen[1]
 
@@ -159,15 +168,6 @@ class SchedulerRunner:
         self.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
         for told in decision.timeline:
             logger.info("job %s: %s", decision.job.id, told.message)
-
-
-def capacity_of(settings: Settings, backend: Backend) -> Capacity:
-    """The capacity of the cluster, under the setting; raises `BackendUnreachable`."""
-    if settings.queue_capacity == "unlimited":
-        # Capacity is not counted, but the cluster has to answer.
-        backend.check()
-        return Capacity()
-    return Capacity(backend.hosts(), settings.cluster_max_workers)
 
 
 def _noted(place: QueuePosition, message: str) -> Job:

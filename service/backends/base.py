@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.domain.models import Job, Observation
+from service.domain.models import HostFacts, Job, Observation
 from service.errors import BackendUnreachable, SubmissionRefused
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
@@ -25,16 +25,6 @@ class Submission:
     env: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     code_uris: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What a live host of the cluster has in all, whoever uses it now."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
 
 
 class Backend(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from service.backends.base import Backend, HostFacts, Submission
+from service.backends.base import Backend, Submission
 from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
     LET_GO,
@@ -48,7 +48,7 @@ from service.backends.kuberay.status import (
 )
 from service.backends.kuberay.watch import PodProblems, RayJobWatch, Remembered
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import Observation, ObservedState
+from service.domain.models import HostFacts, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from trainer.spec.job import JobSpec
 

@@ -28,7 +28,8 @@ from typing import Any
 import yaml
 from kubernetes.utils.quantity import parse_quantity
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import Submission
+from service.domain.models import HostFacts
 from service.errors import SubmissionRefused
 from trainer.spec.job import JobSpec
 

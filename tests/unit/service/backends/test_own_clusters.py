@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from service.api.planning import plan_of
-from service.backends.base import (
-    HostFacts,
-    check_cluster,
-    cluster_text,
-    hosts_for,
-)
+from service.backends.base import check_cluster, cluster_text, hosts_for
 from service.domain.lifecycle import decide, start, submission_accepted
 from service.domain.models import (
     EndReason,
+    HostFacts,
     Job,
     JobStatus,
     Observation,

@@ -9,9 +9,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import Submission
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import ObservedState
+from service.domain.models import HostFacts, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from tests.harness.builders import spec
 

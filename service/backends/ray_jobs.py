@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from service.backends.base import Backend, HostFacts, Submission
-from service.domain.models import Observation, ObservedState
+from service.backends.base import Backend, Submission
+from service.domain.models import HostFacts, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")

@@ -108,6 +108,7 @@ def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:
     known = set(store.metric_names(job.id))
     return {
         name: store.metric_points(job.id, name, max_points=MAX_CHART_POINTS)
-        for name in charts.metric_names(charts.charts_of(job))
+        for chart in charts.charts_of(job)
+        for name in (line.metric for line in chart.lines)
         if name in known
     }

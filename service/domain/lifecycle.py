@@ -129,11 +129,6 @@ def submission_accepted(
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
 
 
-def remaining_failures(job: Job) -> int:
-    """How many failures the budget of a job still allows."""
-    return max(0, job.spec.retry.max_failures - job.num_failures)
-
-
 def is_stopping(job: Job) -> bool:
     """Whether a job is being cancelled, and ends as soon as its attempt does."""
     return job.cancel_requested or job.status is JobStatus.STOPPING

@@ -346,6 +346,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class RemainingPath:
+    """What a deletion left: folder or URL, and why."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
 class MetricPoint:
     """One downsampled bucket: `value` is the mean, `step` and `time` those of its last point."""
 
@@ -401,6 +409,16 @@ def _elapsed_ms(now: float) -> int:
 def _spelled(number: int) -> str:
     digits = [_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_NUM_CHARS))]
     return "job-" + "".join(digits)
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a live host of the cluster has in all, whoever uses it now."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True)

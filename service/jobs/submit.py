@@ -59,12 +59,12 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
 
 
 def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    """What is wrong with a folder or URL, as far as one can tell from here."""
-    return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
+    """What is wrong with a folder or URL, as far as one can tell from here.
 
-
-def _url_problem(path: str, field: str) -> FieldProblem | None:
-    """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
+    What is behind a URL is seen when the job starts, with the credentials of the cluster.
+    """
+    if "://" not in path:
+        return _folder_problem(path, field, mend)
     if path.split("://")[0] in _URL_SCHEMES:
         return None
     message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"

@@ -125,10 +125,19 @@ class SchedulerRunner:
             self._guarded(job, limit_growth, self.settings, job, limits.get(job.id))
 
     def _capacity(self) -> Capacity:
-        """The capacity of the cluster, up to 3 s old; raises `BackendUnreachable`."""
+        """The capacity of the cluster, under the setting; up to 3 s old.
+
+        Raises `BackendUnreachable`.
+        """
         if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
             self._seen = None
-            self._seen = (self.clock(), capacity_of(self.settings, self.backend))
+            if self.settings.queue_capacity == "unlimited":
+                # Capacity is not counted, but the cluster has to answer.
+                self.backend.check()
+                found = Capacity()
+            else:
+                found = Capacity(self.backend.hosts(), self.settings.cluster_max_workers)
+            self._seen = (self.clock(), found)
             self.note_answer(True)
         return self._seen[1]
 
@@ -180,12 +189,3 @@ class SchedulerRunner:
         )
         for told in decision.timeline:
             logger.info("job %s: %s", decision.job.id, told.message)
-
-
-def capacity_of(settings: Settings, backend: Backend) -> Capacity:
-    """The capacity of the cluster, under the setting; raises `BackendUnreachable`."""
-    if settings.queue_capacity == "unlimited":
-        # Capacity is not counted, but the cluster has to answer.
-        backend.check()
-        return Capacity()
-    return Capacity(backend.hosts(), settings.cluster_max_workers)

@@ -42,7 +42,6 @@ from service.schemas.jobs import (
     JobDetail,
     JobPlan,
     JobSummary,
-    RemainingPathOut,
     ResizeJob,
     ResizeRequestOut,
     RestartJob,
@@ -279,10 +278,9 @@ def delete(
 
     Checkpoints on object storage stay: the answer says where.
     """
-    found = actions.delete_job(
+    left = actions.delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
-    left = [RemainingPathOut.model_validate(each) for each in found]
     return DeletedJob(id=job.id, left=left)
 
 

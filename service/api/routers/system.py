@@ -10,9 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.deps import ContextDep, PrincipalDep
 from service.api.views import project_view, queue_view, usage_by_project
-from service.backends.base import HostFacts
 from service.compatibility import HeadFacts, storage_id, versions_here
-from service.domain.models import Project, Usage, with_unlisted
+from service.domain.models import HostFacts, Project, Usage, with_unlisted
 from service.errors import (
     BackendUnreachable,
     NotAHead,
@@ -20,7 +19,7 @@ from service.errors import (
     ReconcilerDied,
     reaching_storage,
 )
-from service.schemas.admin import ClusterOut, HostOut, ProjectOut, Quotas
+from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
 from service.storage import hanging
@@ -103,7 +102,7 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         address=backend.address,
         message=message,
         max_workers=context.settings.cluster_max_workers,
-        hosts=[HostOut.model_validate(host) for host in hosts],
+        hosts=list(hosts),
     )
 
 

@@ -9,13 +9,16 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import Submission
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import ObservedState
+from service.domain.models import HostFacts, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from tests.harness.builders import spec
 
 Handler = Callable[[httpx.Request], httpx.Response]
-SUBMISSION = Submission("job-1-a0", "job-1", "python -m trainer.driver", {"A": "b"}, {"k": "v"})
+SUBMISSION = Submission(
+    "job-1-a0", "job-1", spec(), "python -m trainer.driver", {"A": "b"}, {"k": "v"}
+)
 
 
 def _backend(handler: Handler, **options: str) -> RayJobsBackend:

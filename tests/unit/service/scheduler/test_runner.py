@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
-from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House

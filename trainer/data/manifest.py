@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,29 +77,6 @@ class Manifest(ManifestModel):
         """Every file of the folder: Parquet files of all splits, then vocabularies."""
         splits = (entry for split in self.splits.values() for entry in split.files)
         return (*splits, *self.vocabularies.values())
-
-
-def describe_file(path: Path, folder: Path) -> FileEntry:
-    """Measure a Parquet file under `folder`; reads it once for the checksum."""
-    footer = read_footer(path)
-    return FileEntry(
-        path=path.relative_to(folder).as_posix(),
-        num_rows=footer.num_rows,
-        num_row_groups=footer.num_row_groups,
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of(path),
-    )
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file; raises `CorruptFileError` where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CorruptFileError(
-            f"{path} cannot be read ({error}); copy or prepare it again"
-        ) from None
 
 
 def read_footer(file: Location | Path) -> pq.FileMetaData:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
+from trainer.data.manifest import FileEntry, Manifest, SplitEntry, write_manifest
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     SCHEMA,
@@ -43,6 +43,7 @@ from trainer.datasets.criteo.reader import (
 from trainer.datasets.io.journal import progress_bars
 from trainer.datasets.io.staging import cut_rows, staged_folder
 from trainer.errors import StorageError, TooFewRowsError
+from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
 
 FloatArray = NDArray[np.float32]
@@ -341,7 +342,14 @@ def _write_split(
             for rows in draw(seed, len(own_rows)):
                 score.add(rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
-        files.append(describe_file(path, folder.parent))
+        files.append(
+            FileEntry(
+                path=path.relative_to(folder.parent).as_posix(),
+                **vars(file_record(path)),
+                num_rows=len(own_rows),
+                num_row_groups=pq.read_metadata(path).num_row_groups,
+            )
+        )
     return SplitEntry(num_rows=num_rows, files=tuple(files))
 
 

@@ -35,8 +35,7 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecomm
     """
     if spec.model.module is not None:
         return build_user_model(spec, device)
-    network = MovieLensNetwork if spec.model.arch == "movielens" else Network
-    return Recommender(network(spec, device), spec.model.tasks)
+    return Recommender(Network(spec, device), spec.model.tasks)
 
 
 class Recommender(nn.Module):
@@ -67,23 +66,37 @@ class Recommender(nn.Module):
 class Network(nn.Module):
     """DLRM (Naumov et al. 2019), or DCN v2 (Wang et al. 2021) in its place where they interact.
 
+    Arch `movielens` is the published MovieLens-32M design: ids, genres, description tokens, year
+    and a history (`model.transformer.sequence`), which `HistoryEncoder` reads next to the
+    candidate. Its two vectors meet those of all other features and the dense one in low-rank cross
+    layers (DCN v2) and fully connected ones.
+
     TorchRec's DLRM class takes pooled features only, so its parts are put together here.
     """
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         super().__init__()
-        model = spec.model
-        self.sparse_arch = SparseArch(spec, device)
+        model, transformer = spec.model, spec.model.transformer
+        dim = spec.embedding_tables[0].embedding_dim
+        self.sparse_arch = SparseArch(spec, device, transformer.sequence if transformer else None)
+        names = self.sparse_arch.sparse_feature_names
+        num_vectors = len(names)
+        self.history_encoder: HistoryEncoder | None = None
+        if transformer is not None:
+            limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
+            limit = limits[transformer.sequence]
+            self.history_encoder = HistoryEncoder(transformer, dim, limit, device)
+            self._candidate_place = names.index(transformer.candidate)
+            num_vectors += HistoryEncoder.num_outputs
         self.dense_arch = DenseArch(
             len(spec.dense_features), list(model.dense_arch.layer_sizes), device
         )
-        num_features = len(self.sparse_arch.sparse_feature_names)
-        dim = spec.embedding_tables[0].embedding_dim
         if model.arch == "dlrm":
-            self.inter_arch: nn.Module = InteractionArch(num_features)
-            crossed_size = dim + num_features * (num_features + 1) // 2
+            self.inter_arch: nn.Module = InteractionArch(num_vectors)
+            crossed_size = dim + num_vectors * (num_vectors + 1) // 2
         else:
-            self.inter_arch, crossed_size = cross_arch(spec, num_features, dim)
+            self.inter_arch, crossed_size = cross_arch(spec, num_vectors, dim)
+        self.dropout = nn.Dropout(transformer.dropout if transformer else 0.0)
         self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
 
     def forward(
@@ -94,52 +107,14 @@ class Network(nn.Module):
     ) -> torch.Tensor:
         """Logits or values, [B, K]."""
         embedded_dense = self.dense_arch(dense)
-        embedded_sparse = self.sparse_arch(sparse, sequences)
-        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
-        return self.over_arch(crossed)
-
-
-class MovieLensNetwork(nn.Module):
-    """The published MovieLens-32M design: ids, genres, description tokens, year and a history.
-
-    The history (`model.transformer.sequence`) is read by `HistoryEncoder` next to the candidate;
-    its two vectors, those of all other features and the dense one meet in low-rank cross layers
-    (DCN v2, Wang et al. 2021) and fully connected ones. Every lookup is TorchRec's.
-    """
-
-    def __init__(self, spec: JobSpec, device: torch.device) -> None:
-        super().__init__()
-        model, transformer = spec.model, spec.model.transformer
-        assert transformer is not None, "the spec of arch movielens was checked"
-        limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
-        dim = spec.embedding_tables[0].embedding_dim
-        self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
-        self.history_encoder = HistoryEncoder(
-            transformer, dim, limits[transformer.sequence], device
-        )
-        self.dense_arch = DenseArch(
-            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
-        )
-        names = self.sparse_arch.sparse_feature_names
-        self._candidate_place = names.index(transformer.candidate)
-        self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
-        self.dropout = nn.Dropout(transformer.dropout)
-        self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)
-
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: KeyedJaggedTensor,
-        sequences: KeyedJaggedTensor | None = None,
-    ) -> torch.Tensor:
-        """Logits or values, [B, K]."""
-        assert sequences is not None, "arch movielens has a sequence"
-        embedded_dense = self.dense_arch(dense)
-        vectors, history = self.sparse_arch.with_history(sparse, sequences)
-        encoded = self.history_encoder(history, vectors[:, self._candidate_place])
-        crossed = self.inter_arch(
-            dense_features=embedded_dense, sparse_features=torch.cat([vectors, encoded], dim=1)
-        )
+        if self.history_encoder is None:
+            vectors = self.sparse_arch(sparse, sequences)
+        else:
+            assert sequences is not None, "arch movielens has a sequence"
+            vectors, history = self.sparse_arch.with_history(sparse, sequences)
+            encoded = self.history_encoder(history, vectors[:, self._candidate_place])
+            vectors = torch.cat([vectors, encoded], dim=1)
+        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=vectors)
         return self.over_arch(self.dropout(crossed))
 
 

@@ -160,8 +160,10 @@ class HistoryEncoder(nn.Module):
 
     def forward(self, history: History, candidate: torch.Tensor) -> torch.Tensor:
         """Histories and candidates [B, D] -> [B, 2, D]: candidate in context, rated history."""
-        is_padding = history.is_padding
-        ratings = history.ratings.masked_fill(is_padding, 0.0)
+        is_padding, ratings = history.is_padding, history.ratings
+        if ratings is None:
+            ratings = history.vectors.new_ones(is_padding.shape)
+        ratings = ratings.masked_fill(is_padding, 0.0)
         rated = torch.cat([history.vectors, history.vectors * ratings.unsqueeze(2)], dim=2)
         alone = torch.cat([candidate, torch.zeros_like(candidate)], dim=1)
         tokens = torch.cat(

@@ -49,6 +49,7 @@ from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.base import SpecError, problems_of
 from trainer.spec.training import TraceSpec
 
 logger = logging.getLogger(__name__)
@@ -422,10 +423,7 @@ class Tracer:
         if self._rank != 0:
             return
         path.unlink(missing_ok=True)
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
+        faults = SpecError(problems_of(error.errors(include_url=False)))
         self._report("warning", f"the request for a trace is refused and removed: {faults}")
 
     def _report(self, level: Literal["warning", "error"], message: str) -> None:

@@ -125,6 +125,7 @@ _PATTERNS = {
     "a whole number": re.compile(r"\d{1,18}"),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
 }
+_TYPES = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
 # What stands for a byte that is not UTF-8.
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 # 2100-01-01 UTC.
@@ -142,11 +143,6 @@ class CsvColumn:
     kind: str = "text"
     bounds: tuple[float, float] | None = None
     rule: str | None = None
-
-    @property
-    def dtype(self) -> type[pl.DataType]:
-        kinds = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
-        return kinds[self.kind]
 
     @property
     def wanted(self) -> str:
@@ -182,10 +178,6 @@ def text(name: str) -> CsvColumn:
 def integer(name: str) -> CsvColumn:
     """A column of non-negative integers."""
     return CsvColumn(name, "a whole number")
-
-
-def number(name: str, *, above: float, at_most: float) -> CsvColumn:
-    return CsvColumn(name, "a number", (above, at_most))
 
 
 def timestamp(name: str) -> CsvColumn:
@@ -270,7 +262,7 @@ class BlockReader:
             frame = pl.read_csv(
                 content,
                 columns=[column.name for column in columns],
-                schema_overrides={column.name: column.dtype for column in columns},
+                schema_overrides={column.name: _TYPES[column.kind] for column in columns},
                 separator=self._delimiter,
             )
         except pl.exceptions.PolarsError as error:

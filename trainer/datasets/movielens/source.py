@@ -21,9 +21,9 @@ from trainer.data.ragged import IntArray, Ragged, offsets_of
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import (
     BlockReader,
+    CsvColumn,
     LineBlock,
     integer,
-    number,
     text,
     timestamp,
 )
@@ -122,7 +122,7 @@ OnDuplicate = Literal["fail", "last"]
 RATING_COLUMNS = (
     integer("userId"),
     integer("movieId"),
-    number("rating", above=0, at_most=5),
+    CsvColumn("rating", "a number", bounds=(0, 5)),
     timestamp("timestamp"),
 )
 

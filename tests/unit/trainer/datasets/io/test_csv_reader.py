@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from trainer.datasets.io.csv_reader import (
     BlockReader,
+    CsvColumn,
     integer,
     last_line_end,
-    number,
     text,
 )
 from trainer.errors import BadValueError, CorruptFileError
 from trainer.storage import Location
 
-COLUMNS = [integer("userId"), number("rating", above=0, at_most=5), text("tag")]
+COLUMNS = [integer("userId"), CsvColumn("rating", "a number", (0, 5)), text("tag")]
 
 
 def write(tmp_path, body: str):

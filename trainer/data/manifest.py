@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from trainer.errors import CorruptFileError, ManifestError, SourceMissingError
+from trainer.errors import CorruptFileError, ManifestError
 from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
@@ -107,12 +107,6 @@ def load_manifest(folder: Location | Path) -> Manifest:
     """
     folder = Location.parse(folder)
     path = folder / MANIFEST_NAME
-    if not path.exists():
-        if not folder.is_dir():
-            raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
-        raise ManifestError(
-            f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
-        )
     manifest = parse_manifest(path.read_bytes(), str(path))
     sizes = folder.sizes_bytes()
     for split in manifest.splits.values():

@@ -95,9 +95,16 @@ class Network(nn.Module):
             self.inter_arch: nn.Module = InteractionArch(num_vectors)
             crossed_size = dim + num_vectors * (num_vectors + 1) // 2
         else:
-            self.inter_arch, crossed_size = cross_arch(spec, num_vectors, dim)
+            cross = model.interaction_arch or InteractionSpec()
+            crossed_size = (num_vectors + 1) * dim
+            layers = LowRankCrossNet(crossed_size, cross.num_layers, cross.low_rank_dim)
+            self.inter_arch = InteractionDCNArch(num_vectors, layers)
         self.dropout = nn.Dropout(transformer.dropout if transformer else 0.0)
-        self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
+        sizes = list(model.over_arch.layer_sizes)
+        if len(sizes) == 1:  # which TorchRec's OverArch refuses
+            self.over_arch: nn.Module = nn.Linear(crossed_size, sizes[0], device=device)
+        else:
+            self.over_arch = OverArch(crossed_size, sizes, device)
 
     def forward(
         self,
@@ -178,21 +185,3 @@ class HistoryEncoder(nn.Module):
         in_context = encoded[:, 0]
         weighed = attend(in_context, encoded[:, 1:], is_padding, ratings)
         return torch.stack([in_context, weighed], dim=1)
-
-
-def cross_arch(spec: JobSpec, num_vectors: int, dim: int) -> tuple[nn.Module, int]:
-    """Low-rank cross layers of DCN v2 over `num_vectors` vectors of `dim` and the dense one.
-
-    Returns the module, [B, D] and [B, F, D] -> [B, (F + 1) D], and the size of what comes out.
-    """
-    cross = spec.model.interaction_arch or InteractionSpec()
-    size = (num_vectors + 1) * dim
-    network = LowRankCrossNet(size, cross.num_layers, cross.low_rank_dim)
-    return InteractionDCNArch(num_vectors, network), size
-
-
-def over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.device) -> nn.Module:
-    """Fully connected layers with ReLU between them, [B, in_features] -> [B, layer_sizes[-1]]."""
-    if len(layer_sizes) == 1:  # which TorchRec's OverArch refuses
-        return nn.Linear(in_features, layer_sizes[0], device=device)
-    return OverArch(in_features, list(layer_sizes), device)

@@ -38,7 +38,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -303,10 +303,8 @@ class Speedometer:
         return values
 
 
-class TraceRequest(BaseModel):
+class TraceRequest(BaseModel, extra="forbid", frozen=True):
     """A request to trace steps, from the next one on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # The id becomes part of a path.
     id: Annotated[str, Field(pattern=r"^t-[0-9a-f]{8}$")]

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from trainer.data.manifest import FileEntry, Manifest, SplitEntry, write_manifest
 from trainer.datasets.criteo.encode import (
@@ -185,10 +185,8 @@ _EMPTY_ID_EVERY = 3
 _ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
 
 
-class CriteoGeneratorOptions(BaseModel):
+class CriteoGeneratorOptions(BaseModel, extra="forbid", frozen=True):
     """What `shardloom data generate criteo --help` explains."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_rows: PositiveInt
     format: Literal["tsv", "parquet"] = "parquet"

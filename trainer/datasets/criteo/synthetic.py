@@ -154,16 +154,15 @@ class TeacherScore:
         self._clicks += np.bincount(bins, rows.label, minlength=_NUM_BINS).astype(np.int64)
 
     def as_dict(self) -> dict[str, float | None]:
-        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None where clicks or others are lacking."""
+        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None without clicks or others."""
         rows, clicks = int(self._views.sum()), int(self._clicks.sum())
-        rate = clicks / rows if rows else None
-        logloss = self._loss / rows if rows else None
+        rate, logloss = clicks / rows, self._loss / rows
         has_both = 0 < clicks < rows
         return {
             "rows": rows,
             "click_rate": rate,
             "logloss": logloss,
-            "ne": self._loss / rows / entropy(clicks / rows) if has_both else None,
+            "ne": logloss / entropy(rate) if has_both else None,
             "auc": self._auc() if has_both else None,
         }
 

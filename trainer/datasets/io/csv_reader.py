@@ -136,7 +136,8 @@ _YEAR_2100_S = 4_102_444_800
 class CsvColumn:
     """A column to read; a number lies in `bounds`, of which the lower one is exclusive.
 
-    `rule` says in words what is wanted, where kind and bounds do not say it well.
+    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where kind
+    and bounds do not say it well.
     """
 
     name: str
@@ -168,11 +169,6 @@ class CsvColumn:
         if self.bounds is not None:
             broken |= ~pl.col(self.name).is_between(*self.bounds, closed="right")
         return broken.any()
-
-
-def text(name: str) -> CsvColumn:
-    """A column of any text; an empty cell reads as an empty string."""
-    return CsvColumn(name)
 
 
 def integer(name: str) -> CsvColumn:

@@ -24,7 +24,6 @@ from trainer.datasets.io.csv_reader import (
     CsvColumn,
     LineBlock,
     integer,
-    text,
     timestamp,
 )
 from trainer.datasets.io.journal import Advance, Facts
@@ -243,12 +242,12 @@ def _gather(blocks: Blocks, users: range) -> Columns:
 # Taken apart, the words of a block need many times its size.
 _TAG_BLOCK_BYTES = 8 * 1024 * 1024
 _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
-_TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("timestamp"))
+_TAG_COLUMNS = (integer("userId"), integer("movieId"), CsvColumn("tag"), timestamp("timestamp"))
 
 
 def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
     """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
-    columns = [integer("movieId"), text("title"), text("genres")]
+    columns = [integer("movieId"), CsvColumn("title"), CsvColumn("genres")]
     movies = BlockReader(location, columns, delimiter=delimiter).read()
     repeated = movies["movieId"].is_duplicated().arg_true()
     if len(repeated):

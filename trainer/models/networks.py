@@ -149,7 +149,6 @@ class HistoryEncoder(nn.Module):
         self, spec: TransformerSpec, dim: int, max_length: int, device: torch.device
     ) -> None:
         super().__init__()
-        self.max_length = max_length
         self.project = nn.Linear(2 * dim, dim, device=device)
         self.position = nn.Parameter(torch.zeros(max_length + 1, dim, device=device))
         layer = nn.TransformerEncoderLayer(

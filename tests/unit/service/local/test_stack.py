@@ -47,7 +47,6 @@ from service.settings import Settings
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
-from trainer.protocol.versions import Mismatch
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
@@ -260,7 +259,7 @@ def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monke
 
     for port in ("abc", "0", "70000"):
         refused("SHARDLOOM_PORT", SHARDLOOM_PORT=port)
-    wrong = [Mismatch("torchrec", "1.6.0", "1.8")]
+    wrong = ["torchrec 1.6.0 is installed, 1.8 is needed: run `make setup`"]
     monkeypatch.setattr("service.local.stack.check_versions", lambda: wrong)
     refused(r"torchrec 1\.6\.0 is installed, .*make setup")
 

@@ -28,13 +28,7 @@ from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
-from tests.benchmarks.quality import (
-    OUR_NAME,
-    gain_interval,
-    gain_of,
-    rmse_of,
-    squares_by_user,
-)
+from tests.benchmarks.quality import OUR_NAME, gain_interval, gain_of, rmse_of, squares_by_user
 from tests.benchmarks.quality_data import (
     Fold,
     Stars,

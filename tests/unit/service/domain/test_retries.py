@@ -19,14 +19,7 @@ from service.domain.models import (
     ObservedState,
     ReportedEnd,
 )
-from service.domain.retries import (
-    RULES,
-    Budget,
-    RetryRule,
-    advice_of,
-    backoff_s,
-    next_attempt,
-)
+from service.domain.retries import RULES, Budget, RetryRule, advice_of, backoff_s, next_attempt
 from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
 from trainer.spec.job import JobSpec
 

@@ -68,11 +68,11 @@ def make_batch(histories: Lists, ratings: list[list[float]], genres: Lists) -> B
     )
 
 
-def predict(histories: Lists, ratings: list[list[float]], genres: Lists | None = None) -> Any:
+def predict(histories: Lists, ratings: list[list[float]]) -> Any:
     """Predictions of one fixed model, [B]."""
     model = make_model(SPEC).eval()
     with torch.no_grad():
-        _, outputs = model(make_batch(histories, ratings, genres or [[3]] * len(histories)))
+        _, outputs = model(make_batch(histories, ratings, [[3]] * len(histories)))
     return outputs[:, 0]
 
 

@@ -243,10 +243,10 @@ class Guarded(_Served):
         found: Security = self.http.app.state.context.security
         return found
 
-    def add_key(self, name: str, roles: dict[str, Role], **changes: Any) -> str:
+    def add_key(self, name: str, roles: dict[str, Role]) -> str:
         """Id of a new key."""
         key_id, text = new_key_text()
-        key = ApiKey(key_id, name, roles, time.time(), "test", **changes)
+        key = ApiKey(key_id, name, roles, time.time(), "test")
         self.security.keys.add_key(key, hash_of(text))
         self.keys[name] = text
         return key_id

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from service.backends.base import Submission
+from service.backends.kuberay import watch
 from service.backends.kuberay.backend import (
     KEEP_CUT_OFF_S,
     KEEP_ENDED_S,
@@ -337,8 +338,9 @@ def test_a_watch_that_breaks_misses_nothing(
 
 
 def test_pods_that_find_no_room_are_told_of(
-    backends: KubeRayBackends, operator: RayJobOperator
+    backends: KubeRayBackends, operator: RayJobOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "_AGE_S", 0.1)  # of what was read of pods
     backend, sent = backends.open(), submission()
     message = "0/3 nodes are available: 3 Insufficient cpu."
     operator.clusters.unschedulable = message

@@ -33,13 +33,7 @@ from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.touched_rows import TouchedRows
 from trainer.protocol import requests
-from trainer.protocol.events import (
-    Divergence,
-    Metrics,
-    Note,
-    RowsQuarantined,
-    RowsSkipped,
-)
+from trainer.protocol.events import Divergence, Metrics, Note, RowsQuarantined, RowsSkipped
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig

@@ -24,14 +24,7 @@ from tests.harness.builders import (
     table_wise_plan,
     workers_started,
 )
-from tests.harness.service import (
-    Api,
-    FakeService,
-    event_body,
-    job_body,
-    shardloom,
-    trace_body,
-)
+from tests.harness.service import Api, FakeService, event_body, job_body, shardloom, trace_body
 from trainer.protocol.code_archive import check, id_of
 
 

@@ -32,15 +32,7 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service import (
-    Api,
-    FakeService,
-    end,
-    job_body,
-    problem_body,
-    running,
-    shardloom,
-)
+from tests.harness.service import Api, FakeService, end, job_body, problem_body, running, shardloom
 from trainer.protocol.events import Event, HostExcluded, Metrics
 
 

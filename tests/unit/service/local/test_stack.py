@@ -35,12 +35,7 @@ from service.local.ray_node import (
     private_head,
     private_node,
 )
-from service.local.stack import (
-    Component,
-    LocalStack,
-    check_port_free,
-    wait_until_ready,
-)
+from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
 from service.local.state import StackError, StackHome, StackState
 from service.network import local_url
 from service.settings import Settings

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.builders import spec_document
 from tests.harness.small_model import plain_batch
-from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
 from trainer.models.sparse import AttentionPooling, History
@@ -51,7 +51,7 @@ def make_spec(
 ) -> JobSpec:
     names = dict.fromkeys(feature["table"] for feature in features)
     table = {"embedding_dim": DIM, "num_embeddings": NUM_ROWS, "data_type": data_type}
-    document = minimal() | {
+    document = spec_document() | {
         "features": [{"name": "age", "type": "dense"}, *features],
         "embedding_tables": [
             table | {"name": name, "pooling": "mean" if name == "tags" else "sum"} for name in names

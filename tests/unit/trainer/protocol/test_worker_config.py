@@ -30,9 +30,9 @@ class Service:
             raise httpx.ConnectError("refused")
         return httpx.Response(status, json={"secrets": {"PASSWORD": "hunter2"}})
 
-    def fetch(self, patience_s: float = 10.0) -> SecretEnv:
+    def fetch(self) -> SecretEnv:
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
-            return fetch_secrets(http, URL, patience_s, self.wait, lambda: self.now)
+            return fetch_secrets(http, URL, 10.0, self.wait, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.datasets.io.csv_reader import (
-    BlockReader,
-    CsvColumn,
-    integer,
-    last_line_end,
-)
+from trainer.datasets.io.csv_reader import BlockReader, CsvColumn, integer, last_line_end
 from trainer.errors import BadValueError, CorruptFileError
 from trainer.storage import Location
 

@@ -16,7 +16,7 @@ from typing import Any
 from tests.benchmarks.report import SKIPPED, end_on_signal, goal_text, is_met, log, value_text
 
 NAMES = (
-    *("overhead", "startup", "sparse_sync", "two_d", "ne_parity"),
+    *("overhead", "startup", "pipeline", "sparse_sync", "two_d", "ne_parity"),
     *("recovery", "resize", "goodput", "checkpoint_stall", "control_plane"),
     *("prepare", "loader", "quality", "gpu_step"),
 )

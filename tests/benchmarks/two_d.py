@@ -110,7 +110,7 @@ def schedule_of(side: Side) -> Schedule:
 
 
 @contextmanager
-def emulated_ranks() -> Iterator[HostRanks]:
+def emulated_ranks(ranks_per_host: int) -> Iterator[HostRanks]:
     """Ranks on two hosts that a link joins.
 
     Raises `BenchmarkSkipped` where hosts cannot be emulated.
@@ -120,14 +120,14 @@ def emulated_ranks() -> Iterator[HostRanks]:
     os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
     try:
         with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
-            yield HostRanks(hosts, RANKS_PER_HOST)
+            yield HostRanks(hosts, ranks_per_host)
     except EmulationError as error:
         raise BenchmarkError(str(error)) from error
 
 
 def run(num_pairs: int) -> BenchmarkReport:
     """Measure all. Raises `BenchmarkError` when a side cannot run."""
-    with emulated_ranks() as ranks:
+    with emulated_ranks(RANKS_PER_HOST) as ranks:
         stock, ours = survey(ranks, VARIANTS), survey(ranks, layouts())
         best_stock, best_ours = best_of(stock), best_of(ours)
         log(f"pairs: {label_of(best_ours)} against {label_of(best_stock)}")

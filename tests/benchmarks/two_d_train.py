@@ -62,14 +62,21 @@ class RankResult:
 
 
 class TwoDTrainer:
-    """Our engine."""
+    """Our engine; `is_ahead` False leaves its steps without a pipeline."""
 
-    def __init__(self, site: WorkerSite, spec: JobSpec, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        site: WorkerSite,
+        spec: JobSpec,
+        is_ahead: bool | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self._spec = spec
         groups = build_groups(layout_of(spec), device, _COLLECTIVE_TIMEOUT_S, host=site.host)
         self._model, _ = build_parallel_model(spec, groups)
         self._optimizers = Optimizers(self._model, spec.optimizer, spec.moment_scale)
         self._pipeline = StepPipeline(self._model, PhaseTimes(HostClock()))
+        self._pipeline.is_ahead = is_ahead
         dense_at_sync = spec.parallelism.dense_policy == "at_sync"
         self._sync = build_sync(
             self._model,

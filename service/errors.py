@@ -123,7 +123,7 @@ class StorageUnavailable(ServiceError):
     status = 503
     code = "storage_unavailable"
     title = "Run storage unavailable"
-    template = "cannot write to run storage ({}); check SHARDLOOM_RUNS_DIR"
+    template = "run storage failed ({}); check SHARDLOOM_RUNS_DIR"
 
 
 @contextmanager

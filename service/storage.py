@@ -18,13 +18,16 @@ from typing import TypeVar
 
 DEADLINE_S = 10.0
 MAX_HANGING = 8
+_PLACE_PARTS = 3
 _Result = TypeVar("_Result")
 _hanging: Counter[Path] = Counter()
 _lock = threading.Lock()
 
 
-def in_time(place: Path, call: Callable[[], _Result], deadline_s: float = DEADLINE_S) -> _Result:
-    """What `call` returns or raises; an OSError where storage below `place` hangs."""
+def in_time(path: Path, call: Callable[[], _Result], deadline_s: float = DEADLINE_S) -> _Result:
+    """What `call` returns or raises; an OSError where the storage of `path` hangs."""
+    # Whatever else is asked for there hangs as well: mounts are near the root.
+    place = Path(*path.parts[:_PLACE_PARTS])
     if _hanging[place] >= MAX_HANGING:
         raise TimeoutError(errno.ETIMEDOUT, "storage hangs; is its server away?", str(place))
     future: Future[_Result] = Future()

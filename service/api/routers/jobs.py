@@ -19,6 +19,7 @@ from service.api.deps import (
     check_paths,
     check_project,
     keep_secrets,
+    on_storage,
     with_etag,
 )
 from service.api.planning import plan_of
@@ -266,6 +267,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
 
 
 @router.delete("/{job}", summary="Delete a job")
+@on_storage
 def delete(
     job: JobDep,
     context: ContextDep,
@@ -289,6 +291,7 @@ def delete(
     summary="Ask for another number of workers",
     status_code=status.HTTP_202_ACCEPTED,
 )
+@on_storage
 def resize(
     body: ResizeJob, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:
@@ -304,6 +307,7 @@ def resize(
 @router.post(
     "/{job}/drain", summary="Ask the workers to leave a host", status_code=status.HTTP_202_ACCEPTED
 )
+@on_storage
 def drain(
     body: DrainHost, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:

@@ -344,7 +344,7 @@ def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(
         reconciler.reconcile(broken.id)
     reconciler.reconcile(other.id)
     reconciler.close()
-    assert house.backend.attempt_ids() == [f"{broken.id}-a0", f"{other.id}-a0"]
+    assert set(house.backend.attempt_ids()) == {f"{broken.id}-a0", f"{other.id}-a0"}
 
 
 # ---- one background thread computes at a time
@@ -438,14 +438,14 @@ def test_hosts_and_storage_that_hang_delay_no_running_job(
         reconciler.close()
 
 
-def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once(tmp_path: Path) -> None:
+def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() -> None:
     release = threading.Event()
-    hung, healthy = tmp_path / "hung", tmp_path / "healthy"
+    hung, healthy = Path("/mnt/hung"), Path("/mnt/healthy")
     for _ in range(storage.MAX_HANGING):
         with pytest.raises(TimeoutError, match="has not answered"):
             in_time(hung, lambda: release.wait(scaled(60)), deadline_s=0.01)
     with pytest.raises(TimeoutError, match="storage hangs"):
-        in_time(hung, lambda: pytest.fail("it is not called"))
+        in_time(hung / "below", lambda: pytest.fail("it is not called"))
     assert in_time(healthy, lambda: 7) == 7
     assert storage.hanging() == {str(hung): storage.MAX_HANGING}
     with pytest.raises(ValueError, match="of the call"):

@@ -109,7 +109,7 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
         status=JobStatus.STARTING,
         retry_at=None,
         current_attempt_id=attempt.id,
-        queue_note=note.document,
+        queue_note=replace(note, since=now).document,
         message="",
     )
     waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
@@ -246,7 +246,8 @@ def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     assert ended.end_reason is not None
     by, reason = QueueState.of(job).preempted_by, ended.end_reason.value
     cause = f"attempt {ended.index} ended ({reason}: {ended.message})"
-    rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=None)
+    note = QueueState(since=now).document
+    rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=note)
     if by is None:
         message = f"paused: {cause}"
         told = timeline_event(job, ended, now, "job_paused", message, {"reason": reason})
@@ -274,9 +275,9 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
     facts = {"reason": ended.end_reason.value, "delay_s": delay_s, "is_counted": not is_free}
     data = {**end_details(job, ended), **facts}
     told = timeline_event(job, ended, now, "retry_scheduled", message, data)
-    queued = replace(
-        job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
-    )
+    retry_at = now + delay_s
+    note = QueueState(since=retry_at).document
+    queued = replace(job, status=JobStatus.QUEUED, retry_at=retry_at, message="", queue_note=note)
     return Decision(queued, ended, timeline=(told,))
 
 
@@ -408,7 +409,8 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
         return Decision(job, None)
     asked = _requested("resume", job, now, actor)
     if job.status is JobStatus.PAUSED:
-        waiting = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
+        queued = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
+        waiting = replace(queued, queue_note=QueueState(since=now).document)
         return Decision(waiting, None, timeline=(asked,))
     # A driver that has seen the request ends all the same, and another attempt follows at once.
     note = replace(QueueState.of(job), stop_at=None)

@@ -217,8 +217,9 @@ class Membership:
 class QueueState:
     """The scheduler's state of a job, stored in `Job.queue_note`.
 
-    While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
-    counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
+    `since` is when it was last queued again, or started (Unix seconds). While it waits: its
+    `position` (from 1) and `reason`, which are not stored. Once it started: the `workers` that it
+    was counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
     `stop_at`, when it is stopped whether it saved or not, `stop_sent` once it was, and the job that
     preempts it, if any (`preempted_by`, as `named_for` says).
     """
@@ -230,6 +231,7 @@ class QueueState:
     stop_at: float | None = None
     stop_sent: bool | None = None
     preempted_by: str | None = None
+    since: float | None = None
 
     @classmethod
     def of(cls, job: Job) -> QueueState:

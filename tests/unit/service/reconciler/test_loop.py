@@ -6,6 +6,7 @@ import errno
 import shutil
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from service import storage
 from service.backends.fake import FakeBackend, Script
 from service.domain.lifecycle import request_cancel
-from service.domain.models import EndReason, Job, JobStatus, Observation
+from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState
 from service.jobs.actions import cancel_job, pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
 from service.reconciler import outbox
@@ -453,3 +454,34 @@ def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() ->
     release.set()
     wait_for(lambda: not storage.hanging(), "the calls to return")
     assert in_time(hung, lambda: 8) == 8
+
+
+def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
+    house: House,
+) -> None:
+    asked: list[str] = []
+
+    class ListingBackend(FakeBackend):
+        def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+            asked.append("all")
+            return {name: Observation(states.pop(name)) for name in [*states]}
+
+        def observe(self, attempt_id: str) -> Observation:
+            asked.append(attempt_id)
+            return super().observe(attempt_id)
+
+    jobs = [house.submit("running", "succeeded") for _ in range(20)]
+    house.poll(2)
+    states = {f"{job.id}-a0": ObservedState.RUNNING for job in jobs}
+    states[f"{jobs[0].id}-a0"] = ObservedState.SUCCEEDED
+    del states[f"{jobs[1].id}-a0"]
+    backend = ListingBackend(Path(house.backend.address))
+    reconciler = Reconciler(
+        house.store, backend, house.settings, ServiceMetrics(), lambda: house.now
+    )
+    reconciler._dispatch()
+    wait_for(lambda: not reconciler._busy, "the pass to end")
+    reconciler.close()
+    assert (asked[0], set(asked[1:])) == ("all", {f"{job.id}-a0" for job in jobs[:2]})
+    ended = [house.status(job) is JobStatus.SUCCEEDED for job in jobs]
+    assert ended == [True, True] + [False] * 18

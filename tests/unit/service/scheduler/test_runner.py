@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
 from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
+from service.errors import LockLost
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
@@ -61,7 +63,7 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
     report(house, first, "completed")
     house.poll(2)
     assert house.status(second) is JobStatus.STARTING
-    assert house.place_of(second) == QueueState(workers=4)
+    assert house.place_of(second).workers == 4
 
 
 def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
@@ -161,7 +163,8 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
     house.poll()
     path = house.files(job).spec_path
     assert load_spec(path.read_text()).parallelism.world_size == 6
-    assert house.place_of(job) == QueueState(workers=6, max_workers=6)
+    place = house.place_of(job)
+    assert (place.workers, place.max_workers) == (6, 6)
 
 
 def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:
@@ -173,6 +176,26 @@ def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None
             assert is_theirs
     with hold_lock(house.store, "queue", "two", house.now, 10) as is_theirs:
         assert is_theirs
+
+
+def test_a_replica_that_lost_the_lock_in_a_pass_starts_nothing(house: House) -> None:
+    offer(house, 8)
+    first, second = submit(house), submit(house)
+    late = house.reconciler()._queue
+    begin = late._start
+
+    def start_late(*args: Any) -> None:
+        with hold_lock(house.store, "queue", "two", house.now + 60, 60) as lock:
+            assert lock is not None
+            begin(*args)
+
+    late._start = start_late  # type: ignore[method-assign]
+    with pytest.raises(LockLost):
+        late.admit()
+    late.close()
+    assert {house.status(job) for job in (first, second)} == {JobStatus.QUEUED}
+    house.poll()
+    assert {house.status(job) for job in (first, second)} == {JobStatus.STARTING}
 
 
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:

@@ -36,7 +36,14 @@ from service.domain.lifecycle import (
     end_attempt,
     submission_accepted,
 )
-from service.domain.models import Attempt, EndReason, Job, Observation, ObservedState
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+)
 from service.errors import (
     BackendUnreachable,
     ServiceError,
@@ -148,6 +155,8 @@ class Reconciler:
         self._slot = _ComputeSlot()
         # What is being done or waits for a thread; None while the backend is asked of a job.
         self._busy: dict[str, Future[None] | None] = {}
+        # Versions of jobs of which nothing follows while they run: time alone changes nothing.
+        self._settled: dict[str, int] = {}
         self._woken = threading.Event()
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
@@ -275,7 +284,12 @@ class Reconciler:
         except Exception as error:  # each is observed by itself
             _log_error("cannot observe all attempts", error)
         for job in jobs:
-            self._submit_job(self._pool, job.id, seen)
+            known = seen.get(job.current_attempt_id or "")
+            is_running = known is not None and known.state is ObservedState.RUNNING
+            if is_running and self._settled.get(job.id) == job.version:
+                del self._busy[job.id]
+            else:
+                self._submit_job(self._pool, job.id, seen)
 
     def _submit_job(
         self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]
@@ -316,6 +330,9 @@ class Reconciler:
                 # Another replica submitted or ended it meanwhile: the observation is outdated.
                 return
         decision = decide(job, attempt, observation, self._clock())
+        self._settled.pop(job.id, None)
+        if _is_settled(job, attempt, observation, decision):
+            self._settled[job.id] = job.version
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
             self._act(decision.action, stored, decision.attempt)
@@ -439,6 +456,16 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
         return False
     submitted = (attempt.last_submit_at, attempt.submitted_at)
     return submitted == (observed.last_submit_at, observed.submitted_at)
+
+
+def _is_settled(
+    job: Job, attempt: Attempt | None, observation: Observation, decision: Decision
+) -> bool:
+    """Whether nothing follows for a running job until it is written or observed otherwise."""
+    is_quiet = job.status is JobStatus.RUNNING and not job.pause_requested
+    has_reported = attempt is None or attempt.reported_end is not None
+    is_running = observation.state is ObservedState.RUNNING
+    return is_quiet and is_running and not has_reported and decision == Decision(job, attempt)
 
 
 def _rests(job: Job) -> bool:

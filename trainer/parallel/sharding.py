@@ -95,8 +95,10 @@ def build_parallel_model(
 def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
     """Sharders of every embedding module that a model may hold.
 
-    `fused_params` are FBGEMM's, the optimizer of the tables among them.
+    `fused_params` are FBGEMM's, the optimizer of the tables among them. Tables in host memory are
+    pinned there: managed memory would move to the GPU by pages.
     """
+    fused_params = fused_params | {"uvm_host_mapped": True}
     codecs = _codecs(spec.parallelism.all_to_all)
     bags = BagSharder(fused_params, codecs)
     lists = SequenceSharder(fused_params, codecs)

@@ -215,6 +215,11 @@ class TwoDParallel(DistributedModelParallel):
         """FBGEMM kernels that hold this rank's shards, in module order."""
         return [lookup._emb_module for lookup in _lookups(self._dmp_wrapped_module)]
 
+    @property
+    def has_caches(self) -> bool:
+        """Whether this rank has a table behind a cache."""
+        return any(kernel.lxu_cache_weights.numel() for kernel in self.embedding_kernels())
+
     def flush_caches(self) -> None:
         """Write cached rows to their tables, for who reads these as a whole."""
         for kernel in self.embedding_kernels():

@@ -246,10 +246,11 @@ def table_constraints(
 
 
 def proposers(constraints: Constraints) -> list[Proposer]:
-    """TorchRec's own, and one that enlarges caches where tables may have some."""
+    """TorchRec's own, and one that enlarges caches where it may."""
     stock = [GridSearchProposer(), GreedyProposer(), GreedyProposer(False), UniformProposer()]
-    may_cache = any(each.cache_params for each in constraints.values())
-    return [*stock, EmbeddingOffloadScaleupProposer()] if may_cache else stock
+    caches = [each.cache_params for each in constraints.values() if each.cache_params]
+    may_grow = any(cache.stats for cache in caches)
+    return [*stock, EmbeddingOffloadScaleupProposer()] if may_grow else stock
 
 
 def cache_params(spec: JobSpec, table: EmbeddingTableSpec) -> CacheParams:

@@ -70,9 +70,8 @@ class CachedRows:
     one after the other; that of the first is `first`.
 
     Writes, and forward passes, come from one thread. Another one may read meanwhile, on the same
-    stream: rows that forward passes move between its operations are read again. (One that comes
-    back to its slot in between, at which the least recently used of a set's 32 rows goes, was
-    looked up by then.)
+    stream: rows that forward passes move between its operations are read again. (What comes back to
+    its old slot is not seen to have moved; that takes two passes that fill a set of 32 slots.)
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from service.schemas.jobs import (
     WaitingJob,
 )
 from service.settings import Settings
-from trainer.export.artifact import ArtifactError, read_manifest
+from trainer.export.artifact import ArtifactError
 from trainer.export.requests import ExportFolder
 
 
@@ -54,7 +54,7 @@ def describe(folder: ExportFolder) -> ExportOut:
     facts["message"] = folder.message
     if facts["status"] == "succeeded":
         try:
-            manifest = read_manifest(folder.artifact)
+            manifest = folder.read_manifest()
         except ArtifactError as error:
             raise ExportNotReady(folder.id, "damaged", str(error)) from error
         facts |= {"step": manifest.step, "size_bytes": manifest.size_bytes}

@@ -88,7 +88,7 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[Fie
             "SHARDLOOM_STORAGE_ROOTS names them",
         )
         for field, path in paths_of(spec).items()
-        if not _is_allowed(path, roots)
+        if not is_allowed(path, roots)
     ]
     mlflow = spec.sinks.mlflow
     if mlflow is not None and is_unclear(mlflow.tracking_uri):
@@ -108,13 +108,16 @@ def without_lost_place(
     It was the service's own then, or lay below a root; a clone has no checkpoints there yet.
     """
     path = spec.checkpoint.path
-    if roots is None or path is None or path != cloned.checkpoint.path or _is_allowed(path, roots):
+    if roots is None or path is None or path != cloned.checkpoint.path or is_allowed(path, roots):
         return spec
     checkpoint = spec.checkpoint.model_copy(update={"path": None})
     return spec.model_copy(update={"checkpoint": checkpoint})
 
 
-def _is_allowed(path: str, roots: Sequence[Path | str]) -> bool:
+def is_allowed(path: str, roots: Sequence[Path | str] | None) -> bool:
+    """Whether a job may use a path or URL; without roots it may use any."""
+    if roots is None:
+        return True
     if path.startswith(_REMOTE):
         return any(_is_below_url(path, root) for root in roots if isinstance(root, str))
     folders = [root for root in roots if isinstance(root, Path)]

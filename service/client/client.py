@@ -277,7 +277,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         """As `follow_events`, and how far the job has come whenever that changes."""
         params: Params = {"after": after, "progress": "true"}
         for event in self._stream(job_path(job, "events"), params, patience_s):
-            if event.name == "progress":
+            if event.event == "progress":
                 yield self._parse_event(event, ProgressOut)
             else:
                 yield self._parse_event(event, TimelineEventOut)

@@ -7,11 +7,10 @@ event id. Durations are in seconds. Errors: `service.client.errors`.
 
 from __future__ import annotations
 
-import io
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+from httpx_sse import EventSource, ServerSentEvent
 from pydantic import TypeAdapter, ValidationError
 
 from service.client.credentials import find_key, tls_context
@@ -93,52 +93,6 @@ def is_transient(error: ShardloomError) -> bool:
     if isinstance(error, ProblemError | UnexpectedAnswer):
         return error.status in RETRIED_STATUSES
     return isinstance(error, ServiceUnreachable)
-
-
-# ---- server-sent events (the event stream format of the HTML standard)
-
-
-@dataclass(frozen=True)
-class SseEvent:
-    """One event. `id` is the newest id seen on the stream so far, empty if none was sent."""
-
-    name: str
-    data: str
-    id: str = ""
-
-
-def split_lines(chunks: Iterable[str]) -> Iterator[str]:
-    """Complete lines of a text that arrives in chunks; an unfinished last line is dropped.
-
-    Only CR, LF and CRLF end a line: `str.splitlines` would also cut at U+2028 inside JSON.
-    """
-    decoder, pending = io.IncrementalNewlineDecoder(None, translate=True), ""
-    for chunk in chunks:
-        *lines, pending = (pending + decoder.decode(chunk)).split("\n")
-        yield from lines
-
-
-def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[SseEvent]:
-    """Events of a stream that arrives in arbitrary chunks of text.
-
-    Comments (keep-alives) are skipped; an event cut off by the end of the stream is dropped, so
-    that it is sent again after a reconnection.
-    """
-    name, data = "message", list[str]()
-    for line in split_lines(chunks):
-        if not line:
-            if data:
-                yield SseEvent(name, "\n".join(data), last_id)
-            name, data = "message", []
-            continue
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "data":
-            data.append(value)
-        elif field == "event":
-            name = value
-        elif field == "id" and "\0" not in value:
-            last_id = value
 
 
 # ---- the connection
@@ -254,18 +208,19 @@ class Connection:
                 failure = error
             budget.wait(failure)
 
-    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[SseEvent]:
+    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[ServerSentEvent]:
         """Events of an SSE stream until its `end` event, resumed after the last id when it breaks.
 
-        Only failures in a row count: whatever arrives clears them, be it a keep-alive.
+        Only failures in a row count: a stream that brought anything, be it a keep-alive, clears
+        them.
         """
         last_id, budget = "", self._budget(patience_s)
         while True:
             try:
                 for event in self._open_stream(path, params, last_id, budget):
-                    if event.name == "end":
+                    if event.event == "end":
                         return
-                    last_id = event.id
+                    last_id = event.id or last_id
                     yield event
                 failure: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
             except ShardloomError as error:
@@ -276,24 +231,22 @@ class Connection:
 
     def _open_stream(
         self, path: str, params: Params, last_id: str, budget: RetryBudget
-    ) -> Iterator[SseEvent]:
-        headers = {"Accept": "text/event-stream"}
-        if last_id:
-            headers["Last-Event-ID"] = last_id
+    ) -> Iterator[ServerSentEvent]:
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
         timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=STREAM_SILENCE_S)
-
-        def chunks(response: httpx.Response) -> Iterator[str]:
-            for chunk in response.iter_text():
-                budget.reset()
-                yield chunk
-
         with (
             self._reaching(),
             self._http.stream(
                 "GET", path, params=_given(params), headers=headers, timeout=timeout
             ) as response,
         ):
-            yield from parse_events(chunks(self._checked(response)), last_id)
+            events = EventSource(self._checked(response)).iter_sse()
+            try:
+                # Keep-alives have no data.
+                yield from (event for event in events if event.data)
+            finally:
+                if response.num_bytes_downloaded:
+                    budget.reset()
 
     def _download(self, path: str, params: Params, target: Path) -> Path:
         """Write an answer to a file, which is replaced once all is there; raises OSError."""
@@ -304,7 +257,7 @@ class Connection:
                 file.writelines(response.iter_bytes())
         return partial.replace(target)
 
-    def _parse_event(self, event: SseEvent, answer: type[Answer]) -> Answer:
+    def _parse_event(self, event: ServerSentEvent, answer: type[Answer]) -> Answer:
         return self._validate(event.data, answer, self.base_url)
 
     def _budget(self, patience_s: float) -> RetryBudget:

@@ -14,11 +14,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from service import errors
+from service.auth.permissions import is_allowed, roots_of
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
     Decision,
@@ -28,7 +28,7 @@ from service.domain.lifecycle import (
     request_resume,
 )
 from service.domain.membership import copies_needed, current_membership, sizes_of_job
-from service.domain.models import Checkpoint, Job, JobStatus, TimelineEvent
+from service.domain.models import Checkpoint, Job, JobStatus, RemainingPath, TimelineEvent
 from service.domain.sharding import STARTED, newest_workers
 from service.domain.timeline import (
     DRAIN,
@@ -59,14 +59,6 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
 _Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
-
-
-@dataclass(frozen=True)
-class RemainingPath:
-    """What a deletion left: folder or URL, and why."""
-
-    path: str
-    why: str
 
 
 def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[RemainingPath]:
@@ -276,6 +268,9 @@ def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
         store.get_job(job_id)
     except errors.JobNotFound:
         for path in trashed_checkpoint_paths(settings, job_id):
+            # A job may have made what looks like the trash of another one.
+            if not is_allowed(path, roots_of(settings)):
+                continue
             for left in remove_checkpoints(path, job_id):
                 logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         empty_trash(settings, job_id)
@@ -420,7 +415,8 @@ def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_i
     """Tell a new attempt what is wanted of the job already; raises OSError."""
     request = _requested(store, job_id)
     if request.id:
-        write_json(run_dir.attempt(attempt_id).resize_request_path, request.model_dump())
+        path = run_dir.attempt(attempt_id).resize_request_path
+        write_json(path, request.model_dump(), run_dir.runs_dir)
 
 
 def _ask(
@@ -456,7 +452,7 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     request = _requested(store, job.id)
     for _ in range(_MAX_TRIES if request.id else 0):
         with errors.reaching_storage():
-            write_json(path, request.model_dump())
+            write_json(path, request.model_dump(), run_dir.runs_dir)
         placed, request = request, _requested(store, job.id)
         if placed == request:
             break

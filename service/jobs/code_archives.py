@@ -15,15 +15,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import CodeStoreFull, InvalidRequest
-from service.jobs.run_storage import write_bytes
 from service.settings import Settings
-from trainer.protocol.code_archive import CodeError, CodeSummary, check, id_of
+from trainer.protocol.code_archive import (
+    MAX_UNPACKED_BYTES,
+    CodeError,
+    CodeSummary,
+    check,
+    id_of,
+)
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import read_untrusted, replace_untrusted
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
 _FOLDER = ".code"
 _DAY_S = 86400.0
+# Files may be stored as they are, each with two headers.
+_MAX_ARCHIVE_BYTES = 2 * MAX_UNPACKED_BYTES
 
 
 class CodeGone(Exception):
@@ -37,7 +45,7 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
     except CodeError as error:
         raise InvalidRequest([FieldProblem(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
-    if _read(path, summary.id) is None:
+    if _read(settings, path, summary.id) is None:
         kept = sum(path.stat().st_size for path in _uploads(settings))
         if kept + len(data) > settings.code_max_bytes:
             raise CodeStoreFull(
@@ -45,7 +53,7 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
                 "that is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower "
                 "SHARDLOOM_CODE_RETENTION_DAYS"
             )
-        write_bytes(path, data)
+        replace_untrusted(path, data, settings.runs_dir)
     _renewed(path)
     return summary
 
@@ -56,9 +64,11 @@ def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set
     `read_named` gives the ids that living jobs may still need; their uploads stay. How many were
     removed; raises OSError.
     """
+    if not settings.code_retention_days:
+        return 0
     before = now - settings.code_retention_days * _DAY_S
     old = [path for path in _uploads(settings) if path.stat().st_mtime < before]
-    if not old or not settings.code_retention_days:
+    if not old:
         return 0
     named = read_named()
     # Looked at again: one of them may have been named since.
@@ -81,14 +91,14 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
     code = spec.model.code
     if code is None or _renewed(_upload_path(settings, code)):
         return
-    data = _read(source.code_path(code), code) if source else None
+    data = _read(settings, source.code_path(code), code) if source else None
     if data is None:
         message = (
             f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, "
             "or POST the archive to /v1/code"
         )
         raise SpecError([FieldProblem("model.code", "unknown_code", message)])
-    write_bytes(_upload_path(settings, code), data)
+    replace_untrusted(_upload_path(settings, code), data, settings.runs_dir)
 
 
 def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> None:
@@ -100,14 +110,14 @@ def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> None:
     if code is None:
         return
     path = run_dir.code_path(code)
-    if _read(path, code) is None:
-        data = _read(_upload_path(settings, code), code)
+    if _read(settings, path, code) is None:
+        data = _read(settings, _upload_path(settings, code), code)
         if data is None:
             raise CodeGone(
                 f"the code {code[:12]}... of the job is gone from run storage, or damaged; submit "
                 "again with `shardloom submit --code DIR`"
             )
-        write_bytes(path, data)
+        replace_untrusted(path, data, settings.runs_dir)
 
 
 def _upload_path(settings: Settings, code: str) -> Path:
@@ -123,10 +133,10 @@ def _renewed(path: Path) -> bool:
     return True
 
 
-def _read(path: Path, code: str) -> bytes | None:
+def _read(settings: Settings, path: Path, code: str) -> bytes | None:
     """The archive at `path`, unless it is missing or another one."""
     try:
-        data = path.read_bytes()
+        data = read_untrusted(path, settings.runs_dir, _MAX_ARCHIVE_BYTES)
     except FileNotFoundError:
         return None
     return data if id_of(data) == code else None

@@ -17,17 +17,15 @@ import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import IO
 
 from service import errors
 from service.auth.crypto import master_keys_of
 from service.db.jobs import JobStore
 from service.domain.models import Job
-from service.files import is_below
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
-from trainer.export.artifact import MARKER, ArtifactError, Manifest, read_manifest
+from trainer.export.artifact import MARKER, ArtifactError
 from trainer.export.requests import ExportFolder, ask_for, find_export, list_exports, remove_deleted
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import Quantization
@@ -38,16 +36,14 @@ _CHUNK_BYTES = 2**18
 _BLOCK = tarfile.BLOCKSIZE
 
 
-def archive(folder: Path) -> tuple[int, Iterator[bytes]]:
-    """Size of the tar in bytes, and its bytes; raises `StorageUnavailable` where it is damaged.
-
-    Files that are not below `folder` (a link may lead anywhere) are no part of an export.
-    """
+def archive(folder: ExportFolder) -> tuple[int, Iterator[bytes]]:
+    """Size of the tar in bytes, and its bytes; raises `StorageUnavailable` where it is damaged."""
     try:
         with ExitStack() as opened:
-            paths = _paths(folder, read_manifest(folder))
-            files = [opened.enter_context(path.open("rb")) for path in paths]
-            headers = [_header(folder, file) for file in files]
+            # The marker last: what was cut off is no export.
+            names = [*sorted(folder.read_manifest().files), MARKER]
+            files = [opened.enter_context(folder.open_file(name)) for name in names]
+            headers = [_header(*each) for each in zip(names, files, strict=True)]
             chunks = _stream(files, headers, opened.pop_all())
     except (ArtifactError, OSError) as error:
         raise errors.StorageUnavailable(str(error)) from error
@@ -56,16 +52,8 @@ def archive(folder: Path) -> tuple[int, Iterator[bytes]]:
     return size, chunks
 
 
-def _paths(folder: Path, manifest: Manifest) -> list[Path]:
-    # The marker last: what was cut off is no export.
-    paths = [folder / name for name in [*sorted(manifest.files), MARKER]]
-    if foreign := [path for path in paths if not is_below(path, (folder,))]:
-        raise ArtifactError(f"{foreign[0]} leads out of the export")
-    return paths
-
-
-def _header(folder: Path, file: IO[bytes]) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(Path(file.name).relative_to(folder).as_posix())
+def _header(name: str, file: IO[bytes]) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
     status = os.fstat(file.fileno())
     info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
     return info, info.tobuf(tarfile.PAX_FORMAT)

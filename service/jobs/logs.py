@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import zipfile
 import zlib
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 from pydantic import Field, TypeAdapter
 
 from service.errors import InvalidRequest
-from service.files import is_below
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.untrusted import NotRegular, list_untrusted, open_untrusted
 from trainer.spec.base import FieldProblem
 
 _SOURCE_PATTERN = re.compile(
@@ -73,16 +74,13 @@ def is_source(name: str) -> bool:
     return _SOURCE_PATTERN.fullmatch(name) is not None
 
 
-def rank_of(source: str) -> int | None:
-    """The rank that wrote a log (in its group, where groups are failure domains)."""
-    match = _SOURCE_PATTERN.fullmatch(source)
-    return int(match["rank"]) if match and match["rank"] else None
+def _number_in(source: str, part: str) -> int | None:
+    """The `rank` that wrote a log, or its sharding `group` where groups are failure domains.
 
-
-def group_of(source: str) -> int | None:
-    """The sharding group that wrote a log, where groups are failure domains."""
+    Ranks then count within their group.
+    """
     match = _SOURCE_PATTERN.fullmatch(source)
-    return int(match["group"]) if match and match["group"] else None
+    return int(match[part]) if match and match[part] else None
 
 
 def head_of(text: str) -> Head | None:
@@ -135,7 +133,7 @@ class LogFilter:
     until: float | None = None
 
     def takes_source(self, source: str) -> bool:
-        return not self.ranks or rank_of(source) in self.ranks
+        return not self.ranks or _number_in(source, "rank") in self.ranks
 
     def takes(self, head: Head, text: str) -> bool:
         """Whether a line is wanted. A line without a level is as `info`."""
@@ -207,7 +205,7 @@ def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
     for part in parts:
         if part.offset > at or len(data) == max_bytes:
             break
-        with suppress(FileNotFoundError), part.path.open("rb") as file:
+        with suppress(FileNotFoundError), _open(part.path) as file:
             file.seek(at - part.offset)
             data += file.read(max_bytes - len(data))
         at = start + len(data)
@@ -255,15 +253,19 @@ def _split(data: bytes) -> list[bytes]:
 
 def _parts(log: Path) -> list[_Part]:
     found = []
-    for offset, path in parts_of(log):
-        # A job may lay a link among its files; what it leads to is not the job's to show.
-        if not is_below(path, (log.parent.parent,)):
-            continue
-        try:
-            found.append(_Part(offset, path, path.stat().st_size))
-        except FileNotFoundError:  # removed since it was listed
-            continue
+    for offset, path in parts_of(log, list_untrusted(log.parent, _runs_dir_of(log))):
+        # Removed since it was listed, or no file: what a link leads to is not the job's to show.
+        with suppress(FileNotFoundError, NotRegular), _open(path) as file:
+            found.append(_Part(offset, path, os.fstat(file.fileno()).st_size))
     return found
+
+
+def _open(part: Path) -> IO[bytes]:
+    return open_untrusted(part, _runs_dir_of(part))
+
+
+def _runs_dir_of(log: Path) -> Path:
+    return AttemptDir(log.parent.parent).runs_dir
 
 
 def _start_of_last_run(parts: list[_Part]) -> int:
@@ -339,21 +341,22 @@ class LogPiece:
 
     @property
     def rank(self) -> int | None:
-        return rank_of(self.source)
+        return _number_in(self.source, "rank")
 
     @property
     def group(self) -> int | None:
-        return group_of(self.source)
+        return _number_in(self.source, "group")
 
 
 def list_sources(files: AttemptDir) -> list[str]:
     """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
-    names = [path.stem for path in files.logs_dir.glob("*.log") if is_source(path.stem)]
+    paths = list_untrusted(files.logs_dir, files.runs_dir)
+    names = [path.stem for path in paths if path.suffix == ".log" and is_source(path.stem)]
     return sorted(names, key=_source_order)
 
 
 def _source_order(source: str) -> tuple[bool, bool, int, int]:
-    rank, group = rank_of(source), group_of(source)
+    rank, group = _number_in(source, "rank"), _number_in(source, "group")
     return rank is not None, source == "coordinator", group or 0, rank or 0
 
 

@@ -11,8 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus, TimelineEvent
@@ -25,10 +24,10 @@ from service.errors import (
     TraceNotFound,
     TracePending,
 )
-from service.files import is_below
 from service.jobs.actions import retry_if_stale
 from service.jobs.run_storage import write_json
 from trainer.protocol.run_dir import RunDir, trace_name
+from trainer.protocol.untrusted import NotRegular, open_untrusted
 from trainer.spec.base import FieldProblem
 
 # A request that brought nothing for so long does not stand in the way of another.
@@ -74,7 +73,7 @@ def request_trace(
             # The version of the job lets one of two requests through, and a stopping job none.
             store.update_job(job, timeline=[event])
             is_told = True
-            write_json(path, request.document)
+            write_json(path, request.document, run_dir.runs_dir)
         except OSError as error:
             if is_told:
                 _withdraw(store, job_id, request, str(error))
@@ -140,18 +139,19 @@ def list_traces(store: JobStore, job_id: str) -> list[Trace]:
 
 def find_trace(
     store: JobStore, run_dir: RunDir, job_id: str, name: str, attempt_id: str | None
-) -> Path:
-    """File of a trace, in the attempt named or in the newest that has it; raises `TraceNotFound`.
+) -> IO[bytes]:
+    """The opened file of a trace, in the attempt named or in the newest that has it.
 
-    Only what a trace can be called, in an attempt of this job, is looked for.
+    Only what a trace can be called, in an attempt of this job, is looked for. Raises
+    `TraceNotFound`.
     """
     if _NAME_PATTERN.fullmatch(name):
         for attempt in reversed(store.list_attempts(job_id)):
-            path = run_dir.attempt(attempt.id).traces_dir / name
-            is_wanted = attempt_id in (None, attempt.id) and path.is_file()
-            # A job may lay a link among its files; what it leads to is not the job's to show.
-            if is_wanted and is_below(path, (run_dir.root,)):
-                return path
+            if attempt_id in (None, attempt.id):
+                path = run_dir.attempt(attempt.id).traces_dir / name
+                # A job may lay a link among its files; what it leads to is not the job's to show.
+                with contextlib.suppress(FileNotFoundError, NotRegular):
+                    return open_untrusted(path, run_dir.runs_dir)
     raise TraceNotFound(name)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -22,42 +22,27 @@ from typing import Any
 from service.domain.models import Attempt, Job
 from service.settings import Settings
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import read_untrusted, replace_untrusted
 
 logger = logging.getLogger(__name__)
 _TRASH_PREFIX = ".deleted-"
+# Earlier versions gave the name no ending.
+_TRASHED = re.compile(rf"{re.escape(_TRASH_PREFIX)}(job-[0-9a-z]{{12}})(\.[0-9a-f]+)?")
 
 
 def run_dir_of(settings: Settings, job_id: str) -> RunDir:
     return RunDir(settings.runs_dir / job_id)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file in one step, on the disk when this returns; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, data)
-
-
-def write_json(path: Path, document: Any) -> None:
-    """The same with a JSON document."""
-    write_bytes(path, json.dumps(document).encode())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file in one step, on the disk when this returns; its folder must be there."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def write_json(path: Path, document: Any, runs_dir: Path) -> None:
+    """Replace a JSON document on run storage in one step, durable when this returns."""
+    replace_untrusted(path, json.dumps(document).encode(), runs_dir)
 
 
 def write_job(job: Job, settings: Settings) -> None:
     """Write what the store knows of a job and its folder otherwise would not."""
-    write_bytes(run_dir_of(settings, job.id).job_path, _content_of(job))
+    path = run_dir_of(settings, job.id).job_path
+    replace_untrusted(path, _content_of(job), settings.runs_dir)
 
 
 def update_job_file(job: Job, settings: Settings) -> None:
@@ -70,7 +55,7 @@ def update_job_file(job: Job, settings: Settings) -> None:
     try:
         if path.exists():
             # Its folder is not made: somebody may delete it in this moment.
-            replace_file(path, _content_of(job))
+            replace_untrusted(path, _content_of(job), settings.runs_dir, make=False)
     except OSError as error:
         logger.warning(
             "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
@@ -100,7 +85,7 @@ def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """Every folder of a job with what `write_job` wrote there; None where that is unreadable."""
     for path in sorted(runs_dir.glob("*/job.json")):
         try:
-            document = json.loads(path.read_bytes())
+            document = json.loads(read_untrusted(path, runs_dir))
         except (OSError, ValueError):
             document = None
         yield path.parent, document if isinstance(document, dict) else None
@@ -110,14 +95,14 @@ def note_rewind(job: Job, attempt: Attempt, settings: Settings) -> None:
     """Tell the workers which checkpoint an attempt goes back to, if it does."""
     if job.resume_from is not None:
         document = {"checkpoint": Path(job.resume_from).name, "attempt_index": attempt.index}
-        write_json(run_dir_of(settings, job.id).rewind_path, document)
+        write_json(run_dir_of(settings, job.id).rewind_path, document, settings.runs_dir)
 
 
 def ask_to_pause(settings: Settings, attempt: Attempt) -> None:
     """Show a driver that its attempt shall save and end."""
     path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).pause_request_path
     if not path.exists():
-        write_json(path, {"id": f"p-{secrets.token_hex(4)}"})
+        write_json(path, {"id": f"p-{secrets.token_hex(4)}"}, settings.runs_dir)
 
 
 def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
@@ -133,8 +118,10 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
         path.unlink(missing_ok=True)
         return
     data = json.dumps({"max_workers": max_workers}).encode()
-    if not (path.exists() and path.read_bytes() == data):
-        write_bytes(path, data)
+    with contextlib.suppress(OSError):
+        if read_untrusted(path, settings.runs_dir) == data:
+            return
+    replace_untrusted(path, data, settings.runs_dir)
 
 
 def move_to_trash(settings: Settings, job_id: str) -> None:
@@ -155,7 +142,7 @@ def _merge(source: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not target.exists():
             source.rename(target)
-        elif source.is_dir() and target.is_dir():
+        elif all(each.is_dir() and not each.is_symlink() for each in (source, target)):
             for entry in list(source.iterdir()):
                 _merge(entry, target / entry.name)
             shutil.rmtree(source)
@@ -170,27 +157,24 @@ def empty_trash(settings: Settings, job_id: str) -> None:
 
 def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
     """Each `checkpoint.path` in the `job.json` of a job's trashed folders."""
-    found = (_checkpoint_path(RunDir(each).job_path) for each in _trashed_folders(settings, job_id))
+    found = (_checkpoint_path(RunDir(each)) for each in _trashed_folders(settings, job_id))
     return {path for path in found if path is not None}
 
 
-def _checkpoint_path(job_path: Path) -> str | None:
+def _checkpoint_path(run_dir: RunDir) -> str | None:
     try:
-        path = json.loads(job_path.read_bytes())["spec"]["checkpoint"]["path"]
+        document = json.loads(read_untrusted(run_dir.job_path, run_dir.runs_dir))
+        path = document["spec"]["checkpoint"]["path"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
     return path if isinstance(path, str) else None
 
 
 def trashed_jobs(settings: Settings) -> list[str]:
-    return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TRASH_PREFIX}*")})
+    """Ids of jobs that have folders in the trash."""
+    found = map(_TRASHED.fullmatch, (path.name for path in settings.runs_dir.iterdir()))
+    return sorted({match[1] for match in found if match})
 
 
 def _trashed_folders(settings: Settings, job_id: str) -> list[Path]:
-    found = settings.runs_dir.glob(f"{_TRASH_PREFIX}{job_id}*")
-    return [path for path in found if _job_in(path) == job_id]
-
-
-def _job_in(trashed: Path) -> str:
-    """The job whose folder this was; earlier versions gave the name no ending."""
-    return trashed.name.removeprefix(_TRASH_PREFIX).partition(".")[0]
+    return list(settings.runs_dir.glob(f"{_TRASH_PREFIX}{job_id}*"))

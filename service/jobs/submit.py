@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -17,12 +18,16 @@ from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
+from service.storage import in_time
 from trainer.errors import ManifestError
+from trainer.protocol.untrusted import read_untrusted
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 
 _MANIFEST_NAME = "manifest.json"
+# Each file of the data has an entry.
+_MAX_MANIFEST_BYTES = 1 << 26
 _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 
@@ -47,6 +52,15 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
     problem = _place_problem(path, "data.path", "prepare one with `shardloom data prepare`")
     if problem or "://" in path:
         return problem
+    try:
+        return in_time(Path(path), partial(_prepared_problem, spec))
+    except OSError as error:
+        message = f"{path[:_MAX_SHOWN_CHARS]} cannot be read ({error.strerror})"
+        return FieldProblem("data.path", "unreadable_path", message)
+
+
+def _prepared_problem(spec: JobSpec) -> FieldProblem | None:
+    path = spec.data.path
     manifest = Path(path) / _MANIFEST_NAME
     has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
     # A folder of Parquet files that `shardloom data prepare` did not make has no manifest.
@@ -56,12 +70,12 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
 
 
 def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    """What is wrong with a folder or URL, as far as one can tell from here."""
-    return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
+    """What is wrong with a folder or URL, as far as one can tell from here.
 
-
-def _url_problem(path: str, field: str) -> FieldProblem | None:
-    """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
+    What is behind a URL is seen when the job starts, with the credentials of the cluster.
+    """
+    if "://" not in path:
+        return _folder_problem(path, field, mend)
     if path.split("://")[0] in _URL_SCHEMES:
         return None
     message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
@@ -85,7 +99,7 @@ def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
         message = f"'{path}' is relative, but service and cluster have other working folders"
         return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
     try:
-        is_folder = folder.is_dir()
+        is_folder = in_time(folder, folder.is_dir)
     except OSError as error:
         shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
@@ -98,7 +112,7 @@ def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
 def _manifest_problem(path: Path) -> FieldProblem | None:
     again = "prepare the data again with `shardloom data prepare`"
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(_read_manifest(path))
     except FileNotFoundError:
         message = f"{path} is missing, so the folder was never finished; {again}"
         return FieldProblem("data.path", "missing_manifest", message)
@@ -111,6 +125,10 @@ def _manifest_problem(path: Path) -> FieldProblem | None:
     return FieldProblem("data.path", "unreadable_manifest", message)
 
 
+def _read_manifest(path: Path) -> bytes:
+    return read_untrusted(path, path.parent, _MAX_MANIFEST_BYTES)
+
+
 class _Vocabularies(BaseModel):
     """What of a manifest tells the sizes of tables."""
 
@@ -120,7 +138,8 @@ class _Vocabularies(BaseModel):
 def with_table_sizes(spec: JobSpec) -> JobSpec:
     """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
     try:
-        manifest = (Path(spec.data.path) / _MANIFEST_NAME).read_bytes()
+        path = Path(spec.data.path) / _MANIFEST_NAME
+        manifest = in_time(path.parent, partial(_read_manifest, path))
         return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
     except (OSError, ValidationError, ManifestError):
         return spec

@@ -7,12 +7,13 @@ still hold. An outbox that storage does not return for a while is left behind.
 from __future__ import annotations
 
 import logging
+import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from pathlib import Path
+from typing import IO
 
 from service.db.jobs import JobStore
 from service.domain.models import attempt_id
@@ -20,15 +21,19 @@ from service.errors import RecordRefused
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
+from service.storage import in_time
 from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
-from trainer.protocol.run_dir import stream_order
+from trainer.protocol.run_dir import AttemptDir, stream_order
+from trainer.protocol.untrusted import NotRegular, list_untrusted, open_untrusted
 
 logger = logging.getLogger(__name__)
-# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
-LATE_RECORDS_S = 30.0
 # How long a job waits for records that storage does not return.
 PATIENCE_S = 60.0
-_BATCH_SIZE = 500
+_RETRY_S = 10.0
+_BATCH_SIZE = 100
+_MAX_RECORD_BYTES = 1 << 20
+# About a million records.
+_MAX_OUTBOX_BYTES = 1 << 28
 
 
 @dataclass
@@ -44,9 +49,7 @@ class OutboxCollector:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._due_at: dict[tuple[str, int], float] = {}
         self._unreadable_since: dict[tuple[str, int], float] = {}
-        self._lock = threading.Lock()
 
     def collect(self, job_id: str, index: int) -> None:
         """Store the records of attempt `index` of a job; raises OSError if storage fails.
@@ -54,10 +57,11 @@ class OutboxCollector:
         What cannot be read for `PATIENCE_S` is left behind, so that the job goes on without it.
         """
         attempt = attempt_id(job_id, index)
-        outbox_dir = run_dir_of(self.settings, job_id).attempt(attempt).outbox_dir
+        files = run_dir_of(self.settings, job_id).attempt(attempt)
         positions = self.store.stream_positions(attempt)
         try:
-            for batch in unread_batches(outbox_dir, positions, self.clock()):
+            batches = unread_batches(files, positions, self.clock())
+            while batch := in_time(self.settings.runs_dir, partial(next, batches, None)):
                 self._take(attempt, batch)
         except OSError as error:
             since = self._unreadable_since.setdefault((job_id, index), self.clock())
@@ -67,18 +71,12 @@ class OutboxCollector:
         else:
             self._unreadable_since.pop((job_id, index), None)
 
-    def collect_later(self, job_id: str, index: int) -> None:
-        """Collect again when the last worker of the attempt must have ended."""
-        with self._lock:
-            self._due_at[job_id, index] = self.clock() + LATE_RECORDS_S
-
-    def take_due(self) -> list[tuple[str, int]]:
-        """Jobs and attempt indices that are due to be collected again, each once."""
-        with self._lock:
-            due = [key for key, due_at in self._due_at.items() if due_at <= self.clock()]
-            for key in due:
-                del self._due_at[key]
-        return due
+    def collect_late(self, job_id: str, index: int) -> None:
+        """Store what workers wrote that outlived their attempt; again later if that fails."""
+        attempt = attempt_id(job_id, index)
+        self.store.set_collection(attempt, self.clock() + _RETRY_S)
+        self.collect(job_id, index)
+        self.store.set_collection(attempt, None)
 
     def _take(self, attempt: str, batch: EventBatch) -> None:
         """Store a batch; a note takes the place of a record that cannot be stored."""
@@ -97,7 +95,7 @@ class OutboxCollector:
 
 
 def unread_batches(
-    outbox_dir: Path, positions: Mapping[str, int], now: float
+    files: AttemptDir, positions: Mapping[str, int], now: float
 ) -> Iterator[EventBatch]:
     """Batches of every stream from `positions` (stream -> next sequence number) on.
 
@@ -105,23 +103,41 @@ def unread_batches(
     Where a stream cannot be read OSError is raised, after the other streams.
     """
     problem: OSError | None = None
-    for path in sorted(outbox_dir.glob("*.jsonl"), key=stream_order):
+    num_bytes_left = _MAX_OUTBOX_BYTES
+    paths = list_untrusted(files.outbox_dir, files.runs_dir)
+    for path in sorted((path for path in paths if path.suffix == ".jsonl"), key=stream_order):
         if not re.match(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)
             continue
         try:
-            yield from _unread_of(path, positions.get(path.stem, 0), now)
+            with open_untrusted(path, files.runs_dir) as file:
+                num_bytes_left -= os.fstat(file.fileno()).st_size
+                if num_bytes_left < 0:
+                    logger.error("%s is left behind: the outbox is too large", path)
+                    return
+                yield from _unread_of(file, path.stem, positions.get(path.stem, 0), now)
+        except NotRegular as error:
+            logger.error("not a stream of records, left alone: %s", error)
         except OSError as error:
             problem = error
     if problem is not None:
         raise problem
 
 
-def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:
-    with path.open("rb") as file:
-        whole_lines = (line for line in file if line.endswith(b"\n"))
-        unread = islice(whole_lines, next_seq, None)
-        while lines := list(islice(unread, _BATCH_SIZE)):
-            events = [read_record(line, now) for line in lines]
-            yield EventBatch(stream=path.stem, first_seq=next_seq, events=events)
-            next_seq += len(events)
+def _unread_of(file: IO[bytes], stream: str, next_seq: int, now: float) -> Iterator[EventBatch]:
+    unread = islice(_whole_lines(file), next_seq, None)
+    while lines := list(islice(unread, _BATCH_SIZE)):
+        events = [read_record(line, now) for line in lines]
+        yield EventBatch(stream=stream, first_seq=next_seq, events=events)
+        next_seq += len(events)
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines with their ends; one that is too long for a record is empty."""
+    is_overlong = False
+    while piece := file.readline(_MAX_RECORD_BYTES):
+        if not piece.endswith(b"\n"):
+            is_overlong = True
+            continue
+        yield b"" if is_overlong else piece
+        is_overlong = False

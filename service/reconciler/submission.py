@@ -6,15 +6,15 @@ import shlex
 from dataclasses import replace
 
 from service.auth.crypto import master_keys_of
-from service.backends.base import Submission, need_of
+from service.backends.base import Submission
 from service.db.jobs import JobStore
-from service.domain.lifecycle import remaining_failures
 from service.domain.models import Attempt, Job, QueueState
 from service.domain.retries import NextAttempt, next_attempt, with_parallelism
 from service.jobs.code_archives import give_code
-from service.jobs.run_storage import run_dir_of, write_bytes
+from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
 from service.settings import Settings
+from trainer.protocol.untrusted import replace_untrusted
 from trainer.spec.job import JobSpec
 
 STOP_WAIT_S = 20
@@ -41,6 +41,7 @@ def submission_of(
     code = following.spec.model.code
     code_path = run_dir_of(settings, job.id).code_path(code) if code else None
     avoided = (f"{host}={until:.0f}" for host, until in following.avoided_hosts)
+    failures_left = max(0, job.spec.retry.max_failures - job.num_failures)
     optional: dict[str, str] = {}
     if settings.driver_ca_file:
         optional["SHARDLOOM_CA_FILE"] = str(settings.driver_ca_file)
@@ -56,6 +57,7 @@ def submission_of(
     return Submission(
         attempt_id=attempt.id,
         job_id=job.id,
+        spec=following.spec,
         entrypoint=f"{shlex.quote(settings.trainer_python)} -m trainer.driver",
         env={
             "SHARDLOOM_JOB_ID": job.id,
@@ -64,7 +66,7 @@ def submission_of(
             "SHARDLOOM_SERVICE_URL": settings.service_url,
             # Derived from the attempt's id, so it need not be stored.
             "SHARDLOOM_ATTEMPT_TOKEN": master_keys_of(settings).attempt_token(attempt.id),
-            "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
+            "SHARDLOOM_MAX_WORKER_FAILURES": str(failures_left),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
             "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
             "SHARDLOOM_LOG_MAX_BYTES": str(settings.log_max_bytes),
@@ -76,7 +78,6 @@ def submission_of(
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
         code_uris=(code_path.as_uri(),) if code_path else (),
-        cluster=need_of(following.spec),
     )
 
 
@@ -87,5 +88,5 @@ def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
     """
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)
-    text = spec.model_dump_json(indent=2)
-    write_bytes(run_dir.attempt(attempt.id).spec_path, text.encode())
+    content = spec.model_dump_json(indent=2).encode()
+    replace_untrusted(run_dir.attempt(attempt.id).spec_path, content, settings.runs_dir)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
@@ -68,10 +69,8 @@ README = "README.md"
 VOCABULARIES = "vocabularies"
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, extra="forbid"):
     """The marker: what was exported. `step` and `checkpoint` say of which state of the job."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
     job: str
@@ -96,10 +95,10 @@ def write_manifest(folder: Path, **what: Any) -> None:
     write_whole(folder / MARKER, manifest.model_dump_json(indent=1).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Manifest:
     """The marker of the export in `folder`; raises `ArtifactError` where there is no whole one."""
     try:
-        return Manifest.model_validate_json((folder / MARKER).read_bytes())
+        return Manifest.model_validate_json(read(folder / MARKER))
     except FileNotFoundError:
         raise ArtifactError(
             f"{folder} holds no export: there is no {MARKER} in it (it is written last; an export "

@@ -34,12 +34,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from trainer.export.artifact import MARKER, REPORT
+from trainer.export.artifact import MARKER, REPORT, Manifest, read_manifest
 from trainer.protocol import events
 from trainer.protocol.events import Event
 from trainer.protocol.run_dir import RunDir, fsync_folder
+from trainer.protocol.untrusted import (
+    list_untrusted,
+    open_folder,
+    open_untrusted,
+    read_untrusted,
+    replace_untrusted,
+)
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -50,13 +57,11 @@ _MAX_BYTES = 2**22
 _DELETING = "deleting"
 
 
-class RequestedExport(BaseModel):
+class RequestedExport(BaseModel, extra="forbid", frozen=True):
     """The request: `checkpoint` is `newest`, `best` or a step; `created` in Unix seconds.
 
     `seal` is the service's signature over `text_of`, empty where a driver asked.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     checkpoint: Annotated[str, Field(pattern=r"^(newest|best|[0-9]{1,18})$")]
     quantize: Quantization
@@ -96,9 +101,9 @@ class ExportFolder:
 
     @property
     def status(self) -> ExportStatus:
-        if (self.artifact / MARKER).is_file() and self._is_own(self.artifact / MARKER):
+        if self._has(f"{self.artifact.name}/{MARKER}"):
             return "succeeded"
-        if (self.root / "failure.json").is_file():
+        if self._has("failure.json"):
             return "failed"
         return "running" if self._is_locked() else "queued"
 
@@ -118,6 +123,16 @@ class ExportFolder:
         with contextlib.suppress(OSError, IndexError):
             return self._read(name).splitlines()[-1]
         return ""
+
+    def read_manifest(self) -> Manifest:
+        """The marker of the export; raises `ArtifactError`."""
+        return read_manifest(
+            self.artifact, lambda marker: read_untrusted(marker, self.run_dir.parent)
+        )
+
+    def open_file(self, name: str) -> IO[bytes]:
+        """A file of the export, to read; raises OSError."""
+        return self._open(f"{self.artifact.name}/{name}", "rb")
 
     def read_report(self) -> dict[str, Any] | None:
         """The report of the export; None until it is done."""
@@ -175,15 +190,17 @@ class ExportFolder:
 
     def _is_locked(self) -> bool:
         try:
-            descriptor = _no_link(str(self.root / "lock"), os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with self._open("lock", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        finally:
-            os.close(descriptor)
+        except OSError:
+            return False
+        return False
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(OSError), self._open(name, "rb"):
+            return True
         return False
 
     def _read(self, name: str) -> str:
@@ -192,26 +209,11 @@ class ExportFolder:
 
     def _write(self, name: str, document: object) -> None:
         """Write a JSON file atomically."""
-        partial = f".{name}.partial"
-        (self.root / partial).unlink(missing_ok=True)
-        with self._open(partial, "xb") as file:
-            file.write(json.dumps(document).encode())
-        (self.root / partial).replace(self.root / name)
+        content, within = json.dumps(document).encode(), self.run_dir.parent
+        replace_untrusted(self.root / name, content, within, make=False)
 
     def _open(self, name: str, mode: str) -> IO[bytes]:
-        path = self.root / name
-        if not self._is_own(path):
-            raise PermissionError(f"{path} leads out of the job's folder")
-        return open(path, mode, opener=_no_link)
-
-    def _is_own(self, path: Path) -> bool:
-        """Whether a path, all links resolved, lies in the job's folder."""
-        return os.path.realpath(path).startswith(os.path.realpath(self.run_dir) + os.sep)
-
-
-def _no_link(path: str, flags: int) -> int:
-    # Non-blocking: opening a pipe would block.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        return open_untrusted(self.root / name, self.run_dir.parent, mode)
 
 
 def ask_for(
@@ -222,10 +224,9 @@ def ask_for(
 ) -> ExportFolder:
     """Create an export request, with the seal that `seal` makes of its text; raises OSError."""
     folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
-    run_dir.root.mkdir(parents=True, exist_ok=True)
-    if not folder._is_own(folder.root):
-        raise PermissionError(f"{run_dir.exports_dir} leads out of the job's folder")
-    folder.root.mkdir(parents=True)
+    run_dir.exports_dir.mkdir(parents=True, exist_ok=True)
+    with open_folder(run_dir.exports_dir, run_dir.runs_dir) as exports:
+        os.mkdir(folder.id, dir_fd=exports)
     wanted = RequestedExport(checkpoint=checkpoint, quantize=quantize, created=time.time())
     if seal is not None:
         wanted = wanted.model_copy(update={"seal": seal(wanted.text_of(folder))})
@@ -235,11 +236,10 @@ def ask_for(
 
 def list_exports(run_dir: RunDir) -> list[ExportFolder]:
     """All requested exports of a job, oldest first."""
-    paths = run_dir.exports_dir.glob("x-*/request.json")
-    known = [ExportFolder(path.parent) for path in paths if _ID.fullmatch(path.parent.name)]
+    paths = list_untrusted(run_dir.exports_dir, run_dir.runs_dir)
     dated = []
-    for folder in known:
-        # Damaged requests, and those being deleted, are left out.
+    for folder in [ExportFolder(path) for path in paths if _ID.fullmatch(path.name)]:
+        # What is no request, damaged or being deleted, is left out.
         with contextlib.suppress(OSError, ValueError):
             if not folder.is_deleted:
                 dated.append((folder.wanted.created, folder.id, folder))
@@ -251,9 +251,10 @@ def remove_deleted(run_dir: RunDir) -> int:
 
     Raises OSError.
     """
-    marked = [path.parent for path in run_dir.exports_dir.glob(f"x-*/{_DELETING}")]
-    removed = [ExportFolder(path).remove() for path in marked if _ID.fullmatch(path.name)]
-    halves = list(run_dir.exports_dir.glob(".x-*.gone"))
+    paths = list_untrusted(run_dir.exports_dir, run_dir.runs_dir)
+    marked = [path for path in paths if _ID.fullmatch(path.name) and (path / _DELETING).exists()]
+    removed = [ExportFolder(path).remove() for path in marked]
+    halves = [path for path in paths if path.name.startswith(".x-") and path.suffix == ".gone"]
     for path in halves:
         _remove_tree(path)
     return sum(removed) + len(halves)

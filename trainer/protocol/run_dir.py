@@ -84,6 +84,8 @@ class AttemptDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        # Trusted, other than what jobs make in it (`trainer.protocol.untrusted`).
+        self.runs_dir = root.parents[2]
         self.spec_path = root / "spec.json"
         self.resolved_spec_path = root / "resolved-spec.json"
         self.outbox_dir = root / "outbox"
@@ -119,6 +121,7 @@ class RunDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.runs_dir = root.parent
         self.skipped_rows_path = root / "skipped-rows.json"
         self.job_path = root / "job.json"
         self.secret_names_path = root / "secret-names.json"

@@ -151,7 +151,7 @@ def finished(api: Api, job_id: str) -> ExportFolder:
 
 
 def test_a_download_that_has_begun_goes_on_to_its_end(finished: ExportFolder) -> None:
-    size, chunks = archive(finished.artifact)
+    size, chunks = archive(finished)
     delete_export(finished)
     assert not finished.root.exists()
     content = b"".join(chunks)
@@ -165,7 +165,7 @@ def test_a_download_that_nobody_reads_keeps_no_file_open(finished: ExportFolder)
         links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
         return any(link.startswith(str(finished.root)) for link in links)
 
-    _, chunks = archive(finished.artifact)
+    _, chunks = archive(finished)
     assert is_open()
     chunks.close()  # type: ignore[attr-defined]
     assert not is_open()

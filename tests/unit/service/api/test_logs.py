@@ -107,7 +107,7 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     api.poll(3)
     params = {"level": level} if level else {}
     *whole, end = api.follow(f"{job}/logs", **params)
-    assert end.name == "end"
+    assert end.event == "end"
     seen = whole[:cut]
     *rest, _ = api.follow(f"{job}/logs", seen[-1].id if seen else "", **params)
     texts = [json.loads(event.data)["text"] for event in seen + rest]

@@ -168,12 +168,12 @@ def test_of_two_requests_at_once_both_count(api: Api, monkeypatch: pytest.Monkey
     run_dir = run_dir_of(api.settings, job_id)
     write, has_come = actions.write_json, False
 
-    def interrupted(path: Path, document: dict[str, Any]) -> Path:
+    def interrupted(path: Path, document: dict[str, Any], runs_dir: Path) -> None:
         nonlocal has_come
         if not has_come:
             has_come = True
             actions.request_drain(api.store, run_dir, job_id, HOSTS[0])
-        return write(path, document)
+        write(path, document, runs_dir)
 
     monkeypatch.setattr(actions, "write_json", interrupted)
     actions.request_resize(api.store, run_dir, job_id, 4)

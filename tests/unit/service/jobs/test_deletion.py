@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -137,6 +138,18 @@ def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
     assert (trashed_jobs(api.settings), folder.exists()) == ([job_id], False)
     client.delete(job_id)
     assert trashed_jobs(api.settings) == []
+
+
+def test_what_only_looks_like_the_trash_of_a_job_deletes_nothing(api: Api, place: Path) -> None:
+    others = {saved_below(place / "job-000000000000"), saved_below(place / "models")}
+    settings = api.settings.model_copy(update={"auth": "required"})
+    for name in ("models.x", "job-000000000000.0a"):
+        forged = settings.runs_dir / f".deleted-{name}"
+        forged.mkdir(parents=True)
+        document = {"spec": {"checkpoint": {"path": str(place)}}}
+        (forged / "job.json").write_text(json.dumps(document))
+    finish_deletions(api.store, settings)
+    assert all(path.exists() for path in others)
 
 
 @pytest.mark.parametrize("step", ["checkpoints", "trash"])

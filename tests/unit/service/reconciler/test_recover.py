@@ -158,7 +158,8 @@ def test_a_job_ends_whether_or_not_its_folder_can_be_told(
     job = trained(house, "succeeded")
     house.leave(job, attempt_ended("completed"))
 
-    monkeypatch.setattr(run_storage, "replace_file", Mock(side_effect=OSError("storage is full")))
+    failing = Mock(side_effect=OSError("storage is full"))
+    monkeypatch.setattr(run_storage, "replace_untrusted", failing)
     house.poll()
     assert house.status(job) is JobStatus.SUCCEEDED
     assert "storage is full" in caplog.text

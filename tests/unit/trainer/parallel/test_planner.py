@@ -16,7 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from tests.unit.trainer.spec.test_spec import minimal
+from tests.harness.builders import spec_document
 from trainer.parallel import planner
 from trainer.parallel.mesh import ranks_per_host
 from trainer.parallel.optimizer import fused_optimizer_params
@@ -39,7 +39,7 @@ from trainer.spec.job import JobSpec
 
 def _spec(shard_group_size: int = 4, rows: int = 100, **constraints: Any) -> JobSpec:
     table = {"name": "movies", "num_embeddings": rows, "embedding_dim": 8}
-    document = minimal() | {
+    document = spec_document() | {
         "features": [
             {"name": "age", "type": "dense"},
             {"name": "seen", "type": "id_list", "table": "movies", "weights_column": "w"},
@@ -136,7 +136,7 @@ def _gpu_spec(**planner_spec: Any) -> JobSpec:
     tables = [{"name": n, "num_embeddings": k, "embedding_dim": 8} for n, k in CACHED_ROWS.items()]
     features = [{"name": f"seen_{n}", "type": "id_list", "table": n} for n in CACHED_ROWS]
     settings = {"bandwidths": "default", "storage_reservation": 0.1} | planner_spec
-    document = minimal() | {
+    document = spec_document() | {
         "features": [{"name": "age", "type": "dense"}, *features],
         "embedding_tables": tables,
         "parallelism": {"workers": 2, "shard_group_size": 2, "planner": settings},

@@ -1,0 +1,188 @@
+"""What a job puts in the place of its files: pipes, links, folders, endless files."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from service.domain.models import JobStatus
+from service.jobs.run_storage import limit_growth
+from tests.harness.builders import batch, metrics, spec_document
+from tests.harness.service import Api, House
+from trainer.protocol.untrusted import (
+    NotRegular,
+    list_untrusted,
+    open_untrusted,
+    read_untrusted,
+    replace_untrusted,
+)
+
+REPO = Path(__file__).parents[4]
+SECRET = "the secret of the host"
+
+
+def _pipe(path: Path, secret: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def _folder(path: Path, secret: Path) -> None:
+    path.mkdir()
+
+
+def _linked_folder(path: Path, secret: Path) -> None:
+    path.parent.rmdir()
+    path.parent.symlink_to(secret.parent)
+    secret.rename(secret.parent / path.name)
+
+
+HOSTILE = [_pipe, _link, _folder, _linked_folder]
+
+
+@pytest.mark.parametrize("put", HOSTILE)
+def test_only_regular_files_reached_without_a_link_are_opened(
+    tmp_path: Path, put: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "host").mkdir()
+    secret = tmp_path / "host" / "secret"
+    secret.write_text(SECRET)
+    path = tmp_path / "runs" / "job" / "file.json"
+    path.parent.mkdir(parents=True)
+    put(path, secret)
+    for mode in ("rb", "ab"):
+        with pytest.raises(NotRegular) as raised:
+            open_untrusted(path, tmp_path / "runs", mode)
+        assert str(path.parent) in str(raised.value)
+
+
+def test_a_trusted_folder_may_be_a_link_and_names_must_not_lead_up(tmp_path: Path) -> None:
+    (tmp_path / "real" / "job").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "real")
+    replace_untrusted(tmp_path / "runs" / "job" / "a" / "b", b"12345", tmp_path / "runs")
+    path = tmp_path / "runs" / "job" / "a" / "b"
+    assert read_untrusted(path, tmp_path / "runs", 5) == b"12345"
+    with pytest.raises(OSError) as raised:
+        read_untrusted(path, tmp_path / "runs", 4)
+    assert raised.value.errno == errno.EFBIG
+    with pytest.raises(NotRegular):
+        open_untrusted(tmp_path / "runs/job/../../real/job/a/b", tmp_path / "runs")
+    assert list_untrusted(path.parent, tmp_path / "runs") == [path]
+    assert list_untrusted(tmp_path / "runs" / "gone", tmp_path / "runs") == []
+
+
+def test_nothing_is_written_through_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "job").symlink_to(tmp_path / "host")
+    with pytest.raises(NotRegular):
+        replace_untrusted(tmp_path / "runs" / "job" / "spec.json", b"x", tmp_path / "runs")
+    assert [*(tmp_path / "host").iterdir()] == []
+
+
+def test_records_come_from_whole_lines_of_regular_files_of_bounded_size(house: House) -> None:
+    job = house.submit("running", "failed")
+    house.poll()
+    good = metrics(1, train_loss=0.5)
+    path = house.leave(job, good, stream="workers-0")
+    os.mkfifo(path.with_name("workers-1.jsonl"))
+    path.with_name("workers-2.jsonl").symlink_to("/proc/self/environ")
+    path.with_name("workers-3.jsonl").mkdir()
+    long = path.with_name("workers-4.jsonl")
+    long.write_text(
+        "x" * (3 << 20) + "\n" + good.model_dump_json().replace("train/", "late/") + "\n"
+    )
+    sparse = path.with_name("workers-5.jsonl")
+    with sparse.open("wb") as file:
+        file.truncate(1 << 40)
+    house.poll(2)
+    assert house.status(job) is JobStatus.QUEUED, "its next attempt is due"
+    assert house.store.metric_names(job.id) == ["late/loss", "train/loss"]
+    damaged = [line for line in house.store.list_timeline(job.id) if "damaged" in line.message]
+    assert len(damaged) == 1
+
+
+def test_a_pipe_in_the_place_of_a_growth_limit_is_replaced(house: House) -> None:
+    job = house.submit("running")
+    house.poll(2)
+    job = house.store.get_job(job.id)
+    path = house.files(job).growth_limit_path
+    os.mkfifo(path)
+    limit_growth(house.settings, job, 2)
+    assert path.read_text() == '{"max_workers": 2}'
+
+
+def test_data_whose_manifest_is_a_pipe_is_refused_at_once_however_often_it_is_named(
+    api: Api, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    spec = spec_document()
+    spec["data"]["path"] = str(tmp_path)
+    for _ in range(60):
+        answer = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec})
+        assert answer.json()["fields"][0]["code"] == "unreadable_manifest"
+    assert api.http.get("/healthz").is_success
+
+
+def test_logs_and_traces_of_an_attempt_that_is_a_link_are_not_shown(
+    api: Api, tmp_path: Path
+) -> None:
+    job_id = api.start()
+    attempt = api.files(job_id).root
+    for name in ("logs", "traces"):
+        (tmp_path / "host" / name).mkdir(parents=True)
+    (tmp_path / "host" / "logs" / "rank-0.log").write_text(SECRET)
+    trace = "spec-rank0.json.gz"
+    (tmp_path / "host" / "traces" / trace).write_text(SECRET)
+    api.post_events(f"{job_id}-a0", batch(metrics(1, train_loss=0.5)))
+    attempt.rename(tmp_path / "aside")
+    attempt.symlink_to(tmp_path / "host")
+    assert SECRET not in api.http.get(f"/v1/jobs/{job_id}/logs").text
+    assert api.http.get(f"/v1/jobs/{job_id}/traces/{trace}").status_code == 404
+
+
+# What is no file of a job: packaged files, the service's own home, what the operator names.
+OWN_FILES = {
+    "service/app.py",
+    "service/auth/crypto.py",
+    "service/backends/fake.py",
+    "service/backends/kuberay/backend.py",
+    "service/backends/kuberay/client.py",
+    "service/compatibility.py",
+    "service/dashboard/app.py",
+    "service/dashboard/shell.py",
+    "service/db/engine.py",
+    "service/files.py",
+    "service/healthcheck.py",
+    "service/network.py",
+}
+READS = {"open", "read_bytes", "read_text", "FileResponse", "write_bytes", "write_text"}
+# They run on the machine of whoever calls them.
+LOCAL = ("service/cli/", "service/client/", "service/local/")
+
+
+def test_the_service_opens_files_of_jobs_as_untrusted_only() -> None:
+    found = set()
+    for path in sorted((REPO / "service").rglob("*.py")):
+        name = path.relative_to(REPO).as_posix()
+        if name in OWN_FILES or name.startswith(LOCAL):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                # Dialogs, stores and archives in memory open as well, but no paths.
+                if called in READS and not _opens_no_path(node):
+                    found.add(f"{name}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert found == set()
+
+
+def _opens_no_path(call: ast.Call) -> bool:
+    owner = ast.unparse(call.func).rpartition(".")[0]
+    return owner.endswith(("_dialog", "Store", "Security", "archive", "KubeApi"))

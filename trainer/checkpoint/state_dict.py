@@ -148,6 +148,7 @@ def load_state(
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
+    model.drop_caches()
     _raise_mismatch(folder, misfits(model))
     reload(model)
 

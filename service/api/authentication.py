@@ -111,7 +111,9 @@ class AuthenticationMiddleware:
         self._attempts = RateLimiter(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
         )
-        self._failed_sign_ins = RateLimiter(per_s=0.5, burst=20)
+        # Apart: a program with a wrong key keeps nobody behind its address from signing in.
+        self._sign_ins = RateLimiter(per_s=0.5, burst=20)
+        self._wrong_keys = RateLimiter(per_s=0.5, burst=20)
         # Programs that have lost their key go on asking; browsers are led to the form.
         self._unknown = RateLimiter(per_s=5.0, burst=100)
         self._noted_refusals = RateLimiter(per_s=0.01, burst=3)
@@ -166,7 +168,7 @@ class AuthenticationMiddleware:
         if is_public and scope["method"] in SAFE_METHODS:
             return
         if is_public:
-            self._limit(self._failed_sign_ins, _remote(scope))
+            self._limit(self._sign_ins, _remote(scope))
             principal = LOCAL if self._settings.auth == "local" else None
         else:
             principal = await self._signed_in(connection)
@@ -191,7 +193,7 @@ class AuthenticationMiddleware:
             return await self.principal_of(connection)
         except errors.NotSignedIn:
             has_none = credentials_of(connection) == Credentials()
-            limiter = self._unknown if has_none else self._failed_sign_ins
+            limiter = self._unknown if has_none else self._wrong_keys
             self._limit(limiter, _remote(connection.scope))
             raise
 

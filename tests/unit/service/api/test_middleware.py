@@ -209,6 +209,16 @@ def test_a_caller_that_asks_too_fast_is_told_when_to_come_again(
     assert house.send("GET", "/v1/whoami", "admin").status_code == 200
 
 
+def test_a_program_with_a_wrong_key_keeps_nobody_from_signing_in(house: Guarded) -> None:
+    house.keys["guess"] = "shl_000000000000_" + "a" * 43
+    answers = [house.send("GET", "/v1/whoami", "guess") for _ in range(30)]
+    assert answers[-1].status_code == 429
+    assert house.http.get("/v1/whoami").status_code == 401
+    assert _sign_in(house).get("/v1/whoami").json()["kind"] == "session"
+    wrong = [house.http.post("/login", data={"key": "shl_nothing"}) for _ in range(30)]
+    assert wrong[-1].status_code == 429
+
+
 # ---- sessions
 
 

@@ -154,7 +154,10 @@ class AuthenticationMiddleware:
 
         try:
             await self._app(scope, receive, send_while_admitted)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
+            # Nobody waits for an answer, and a body that was cut off is never handled.
+            response.status = HTTPStatus.BAD_REQUEST
+        except OSError:
             if check.is_admitted:
                 raise
 

@@ -312,7 +312,10 @@ class VersionChanged(PreconditionFailed):
 
 class VersionUnknown(PreconditionFailed):
     code = "version_unknown"
-    template = 'If-Match is {!r}; give the ETag of a job, such as "7"'
+    template = (
+        'If-Match is {!r}; give the ETag of a job, such as "7". A weak one (W/"7", as proxies make '
+        "that compress) matches nothing"
+    )
 
 
 class RecordRefused(ServiceError):

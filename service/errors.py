@@ -194,6 +194,11 @@ class ExportPending(Conflict):
         super().__init__(job_id, export_id)
 
 
+class ExportBeingRequested(Conflict):
+    code = "export_being_requested"
+    template = "another export of job {} is being asked for at this moment; look at its exports"
+
+
 class ExportNotReady(Conflict):
     code = "export_not_ready"
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import uvicorn
 from fastapi import Depends, FastAPI
+from fastapi_offline import FastAPIOffline
 from pydantic import ValidationError
 from sqlalchemy import Engine
 from starlette.middleware.cors import CORSMiddleware
@@ -93,12 +94,14 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
         lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
         dependencies=[Depends(authorize)],
+        redoc_url=None,
+        static_url="/docs/assets",
     )
     security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -143,6 +144,16 @@ def test_every_answer_carries_safe_headers(house: Guarded) -> None:
         assert headers["strict-transport-security"]
     assert "Strict-Transport-Security" not in safe_headers("/", "http")
     assert "unsafe-eval" not in safe_headers("/v1/jobs", "http")["Content-Security-Policy"]
+
+
+def test_the_api_documents_itself_without_another_host(house: Guarded) -> None:
+    assert house.http.get("/docs/assets/swagger-ui.css").status_code == 401
+    page = house.send("GET", "/docs", "viewer")
+    assert "//" not in page.headers["content-security-policy"]
+    wanted = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page.text)
+    assert "/openapi.json" in wanted
+    for path in wanted:
+        assert house.send("GET", path, "viewer").status_code == 200, path
 
 
 def test_a_request_has_an_id_in_answer_and_problem(api: Api) -> None:

@@ -112,7 +112,6 @@ class _ComputeSlot:
 _ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _NOTHING_SEEN: Mapping[str, Observation] = MappingProxyType({})
-_LOG_TAIL_CHARS = 2000
 _MIN_INTERVAL_S = 0.25
 # In each pass, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
@@ -355,11 +354,6 @@ class Reconciler:
             with self._slot.aside():
                 observation = self._backend.observe(attempt.id)
         self._note_reachability(observation)
-        if observation.state is ObservedState.FAILED and attempt.reported_end is None:
-            with self._slot.aside():
-                tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
-            parts = [part for part in (observation.message, tail) if part]
-            return replace(observation, message="\n".join(parts))
         return observation
 
     def _note_reachability(self, observation: Observation) -> None:

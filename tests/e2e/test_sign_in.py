@@ -55,6 +55,17 @@ def test_a_reader_signs_in_works_and_signs_out(tab: Page, house: Guarded) -> Non
     expect(tab.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
+def test_the_api_documents_itself_under_the_policy(tab: Page, house: Guarded, auth: str) -> None:
+    tab.goto("/docs")
+    if auth == "required":
+        tab.get_by_label("API key").fill(house.keys["viewer"])
+        tab.get_by_role("button", name="Sign in").click()
+    tab.get_by_role("button", name="GET /healthz Whether").click()
+    tab.get_by_role("button", name="Try it out").click()
+    tab.get_by_role("button", name="Execute").click()
+    expect(tab.locator(".live-responses-table")).to_contain_text('"status": "ok"')
+
+
 def test_the_pages_live_under_the_policy(tab: Page, house: Guarded, auth: str) -> None:
     tab.goto("/dashboard/")
     if auth == "required":

@@ -133,7 +133,6 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
     assert house.status(job) is JobStatus.SUCCEEDED
     first, second = house.store.list_attempts(job.id)
     assert (first.end_reason, second.end_reason) == (EndReason.DRIVER_LOST, EndReason.COMPLETED)
-    assert "fake driver of" in first.message
     record = house.backend.record(second.id)
     assert record is not None
     assert record.env["SHARDLOOM_MAX_WORKER_FAILURES"] == "2"

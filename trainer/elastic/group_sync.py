@@ -11,6 +11,11 @@ of the snapshots and votes. After the next lease the ranks wait for the verdict 
 averages as `trainer.parallel.sync` does: mean + (current - snapshot). Until then a copy holds more
 than was committed: a group that saves, validates or is copied from does not overlap.
 
+With `sync.dtype` bf16 or fp16 the change since the last commit travels: its state is the base, on
+which all copies agree, also after rounds that failed. A listener has no base until its copy is
+complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
+before a save.
+
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
 became NaN, has weight 0.
@@ -28,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,8 +47,16 @@ from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sync import Extra, PendingSync, SyncReport, SyncThread, blocks_of
-from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
+from trainer.parallel.sync import (
+    Extra,
+    OverflowWarning,
+    PendingSync,
+    SyncReport,
+    SyncThread,
+    blocks_of,
+    watched,
+)
+from trainer.parallel.touched_rows import RowNumbers, Saved, unite
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec
 
@@ -190,8 +203,9 @@ class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
-    (int64, sorted), or None when it has all. `touched` are the rows that this rank had touched by
-    then, where training goes on meanwhile. `error` says why this rank could not go through with it.
+    (int64, sorted), or None when it has all. Where training goes on meanwhile, `touched` are the
+    rows that this rank had touched by then, and `saved` their bases. `error` says why this rank
+    could not go through with it.
     """
 
     round: Round
@@ -199,6 +213,7 @@ class Attempt:
     rows: torch.Tensor | None
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
+    saved: Saved = field(default_factory=dict)
     error: str = ""
     result: RoundResult | None = None
 
@@ -207,7 +222,7 @@ class GroupSync:
     """Keeps one rank's shard in sync with those of the other groups.
 
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
-    round.
+    round. `is_exact` says whether the last commit left the copies equal in all that they hold.
     Faults are injected by the number of the commit that the round would have.
     """
 
@@ -219,17 +234,19 @@ class GroupSync:
         client: CoordinatorClient,
         shard_index: int,
         recovery: RecoverySpec,
+        warn: Callable[[str], None],
     ) -> None:
-        is_allowed = (spec.dtype, spec.optimizer_state) == ("fp32", "every")
-        assert is_allowed, "the spec refuses other policies between groups"
+        assert spec.optimizer_state == "every", "the spec refuses other policies between groups"
         self._spec = spec
+        self.is_exact = True
+        self._overflows = OverflowWarning(warn)
         self._extra = extra
         self._client = client
         self._shard_index = shard_index
         self._timeout_s = recovery.exchange_timeout_s
         self._device = model.groups.device
         self._numbers = RowNumbers(model.table_shards(), self._device)
-        self._touched = TouchedRows(self._numbers) if spec.mode == "touched_rows" else None
+        self._base, self._touched = watched(self._numbers, spec)
         self._server = DonorServer(client.identity, pieces_of(self._numbers))
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
@@ -246,6 +263,10 @@ class GroupSync:
     def donor(self) -> str:
         """Where this rank serves its shard (host:port)."""
         return self._server.address
+
+    def renew(self) -> None:
+        """Take the state for what all groups hold, as after a load."""
+        self._base.renew()
 
     def close(self) -> None:
         """Drop the process group, and stop copying and serving."""
@@ -270,6 +291,7 @@ class GroupSync:
         if self._touched:
             attempt.touched = self._touched.bits.clone()
             self._touched.clear()
+            attempt.saved = self._base.begin_window()
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._await_verdict = self._thread.submit(partial(self._decide_aside, attempt))
@@ -297,6 +319,7 @@ class GroupSync:
             result = self._settle(attempt)
             if attempt.pending and result.committed:
                 num_bytes += attempt.pending.replicas.num_bytes
+                self._overflows.count(attempt.pending.replicas.num_overflows)
             is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
@@ -361,6 +384,7 @@ class GroupSync:
             self._drop_group()
             if self._touched and attempt.touched is not None:
                 self._touched.bits |= attempt.touched
+                self._base.resume_window(attempt.saved)
         if result.standing == "current":
             self._stop_listening()
         elif self._joiner and result.standing == "initial":
@@ -373,7 +397,9 @@ class GroupSync:
             self._stop_listening()
             return
         if self._touched:
-            self._touched.clear()  # what it trained, if anything, does not count
+            # What it trained, if anything, does not count.
+            self._touched.clear()
+            self._base.begin_window()
         if self._joiner is None:
             self._joiner = Joiner(self._client.identity, self._numbers, self._timeout_s)
         self._joiner.attend(round_)
@@ -399,13 +425,13 @@ class GroupSync:
         Collective over the ranks s of the round.
         """
         round_ = attempt.round
-        weights = [member.weight for member in round_.members]
-        if len(weights) == 1 or round_.is_idle:
+        if len(round_.members) == 1 or round_.is_idle:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
+        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
         attempt.rows = self._touched_rows(replicas)
         weights_whole, states_whole = self._extra()
-        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, Block)
+        block = self._exact_block if round_.is_exact else self._base.block
+        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, block)
         blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
 
@@ -416,7 +442,12 @@ class GroupSync:
         bits = self._touched.bits.clone()
         unite(bits, replicas)
         rows = bits.nonzero().view(-1)
-        return None if self._numbers.density(rows) > self._spec.full_above else rows
+        is_dense = self._numbers.density(rows) > self._spec.full_above
+        return None if self._spec.dtype == "fp32" and is_dense else rows
+
+    def _exact_block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
+        """A block that travels as it is; its base, where one is kept, becomes the mean."""
+        return replace(self._base.block(tensor, rows), wire=None)
 
     def _nothing(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._device)
@@ -448,10 +479,22 @@ class GroupSync:
         self._inject("apply", round_)
         with joiner.applying(attempt.rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
-                attempt.pending.land()
-        if self._touched and not (round_.is_idle or round_.overlaps):
+                self._base.landed(attempt.pending.land())
+        if round_.is_idle:
+            return
+        self.is_exact = self._spec.is_always_exact or round_.is_exact
+        if self._touched and not round_.overlaps:
             self._touched.clear()
+            self._base.begin_window()
 
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
+
+
+def _weights_in(round_: Round) -> list[float]:
+    """How much each copy counts; those that train count alike where nobody trained anything."""
+    weights = [member.weight for member in round_.members]
+    if any(weights):
+        return weights
+    return [float(member.standing == "current") for member in round_.members]

@@ -146,15 +146,16 @@ class ReplicaSync(Sync):
     ) -> None:
         device = model.groups.device
         self._spec = spec
-        self.is_exact = (spec.dtype, spec.optimizer_state, spec.overlap) == ("fp32", "every", False)
+        self.is_exact = spec.is_always_exact and not spec.overlap
         self._extra = extra
         self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
-        self._base: SyncBase = SyncBase()
-        self._touched: TouchedRows | None = None
-        self._watch()
+        self._base, self._touched = watched(self._numbers, spec)
+        if self._touched:
+            # Rows whose moments differ between replicas as the policy does not average them.
+            self._stale = torch.zeros_like(self._touched.bits)
         self._background: SyncThread | None = None
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = SyncThread(device)
@@ -165,21 +166,6 @@ class ReplicaSync(Sync):
         self._pending: Deferred | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
         self._pending_moments: Deferred | None = None  # lands at the next sync
-
-    def _watch(self) -> None:
-        """Mark touched rows and keep what the replicas agreed on, as the policy needs."""
-        spec, shards = self._spec, self._numbers.shards
-        tensors = {}
-        if spec.dtype in _WIRES:
-            tensors = wires(shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
-        if spec.mode == "full":
-            self._base = TableBase(tensors) if tensors else SyncBase()
-            return
-        rows = RowBase(self._numbers, tensors) if tensors else None
-        self._base = rows or SyncBase()
-        self._touched = TouchedRows(self._numbers, rows.save if rows else None)
-        # Rows whose moments differ between replicas because the policy does not average them.
-        self._stale = torch.zeros_like(self._touched.bits)
 
     @torch.no_grad()
     def __call__(self) -> SyncReport:
@@ -293,6 +279,17 @@ class ReplicaSync(Sync):
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)
         return SyncReport(num_bytes, self._numbers.density(rows))
+
+
+def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows | None]:
+    """What the replicas agree on, and the rows touched since then, as far as the policy needs."""
+    tensors = {}
+    if spec.dtype in _WIRES:
+        tensors = wires(numbers.shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
+    if spec.mode == "full":
+        return TableBase(tensors) if tensors else SyncBase(), None
+    rows = RowBase(numbers, tensors) if tensors else None
+    return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 
 def _weight(shard: TableShard) -> Iterable[torch.Tensor]:

@@ -25,7 +25,8 @@ class SyncSpec(SpecModel):
 
     `touched_rows` moves only rows looked up since the last sync, which gives the same result as
     `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
-    `dtype` is the precision of the change since the last sync on its way. With `overlap` the
+    `dtype` is the precision of the change since the last sync on its way; before a save it is fp32,
+    and while a group joins. With `overlap` the
     averages are formed during the next so many steps (`true`: one), at most `every_steps`, and
     applied as a difference after them. `delayed` optimizer state of tables lags one sync behind
     their weights.
@@ -42,6 +43,11 @@ class SyncSpec(SpecModel):
     def overlap_steps(self) -> int:
         """Steps during which averages are formed; 0 where training waits for them."""
         return int(self.overlap)
+
+    @property
+    def is_always_exact(self) -> bool:
+        """Whether what is averaged at a sync is all that differs, in full precision."""
+        return (self.dtype, self.optimizer_state) == ("fp32", "every")
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
@@ -187,8 +193,6 @@ class ParallelismSpec(SpecModel):
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
-        if sync.dtype != "fp32":
-            ties.append(("sync.dtype", "sends changes that a joining group has no base of"))
         if sync.optimizer_state != "every":
             ties.append(("sync.optimizer_state", "leaves moments that differ between the groups"))
         if self.divergence_check is not None:

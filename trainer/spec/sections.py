@@ -134,7 +134,8 @@ class JobSections(SpecModel):
         of `delayed` state k_m = 2 whatever overlaps. Groups that are failure domains hold all means
         until they have voted: k_w = k_m = 1 without overlap. Half precision adds 1 to both, what
         the copies last agreed on; of touched rows 2: saved before they change, and gathered for the
-        exchange. Buffers of single chunks and marks of touched rows are left to
+        exchange; 3 where such groups overlap: what was saved is kept in case the round fails.
+        Buffers of single chunks and marks of touched rows are left to
         `planner.storage_reservation`.
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
@@ -144,8 +145,9 @@ class JobSections(SpecModel):
         num_lookups = sync.every_steps * self._lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)
-        half = 0 if sync.dtype == "fp32" else 1 if is_full else 2
         votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"
+        of_rows = 3 if votes and sync.overlap else 2
+        half = 0 if sync.dtype == "fp32" else 1 if is_full else of_rows
         of_weights = half + (2 if sync.overlap else int(votes))
         of_state = half + 2 if sync.optimizer_state == "delayed" else of_weights
         weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]

@@ -83,6 +83,7 @@ class Life:
             self.member,
             self.training.groups.shard_index,
             RecoverySpec(exchange_timeout_s=EXCHANGE_TIMEOUT_S),
+            self.training.warnings.append,
         )
         self.ledger = Ledger()
         self.standing: GroupState = "initial"

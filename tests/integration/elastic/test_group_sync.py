@@ -159,6 +159,65 @@ def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:
     assert 0 < touched.num_bytes < above.num_bytes
 
 
+def _sync_changes(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """What this rank agreed on, held before and held after syncs in half precision, by name."""
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", lr=0.01, sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {}
+    agreed = life.state()
+    for name in ("plain", "retried", "exact"):
+        life.train()
+        before = life.state()
+        if name == "retried":
+            _fail_once(life)
+        life.exchange(WEIGHTS[group], needs_exact=name == "exact")
+        found[name] = (agreed, before, agreed := life.state())
+    snapshot, before, after, _ = _train_ahead(life, WEIGHTS[group])
+    agreed = [new - (b - a) for a, b, new in zip(snapshot, before, after, strict=True)]
+    _fail_once(life)
+    *_, before, result = _train_ahead(life, WEIGHTS[group])
+    assert not result.committed
+    life.exchange(2 * WEIGHTS[group], num_leases=2)
+    found["after_failure"] = (agreed, before, life.state())
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "mode": "full"},
+        {"dtype": "fp16", "full_above": 0.0},
+    ],
+    ids=["bf16", "full", "fp16"],
+)
+def test_changes_travel_in_half_precision_from_the_last_commit_on(
+    sync: dict[str, Any], tmp_path: Path
+) -> None:
+    coordinator = open_coordinator(2, tmp_path)
+    try:
+        ours, theirs = run_ranks(_sync_changes, 2, Groups(coordinator.address, 1), sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    assert set(ours["hashes"]) == {1, 2, 3, 4, 6}
+    for name in ("plain", "retried", "exact", "after_failure"):
+        worst = 0.0
+        for agreed, mine, after, other in zip(*ours[name], theirs[name][1], strict=True):
+            mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), WEIGHTS).view_as(mine)
+            largest = max((copy - agreed).abs().max().item() for copy in (mine, other))
+            error = (after - mean).abs().max().item()
+            # Half a unit of the change on the way, and of its mean on the way back.
+            assert error <= 2.0**-8 * largest + 2.0**-22, name
+            worst = max(worst, error)
+        # What is exact errs by the rounding of rows that no copy touched.
+        assert (worst > 2.0**-21) is (name != "exact"), name
+
+
 def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:
     """Three groups: one dies in the middle of an exchange, one hangs there, one goes on alone.
 

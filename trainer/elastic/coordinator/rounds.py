@@ -44,7 +44,8 @@ class OpenRound:
     `weight` sums up the rows that its members trained since the last sync, by weight, and `leases`
     are these; `means` are over the ranks that count. `starts` and `promoted` are the groups that
     become current when it commits: those that begin the run, and those whose copy is then exact.
-    `overlapping` are those that train on meanwhile: none of them while somebody copies from them.
+    It is exact (`Round.is_exact`) while somebody copies, and where a group asks for it.
+    `overlapping` are the groups that train on meanwhile: none where it is exact.
     """
 
     number: int
@@ -52,6 +53,8 @@ class OpenRound:
     commit: int
     members: tuple[RoundMember, ...]
     weight: float
+    is_idle: bool
+    is_exact: bool
     voters: frozenset[RankId]
     leases: Sequence[int]
     means: dict[str, float]
@@ -72,6 +75,8 @@ def form_round(
     current = [group for group in groups if group.is_current]
     members = tuple(group.as_member() for group in groups)
     weight = sum(member.weight for member in members)
+    is_asked = any(arrival.needs_exact for group in current for arrival in group.arrivals)
+    is_exact = is_asked or len(current) < len(groups)
     sums: dict[str, float] = defaultdict(float)
     for group in current:
         for arrival in group.arrivals:
@@ -83,13 +88,15 @@ def form_round(
         commit=commit,
         members=members,
         weight=weight,
+        is_idle=not (weight or is_asked),
+        is_exact=is_exact,
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
         leases=[lease for group in current for lease in group.arrivals[0].leases],
         means={name: total / weight for name, total in sums.items()} if weight else {},
         starts=frozenset(starts),
         promoted=frozenset(group.group for group in groups if group.has_exact_copy),
         overlapping=frozenset(group.group for group in groups if group.may_overlap)
-        if weight and len(current) == len(groups)
+        if weight and not is_exact
         else frozenset(),
     )
 
@@ -254,7 +261,8 @@ class SyncRounds(GroupRegistry):
             generation=opened.generation,
             members=opened.members,
             commit=opened.commit,
-            is_idle=not opened.weight,
+            is_idle=opened.is_idle,
+            is_exact=opened.is_exact,
             overlaps=group.group in opened.overlapping,
             donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
         )

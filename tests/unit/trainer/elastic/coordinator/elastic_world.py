@@ -156,6 +156,7 @@ class SimRank:
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
                 may_overlap=self.world.overlaps and bool(self.next_leases),
+                needs_exact=self.id.group in self.world.needing_exact,
                 report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
                 sums={"loss": 2.0 * self.num_rows / NUM_RANKS},
             )
@@ -227,6 +228,7 @@ class World:
         """`policy` overrides fields of `MembershipPolicy`."""
         self.num_groups = num_groups
         self.overlaps = overlaps
+        self.needing_exact: set[int] = set()
         self.policy = MembershipPolicy(
             num_groups=num_groups,
             start_grace_s=30.0,

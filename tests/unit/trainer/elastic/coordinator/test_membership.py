@@ -431,6 +431,25 @@ def test_a_round_that_a_group_trains_on_in_is_told_to_all_its_ranks_whatever_hap
     world.check_rows()
 
 
+def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
+    world = running(overlaps=True)
+    newest = world.groups[0][0].round
+    assert newest and newest.overlaps and not newest.is_exact
+    world.needing_exact.add(1)
+    world.run_to_commit(world.status.ledger.commit + 3)
+    rounds = [rank.round for rank in world.ranks()]
+    assert all(each and each.is_exact and not each.overlaps for each in rounds)
+    world.needing_exact.clear()
+    world.kill(1)
+    world.start_group(1)
+    world.run_until(lambda: listening(world, 1))
+    assert all(rank.round and rank.round.is_exact for rank in world.groups[1])
+    world.needing_exact.add(0)
+    world.run_to_end()
+    last = world.groups[0][0].round
+    assert last and not last.is_idle and not any(member.weight for member in last.members)
+
+
 def test_nothing_is_answered_until_all_are_back():
     world = running()
     world.start_coordinator()
@@ -592,7 +611,8 @@ def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int |
 def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     step: int, may_lead: bool
 ) -> None:
-    session = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
-    assert session._may_lead_next() is may_lead
+    session: Any = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
+    session.standing, session._leases = "current", ["a lease"]
+    assert session._may_overlap is not may_lead
     session.is_leader = False
-    assert not session._may_lead_next()
+    assert session._may_overlap

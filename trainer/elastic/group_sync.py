@@ -14,7 +14,8 @@ than was committed: a group that saves, validates or is copied from does not ove
 With `sync.dtype` bf16 or fp16 the change since the last commit travels: its state is the base, on
 which all copies agree, also after rounds that failed. A listener has no base until its copy is
 complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
-before a save.
+before a save. With `sync.optimizer_state` never the moments of a row differ between the copies once
+it was touched, until an exact round averages them.
 
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
@@ -54,7 +55,9 @@ from trainer.parallel.sync import (
     SyncReport,
     SyncThread,
     blocks_of,
+    moments_of,
     watched,
+    weight_of,
 )
 from trainer.parallel.touched_rows import RowNumbers, Saved, unite
 from trainer.spec.parallelism import SyncSpec
@@ -203,7 +206,8 @@ class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
-    (int64, sorted), or None when it has all. Where training goes on meanwhile, `touched` are the
+    (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
+    training goes on meanwhile, `touched` are the
     rows that this rank had touched by then, and `saved` their bases. `error` says why this rank
     could not go through with it.
     """
@@ -211,6 +215,7 @@ class Attempt:
     round: Round
     standing: GroupState
     rows: torch.Tensor | None
+    moment_rows: torch.Tensor | None
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
     saved: Saved = field(default_factory=dict)
@@ -236,7 +241,7 @@ class GroupSync:
         recovery: RecoverySpec,
         warn: Callable[[str], None],
     ) -> None:
-        assert spec.optimizer_state == "every", "the spec refuses other policies between groups"
+        assert spec.optimizer_state != "delayed", "the spec refuses that between groups"
         self._spec = spec
         self.is_exact = True
         self._overflows = OverflowWarning(warn)
@@ -247,6 +252,8 @@ class GroupSync:
         self._device = model.groups.device
         self._numbers = RowNumbers(model.table_shards(), self._device)
         self._base, self._touched = watched(self._numbers, spec)
+        # Rows whose moments may differ as the policy does not average them: alike on all copies.
+        self._stale = torch.zeros(self._numbers.num_rows, dtype=torch.bool, device=self._device)
         self._server = DonorServer(client.identity, pieces_of(self._numbers))
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
@@ -334,7 +341,7 @@ class GroupSync:
         update = {"has_copied": is_copied, "copied_bytes": num_copied}
         round_ = self._client.arrive(arrival.model_copy(update=update))
         self._round, self.members = round_.round, round_.members
-        attempt = Attempt(round_, arrival.standing, self._nothing())
+        attempt = Attempt(round_, arrival.standing, self._nothing(), self._nothing())
         with self._noting_errors(attempt):
             self._attend(round_, is_copied)
             self._prepare(attempt)
@@ -429,21 +436,30 @@ class GroupSync:
             return
         replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
         attempt.rows = self._touched_rows(replicas)
-        weights_whole, states_whole = self._extra()
+        weights, states = self._extra()
         block = self._exact_block if round_.is_exact else self._base.block
-        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, block)
-        blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
+        blocks = [*blocks_of(self._numbers, attempt.rows, weight_of, block), *map(Block, weights)]
+        if round_.is_exact or self._spec.optimizer_state == "every":
+            attempt.moment_rows = self._stale_rows(attempt.rows, replicas)
+            moments = blocks_of(self._numbers, attempt.moment_rows, moments_of, block)
+            blocks += [*moments, *map(Block, states)]
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
         if self._touched is None:
             return None
-        bits = self._touched.bits.clone()
-        unite(bits, replicas)
-        rows = bits.nonzero().view(-1)
+        rows = _united(self._touched.bits, replicas)
         is_dense = self._numbers.density(rows) > self._spec.full_above
         return None if self._spec.dtype == "fp32" and is_dense else rows
+
+    def _stale_rows(
+        self, touched: torch.Tensor | None, replicas: ReplicaCollectives
+    ) -> torch.Tensor | None:
+        """Rows whose moments differ where the rows `touched` are to be averaged. Collective."""
+        if touched is None or self._touched is None or self._spec.optimizer_state == "every":
+            return touched
+        return _united(self._stale | self._touched.bits, replicas)
 
     def _exact_block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
         """A block that travels as it is; its base, where one is kept, becomes the mean."""
@@ -477,12 +493,17 @@ class GroupSync:
     def _apply(self, attempt: Attempt) -> None:
         round_, joiner = attempt.round, self._joiner
         self._inject("apply", round_)
-        with joiner.applying(attempt.rows, round_.is_idle) if joiner else nullcontext():
+        rows = attempt.rows, attempt.moment_rows
+        with joiner.applying(*rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
                 self._base.landed(attempt.pending.land())
         if round_.is_idle:
             return
         self.is_exact = self._spec.is_always_exact or round_.is_exact
+        if round_.is_exact:
+            self._stale.zero_()
+        elif self._spec.optimizer_state != "every":
+            self._stale[slice(None) if attempt.rows is None else attempt.rows] = True
         if self._touched and not round_.overlaps:
             self._touched.clear()
             self._base.begin_window()
@@ -490,6 +511,13 @@ class GroupSync:
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
+
+
+def _united(bits: torch.Tensor, replicas: ReplicaCollectives) -> torch.Tensor:
+    """Numbers of the rows whose `bits` any copy has set, sorted. Collective."""
+    united = bits.clone()
+    unite(united, replicas)
+    return united.nonzero().view(-1)
 
 
 def _weights_in(round_: Round) -> list[float]:

@@ -173,8 +173,8 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, self._base.block), *map(Block, weights)]
-        moments = [*blocks_of(numbers, rows, _moments, self._base.block)]
+        blocks = [*blocks_of(numbers, rows, weight_of, self._base.block), *map(Block, weights)]
+        moments = [*blocks_of(numbers, rows, moments_of, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed by a sync: Adam's second moments decay, so that the difference could
@@ -208,9 +208,9 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, Block), *map(Block, weights)]
+        blocks = [*blocks_of(numbers, rows, weight_of, Block), *map(Block, weights)]
         moment_rows = self._take_stale(rows)
-        blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *map(Block, states)]
+        blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *map(Block, states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
         return self._report(rows)
@@ -292,11 +292,11 @@ def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows 
     return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 
-def _weight(shard: TableShard) -> Iterable[torch.Tensor]:
+def weight_of(shard: TableShard) -> Iterable[torch.Tensor]:
     return (shard.weight,)
 
 
-def _moments(shard: TableShard) -> Iterable[torch.Tensor]:
+def moments_of(shard: TableShard) -> Iterable[torch.Tensor]:
     return shard.states.values()
 
 

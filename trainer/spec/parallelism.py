@@ -25,11 +25,11 @@ class SyncSpec(SpecModel):
 
     `touched_rows` moves only rows looked up since the last sync, which gives the same result as
     `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
-    `dtype` is the precision of the change since the last sync on its way; before a save it is fp32,
-    and while a group joins. With `overlap` the
+    `dtype` is the precision of the change since the last sync on its way. With `overlap` the
     averages are formed during the next so many steps (`true`: one), at most `every_steps`, and
     applied as a difference after them. `delayed` optimizer state of tables lags one sync behind
-    their weights.
+    their weights; under `never` each replica goes on with its own. Before a save, and while a
+    group joins independent ones, all of it is averaged, in full precision.
     """
 
     every_steps: PositiveInt = 1
@@ -193,8 +193,9 @@ class ParallelismSpec(SpecModel):
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
-        if sync.optimizer_state != "every":
-            ties.append(("sync.optimizer_state", "leaves moments that differ between the groups"))
+        if sync.optimizer_state == "delayed":
+            why = "averages moments between two syncs, which no group votes on; take never"
+            ties.append(("sync.optimizer_state", why))
         if self.divergence_check is not None:
             why = "compares all groups at once; independent groups vote on every sync instead"
             ties.append(("divergence_check", why))

@@ -151,20 +151,31 @@ class Life:
         return standings.get((group, incarnation))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that must be equal on all groups, live."""
+        """Everything that must be equal on all groups once a sync was exact, live."""
         weights, states = self.training.optimizers.synced_whole(dense=True)
         shards = self.training.model.table_shards()
         rows = [tensor for s in shards for tensor in (s.weight, *s.states.values())]
         return [*rows, *weights, *states]
+
+    @property
+    def are_states(self) -> list[bool]:
+        """Which of the tensors are optimizer state."""
+        weights, states = self.training.optimizers.synced_whole(dense=True)
+        shards = self.training.model.table_shards()
+        rows = [is_state for s in shards for is_state in (False, *(True for _ in s.states))]
+        return [*rows, *(False for _ in weights), *(True for _ in states)]
 
     def state(self) -> list[torch.Tensor]:
         """The same, as it is now."""
         return clones(self.tensors())
 
     def hash(self) -> str:
-        """Of the same."""
+        """Of what the last sync made equal."""
         digest = hashlib.sha256()
-        for tensor in self.tensors():
+        has_states = self.sync.is_exact or self.sync._spec.optimizer_state == "every"
+        for tensor, is_state in zip(self.tensors(), self.are_states, strict=True):
+            if is_state and not has_states:
+                continue
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 

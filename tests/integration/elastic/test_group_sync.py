@@ -218,6 +218,52 @@ def test_changes_travel_in_half_precision_from_the_last_commit_on(
         assert (worst > 2.0**-21) is (name != "exact"), name
 
 
+def _leave_state(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """What this rank held before and after syncs that average optimizer state where exact."""
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {"are_states": life.are_states}
+    for name in ("first", "retried", "exact", "last", "untrained"):
+        if name != "untrained":
+            life.train()
+        before = life.state()
+        if name == "retried":
+            _fail_once(life)
+        is_exact = name in ("exact", "untrained")
+        life.exchange(WEIGHTS[group] if name != "untrained" else 0, needs_exact=is_exact)
+        assert life.sync.is_exact is is_exact
+        found[name] = (before, life.state())
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["touched_rows", "full"])
+def test_state_that_is_never_synced_stays_until_a_round_that_is_exact(
+    mode: str, tmp_path: Path
+) -> None:
+    sync = {"mode": mode, "optimizer_state": "never"}
+    coordinator = open_coordinator(2, tmp_path)
+    try:
+        ours, theirs = run_ranks(_leave_state, 2, Groups(coordinator.address, 1), sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    assert set(ours["hashes"]) == {1, 2, 3, 4, 5, 6}
+    for name in ("first", "retried", "exact", "last", "untrained"):
+        weights = (1, 1) if name == "untrained" else WEIGHTS
+        held = zip(ours["are_states"], *ours[name], theirs[name][0], strict=True)
+        for is_state, mine, after, other in held:
+            mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), weights).view_as(mine)
+            if is_state and name not in ("exact", "untrained"):
+                assert torch.equal(after, mine)
+            else:
+                torch.testing.assert_close(after, mean, rtol=2.0**-22, atol=0)
+            assert bool((mine != other).any()) is (is_state or name != "untrained")
+
+
 def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:
     """Three groups: one dies in the middle of an exchange, one hangs there, one goes on alone.
 

@@ -77,7 +77,8 @@ def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
 def _hear(joiner: Joiner) -> None:
     """A commit without any row."""
     joiner.vote()
-    with joiner.applying(torch.empty(0, dtype=torch.int64), is_idle=False):
+    nothing = torch.empty(0, dtype=torch.int64)
+    with joiner.applying(nothing, nothing, is_idle=False):
         pass
 
 
@@ -240,7 +241,11 @@ def _join_and_train(life: Life) -> dict[str, Any]:
     return {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
 
 
-@pytest.mark.parametrize("sync", [{}, {"dtype": "bf16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "sync",
+    [{}, {"dtype": "bf16"}, {"optimizer_state": "never"}],
+    ids=["every", "half", "never"],
+)
 def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on(
     sync: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -258,4 +258,6 @@ def test_a_spec_says_what_it_needs() -> None:
     limit, sync = "resources.memory_bytes_per_worker=40000", "{mode: full, dtype: bf16}"
     found = need_of(movielens(limit, f"parallelism.sync={sync}"), [4], worker_bytes=100_000)
     assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
-    assert not found.are_groups_independent
+    assert found.are_groups_independent
+    tied = need_of(movielens("parallelism.dense=every_step"), [4])
+    assert not tied.are_groups_independent

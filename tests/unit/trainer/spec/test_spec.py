@@ -172,7 +172,7 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
 {SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
     => parallelism.sync.overlap survive independent
-{SURVIVE}; parallelism.sync.optimizer_state=never
+{SURVIVE}; parallelism.sync.optimizer_state=delayed
     => parallelism.sync.optimizer_state survive moments
 {SURVIVE}; parallelism.divergence_check={{every_syncs: 2}}
     => parallelism.divergence_check survive vote
@@ -434,6 +434,12 @@ def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_b
     assert groups.parallelism.failure_domain == "replica_group"
     assert job.sync_bytes(job.embedding_tables[0]) == 4 * 100 * 36
     assert groups.sync_bytes(groups.embedding_tables[0]) == 5 * 100 * 36
+
+
+def test_groups_that_are_failure_domains_hold_all_state_where_it_is_averaged_before_saves() -> None:
+    sync = "parallelism.sync.optimizer_state=never"
+    spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host", sync)
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 32 + 1000 * 4
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:

@@ -616,3 +616,25 @@ def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     assert session._may_overlap is not may_lead
     session.is_leader = False
     assert session._may_overlap
+
+
+def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:
+    session: Any = leader(LeaderProgress(step=38, epoch=1), 41, None)
+    saves: list[bool] = []
+    session.save_checkpoint, session.final_metrics = saves.append, {}
+    session.checkpoints = SimpleNamespace(newest_commit=None)
+    session.group_sync = SimpleNamespace(is_exact=False)
+    untrained = SimpleNamespace(num_rows=0)
+    assert not session._needs_exact(untrained)  # every sync is exact by its policy
+    session.spec.parallelism.sync = SyncSpec(every_steps=4, dtype="bf16")
+    session.lead()
+    assert (saves, session._led.step) == ([], 38)
+    assert session._needs_exact(untrained)
+    session.group_sync.is_exact = True
+    session.lead()
+    assert (saves, session._led.step) == ([False], 41)
+    assert not session._needs_exact(untrained)
+    assert not session._needs_exact(SimpleNamespace(num_rows=8))  # up to step 45 nothing is due
+    session.state = TrainState(step=46, reached=DataPosition(1, 6 * 8))
+    assert not session._needs_exact(untrained)
+    assert session._needs_exact(SimpleNamespace(num_rows=8))

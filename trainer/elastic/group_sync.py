@@ -15,7 +15,10 @@ With `sync.dtype` bf16 or fp16 the change since the last commit travels: its sta
 which all copies agree, also after rounds that failed. A listener has no base until its copy is
 complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
 before a save. With `sync.optimizer_state` never the moments of a row differ between the copies once
-it was touched, until an exact round averages them.
+it was touched, until an exact round averages them. Delayed means of moments are formed by the
+thread after the commit, in training's time, and applied with the next commit: a rank that could not
+form them refuses that round. They are forgotten when a round fails, the members change, or a round
+is exact, and so is nothing else: the rows count as differing until their means are applied.
 
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
@@ -109,6 +112,7 @@ class CrossGroupProcessGroup:
         self._timeout_s = timeout_s
         self._is_aborted = is_aborted
         self._is_stuck = False  # an abandoned operation is still pending
+        self._is_dropped = False
         own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
         self._meet(own_keys)
         self._backend: Gloo | Nccl | None = self._form(own_keys)
@@ -152,12 +156,15 @@ class CrossGroupProcessGroup:
 
     def _problem_of(self, start: Callable[[Any], dist.Work]) -> str:
         """Run an operation to its end; returns its error, empty if there is none."""
-        assert self._backend is not None, "a dropped group exchanges nothing"
+        backend = self._backend
+        if backend is None:
+            return "the group was dropped meanwhile"
         deadline = time.monotonic() + self._timeout_s
         try:
-            work = start(self._backend)
+            work = start(backend)
+            del backend  # it may be dropped meanwhile
+            self._is_stuck = True
             while not self._is_over(work):
-                self._is_stuck = True
                 self._check(deadline, "answer")
             self._is_stuck = False
             work.wait()
@@ -176,7 +183,7 @@ class CrossGroupProcessGroup:
         return work.is_completed()
 
     def _check(self, deadline: float, verb: str) -> None:
-        if self._is_aborted():
+        if self._is_dropped or self._is_aborted():
             raise ExchangeError("the round was given up, since a group was lost or is too slow")
         if time.monotonic() > deadline:
             raise ExchangeError(
@@ -186,6 +193,7 @@ class CrossGroupProcessGroup:
 
     def drop(self) -> None:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
+        self._is_dropped = True
         held = [self._backend]
         self._backend = None
         if held[0] is not None:
@@ -223,6 +231,16 @@ class Attempt:
     result: RoundResult | None = None
 
 
+@dataclass(frozen=True)
+class DelayedMoments:
+    """Means of the moments of `rows`, formed since a commit by the members of its `generation`."""
+
+    generation: int
+    rows: torch.Tensor | None
+    pending: PendingSync
+    wait: Callable[[], None]
+
+
 class GroupSync:
     """Keeps one rank's shard in sync with those of the other groups.
 
@@ -241,9 +259,13 @@ class GroupSync:
         recovery: RecoverySpec,
         warn: Callable[[str], None],
     ) -> None:
-        assert spec.optimizer_state != "delayed", "the spec refuses that between groups"
         self._spec = spec
+        # Where a sync overlaps with all of the next interval its means are one sync late anyway.
+        is_late = spec.optimizer_state == "delayed" and bool(spec.overlap)
+        self._averages_state = spec.optimizer_state == "every" or is_late
+        self._delayed: DelayedMoments | None = None
         self.is_exact = True
+        self._num_bytes = 0  # sent for what was applied since the last report
         self._overflows = OverflowWarning(warn)
         self._extra = extra
         self._client = client
@@ -279,7 +301,7 @@ class GroupSync:
         """Drop the process group, and stop copying and serving."""
         self._is_closed = True
         self._thread.close()
-        if self._await_verdict is None:
+        if self._await_verdict is None and self._delayed is None:
             self._drop_group()
         self._stop_listening()
         self._server.close()
@@ -299,9 +321,7 @@ class GroupSync:
             attempt.touched = self._touched.bits.clone()
             self._touched.clear()
             attempt.saved = self._base.begin_window()
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._await_verdict = self._thread.submit(partial(self._decide_aside, attempt))
+        self._await_verdict = self._start(partial(self._decide, attempt))
         return True
 
     @torch.no_grad()
@@ -314,22 +334,17 @@ class GroupSync:
         """
         attempt, self._attempt = self._attempt, None
         assert attempt, "a sync is begun first"
-        num_bytes = 0
         while True:
             if self._await_verdict:
                 self._await_verdict()
                 self._await_verdict = None
-                if self._stream:
-                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
             else:
                 self._decide(attempt)
             result = self._settle(attempt)
-            if attempt.pending and result.committed:
-                num_bytes += attempt.pending.replicas.num_bytes
-                self._overflows.count(attempt.pending.replicas.num_overflows)
             is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
+                num_bytes, self._num_bytes = self._num_bytes, 0
                 return result, SyncReport(num_bytes, self._numbers.density(attempt.rows))
             attempt = self._open(make_arrival().model_copy(update={"may_overlap": False}))
 
@@ -344,6 +359,7 @@ class GroupSync:
         attempt = Attempt(round_, arrival.standing, self._nothing(), self._nothing())
         with self._noting_errors(attempt):
             self._attend(round_, is_copied)
+            self._await_moments(round_)
             self._prepare(attempt)
         return attempt
 
@@ -359,10 +375,23 @@ class GroupSync:
             self._drop_group()
             raise
 
-    @torch.no_grad()
-    def _decide_aside(self, attempt: Attempt) -> None:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            self._decide(attempt)
+    def _start(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Let the thread do `task` on the side stream; the function returned waits for it."""
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+        @torch.no_grad()
+        def run() -> None:
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                task()
+
+        def wait() -> None:
+            done()
+            if self._stream:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+        done = self._thread.submit(run)
+        return wait
 
     def _decide(self, attempt: Attempt) -> None:
         """Form the averages, vote, and wait for the verdict."""
@@ -387,6 +416,8 @@ class GroupSync:
         if result.committed:
             assert not attempt.error, "a round commits when all ranks hold its averages"
             self._apply(attempt)
+            if not (result.should_leave or result.has_finished):
+                self._delay_moments(attempt)
         else:
             self._drop_group()
             if self._touched and attempt.touched is not None:
@@ -439,10 +470,11 @@ class GroupSync:
         weights, states = self._extra()
         block = self._exact_block if round_.is_exact else self._base.block
         blocks = [*blocks_of(self._numbers, attempt.rows, weight_of, block), *map(Block, weights)]
-        if round_.is_exact or self._spec.optimizer_state == "every":
+        if round_.is_exact or self._spec.optimizer_state != "never":
+            blocks += map(Block, states)
+        if round_.is_exact or self._averages_state:
             attempt.moment_rows = self._stale_rows(attempt.rows, replicas)
-            moments = blocks_of(self._numbers, attempt.moment_rows, moments_of, block)
-            blocks += [*moments, *map(Block, states)]
+            blocks += blocks_of(self._numbers, attempt.moment_rows, moments_of, block)
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
@@ -457,7 +489,7 @@ class GroupSync:
         self, touched: torch.Tensor | None, replicas: ReplicaCollectives
     ) -> torch.Tensor | None:
         """Rows whose moments differ where the rows `touched` are to be averaged. Collective."""
-        if touched is None or self._touched is None or self._spec.optimizer_state == "every":
+        if touched is None or self._touched is None or self._averages_state:
             return touched
         return _united(self._stale | self._touched.bits, replicas)
 
@@ -496,21 +528,63 @@ class GroupSync:
         rows = attempt.rows, attempt.moment_rows
         with joiner.applying(*rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
-                self._base.landed(attempt.pending.land())
+                self._base.landed(self._land(attempt.pending))
+        if self._delayed:
+            self._land(self._delayed.pending)
+            _mark(self._stale, self._delayed.rows, False)
+            self._delayed = None
         if round_.is_idle:
             return
         self.is_exact = self._spec.is_always_exact or round_.is_exact
         if round_.is_exact:
             self._stale.zero_()
-        elif self._spec.optimizer_state != "every":
-            self._stale[slice(None) if attempt.rows is None else attempt.rows] = True
+        elif not self._averages_state:
+            _mark(self._stale, attempt.rows, True)
         if self._touched and not round_.overlaps:
             self._touched.clear()
             self._base.begin_window()
 
+    def _land(self, pending: PendingSync) -> list[Block]:
+        self._num_bytes += pending.replicas.num_bytes
+        self._overflows.count(pending.replicas.num_overflows)
+        return pending.land()
+
+    def _delay_moments(self, attempt: Attempt) -> None:
+        """Begin to average the moments that the round which was committed left out."""
+        round_ = attempt.round
+        if self._averages_state or self._spec.optimizer_state == "never":
+            return
+        if attempt.pending is None or round_.is_exact:
+            return
+        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
+        rows = None if self._touched is None else self._stale.nonzero().view(-1)
+        pending = PendingSync(blocks_of(self._numbers, rows, moments_of, Block), replicas)
+        wait = self._start(pending.form_means)
+        self._delayed = DelayedMoments(round_.generation, rows, pending, wait)
+
+    def _await_moments(self, round_: Round) -> None:
+        """Wait for delayed means, which are applied with this round; or forget them.
+
+        Raises `ExchangeError` where this rank could not form them.
+        """
+        delayed = self._delayed
+        if delayed is None:
+            return
+        if delayed.generation == round_.generation:
+            delayed.wait()
+        else:
+            self._drop_group()  # which ends what the thread waits for
+        if delayed.generation != round_.generation or round_.is_exact:
+            self._delayed = None
+
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
+
+
+def _mark(bits: torch.Tensor, rows: torch.Tensor | None, value: bool) -> None:
+    """Set the `bits` of `rows`, or all, to `value`."""
+    bits[slice(None) if rows is None else rows] = value
 
 
 def _united(bits: torch.Tensor, replicas: ReplicaCollectives) -> torch.Tensor:

@@ -193,9 +193,6 @@ class ParallelismSpec(SpecModel):
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
-        if sync.optimizer_state == "delayed":
-            why = "averages moments between two syncs, which no group votes on; take never"
-            ties.append(("sync.optimizer_state", why))
         if self.divergence_check is not None:
             why = "compares all groups at once; independent groups vote on every sync instead"
             ties.append(("divergence_check", why))

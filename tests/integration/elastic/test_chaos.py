@@ -23,7 +23,8 @@ OVERLAP = "parallelism.sync={every_steps: 2, overlap: 2}"
 HALF = "parallelism.sync={every_steps: 2, dtype: bf16}"
 HALF_OVERLAP = "parallelism.sync={every_steps: 2, dtype: bf16, overlap: 2}"
 NEVER = "parallelism.sync={every_steps: 2, optimizer_state: never}"
-SYNCS = (OVERLAP, PLAIN, HALF_OVERLAP, HALF, NEVER)
+DELAYED = "parallelism.sync={every_steps: 2, optimizer_state: delayed}"
+SYNCS = (OVERLAP, PLAIN, HALF_OVERLAP, HALF, NEVER, DELAYED)
 NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
 

@@ -20,6 +20,7 @@ from tests.integration.elastic.group_sync_cases import (
     assert_all_equal,
     open_coordinator,
 )
+from tests.integration.ranks.sync_cases import clones
 from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
@@ -262,6 +263,59 @@ def test_state_that_is_never_synced_stays_until_a_round_that_is_exact(
             else:
                 torch.testing.assert_close(after, mean, rtol=2.0**-22, atol=0)
             assert bool((mine != other).any()) is (is_state or name != "untrained")
+
+
+def _delay_moments(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """The moments that this rank held before and after syncs, of which the third fails at first."""
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {}
+    for name in ("first", "second", "retried", "fourth", "exact"):
+        life.train()
+        before = clones(life.training.shard_moments())
+        if name == "retried":
+            _fail_once(life)
+        life.exchange(WEIGHTS[group], needs_exact=name == "exact")
+        found[name] = (before, clones(life.training.shard_moments()))
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["touched_rows", "full"])
+def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
+    mode: str, tmp_path: Path
+) -> None:
+    sync = {"mode": mode, "optimizer_state": "delayed"}
+    coordinator = open_coordinator(2, tmp_path)
+    groups = Groups(coordinator.address, 1)
+    try:
+        ours, theirs = run_ranks(_delay_moments, 2, groups, sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    for number in range(len(ours["first"][0])):
+        before, mean, after = {}, {}, {}
+        for name in ("first", "second", "retried", "fourth", "exact"):
+            before[name], after[name] = (held[number] for held in ours[name])
+            parts = torch.stack([before[name], theirs[name][0][number]])
+            mean[name] = pairwise_mean(parts.view(2, -1), WEIGHTS).view_as(before[name])
+            assert not torch.equal(*parts)
+        assert torch.equal(after["first"], before["first"])
+        _is_close(
+            after["second"], apply_difference(before["second"], before["first"], mean["first"])
+        )
+        assert torch.equal(after["retried"], before["retried"]), "what failed is forgotten"
+        moved = apply_difference(before["fourth"], before["retried"], mean["retried"])
+        _is_close(after["fourth"], moved)
+        _is_close(after["exact"], mean["exact"])
+
+
+def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To the rounding of rows that are equal on all copies."""
+    torch.testing.assert_close(found, wanted, rtol=2.0**-21, atol=0)
 
 
 def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:

@@ -243,8 +243,8 @@ def _join_and_train(life: Life) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "sync",
-    [{}, {"dtype": "bf16"}, {"optimizer_state": "never"}],
-    ids=["every", "half", "never"],
+    [{}, {"dtype": "bf16"}, {"optimizer_state": "never"}, {"optimizer_state": "delayed"}],
+    ids=["every", "half", "never", "delayed"],
 )
 def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on(
     sync: dict[str, Any], tmp_path: Path

@@ -172,8 +172,6 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
 {SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
     => parallelism.sync.overlap survive independent
-{SURVIVE}; parallelism.sync.optimizer_state=delayed
-    => parallelism.sync.optimizer_state survive moments
 {SURVIVE}; parallelism.divergence_check={{every_syncs: 2}}
     => parallelism.divergence_check survive vote
 {ROWS}=-1 => {ROWS} -

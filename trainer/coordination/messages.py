@@ -232,14 +232,23 @@ class Round(Message):
     donor: str | None = None
 
 
+Checksum = tuple[str, int]
+"""(table or whatever else, checksum): alike on the same rank of all groups."""
+
+
 class Vote(Message):
-    """Whether this rank holds the averages of `round`; it applies nothing before the verdict."""
+    """Whether this rank holds the averages of `round`; it applies nothing before the verdict.
+
+    `checksums` are of all that must be equal on the copies, where that is to be compared: what the
+    round leaves alone, and the averages.
+    """
 
     kind: Literal["vote"] = "vote"
     round: Count
     commit: Count
     ok: bool
     error: str = ""
+    checksums: tuple[Checksum, ...] = ()
 
 
 class RoundResult(Message):

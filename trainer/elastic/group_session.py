@@ -107,7 +107,9 @@ class GroupSession(Session):
             groups.shard_index,
             self.spec.recovery,
             lambda message: (self._warn_of_sync if self.is_leader else logger.debug)(message),
+            self.spec.parallelism.divergence_check,
         )
+        self._divergence_guard = None  # groups vote with checksums instead
 
     def _new_interval(self) -> Interval:
         loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
@@ -292,8 +294,7 @@ class GroupSession(Session):
         All groups ask, as any of them may lead by then.
         """
         may_differ = bool(interval.num_rows) or not self.group_sync.is_exact
-        is_promised = self.spec.parallelism.sync.is_always_exact
-        return may_differ and not is_promised and self._may_be_due_next
+        return may_differ and not self.group_sync.is_always_exact and self._may_be_due_next
 
     @property
     def _may_be_due_next(self) -> bool:

@@ -20,6 +20,9 @@ thread after the commit, in training's time, and applied with the next commit: a
 form them refuses that round. They are forgotten when a round fails, the members change, or a round
 is exact, and so is nothing else: the rows count as differing until their means are applied.
 
+Where copies are compared (`divergence_check`), a vote carries checksums of the rows that the round
+leaves alone, which the last commit left equal, and of the averages.
+
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
 became NaN, has weight 0.
@@ -50,6 +53,7 @@ from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.divergence import checksum
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sync import (
     Extra,
@@ -63,7 +67,7 @@ from trainer.parallel.sync import (
     weight_of,
 )
 from trainer.parallel.touched_rows import RowNumbers, Saved, unite
-from trainer.spec.parallelism import SyncSpec
+from trainer.spec.parallelism import DivergenceCheckSpec, SyncSpec
 from trainer.spec.training import RecoverySpec
 
 if TYPE_CHECKING:
@@ -215,9 +219,9 @@ class Attempt:
 
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
     (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
-    training goes on meanwhile, `touched` are the
-    rows that this rank had touched by then, and `saved` their bases. `error` says why this rank
-    could not go through with it.
+    training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
+    `saved` their bases. `checksums` are those of its vote.
+    `error` says why this rank could not go through with it.
     """
 
     round: Round
@@ -227,6 +231,7 @@ class Attempt:
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
     saved: Saved = field(default_factory=dict)
+    checksums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: str = ""
     result: RoundResult | None = None
 
@@ -245,7 +250,8 @@ class GroupSync:
     """Keeps one rank's shard in sync with those of the other groups.
 
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
-    round. `is_exact` says whether the last commit left the copies equal in all that they hold.
+    round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
+    compared where `check` asks for that; `is_always_exact` whether every one does.
     Faults are injected by the number of the commit that the round would have.
     """
 
@@ -258,8 +264,11 @@ class GroupSync:
         shard_index: int,
         recovery: RecoverySpec,
         warn: Callable[[str], None],
+        check: DivergenceCheckSpec | None = None,
     ) -> None:
         self._spec = spec
+        self._check = check
+        self.is_always_exact = spec.is_always_exact and check is None
         # Where a sync overlaps with all of the next interval its means are one sync late anyway.
         is_late = spec.optimizer_state == "delayed" and bool(spec.overlap)
         self._averages_state = spec.optimizer_state == "every" or is_late
@@ -400,13 +409,21 @@ class GroupSync:
             with self._noting_errors(attempt):
                 if attempt.pending:
                     attempt.pending.form_means(lambda: self._inject("exchange", round_))
+                    if attempt.checksums:
+                        attempt.checksums.append(("averages", checksum(attempt.pending.means)))
                 self._inject("before_vote", round_)
         if self._is_closed:
             return
         if self._joiner:
             self._joiner.vote()
         error = attempt.error
-        vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
+        vote = Vote(
+            round=round_.round,
+            commit=round_.commit,
+            ok=not error,
+            error=error,
+            checksums=tuple((name, int(each)) for name, each in attempt.checksums),
+        )
         attempt.result = self._client.vote(vote)
 
     def _settle(self, attempt: Attempt) -> RoundResult:
@@ -476,6 +493,8 @@ class GroupSync:
             attempt.moment_rows = self._stale_rows(attempt.rows, replicas)
             blocks += blocks_of(self._numbers, attempt.moment_rows, moments_of, block)
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
+        if self._check and (round_.is_exact or round_.commit % self._check.every_syncs == 0):
+            attempt.checksums = self._checksums(attempt.rows)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
@@ -492,6 +511,17 @@ class GroupSync:
         if touched is None or self._touched is None or self._averages_state:
             return touched
         return _united(self._stale | self._touched.bits, replicas)
+
+    def _checksums(self, rows: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
+        """Of each shard but its `rows`, which are averaged; without moments that may differ."""
+        keep = torch.ones(self._numbers.num_rows, dtype=torch.bool, device=self._device)
+        _mark(keep, rows, False)
+        found = []
+        for shard, first in zip(self._numbers.shards, self._numbers.first, strict=True):
+            tensors = shard.tensors if self._averages_state else (shard.weight,)
+            of_shard = checksum(tensors, keep[first : first + len(shard.weight)])
+            found.append((shard.table, of_shard))
+        return found
 
     def _exact_block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
         """A block that travels as it is; its base, where one is kept, becomes the mean."""
@@ -535,7 +565,7 @@ class GroupSync:
             self._delayed = None
         if round_.is_idle:
             return
-        self.is_exact = self._spec.is_always_exact or round_.is_exact
+        self.is_exact = self.is_always_exact or round_.is_exact
         if round_.is_exact:
             self._stale.zero_()
         elif not self._averages_state:

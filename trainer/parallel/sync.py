@@ -406,7 +406,7 @@ class PendingSync:
         self.replicas = replicas
         self._batches = list(replicas.batches(blocks))
         self._snapshots = [batch.pack() for batch in self._batches] if trains_on else None
-        self._means: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []
 
     @torch.no_grad()
     def form_means(self, before_each: Callable[[], None] = lambda: None) -> None:
@@ -414,11 +414,11 @@ class PendingSync:
         for index, batch in enumerate(self._batches):
             before_each()
             values = self._snapshots[index] if self._snapshots else batch.pack()
-            self._means.append(self.replicas.mean_of(batch, values))
+            self.means.append(self.replicas.mean_of(batch, values))
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
-        for index, (batch, mean) in enumerate(zip(self._batches, self._means, strict=True)):
+        for index, (batch, mean) in enumerate(zip(self._batches, self.means, strict=True)):
             new = mean
             if self._snapshots:
                 new = apply_difference(batch.pack(), self._snapshots[index], mean)

@@ -72,7 +72,7 @@ class DivergenceCheckSpec(SpecModel):
     """Compare checksums of the copies every `every_syncs` syncs.
 
     A mismatch fails the attempt, which then resumes from a checkpoint, or gives every rank of the
-    replica group the copy that most of them hold.
+    replica group the copy that most of them hold; an independent group copies the whole of another.
     """
 
     every_syncs: PositiveInt
@@ -193,9 +193,6 @@ class ParallelismSpec(SpecModel):
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
-        if self.divergence_check is not None:
-            why = "compares all groups at once; independent groups vote on every sync instead"
-            ties.append(("divergence_check", why))
         return ties
 
     @property

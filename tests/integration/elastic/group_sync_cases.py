@@ -46,14 +46,16 @@ class Groups:
     num_ranks: int
 
 
-def open_coordinator(num_groups: int, folder: Path) -> Coordinator:
+def open_coordinator(num_groups: int, folder: Path, **policy: Any) -> Coordinator:
     """A coordinator that starts the run when `num_groups` groups have arrived.
 
     It is patient: the tests are about who is gone, not about who is slow on a busy machine.
     """
-    policy = MembershipPolicy(num_groups, heartbeat_timeout_s=scaled(20), vote_timeout_s=scaled(30))
+    times = {"heartbeat_timeout_s": scaled(20), "vote_timeout_s": scaled(30)}
     book = LeaseBook(num_rows=10**9, epochs=1, rows_per_lease=8)
-    return Coordinator(CoordinatorConfig(policy, book, folder))
+    return Coordinator(
+        CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder)
+    )
 
 
 def case_of(num_ranks: int, **changes: Any) -> SyncCase:
@@ -67,7 +69,7 @@ class Life:
     """One life of this rank in a group: model, member, sync."""
 
     def __init__(self, groups: Groups, group: int, incarnation: int = 0, **changes: Any) -> None:
-        sync = changes.pop("sync", {})
+        sync, check = changes.pop("sync", {}), changes.pop("check", None)
         self.groups, self.group, self.incarnation = groups, group, incarnation
         rank = _enter_world(groups, group, incarnation)
         self.training = Training(case_of(groups.num_ranks, **changes))
@@ -84,6 +86,7 @@ class Life:
             self.training.groups.shard_index,
             RecoverySpec(exchange_timeout_s=EXCHANGE_TIMEOUT_S),
             self.training.warnings.append,
+            check,
         )
         self.ledger = Ledger()
         self.standing: GroupState = "initial"

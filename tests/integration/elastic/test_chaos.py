@@ -18,12 +18,13 @@ from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from trainer.fault_injection import Kind, Phase
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
-PLAIN = "parallelism.sync={every_steps: 2}"
-OVERLAP = "parallelism.sync={every_steps: 2, overlap: 2}"
-HALF = "parallelism.sync={every_steps: 2, dtype: bf16}"
-HALF_OVERLAP = "parallelism.sync={every_steps: 2, dtype: bf16, overlap: 2}"
-NEVER = "parallelism.sync={every_steps: 2, optimizer_state: never}"
-DELAYED = "parallelism.sync={every_steps: 2, optimizer_state: delayed}"
+CHECKED = "parallelism.divergence_check={every_syncs: 1}"
+PLAIN = ["parallelism.sync={every_steps: 2}"]
+OVERLAP = ["parallelism.sync={every_steps: 2, overlap: 2}"]
+HALF = ["parallelism.sync={every_steps: 2, dtype: bf16}"]
+HALF_OVERLAP = ["parallelism.sync={every_steps: 2, dtype: bf16, overlap: 2}", CHECKED]
+NEVER = ["parallelism.sync={every_steps: 2, optimizer_state: never}", CHECKED]
+DELAYED = ["parallelism.sync={every_steps: 2, optimizer_state: delayed}"]
 SYNCS = (OVERLAP, PLAIN, HALF_OVERLAP, HALF, NEVER, DELAYED)
 NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
@@ -45,7 +46,7 @@ def test_a_job_gets_over_whatever_befalls_it(
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
     sync = SYNCS[seed // 2 % len(SYNCS)]
-    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, sync)
+    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, *sync)
     with ElasticHarness(config, tmp_path / "harness", num_groups, network=network) as harness:
         campaign = Campaign(harness, Random(seed))
         campaign.begin()
@@ -54,9 +55,9 @@ def test_a_job_gets_over_whatever_befalls_it(
         campaign.finish(config)
 
 
-def strike_phases(data: Path, folder: Path, sync: str, *strikes: tuple[Kind, Phase]) -> None:
+def strike_phases(data: Path, folder: Path, sync: list[str], *strikes: tuple[Kind, Phase]) -> None:
     """A job of three groups that gets over each strike, and leaves out no row."""
-    config = elastic_config(data, folder / "run", 3, 1, sync)
+    config = elastic_config(data, folder / "run", 3, 1, *sync)
     with ElasticHarness(config, folder / "harness", 3) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
@@ -75,9 +76,9 @@ def test_a_group_may_die_in_an_exchange_before_its_vote_and_as_it_applies(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", SYNCS, ids=str)
 def test_a_group_may_die_as_it_trains_or_joins_and_stop_in_an_exchange(
-    sync: str, small_movielens: Path, tmp_path: Path
+    sync: list[str], small_movielens: Path, tmp_path: Path
 ) -> None:
     strikes = (("sigkill", "backward"), ("sigkill", "join"), ("sigstop", "exchange"))
     strike_phases(small_movielens, tmp_path, sync, *strikes)

@@ -20,7 +20,7 @@ from tests.integration.elastic.group_sync_cases import (
     assert_all_equal,
     open_coordinator,
 )
-from tests.integration.ranks.sync_cases import clones
+from tests.integration.ranks.sync_cases import Table, clones
 from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
@@ -28,6 +28,7 @@ from trainer.elastic.group_sync import ExchangeError
 from trainer.fault_injection import Phase
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.sync import apply_difference
+from trainer.spec.parallelism import DivergenceCheckSpec
 
 WEIGHTS = (8, 24)
 SYNCS = {  # what the policy changes to before a sync
@@ -316,6 +317,41 @@ def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
 def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """To the rounding of rows that are equal on all copies."""
     torch.testing.assert_close(found, wanted, rtol=2.0**-21, atol=0)
+
+
+def _flip_a_bit(groups: Groups, sync: dict[str, Any]) -> dict[int, str]:
+    """Copies are compared at every second commit; a bit of group 1 flips after the third."""
+    check = DivergenceCheckSpec(every_syncs=2)
+    life = Life(groups, dist.get_rank(), sync=sync, check=check, tables=(Table(2000), Table(37)))
+    life.join()
+    has_listened, num_trained = False, 0
+    while num_trained < 3:
+        if (life.group, life.ledger.commit, has_listened) == (1, 3, False):
+            weight = life.training.model.table_shards()[0].weight
+            weight.view(torch.int32)[1999, 0] ^= 1
+        life.interval()
+        standing = life.standing_of(1, 0)
+        has_listened |= standing == "listening"
+        num_trained += has_listened and standing == "current"
+    life.end()
+    return life.hashes
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, {"dtype": "bf16", "optimizer_state": "never"}], ids=["every", "never"]
+)
+def test_a_group_with_a_flipped_bit_is_found_and_copies_another(
+    sync: dict[str, Any], tmp_path: Path
+) -> None:
+    coordinator = open_coordinator(2, tmp_path, on_divergence="rebroadcast")
+    groups = Groups(coordinator.address, 1)
+    try:
+        whole, flipped = run_ranks(_flip_a_bit, 2, groups, sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([whole, flipped], 1)
+    assert set(whole) - set(flipped) >= {4}, "it was found at the next check"
+    assert len(flipped) >= 6, "it trains again"
 
 
 def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from trainer.coordination.detection import RankId
+from trainer import failures
+from trainer.coordination.detection import DivergentShard, RankId, differing_copies
 from trainer.coordination.messages import (
     GroupState,
     Lease,
@@ -61,7 +62,7 @@ class OpenRound:
     starts: frozenset[int]
     promoted: frozenset[int]
     overlapping: frozenset[int]
-    yes: set[RankId] = field(default_factory=set)
+    votes: dict[RankId, Vote] = field(default_factory=dict)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -285,9 +286,54 @@ class SyncRounds(GroupRegistry):
                 message = f"it refused {_MAX_REFUSALS} rounds in a row: {vote.error}"
                 self._lose(group, "exchange", message, now)
             return
-        opened.yes.add(group.rank_id(rank))
-        if opened.yes == opened.voters:
+        opened.votes[group.rank_id(rank)] = vote
+        if opened.votes.keys() != opened.voters:
+            return
+        found = self._differing(opened)
+        if found:
+            self._end_divergence(found, now)
+        else:
             self._commit(opened, now)
+
+    def _differing(self, opened: OpenRound) -> list[DivergentShard]:
+        """What some copies hold unlike most, by the checksums in their ranks' votes."""
+        current = [self._groups[m.group] for m in opened.members if m.standing == "current"]
+        found: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for rank in range(current[0].num_ranks if current else 0):
+            votes = [opened.votes[group.rank_id(rank)].checksums for group in current]
+            for copies in zip(*votes, strict=True):
+                names, checksums = zip(*copies, strict=True)
+                for place in differing_copies(checksums):
+                    group = current[place]
+                    found[names[0], rank].add(group.group * group.num_ranks + rank)
+        return [DivergentShard(*at, tuple(sorted(ranks))) for at, ranks in sorted(found.items())]
+
+    def _end_divergence(self, found: Sequence[DivergentShard], now: float) -> None:
+        """Copies differ, so the round does not commit: fail, or let those groups copy anew."""
+        action, step = self._policy.on_divergence, self._run_metrics.step(self._ledger)
+        for each in found:
+            self._emit(
+                events.Divergence(
+                    time=now,
+                    step=step,
+                    table=each.table,
+                    shard=each.shard,
+                    ranks=list(each.ranks),
+                    action=action,
+                )
+            )
+        differing = [
+            group
+            for group in self._current
+            if any(rank // group.num_ranks == group.group for each in found for rank in each.ranks)
+        ]
+        if action == "fail" or len(differing) == len(self._current):
+            self._fail(failures.DIVERGED, str(failures.DivergenceError(found)), now)
+            return
+        for group in differing:
+            self._book.give_back(group.group)
+            group.demote()
+        self._end_round("copies of a shard differed", now)
 
     def _set_deadline(self, number: int, now: float) -> None:
         self._deadlines.setdefault(number, now + self._policy.vote_timeout_s)

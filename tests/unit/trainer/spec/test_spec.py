@@ -172,8 +172,6 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
 {SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
     => parallelism.sync.overlap survive independent
-{SURVIVE}; parallelism.divergence_check={{every_syncs: 2}}
-    => parallelism.divergence_check survive vote
 {ROWS}=-1 => {ROWS} -
 {ROWS}=99999999999999 => {ROWS} -
 {MANY}20000 => {ROWS} table_too_large sharding group of 2 workers

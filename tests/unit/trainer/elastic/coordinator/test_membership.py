@@ -16,6 +16,7 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
     Checkpoint,
     World,
 )
+from trainer import failures
 from trainer.checkpoint.manager import TrainState
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
@@ -366,6 +367,38 @@ def test_leaving_rows_out_stops_helping_where_every_interval_is_poisoned(last, f
     assert fails == ("4 intervals in a row" in str(world.status.failure))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_group_whose_copy_differs_gives_its_rows_back_and_copies_another(overlaps):
+    world = running(overlaps=overlaps, on_divergence="rebroadcast")
+    world.spoilt.add((1, 1))
+    world.run_until(lambda: world.told("divergence"))
+    (found,) = world.told("divergence")
+    assert (found.table, found.shard, found.ranks) == ("users", 1, [NUM_RANKS + 1])
+    assert found.action == "rebroadcast"
+    world.run_until(lambda: standings(world)[1] == "listening")
+    world.run_to_end()
+    world.check_rows()
+    assert not world.spoilt and len(world.told("divergence")) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "spoilt", "ranks"),
+    [
+        ("fail", [(2, 0)], "4"),
+        ("rebroadcast", [(1, 0), (2, 0), (0, 1)], "2, 4; users, shard 1, on rank(s) 1"),
+    ],
+)
+def test_copies_that_differ_end_the_run_where_asked_or_where_no_group_is_whole(
+    action, spoilt, ranks
+):
+    world = running(on_divergence=action)
+    world.spoilt.update(spoilt)
+    world.run_until(lambda: world.status.failure)
+    failure = world.status.failure
+    assert failure and failure.reason == failures.DIVERGED
+    assert f"users, shard 0, on rank(s) {ranks}" in failure.message
+
+
 def test_poison_fails_the_run_where_that_is_asked_for():
     world = World(on_non_finite="fail")
     world.poison.add((0, 5))
@@ -623,10 +656,10 @@ def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_ma
     saves: list[bool] = []
     session.save_checkpoint, session.final_metrics = saves.append, {}
     session.checkpoints = SimpleNamespace(newest_commit=None)
-    session.group_sync = SimpleNamespace(is_exact=False)
+    session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True)
     untrained = SimpleNamespace(num_rows=0)
-    assert not session._needs_exact(untrained)  # every sync is exact by its policy
-    session.spec.parallelism.sync = SyncSpec(every_steps=4, dtype="bf16")
+    assert not session._needs_exact(untrained)
+    session.group_sync.is_always_exact = False
     session.lead()
     assert (saves, session._led.step) == ([], 38)
     assert session._needs_exact(untrained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,22 +268,32 @@ def test_state_that_is_never_synced_stays_until_a_round_that_is_exact(
 
 
 def _delay_moments(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
-    """The moments that this rank held before and after syncs, of which the third fails at first."""
+    """The moments that this rank held before and after syncs.
+
+    The third fails at first, and at the fifth group 1 could not form the means of the fourth.
+    """
     group = dist.get_rank()
     life = Life(groups, group, optimizer="adagrad", sync=sync)
     life.join()
     life.exchange()
     found: dict[str, Any] = {}
-    for name in ("first", "second", "retried", "fourth", "exact"):
+    for name in ("first", "second", "retried", "fourth", "refused", "exact"):
         life.train()
         before = clones(life.training.shard_moments())
         if name == "retried":
             _fail_once(life)
+        if name == "refused" and group == 1:
+            assert life.sync._delayed
+            life.sync._delayed = replace(life.sync._delayed, wait=_refuse)
         life.exchange(WEIGHTS[group], needs_exact=name == "exact")
         found[name] = (before, clones(life.training.shard_moments()))
     found["hashes"] = life.hashes
     life.end()
     return found
+
+
+def _refuse() -> None:
+    raise ExchangeError("a test lets it fail")
 
 
 @pytest.mark.parametrize("mode", ["touched_rows", "full"])
@@ -299,7 +310,7 @@ def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
     assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
     for number in range(len(ours["first"][0])):
         before, mean, after = {}, {}, {}
-        for name in ("first", "second", "retried", "fourth", "exact"):
+        for name in ("first", "second", "retried", "fourth", "refused", "exact"):
             before[name], after[name] = (held[number] for held in ours[name])
             parts = torch.stack([before[name], theirs[name][0][number]])
             mean[name] = pairwise_mean(parts.view(2, -1), WEIGHTS).view_as(before[name])
@@ -308,7 +319,8 @@ def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
         _is_close(
             after["second"], apply_difference(before["second"], before["first"], mean["first"])
         )
-        assert torch.equal(after["retried"], before["retried"]), "what failed is forgotten"
+        for failed in ("retried", "refused"):
+            assert torch.equal(after[failed], before[failed]), "delayed means are forgotten"
         moved = apply_difference(before["fourth"], before["retried"], mean["retried"])
         _is_close(after["fourth"], moved)
         _is_close(after["exact"], mean["exact"])

@@ -16,9 +16,9 @@ which all copies agree, also after rounds that failed. A listener has no base un
 complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
 before a save. With `sync.optimizer_state` never the moments of a row differ between the copies once
 it was touched, until an exact round averages them. Delayed means of moments are formed by the
-thread after the commit, in training's time, and applied with the next commit: a rank that could not
-form them refuses that round. They are forgotten when a round fails, the members change, or a round
-is exact, and so is nothing else: the rows count as differing until their means are applied.
+thread while the next lease is trained, and applied with the next commit: a rank that could not form
+them refuses that round. They are forgotten when a round fails, the members change or a round is
+exact; nothing is lost, as their rows count as differing until means are applied.
 
 Where copies are compared (`divergence_check`), a vote carries checksums of the rows that the round
 leaves alone, which the last commit left equal, and of the averages.

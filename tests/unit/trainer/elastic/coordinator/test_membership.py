@@ -16,6 +16,7 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
     Checkpoint,
     World,
 )
+from tests.unit.trainer.spec.test_spec import changed
 from trainer import failures
 from trainer.checkpoint.manager import TrainState
 from trainer.coordination.detection import RankId
@@ -37,6 +38,7 @@ from trainer.elastic.coordinator.groups import (
     copies_alive,
     disagreement,
 )
+from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import form_round
 from trainer.elastic.group_session import GroupSession
 from trainer.spec.parallelism import SyncSpec
@@ -397,6 +399,13 @@ def test_copies_that_differ_end_the_run_where_asked_or_where_no_group_is_whole(
     failure = world.status.failure
     assert failure and failure.reason == failures.DIVERGED
     assert f"users, shard 0, on rank(s) {ranks}" in failure.message
+
+
+def test_what_follows_from_copies_that_differ_is_what_the_spec_says():
+    for action in ("fail", "rebroadcast"):
+        check = f"parallelism.divergence_check={{every_syncs: 2, action: {action}}}"
+        spec = changed("parallelism.placement=inter_host", check)
+        assert MembershipPolicy.of(spec, 2).on_divergence == action
 
 
 def test_poison_fails_the_run_where_that_is_asked_for():

@@ -70,6 +70,22 @@ _PEER_LOST_SIGNS = (
 )
 
 
+class DivergenceError(Exception):
+    """Replicas of a shard differ although they were synced; names table, shard and ranks.
+
+    `found` are `DivergentShard`s.
+    """
+
+    def __init__(self, found: Sequence[object]) -> None:
+        where = "; ".join(map(str, found))
+        super().__init__(
+            f"copies that a sync made equal differ: {where}. Faulty memory or links of these "
+            "ranks' hosts are the usual cause: check or exclude them, and resume from the newest "
+            "checkpoint. parallelism.divergence_check.action=rebroadcast repairs such copies "
+            "without ending the attempt"
+        )
+
+
 class WorkerFailure(Exception):
     """How a worker ended; can be pickled on its way to the driver."""
 

@@ -1,4 +1,4 @@
-"""Failure detection: hangs, stragglers, bad hosts; pure policies.
+"""Failure detection: hangs, stragglers, bad hosts, copies that differ; pure policies.
 
 Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
 none reads a clock or acts. State belongs to one attempt.
@@ -7,8 +7,8 @@ none reads a clock or acts. State belongs to one attempt.
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,34 @@ class Hang:
     rank: RankId
     phase: str
     idle_s: float
+
+
+@dataclass(frozen=True)
+class DivergentShard:
+    """Replicas of one shard that differ: `ranks` hold another content than most of their group.
+
+    `shard` is the position in the sharding group, from 0 to L - 1, and 0 for what is whole on every
+    rank; `table` may also be the name of a dense parameter.
+    """
+
+    table: str
+    shard: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        # Only parameters outside the tables have a dot in their name, and these have no shards.
+        place = self.table if "." in self.table else f"{self.table}, shard {self.shard}"
+        return f"{place}, on rank(s) {', '.join(map(str, self.ranks))}"
+
+
+def differing_copies(checksums: Sequence[int]) -> list[int]:
+    """Positions of the copies that differ from what most hold.
+
+    Where two contents are equally common, the one that comes first counts as right: of two copies
+    the second differs.
+    """
+    right, _ = Counter(checksums).most_common(1)[0]
+    return [copy for copy, value in enumerate(checksums) if value != right]
 
 
 def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:

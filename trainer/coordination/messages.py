@@ -174,8 +174,8 @@ class Arrive(Message):
     Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
     says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
     infinite, so its interval must not count. `may_overlap` says that the group could train on while
-    the averages are formed. `sums` are summed over ranks (loss x weight and the like) and become
-    means in the ledger.
+    the averages are formed. `needs_exact` asks for a round that `is_exact`, as before a save.
+    `sums` are summed over ranks (loss x weight and the like) and become means in the ledger.
     """
 
     kind: Literal["arrive"] = "arrive"
@@ -187,6 +187,7 @@ class Arrive(Message):
     has_copied: bool = False
     is_poisoned: bool = False
     may_overlap: bool = False
+    needs_exact: bool = False
     report: Report | None = None
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
@@ -214,8 +215,10 @@ class Round(Message):
 
     `generation` changes with the members and after every round that failed; process groups are
     formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
-    nothing to average. `donor` is where a listener copies its shard from. With `overlaps` all ranks
-    of the group train on from here, and apply the averages when they have trained what they hold.
+    nothing to average; with `is_exact` everything that differs is averaged, in full precision,
+    whatever the policy. `donor` is where a listener copies its shard from. With `overlaps` all
+    ranks of the group train on from here, and apply the averages when they have trained what they
+    hold.
     """
 
     kind: Literal["round"] = "round"
@@ -224,18 +227,28 @@ class Round(Message):
     members: tuple[RoundMember, ...]
     commit: Count
     is_idle: bool = False
+    is_exact: bool = False
     overlaps: bool = False
     donor: str | None = None
 
 
+Checksum = tuple[str, int]
+"""(table or whatever else, checksum): alike on the same rank of all groups."""
+
+
 class Vote(Message):
-    """Whether this rank holds the averages of `round`; it applies nothing before the verdict."""
+    """Whether this rank holds the averages of `round`; it applies nothing before the verdict.
+
+    `checksums` are of all that must be equal on the copies, where that is to be compared: what the
+    round leaves alone, and the averages.
+    """
 
     kind: Literal["vote"] = "vote"
     round: Count
     commit: Count
     ok: bool
     error: str = ""
+    checksums: tuple[Checksum, ...] = ()
 
 
 class RoundResult(Message):

@@ -106,7 +106,10 @@ class GroupSession(Session):
             client,
             groups.shard_index,
             self.spec.recovery,
+            lambda message: (self._warn_of_sync if self.is_leader else logger.debug)(message),
+            self.spec.parallelism.divergence_check,
         )
+        self._divergence_guard = None  # groups vote with checksums instead
 
     def _new_interval(self) -> Interval:
         loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
@@ -156,6 +159,7 @@ class GroupSession(Session):
             self.standing = "listening"
         else:
             self.restore()
+            self.group_sync.renew()
             self._adopt(self.state.ledger)
         self.client.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
         self.speed.restart()
@@ -272,6 +276,7 @@ class GroupSession(Session):
             weight=interval.weight_sum.item() if self.loss_weighting.is_on else None,
             is_poisoned=not is_finite,
             may_overlap=is_finite and self._may_overlap,
+            needs_exact=self._needs_exact(interval),
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
         )
@@ -280,18 +285,32 @@ class GroupSession(Session):
     def _may_overlap(self) -> bool:
         """Whether the next lease may be trained before the sync of the last one has ended."""
         is_able = self.standing == "current" and bool(self._leases)
-        return is_able and bool(self.spec.parallelism.sync.overlap) and not self._may_lead_next()
+        may_lead = self.is_leader and self._may_be_due_next
+        return is_able and bool(self.spec.parallelism.sync.overlap) and not may_lead
 
-    def _may_lead_next(self) -> bool:
-        """Whether this group may have something to validate or save after the next sync."""
-        rows = self.rows_agreed + self.spec.parallelism.sync.every_steps * self.shape.rows_per_step
-        is_due = (
+    def _needs_exact(self, interval: Interval) -> bool:
+        """Whether the copies differ, or may do so after `interval`, where something may be due.
+
+        All groups ask, as any of them may lead by then.
+        """
+        may_differ = bool(interval.num_rows) or not self.group_sync.is_exact
+        return may_differ and not self.group_sync.is_always_exact and self._may_be_due_next
+
+    @property
+    def _may_be_due_next(self) -> bool:
+        """Whether the leader may have something to validate or save after the next sync."""
+        steps = self.spec.parallelism.sync.every_steps
+        return self._is_leading_due(self.rows_agreed + steps * self.shape.rows_per_step)
+
+    def _is_leading_due(self, num_rows: int) -> bool:
+        """Whether there is something to validate or save once so many rows are agreed on."""
+        return (
             self.is_asked_to_stop
-            or rows >= self.num_rows
-            or self._is_validation_due(rows)
-            or self._is_due(self.spec.checkpoint.every_steps, rows)
+            or self.is_finished
+            or num_rows >= self.num_rows
+            or self._is_validation_due(num_rows)
+            or self._is_due(self.spec.checkpoint.every_steps, num_rows)
         )
-        return self.is_leader and is_due
 
     def _take(self, result: RoundResult) -> None:
         """Continue from the ledger of a round's result."""
@@ -381,8 +400,11 @@ class GroupSession(Session):
     def lead(self) -> None:
         """Do what one group does for all: validate and save where that is due, and end the run.
 
-        Collective over the group. The others train on, and wait for it at the next sync.
+        Where copies may differ it waits for a sync after which they do not: the next, as all ask
+        for that. Collective over the group. The others train on, and wait for it at the next sync.
         """
+        if not self.group_sync.is_exact and self._is_leading_due(self.rows_agreed):
+            return
         is_best = self.validate() if self.is_validation_step() else False
         if self.is_finished and not (self._has_finished or self.is_report_due()):
             self.report()  # the run ends between two reports

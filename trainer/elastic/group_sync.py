@@ -11,6 +11,18 @@ of the snapshots and votes. After the next lease the ranks wait for the verdict 
 averages as `trainer.parallel.sync` does: mean + (current - snapshot). Until then a copy holds more
 than was committed: a group that saves, validates or is copied from does not overlap.
 
+With `sync.dtype` bf16 or fp16 the change since the last commit travels: its state is the base, on
+which all copies agree, also after rounds that failed. A listener has no base until its copy is
+complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
+before a save. With `sync.optimizer_state` never the moments of a row differ between the copies once
+it was touched, until an exact round averages them. Delayed means of moments are formed by the
+thread while the next lease is trained, and applied with the next commit: a rank that could not form
+them refuses that round. They are forgotten when a round fails, the members change or a round is
+exact; nothing is lost, as their rows count as differing until means are applied.
+
+Where copies are compared (`divergence_check`), a vote carries checksums of the rows that the round
+leaves alone, which the last commit left equal, and of the averages.
+
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
 became NaN, has weight 0.
@@ -28,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,10 +53,23 @@ from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.divergence import checksum
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sync import Extra, PendingSync, SyncReport, SyncThread, blocks_of, whole
-from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
-from trainer.spec.parallelism import SyncSpec
+from trainer.parallel.row_store import RowStore
+from trainer.parallel.sync import (
+    Extra,
+    OverflowWarning,
+    PendingSync,
+    SyncReport,
+    SyncThread,
+    blocks_of,
+    moments_of,
+    watched,
+    weight_of,
+    whole,
+)
+from trainer.parallel.touched_rows import RowNumbers, Saved, unite
+from trainer.spec.parallelism import DivergenceCheckSpec, SyncSpec
 from trainer.spec.training import RecoverySpec
 
 if TYPE_CHECKING:
@@ -93,6 +118,7 @@ class CrossGroupProcessGroup:
         self._timeout_s = timeout_s
         self._is_aborted = is_aborted
         self._is_stuck = False  # an abandoned operation is still pending
+        self._is_dropped = False
         own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
         self._meet(own_keys)
         self._backend: Gloo | Nccl | None = self._form(own_keys)
@@ -136,12 +162,15 @@ class CrossGroupProcessGroup:
 
     def _problem_of(self, start: Callable[[Any], dist.Work]) -> str:
         """Run an operation to its end; returns its error, empty if there is none."""
-        assert self._backend is not None, "a dropped group exchanges nothing"
+        backend = self._backend
+        if backend is None:
+            return "the group was dropped meanwhile"
         deadline = time.monotonic() + self._timeout_s
         try:
-            work = start(self._backend)
+            work = start(backend)
+            del backend  # it may be dropped meanwhile
+            self._is_stuck = True
             while not self._is_over(work):
-                self._is_stuck = True
                 self._check(deadline, "answer")
             self._is_stuck = False
             work.wait()
@@ -160,7 +189,7 @@ class CrossGroupProcessGroup:
         return work.is_completed()
 
     def _check(self, deadline: float, verb: str) -> None:
-        if self._is_aborted():
+        if self._is_dropped or self._is_aborted():
             raise ExchangeError("the round was given up, since a group was lost or is too slow")
         if time.monotonic() > deadline:
             raise ExchangeError(
@@ -170,6 +199,7 @@ class CrossGroupProcessGroup:
 
     def drop(self) -> None:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
+        self._is_dropped = True
         held = [self._backend]
         self._backend = None
         if held[0] is not None:
@@ -190,24 +220,40 @@ class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
-    (int64, sorted), or None when it has all. `touched` are the rows that this rank had touched by
-    then, where training goes on meanwhile. `error` says why this rank could not go through with it.
+    (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
+    training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
+    `saved` their bases. `checksums` are those of its vote.
+    `error` says why this rank could not go through with it.
     """
 
     round: Round
     standing: GroupState
     rows: torch.Tensor | None
+    moment_rows: torch.Tensor | None
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
+    saved: Saved = field(default_factory=dict)
+    checksums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: str = ""
     result: RoundResult | None = None
+
+
+@dataclass(frozen=True)
+class DelayedMoments:
+    """Means of the moments of `rows`, formed since a commit by the members of its `generation`."""
+
+    generation: int
+    rows: torch.Tensor | None
+    pending: PendingSync
+    wait: Callable[[], None]
 
 
 class GroupSync:
     """Keeps one rank's shard in sync with those of the other groups.
 
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
-    round.
+    round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
+    compared where `check` asks for that; `is_always_exact` whether every one does.
     Faults are injected by the number of the commit that the round would have.
     """
 
@@ -219,17 +265,29 @@ class GroupSync:
         client: CoordinatorClient,
         shard_index: int,
         recovery: RecoverySpec,
+        warn: Callable[[str], None],
+        check: DivergenceCheckSpec | None = None,
     ) -> None:
-        is_allowed = (spec.dtype, spec.optimizer_state) == ("fp32", "every")
-        assert is_allowed, "the spec refuses other policies between groups"
         self._spec = spec
+        self._check = check
+        self.is_always_exact = spec.is_always_exact and check is None
+        # Where a sync overlaps with all of the next interval its means are one sync late anyway.
+        is_late = spec.optimizer_state == "delayed" and bool(spec.overlap)
+        self._averages_state = spec.optimizer_state == "every" or is_late
+        self._delayed: DelayedMoments | None = None
+        self.is_exact = True
+        self._num_bytes = 0  # sent for what was applied since the last report
+        self._overflows = OverflowWarning(warn)
         self._extra = extra
         self._client = client
         self._shard_index = shard_index
         self._timeout_s = recovery.exchange_timeout_s
         self._device = model.groups.device
+        self._flush_caches = model.flush_caches
         self._numbers = RowNumbers(model.table_shards(), self._device)
-        self._touched = TouchedRows(self._numbers) if spec.mode == "touched_rows" else None
+        self._base, self._touched = watched(self._numbers, spec)
+        # Rows whose moments may differ as the policy does not average them: alike on all copies.
+        self._stale = torch.zeros(self._numbers.num_rows, dtype=torch.bool, device=self._device)
         self._server = DonorServer(client.identity, pieces_of(self._numbers))
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
@@ -247,11 +305,15 @@ class GroupSync:
         """Where this rank serves its shard (host:port)."""
         return self._server.address
 
+    def renew(self) -> None:
+        """Take the state for what all groups hold, as after a load."""
+        self._base.renew()
+
     def close(self) -> None:
         """Drop the process group, and stop copying and serving."""
         self._is_closed = True
         self._thread.close()
-        if self._await_verdict is None:
+        if self._await_verdict is None and self._delayed is None:
             self._drop_group()
         self._stop_listening()
         self._server.close()
@@ -270,9 +332,8 @@ class GroupSync:
         if self._touched:
             attempt.touched = self._touched.bits.clone()
             self._touched.clear()
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._await_verdict = self._thread.submit(partial(self._decide_aside, attempt))
+            attempt.saved = self._base.begin_window()
+        self._await_verdict = self._start(partial(self._decide, attempt))
         return True
 
     @torch.no_grad()
@@ -285,21 +346,17 @@ class GroupSync:
         """
         attempt, self._attempt = self._attempt, None
         assert attempt, "a sync is begun first"
-        num_bytes = 0
         while True:
             if self._await_verdict:
                 self._await_verdict()
                 self._await_verdict = None
-                if self._stream:
-                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
             else:
                 self._decide(attempt)
             result = self._settle(attempt)
-            if attempt.pending and result.committed:
-                num_bytes += attempt.pending.replicas.num_bytes
             is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
+                num_bytes, self._num_bytes = self._num_bytes, 0
                 return result, SyncReport(num_bytes, self._numbers.density(attempt.rows))
             attempt = self._open(make_arrival().model_copy(update={"may_overlap": False}))
 
@@ -311,9 +368,10 @@ class GroupSync:
         update = {"has_copied": is_copied, "copied_bytes": num_copied}
         round_ = self._client.arrive(arrival.model_copy(update=update))
         self._round, self.members = round_.round, round_.members
-        attempt = Attempt(round_, arrival.standing, self._nothing())
+        attempt = Attempt(round_, arrival.standing, self._nothing(), self._nothing())
         with self._noting_errors(attempt):
             self._attend(round_, is_copied)
+            self._await_moments(round_)
             self._prepare(attempt)
         return attempt
 
@@ -329,10 +387,23 @@ class GroupSync:
             self._drop_group()
             raise
 
-    @torch.no_grad()
-    def _decide_aside(self, attempt: Attempt) -> None:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            self._decide(attempt)
+    def _start(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Let the thread do `task` on the side stream; the function returned waits for it."""
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+        @torch.no_grad()
+        def run() -> None:
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                task()
+
+        def wait() -> None:
+            done()
+            if self._stream:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+        done = self._thread.submit(run)
+        return wait
 
     def _decide(self, attempt: Attempt) -> None:
         """Form the averages, vote, and wait for the verdict."""
@@ -341,13 +412,21 @@ class GroupSync:
             with self._noting_errors(attempt):
                 if attempt.pending:
                     attempt.pending.form_means(lambda: self._inject("exchange", round_))
+                    if attempt.checksums:
+                        attempt.checksums.append(("averages", checksum(attempt.pending.means)))
                 self._inject("before_vote", round_)
         if self._is_closed:
             return
         if self._joiner:
             self._joiner.vote()
         error = attempt.error
-        vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
+        vote = Vote(
+            round=round_.round,
+            commit=round_.commit,
+            ok=not error,
+            error=error,
+            checksums=tuple((name, int(each)) for name, each in attempt.checksums),
+        )
         attempt.result = self._client.vote(vote)
 
     def _settle(self, attempt: Attempt) -> RoundResult:
@@ -357,10 +436,13 @@ class GroupSync:
         if result.committed:
             assert not attempt.error, "a round commits when all ranks hold its averages"
             self._apply(attempt)
+            if not (result.should_leave or result.has_finished):
+                self._delay_moments(attempt)
         else:
             self._drop_group()
             if self._touched and attempt.touched is not None:
                 self._touched.bits |= attempt.touched
+                self._base.resume_window(attempt.saved)
         if result.standing == "current":
             self._stop_listening()
         elif self._joiner and result.standing == "initial":
@@ -373,7 +455,9 @@ class GroupSync:
             self._stop_listening()
             return
         if self._touched:
-            self._touched.clear()  # what it trained, if anything, does not count
+            # What it trained, if anything, does not count.
+            self._touched.clear()
+            self._base.begin_window()
         if self._joiner is None:
             self._joiner = Joiner(self._client.identity, self._numbers, self._timeout_s)
         self._joiner.attend(round_)
@@ -399,24 +483,53 @@ class GroupSync:
         Collective over the ranks s of the round.
         """
         round_ = attempt.round
-        weights = [member.weight for member in round_.members]
-        if len(weights) == 1 or round_.is_idle:
+        if len(round_.members) == 1 or round_.is_idle:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
+        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
         attempt.rows = self._touched_rows(replicas)
-        weights_whole, states_whole = self._extra()
-        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.rows, Block)
-        blocks = [*touched, *whole([*weights_whole, *states_whole])]
+        weights, states = self._extra()
+        block = self._exact_block if round_.is_exact else self._base.block
+        blocks = [*blocks_of(self._numbers, attempt.rows, weight_of, block), *whole(weights)]
+        if round_.is_exact or self._spec.optimizer_state != "never":
+            blocks += whole(states)
+        if round_.is_exact or self._averages_state:
+            attempt.moment_rows = self._stale_rows(attempt.rows, replicas)
+            blocks += blocks_of(self._numbers, attempt.moment_rows, moments_of, block)
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
+        if self._check and (round_.is_exact or round_.commit % self._check.every_syncs == 0):
+            attempt.checksums = self._checksums(attempt.rows)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
         if self._touched is None:
             return None
-        bits = self._touched.bits.clone()
-        unite(bits, replicas)
-        rows = bits.nonzero().view(-1)
-        return None if self._numbers.density(rows) > self._spec.full_above else rows
+        rows = _united(self._touched.bits, replicas)
+        is_dense = self._numbers.density(rows) > self._spec.full_above
+        return None if self._spec.dtype == "fp32" and is_dense else rows
+
+    def _stale_rows(
+        self, touched: torch.Tensor | None, replicas: ReplicaCollectives
+    ) -> torch.Tensor | None:
+        """Rows whose moments differ where the rows `touched` are to be averaged. Collective."""
+        if touched is None or self._touched is None or self._averages_state:
+            return touched
+        return _united(self._stale | self._touched.bits, replicas)
+
+    def _checksums(self, rows: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
+        """Of each shard but its `rows`, which are averaged; without moments that may differ."""
+        self._flush_caches()
+        keep = torch.ones(self._numbers.num_rows, dtype=torch.bool, device=self._device)
+        _mark(keep, rows, False)
+        found = []
+        for shard, first in zip(self._numbers.shards, self._numbers.first, strict=True):
+            tensors = shard.tensors if self._averages_state else (shard.weight,)
+            of_shard = checksum(tensors, keep[first : first + len(shard.weight)])
+            found.append((shard.table, of_shard))
+        return found
+
+    def _exact_block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
+        """A block that travels as it is; its base, where one is kept, becomes the mean."""
+        return replace(self._base.block(store, rows), wire=None)
 
     def _nothing(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._device)
@@ -446,12 +559,78 @@ class GroupSync:
     def _apply(self, attempt: Attempt) -> None:
         round_, joiner = attempt.round, self._joiner
         self._inject("apply", round_)
-        with joiner.applying(attempt.rows, round_.is_idle) if joiner else nullcontext():
+        rows = attempt.rows, attempt.moment_rows
+        with joiner.applying(*rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
-                attempt.pending.land()
-        if self._touched and not (round_.is_idle or round_.overlaps):
+                self._base.landed(self._land(attempt.pending))
+        if self._delayed:
+            self._land(self._delayed.pending)
+            _mark(self._stale, self._delayed.rows, False)
+            self._delayed = None
+        if round_.is_idle:
+            return
+        self.is_exact = self.is_always_exact or round_.is_exact
+        if round_.is_exact:
+            self._stale.zero_()
+        elif not self._averages_state:
+            _mark(self._stale, attempt.rows, True)
+        if self._touched and not round_.overlaps:
             self._touched.clear()
+            self._base.begin_window()
+
+    def _land(self, pending: PendingSync) -> list[Block]:
+        self._num_bytes += pending.replicas.num_bytes
+        self._overflows.count(pending.replicas.num_overflows)
+        return pending.land()
+
+    def _delay_moments(self, attempt: Attempt) -> None:
+        """Begin to average the moments that the round which was committed left out."""
+        round_ = attempt.round
+        if self._averages_state or self._spec.optimizer_state == "never":
+            return
+        if attempt.pending is None or round_.is_exact:
+            return
+        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
+        rows = None if self._touched is None else self._stale.nonzero().view(-1)
+        pending = PendingSync(blocks_of(self._numbers, rows, moments_of, Block), replicas)
+        wait = self._start(pending.form_means)
+        self._delayed = DelayedMoments(round_.generation, rows, pending, wait)
+
+    def _await_moments(self, round_: Round) -> None:
+        """Wait for delayed means, which are applied with this round; or forget them.
+
+        Raises `ExchangeError` where this rank could not form them.
+        """
+        delayed = self._delayed
+        if delayed is None:
+            return
+        if delayed.generation == round_.generation:
+            delayed.wait()
+        else:
+            self._drop_group()  # which ends what the thread waits for
+        if delayed.generation != round_.generation or round_.is_exact:
+            self._delayed = None
 
     def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
+
+
+def _mark(bits: torch.Tensor, rows: torch.Tensor | None, value: bool) -> None:
+    """Set the `bits` of `rows`, or all, to `value`."""
+    bits[slice(None) if rows is None else rows] = value
+
+
+def _united(bits: torch.Tensor, replicas: ReplicaCollectives) -> torch.Tensor:
+    """Numbers of the rows whose `bits` any copy has set, sorted. Collective."""
+    united = bits.clone()
+    unite(united, replicas)
+    return united.nonzero().view(-1)
+
+
+def _weights_in(round_: Round) -> list[float]:
+    """How much each copy counts; those that train count alike where nobody trained anything."""
+    weights = [member.weight for member in round_.members]
+    if any(weights):
+        return weights
+    return [float(member.standing == "current") for member in round_.members]

@@ -59,7 +59,10 @@ class Superseded(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [n, ...] of a shard; they have the numbers from `first` on."""
+    """Rows [n, ...] of a shard; they have the numbers from `first` on.
+
+    A row's moments have other numbers than its weights: a commit may be about one of them alone.
+    """
 
     store: RowStore
     first: int
@@ -89,9 +92,12 @@ class Chunk:
 
 
 def pieces_of(numbers: RowNumbers) -> list[Piece]:
-    """Weights and moments of all shards of this rank, in an order that every group has."""
+    """Weights and moments of all shards of this rank, in an order that every group has.
+
+    Rows have their numbers for the weights; those for the moments follow after all of these.
+    """
     return [
-        Piece(store, first)
+        Piece(store, first if store is shard.rows[0] else numbers.num_rows + first)
         for shard, first in zip(numbers.shards, numbers.first, strict=True)
         for store in shard.rows
         if store.tensor.numel()
@@ -299,7 +305,7 @@ class Joiner:
         self._renew()
 
     def _renew(self) -> None:
-        self._copy = LiveCopy(self._pieces, self._numbers.num_rows, self.chunk_bytes)
+        self._copy = LiveCopy(self._pieces, 2 * self._numbers.num_rows, self.chunk_bytes)
         self._has_applied = False
 
     @property
@@ -356,9 +362,16 @@ class Joiner:
         self._copy.vote()
 
     @contextmanager
-    def applying(self, rows: torch.Tensor | None, is_idle: bool) -> Iterator[None]:
-        """While a commit of the row numbers `rows` (int64) is applied, or of all rows when None."""
-        with self._copy.applying(rows):
+    def applying(
+        self, rows: torch.Tensor | None, moment_rows: torch.Tensor | None, is_idle: bool
+    ) -> Iterator[None]:
+        """While a commit of the weights of `rows` (int64 numbers) is applied, and of the moments of
+        `moment_rows`; or of everything when both are None.
+        """
+        numbers = None
+        if rows is not None and moment_rows is not None:
+            numbers = torch.cat([rows, self._numbers.num_rows + moment_rows])
+        with self._copy.applying(numbers):
             yield
         if self._commit is not None:
             self._commit += 1

@@ -18,9 +18,7 @@ group and, with `rebroadcast`, a broadcast of what differs on the group that com
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
+from trainer.coordination.detection import DivergentShard, differing_copies
 from trainer.parallel.model import TwoDParallel, dense_part
 from trainer.spec.parallelism import DivergenceCheckSpec
 
@@ -37,37 +36,6 @@ _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 # Odd, so that multiplying by it loses no bit modulo 2^64 (Knuth's MMIX generator).
 _STRIDE = 6364136223846793005
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class DivergentShard:
-    """Replicas of one shard that differ: `ranks` hold another content than most of their group.
-
-    `shard` is the position in the sharding group, from 0 to L - 1, and 0 for what is whole on every
-    rank; `table` may also be the name of a dense parameter.
-    """
-
-    table: str
-    shard: int
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        # Only parameters outside the tables have a dot in their name, and these have no shards.
-        place = self.table if "." in self.table else f"{self.table}, shard {self.shard}"
-        return f"{place}, on rank(s) {', '.join(map(str, self.ranks))}"
-
-
-class DivergenceError(Exception):
-    """Replicas of a shard differ although they were synced; names table, shard and ranks."""
-
-    def __init__(self, found: Sequence[DivergentShard]) -> None:
-        where = "; ".join(map(str, found))
-        super().__init__(
-            f"copies that a sync made equal differ: {where}. Faulty memory or links of these "
-            "ranks' hosts are the usual cause: check or exclude them, and resume from the newest "
-            "checkpoint. parallelism.divergence_check.action=rebroadcast repairs such copies "
-            "without ending the attempt"
-        )
 
 
 # What has one checksum: the tensors of one shard, or of one whole table or parameter.
@@ -168,18 +136,10 @@ class DivergenceGuard:
         return sorted(found, key=lambda each: (each.table, each.shard, each.ranks))
 
 
-def differing_copies(checksums: Sequence[int]) -> list[int]:
-    """Positions of the copies that differ from what most hold.
-
-    Where two contents are equally common, the one that comes first counts as right: of two copies
-    the second differs.
-    """
-    right, _ = Counter(checksums).most_common(1)[0]
-    return [copy for copy, value in enumerate(checksums) if value != right]
-
-
-def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def checksum(tensors: Sequence[torch.Tensor], keep: torch.Tensor | None = None) -> torch.Tensor:
     """A number (int64 scalar) that depends on every bit of `tensors` and on its place.
+
+    With `keep`, bool [rows], on that of these rows alone.
 
     Each element's bits are multiplied by an odd random number of its position in a chunk, and the
     sums of chunks are chained, all modulo 2^64: one flipped bit always changes the result, other
@@ -192,7 +152,11 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=first.device)
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-        for chunk in bits.split(multipliers.numel()):
+        for number, chunk in enumerate(bits.split(multipliers.numel())):
+            if keep is not None:
+                start = number * multipliers.numel()
+                places = torch.arange(start, start + chunk.numel(), device=chunk.device)
+                chunk = chunk * keep[places // tensor[:1].numel()]
             total = total * _STRIDE + (chunk * multipliers[: chunk.numel()]).sum()
     return total
 

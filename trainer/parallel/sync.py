@@ -147,15 +147,16 @@ class ReplicaSync(Sync):
     ) -> None:
         device = model.groups.device
         self._spec = spec
-        self.is_exact = (spec.dtype, spec.optimizer_state, spec.overlap) == ("fp32", "every", False)
+        self.is_exact = spec.is_always_exact and not spec.overlap
         self._extra = extra
         self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
-        self._base: SyncBase = SyncBase()
-        self._touched: TouchedRows | None = None
-        self._watch()
+        self._base, self._touched = watched(self._numbers, spec)
+        if self._touched:
+            # Rows whose moments differ between replicas as the policy does not average them.
+            self._stale = torch.zeros_like(self._touched.bits)
         self._background: SyncThread | None = None
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = SyncThread(device)
@@ -167,29 +168,14 @@ class ReplicaSync(Sync):
         self._steps_left = 0
         self._pending_moments: Deferred | None = None  # lands at the next sync
 
-    def _watch(self) -> None:
-        """Mark touched rows and keep what the replicas agreed on, as the policy needs."""
-        spec, shards = self._spec, self._numbers.shards
-        tensors = {}
-        if spec.dtype in _WIRES:
-            tensors = wires(shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
-        if spec.mode == "full":
-            self._base = TableBase(tensors) if tensors else SyncBase()
-            return
-        rows = RowBase(self._numbers, tensors) if tensors else None
-        self._base = rows or SyncBase()
-        self._touched = TouchedRows(self._numbers, rows.save if rows else None)
-        # Rows whose moments differ between replicas because the policy does not average them.
-        self._stale = torch.zeros_like(self._touched.bits)
-
     @torch.no_grad()
     def __call__(self) -> SyncReport:
         self.finish()
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, self._base.block), *whole(weights)]
-        moments = [*blocks_of(numbers, rows, _moments, self._base.block)]
+        blocks = [*blocks_of(numbers, rows, weight_of, self._base.block), *whole(weights)]
+        moments = [*blocks_of(numbers, rows, moments_of, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed by a sync: Adam's second moments decay, so that the difference could
@@ -223,9 +209,9 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, Block), *whole(weights)]
+        blocks = [*blocks_of(numbers, rows, weight_of, Block), *whole(weights)]
         moment_rows = self._take_stale(rows)
-        blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *whole(states)]
+        blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *whole(states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
         return self._report(rows)
@@ -296,11 +282,22 @@ class ReplicaSync(Sync):
         return SyncReport(num_bytes, self._numbers.density(rows))
 
 
-def _weight(shard: TableShard) -> Iterable[RowStore]:
+def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows | None]:
+    """What the replicas agree on, and the rows touched since then, as far as the policy needs."""
+    tensors = {}
+    if spec.dtype in _WIRES:
+        tensors = wires(numbers.shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
+    if spec.mode == "full":
+        return TableBase(tensors) if tensors else SyncBase(), None
+    rows = RowBase(numbers, tensors) if tensors else None
+    return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
+
+
+def weight_of(shard: TableShard) -> Iterable[RowStore]:
     return shard.rows[:1]
 
 
-def _moments(shard: TableShard) -> Iterable[RowStore]:
+def moments_of(shard: TableShard) -> Iterable[RowStore]:
     return shard.rows[1:]
 
 
@@ -415,7 +412,7 @@ class PendingSync:
         self.replicas = replicas
         self._batches = list(replicas.batches(blocks))
         self._snapshots = [batch.pack() for batch in self._batches] if trains_on else None
-        self._means: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []
 
     @torch.no_grad()
     def form_means(self, before_each: Callable[[], None] = lambda: None) -> None:
@@ -423,11 +420,11 @@ class PendingSync:
         for index, batch in enumerate(self._batches):
             before_each()
             values = self._snapshots[index] if self._snapshots else batch.pack()
-            self._means.append(self.replicas.mean_of(batch, values))
+            self.means.append(self.replicas.mean_of(batch, values))
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
-        for index, (batch, mean) in enumerate(zip(self._batches, self._means, strict=True)):
+        for index, (batch, mean) in enumerate(zip(self._batches, self.means, strict=True)):
             new = mean
             if self._snapshots:
                 new = apply_difference(batch.pack(), self._snapshots[index], mean)

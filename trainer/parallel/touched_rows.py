@@ -146,6 +146,10 @@ def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]
 
 
+Saved = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+"""(rows, their values) of tensors, by address."""
+
+
 class SyncBase:
     """Makes blocks that know what the replicas last agreed on.
 
@@ -159,8 +163,15 @@ class SyncBase:
     def landed(self, blocks: Sequence[Block]) -> None:
         """The replicas now agree on the bases of `blocks`, found after their snapshot."""
 
-    def begin_window(self) -> None:
-        """The blocks of a sync are made: what is touched from here on belongs to the next."""
+    def begin_window(self) -> Saved:
+        """The blocks of a sync are made: what is touched from here on belongs to the next.
+
+        Returns the bases of the window that has ended, for `resume_window`.
+        """
+        return {}
+
+    def resume_window(self, saved: Saved) -> None:
+        """The sync before came to nothing: its window, with these bases, goes on."""
 
     def renew(self) -> None:
         """All rows are equal on all replicas now, whatever happened to them."""
@@ -190,7 +201,7 @@ class RowBase(SyncBase):
     ) -> None:
         self._numbers = numbers
         self._tensors = tensors
-        self._saved: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._saved: Saved = {}
 
     def save(self, row_numbers: torch.Tensor) -> None:
         """Save the values of rows (int64, sorted numbers) that are about to change."""
@@ -223,8 +234,14 @@ class RowBase(SyncBase):
                 hit = block.rows[place] == saved_rows
                 values[hit] = block.base[place[hit]]
 
-    def begin_window(self) -> None:
-        self._saved.clear()
+    def begin_window(self) -> Saved:
+        ended, self._saved = self._saved, {}
+        return ended
+
+    def resume_window(self, saved: Saved) -> None:
+        # Of a row that was saved twice the last one counts, so the older ones go last.
+        for address, older in saved.items():
+            self._saved.setdefault(address, []).extend(older)
 
 
 class TableBase(SyncBase):

@@ -28,7 +28,8 @@ class SyncSpec(SpecModel):
     `dtype` is the precision of the change since the last sync on its way. With `overlap` the
     averages are formed during the next so many steps (`true`: one), at most `every_steps`, and
     applied as a difference after them. `delayed` optimizer state of tables lags one sync behind
-    their weights.
+    their weights; under `never` each replica goes on with its own. Before a save, and while a
+    group joins independent ones, all of it is averaged, in full precision.
     """
 
     every_steps: PositiveInt = 1
@@ -42,6 +43,11 @@ class SyncSpec(SpecModel):
     def overlap_steps(self) -> int:
         """Steps during which averages are formed; 0 where training waits for them."""
         return int(self.overlap)
+
+    @property
+    def is_always_exact(self) -> bool:
+        """Whether what is averaged at a sync is all that differs, in full precision."""
+        return (self.dtype, self.optimizer_state) == ("fp32", "every")
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
@@ -66,7 +72,7 @@ class DivergenceCheckSpec(SpecModel):
     """Compare checksums of the copies every `every_syncs` syncs.
 
     A mismatch fails the attempt, which then resumes from a checkpoint, or gives every rank of the
-    replica group the copy that most of them hold.
+    replica group the copy that most of them hold; an independent group copies the whole of another.
     """
 
     every_syncs: PositiveInt
@@ -203,13 +209,6 @@ class ParallelismSpec(SpecModel):
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
-        if sync.dtype != "fp32":
-            ties.append(("sync.dtype", "sends changes that a joining group has no base of"))
-        if sync.optimizer_state != "every":
-            ties.append(("sync.optimizer_state", "leaves moments that differ between the groups"))
-        if self.divergence_check is not None:
-            why = "compares all groups at once; independent groups vote on every sync instead"
-            ties.append(("divergence_check", why))
         return ties
 
     @property

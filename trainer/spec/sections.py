@@ -132,9 +132,11 @@ class JobSections(SpecModel):
         of `every_steps` steps, and all where fp32 would then move all. A row has w bytes of weights
         and m of optimizer state. Where the sync overlaps k_w = k_m = 2, a snapshot and its means;
         of `delayed` state k_m = 2 whatever overlaps. Groups that are failure domains hold all means
-        until they have voted: k_w = k_m = 1 without overlap. Half precision adds 1 to both, what
+        until they have voted: k_w = k_m = 1 without overlap, and where state is averaged `never`
+        but before a save, that of all rows at once. Half precision adds 1 to both, what
         the copies last agreed on; of touched rows 2: saved before they change, and gathered for the
-        exchange. Buffers of single chunks and marks of touched rows are left to
+        exchange; 3 where such groups overlap: what was saved is kept in case the round fails.
+        Buffers of single chunks and marks of touched rows are left to
         `planner.storage_reservation`.
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
@@ -144,12 +146,15 @@ class JobSections(SpecModel):
         num_lookups = sync.every_steps * self.lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)
-        half = 0 if sync.dtype == "fp32" else 1 if is_full else 2
         votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"
+        of_rows = 3 if votes and sync.overlap else 2
+        half = 0 if sync.dtype == "fp32" else 1 if is_full else of_rows
         of_weights = half + (2 if sync.overlap else int(votes))
         of_state = half + 2 if sync.optimizer_state == "delayed" else of_weights
         weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]
         state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
+        if votes and sync.optimizer_state == "never":
+            return num_rows * of_weights * weight_bytes + table.num_embeddings * state_bytes
         return num_rows * (of_weights * weight_bytes + of_state * state_bytes)
 
     def kernel_of(self, table: EmbeddingTableSpec) -> ComputeKernel:

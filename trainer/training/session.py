@@ -35,10 +35,11 @@ from trainer.data.position import (
     without,
 )
 from trainer.data.reader import open_source, order_digest
+from trainer.failures import DivergenceError
 from trainer.layout.layout import Layout, placement_warning
 from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
-from trainer.parallel.divergence import DivergenceError, DivergenceGuard
+from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model

@@ -22,7 +22,6 @@ from trainer.coordination.client import CoordinatorLost, Identity, Refused, repo
 from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.layout.layout import Layout, LayoutError
 from trainer.models.user_module import users_error
-from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.planner import PlanError
 from trainer.parallel.sync import is_sync_step
@@ -43,7 +42,7 @@ _REASONS: dict[type[Exception], str] = {
     CheckpointError: failures.STORAGE_ERROR,
     LayoutError: failures.BAD_SPEC,
     PlanError: failures.BAD_SPEC,
-    DivergenceError: failures.DIVERGED,
+    failures.DivergenceError: failures.DIVERGED,
     failures.NonFiniteRows: failures.ROWS_SKIPPED,
     failures.NonFiniteLoss: failures.NON_FINITE,
     failures.UserCodeError: failures.USER_CODE,

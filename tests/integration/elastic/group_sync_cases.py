@@ -46,14 +46,16 @@ class Groups:
     num_ranks: int
 
 
-def open_coordinator(num_groups: int, folder: Path) -> Coordinator:
+def open_coordinator(num_groups: int, folder: Path, **policy: Any) -> Coordinator:
     """A coordinator that starts the run when `num_groups` groups have arrived.
 
     It is patient: the tests are about who is gone, not about who is slow on a busy machine.
     """
-    policy = MembershipPolicy(num_groups, heartbeat_timeout_s=scaled(20), vote_timeout_s=scaled(30))
+    times = {"heartbeat_timeout_s": scaled(20), "vote_timeout_s": scaled(30)}
     book = LeaseBook(num_rows=10**9, epochs=1, rows_per_lease=8)
-    return Coordinator(CoordinatorConfig(policy, book, folder))
+    return Coordinator(
+        CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder)
+    )
 
 
 def case_of(num_ranks: int, **changes: Any) -> SyncCase:
@@ -67,7 +69,7 @@ class Life:
     """One life of this rank in a group: model, member, sync."""
 
     def __init__(self, groups: Groups, group: int, incarnation: int = 0, **changes: Any) -> None:
-        sync = changes.pop("sync", {})
+        sync, check = changes.pop("sync", {}), changes.pop("check", None)
         self.groups, self.group, self.incarnation = groups, group, incarnation
         rank = _enter_world(groups, group, incarnation)
         self.training = Training(case_of(groups.num_ranks, **changes))
@@ -83,6 +85,8 @@ class Life:
             self.member,
             self.training.groups.shard_index,
             RecoverySpec(exchange_timeout_s=EXCHANGE_TIMEOUT_S),
+            self.training.warnings.append,
+            check,
         )
         self.ledger = Ledger()
         self.standing: GroupState = "initial"
@@ -150,20 +154,31 @@ class Life:
         return standings.get((group, incarnation))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that must be equal on all groups, live."""
+        """Everything that must be equal on all groups once a sync was exact, live."""
         weights, states = self.training.optimizers.synced_whole(dense=True)
         shards = self.training.model.table_shards()
         rows = [tensor for s in shards for tensor in (s.weight, *s.states.values())]
         return [*rows, *weights, *states]
+
+    @property
+    def are_states(self) -> list[bool]:
+        """Which of the tensors are optimizer state."""
+        weights, states = self.training.optimizers.synced_whole(dense=True)
+        shards = self.training.model.table_shards()
+        rows = [is_state for s in shards for is_state in (False, *(True for _ in s.states))]
+        return [*rows, *(False for _ in weights), *(True for _ in states)]
 
     def state(self) -> list[torch.Tensor]:
         """The same, as it is now."""
         return clones(self.tensors())
 
     def hash(self) -> str:
-        """Of the same."""
+        """Of what the last sync made equal."""
         digest = hashlib.sha256()
-        for tensor in self.tensors():
+        has_states = self.sync.is_exact or self.sync._spec.optimizer_state == "every"
+        for tensor, is_state in zip(self.tensors(), self.are_states, strict=True):
+            if is_state and not has_states:
+                continue
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 

@@ -18,7 +18,14 @@ from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from trainer.fault_injection import Kind, Phase
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
-OVERLAP = "parallelism.sync={every_steps: 2, overlap: 2}"
+CHECKED = "parallelism.divergence_check={every_syncs: 1}"
+PLAIN = ["parallelism.sync={every_steps: 2}"]
+OVERLAP = ["parallelism.sync={every_steps: 2, overlap: 2}"]
+HALF = ["parallelism.sync={every_steps: 2, dtype: bf16}"]
+HALF_OVERLAP = ["parallelism.sync={every_steps: 2, dtype: bf16, overlap: 2}", CHECKED]
+NEVER = ["parallelism.sync={every_steps: 2, optimizer_state: never}", CHECKED]
+DELAYED = ["parallelism.sync={every_steps: 2, optimizer_state: delayed}"]
+SYNCS = (OVERLAP, PLAIN, HALF_OVERLAP, HALF, NEVER, DELAYED)
 NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
 
@@ -38,8 +45,8 @@ def test_a_job_gets_over_whatever_befalls_it(
     seed: int, small_movielens: Path, tmp_path: Path, network: EmulatedHosts | None
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
-    overlap = [] if seed % 4 >= 2 else [OVERLAP]
-    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, *overlap)
+    sync = SYNCS[seed // 2 % len(SYNCS)]
+    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, *sync)
     with ElasticHarness(config, tmp_path / "harness", num_groups, network=network) as harness:
         campaign = Campaign(harness, Random(seed))
         campaign.begin()
@@ -48,9 +55,9 @@ def test_a_job_gets_over_whatever_befalls_it(
         campaign.finish(config)
 
 
-def strike_phases(data: Path, folder: Path, *strikes: tuple[Kind, Phase]) -> None:
+def strike_phases(data: Path, folder: Path, sync: list[str], *strikes: tuple[Kind, Phase]) -> None:
     """A job of three groups that gets over each strike, and leaves out no row."""
-    config = elastic_config(data, folder / "run", 3, 1, OVERLAP)
+    config = elastic_config(data, folder / "run", 3, 1, *sync)
     with ElasticHarness(config, folder / "harness", 3) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
@@ -64,12 +71,14 @@ def test_a_group_may_die_in_an_exchange_before_its_vote_and_as_it_applies(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     phases: tuple[Phase, ...] = ("exchange", "before_vote", "apply")
-    strike_phases(small_movielens, tmp_path, *(("sigkill", phase) for phase in phases))
+    strikes = [("sigkill", phase) for phase in phases]
+    strike_phases(small_movielens, tmp_path, HALF_OVERLAP, *strikes)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", SYNCS, ids=str)
 def test_a_group_may_die_as_it_trains_or_joins_and_stop_in_an_exchange(
-    small_movielens: Path, tmp_path: Path
+    sync: list[str], small_movielens: Path, tmp_path: Path
 ) -> None:
     strikes = (("sigkill", "backward"), ("sigkill", "join"), ("sigstop", "exchange"))
-    strike_phases(small_movielens, tmp_path, *strikes)
+    strike_phases(small_movielens, tmp_path, sync, *strikes)

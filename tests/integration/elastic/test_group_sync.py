@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.integration.elastic.group_sync_cases import (
     assert_all_equal,
     open_coordinator,
 )
+from tests.integration.ranks.sync_cases import Table, clones
 from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round
 from trainer.elastic.coordinator.server import Coordinator
@@ -27,6 +29,7 @@ from trainer.elastic.group_sync import ExchangeError
 from trainer.fault_injection import Phase
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.sync import apply_difference
+from trainer.spec.parallelism import DivergenceCheckSpec
 
 WEIGHTS = (8, 24)
 SYNCS = {  # what the policy changes to before a sync
@@ -157,6 +160,210 @@ def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:
     touched, above = weighted[0]["touched_rows"][2], weighted[0]["above"][2]
     assert 0 < touched.density < above.density == 1
     assert 0 < touched.num_bytes < above.num_bytes
+
+
+def _sync_changes(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """What this rank agreed on, held before and held after syncs in half precision, by name."""
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", lr=0.01, sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {}
+    agreed = life.state()
+    for name in ("plain", "retried", "exact"):
+        life.train()
+        before = life.state()
+        if name == "retried":
+            _fail_once(life)
+        life.exchange(WEIGHTS[group], needs_exact=name == "exact")
+        found[name] = (agreed, before, agreed := life.state())
+    snapshot, before, after, _ = _train_ahead(life, WEIGHTS[group])
+    agreed = [new - (b - a) for a, b, new in zip(snapshot, before, after, strict=True)]
+    _fail_once(life)
+    *_, before, result = _train_ahead(life, WEIGHTS[group])
+    assert not result.committed
+    life.exchange(2 * WEIGHTS[group], num_leases=2)
+    found["after_failure"] = (agreed, before, life.state())
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "mode": "full"},
+        {"dtype": "fp16", "full_above": 0.0},
+    ],
+    ids=["bf16", "full", "fp16"],
+)
+def test_changes_travel_in_half_precision_from_the_last_commit_on(
+    sync: dict[str, Any], tmp_path: Path
+) -> None:
+    coordinator = open_coordinator(2, tmp_path)
+    try:
+        ours, theirs = run_ranks(_sync_changes, 2, Groups(coordinator.address, 1), sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    assert set(ours["hashes"]) == {1, 2, 3, 4, 6}
+    for name in ("plain", "retried", "exact", "after_failure"):
+        worst = 0.0
+        for agreed, mine, after, other in zip(*ours[name], theirs[name][1], strict=True):
+            mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), WEIGHTS).view_as(mine)
+            largest = max((copy - agreed).abs().max().item() for copy in (mine, other))
+            error = (after - mean).abs().max().item()
+            # Half a unit of the change on the way, and of its mean on the way back.
+            assert error <= 2.0**-8 * largest + 2.0**-22, name
+            worst = max(worst, error)
+        # What is exact errs by the rounding of rows that no copy touched.
+        assert (worst > 2.0**-21) is (name != "exact"), name
+
+
+def _leave_state(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """What this rank held before and after syncs that average optimizer state where exact."""
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {"are_states": life.are_states}
+    for name in ("first", "retried", "exact", "last", "untrained"):
+        if name != "untrained":
+            life.train()
+        before = life.state()
+        if name == "retried":
+            _fail_once(life)
+        is_exact = name in ("exact", "untrained")
+        life.exchange(WEIGHTS[group] if name != "untrained" else 0, needs_exact=is_exact)
+        assert life.sync.is_exact is is_exact
+        found[name] = (before, life.state())
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["touched_rows", "full"])
+def test_state_that_is_never_synced_stays_until_a_round_that_is_exact(
+    mode: str, tmp_path: Path
+) -> None:
+    sync = {"mode": mode, "optimizer_state": "never"}
+    coordinator = open_coordinator(2, tmp_path)
+    try:
+        ours, theirs = run_ranks(_leave_state, 2, Groups(coordinator.address, 1), sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    assert set(ours["hashes"]) == {1, 2, 3, 4, 5, 6}
+    for name in ("first", "retried", "exact", "last", "untrained"):
+        weights = (1, 1) if name == "untrained" else WEIGHTS
+        held = zip(ours["are_states"], *ours[name], theirs[name][0], strict=True)
+        for is_state, mine, after, other in held:
+            mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), weights).view_as(mine)
+            if is_state and name not in ("exact", "untrained"):
+                assert torch.equal(after, mine)
+            else:
+                torch.testing.assert_close(after, mean, rtol=2.0**-22, atol=0)
+            assert bool((mine != other).any()) is (is_state or name != "untrained")
+
+
+def _delay_moments(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
+    """The moments that this rank held before and after syncs.
+
+    The third fails at first, and at the fifth group 1 could not form the means of the fourth.
+    """
+    group = dist.get_rank()
+    life = Life(groups, group, optimizer="adagrad", sync=sync)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {}
+    for name in ("first", "second", "retried", "fourth", "refused", "exact"):
+        life.train()
+        before = clones(life.training.shard_moments())
+        if name == "retried":
+            _fail_once(life)
+        if name == "refused" and group == 1:
+            assert life.sync._delayed
+            life.sync._delayed = replace(life.sync._delayed, wait=_refuse)
+        life.exchange(WEIGHTS[group], needs_exact=name == "exact")
+        found[name] = (before, clones(life.training.shard_moments()))
+    found["hashes"] = life.hashes
+    life.end()
+    return found
+
+
+def _refuse() -> None:
+    raise ExchangeError("a test lets it fail")
+
+
+@pytest.mark.parametrize("mode", ["touched_rows", "full"])
+def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
+    mode: str, tmp_path: Path
+) -> None:
+    sync = {"mode": mode, "optimizer_state": "delayed"}
+    coordinator = open_coordinator(2, tmp_path)
+    groups = Groups(coordinator.address, 1)
+    try:
+        ours, theirs = run_ranks(_delay_moments, 2, groups, sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
+    for number in range(len(ours["first"][0])):
+        before, mean, after = {}, {}, {}
+        for name in ("first", "second", "retried", "fourth", "refused", "exact"):
+            before[name], after[name] = (held[number] for held in ours[name])
+            parts = torch.stack([before[name], theirs[name][0][number]])
+            mean[name] = pairwise_mean(parts.view(2, -1), WEIGHTS).view_as(before[name])
+            assert not torch.equal(*parts)
+        assert torch.equal(after["first"], before["first"])
+        _is_close(
+            after["second"], apply_difference(before["second"], before["first"], mean["first"])
+        )
+        for failed in ("retried", "refused"):
+            assert torch.equal(after[failed], before[failed]), "delayed means are forgotten"
+        moved = apply_difference(before["fourth"], before["retried"], mean["retried"])
+        _is_close(after["fourth"], moved)
+        _is_close(after["exact"], mean["exact"])
+
+
+def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To the rounding of rows that are equal on all copies."""
+    torch.testing.assert_close(found, wanted, rtol=2.0**-21, atol=0)
+
+
+def _flip_a_bit(groups: Groups, sync: dict[str, Any]) -> dict[int, str]:
+    """Copies are compared at every second commit; a bit of group 1 flips after the third."""
+    check = DivergenceCheckSpec(every_syncs=2)
+    life = Life(groups, dist.get_rank(), sync=sync, check=check, tables=(Table(2000), Table(37)))
+    life.join()
+    has_listened, num_trained = False, 0
+    while num_trained < 3:
+        if (life.group, life.ledger.commit, has_listened) == (1, 3, False):
+            weight = life.training.model.table_shards()[0].weight
+            weight.view(torch.int32)[1999, 0] ^= 1
+        life.interval()
+        standing = life.standing_of(1, 0)
+        has_listened |= standing == "listening"
+        num_trained += has_listened and standing == "current"
+    life.end()
+    return life.hashes
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, {"dtype": "bf16", "optimizer_state": "never"}], ids=["every", "never"]
+)
+def test_a_group_with_a_flipped_bit_is_found_and_copies_another(
+    sync: dict[str, Any], tmp_path: Path
+) -> None:
+    coordinator = open_coordinator(2, tmp_path, on_divergence="rebroadcast")
+    groups = Groups(coordinator.address, 1)
+    try:
+        whole, flipped = run_ranks(_flip_a_bit, 2, groups, sync, fresh=True)
+    finally:
+        coordinator.stop()
+    assert_all_equal([whole, flipped], 1)
+    assert set(whole) - set(flipped) >= {4}, "it was found at the next check"
+    assert len(flipped) >= 6, "it trains again"
 
 
 def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:

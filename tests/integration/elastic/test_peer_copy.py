@@ -77,7 +77,8 @@ def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
 def _hear(joiner: Joiner) -> None:
     """A commit without any row."""
     joiner.vote()
-    with joiner.applying(torch.empty(0, dtype=torch.int64), is_idle=False):
+    nothing = torch.empty(0, dtype=torch.int64)
+    with joiner.applying(nothing, nothing, is_idle=False):
         pass
 
 
@@ -195,13 +196,14 @@ TABLES = (Table(2000), Table(37, "table_wise"), Table(5, "data_parallel"))
 JOINERS = [(2, 0), (2, 1)]
 
 
-def _join_while_others_train(groups: Groups) -> dict[str, Any]:
+def _join_while_others_train(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
     """Groups 0 and 1 train; group 2 joins slowly, dies, and joins again, while group 1 dies."""
     Joiner.chunk_bytes = 4000
     number = dist.get_rank()
+    case = {"tables": TABLES, "sync": sync}
     if number < 2:
-        return _stay(Life(groups, number, tables=TABLES))
-    lives = [_join_and_train(Life(groups, *joiner, tables=TABLES)) for joiner in JOINERS]
+        return _stay(Life(groups, number, **case))
+    lives = [_join_and_train(Life(groups, *joiner, **case)) for joiner in JOINERS]
     return {"lives": lives, "hashes": lives[0]["hashes"] | lives[1]["hashes"]}
 
 
@@ -239,14 +241,18 @@ def _join_and_train(life: Life) -> dict[str, Any]:
     return {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
 
 
+@pytest.mark.parametrize(
+    "sync",
+    [{}, {"dtype": "bf16"}, {"optimizer_state": "never"}, {"optimizer_state": "delayed"}],
+    ids=["every", "half", "never", "delayed"],
+)
 def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on(
-    tmp_path: Path,
+    sync: dict[str, Any], tmp_path: Path
 ) -> None:
     coordinator = open_coordinator(2, tmp_path)
+    groups = Groups(coordinator.address, 1)
     try:
-        found = run_ranks(
-            _join_while_others_train, 3, Groups(coordinator.address, 1), timeout_s=240, fresh=True
-        )
+        found = run_ranks(_join_while_others_train, 3, groups, sync, timeout_s=240, fresh=True)
     finally:
         coordinator.stop()
     assert_all_equal([each["hashes"] for each in found], 1)

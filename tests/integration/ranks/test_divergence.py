@@ -9,7 +9,8 @@ import torch
 
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case, form_groups, make_batch, spec_of, take_step
-from trainer.parallel.divergence import DivergenceGuard, DivergentShard
+from trainer.coordination.detection import DivergentShard
+from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model

@@ -52,16 +52,18 @@ class MembershipPolicy:
     straggler_factor: float = 1.5
     replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"
+    on_divergence: Literal["fail", "rebroadcast"] = "fail"
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
-        recovery = spec.recovery
+        recovery, check = spec.recovery, spec.parallelism.divergence_check
         return cls(
             num_groups=num_groups,
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
             recovery_grace_s=max(3.0, 2 * recovery.heartbeat_timeout_s),
             on_non_finite=spec.training.on_non_finite,
+            on_divergence=check.action if check else "fail",
             **recovery.model_dump(include={each.name for each in fields(cls)}),
         )
 

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from trainer.coordination.detection import RankId
+from trainer import failures
+from trainer.coordination.detection import DivergentShard, RankId, differing_copies
 from trainer.coordination.messages import (
     GroupState,
     Lease,
@@ -44,7 +45,8 @@ class OpenRound:
     `weight` sums up the rows that its members trained since the last sync, by weight, and `leases`
     are these; `means` are over the ranks that count. `starts` and `promoted` are the groups that
     become current when it commits: those that begin the run, and those whose copy is then exact.
-    `overlapping` are those that train on meanwhile: none of them while somebody copies from them.
+    It is exact (`Round.is_exact`) while somebody copies, and where a group asks for it.
+    `overlapping` are the groups that train on meanwhile: none where it is exact.
     """
 
     number: int
@@ -52,13 +54,15 @@ class OpenRound:
     commit: int
     members: tuple[RoundMember, ...]
     weight: float
+    is_idle: bool
+    is_exact: bool
     voters: frozenset[RankId]
     leases: Sequence[int]
     means: dict[str, float]
     starts: frozenset[int]
     promoted: frozenset[int]
     overlapping: frozenset[int]
-    yes: set[RankId] = field(default_factory=set)
+    votes: dict[RankId, Vote] = field(default_factory=dict)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -72,6 +76,8 @@ def form_round(
     current = [group for group in groups if group.is_current]
     members = tuple(group.as_member() for group in groups)
     weight = sum(member.weight for member in members)
+    is_asked = any(arrival.needs_exact for group in current for arrival in group.arrivals)
+    is_exact = is_asked or len(current) < len(groups)
     sums: dict[str, float] = defaultdict(float)
     for group in current:
         for arrival in group.arrivals:
@@ -83,13 +89,15 @@ def form_round(
         commit=commit,
         members=members,
         weight=weight,
+        is_idle=not (weight or is_asked),
+        is_exact=is_exact,
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
         leases=[lease for group in current for lease in group.arrivals[0].leases],
         means={name: total / weight for name, total in sums.items()} if weight else {},
         starts=frozenset(starts),
         promoted=frozenset(group.group for group in groups if group.has_exact_copy),
         overlapping=frozenset(group.group for group in groups if group.may_overlap)
-        if weight and len(current) == len(groups)
+        if weight and not is_exact
         else frozenset(),
     )
 
@@ -254,7 +262,8 @@ class SyncRounds(GroupRegistry):
             generation=opened.generation,
             members=opened.members,
             commit=opened.commit,
-            is_idle=not opened.weight,
+            is_idle=opened.is_idle,
+            is_exact=opened.is_exact,
             overlaps=group.group in opened.overlapping,
             donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
         )
@@ -277,9 +286,54 @@ class SyncRounds(GroupRegistry):
                 message = f"it refused {_MAX_REFUSALS} rounds in a row: {vote.error}"
                 self._lose(group, "exchange", message, now)
             return
-        opened.yes.add(group.rank_id(rank))
-        if opened.yes == opened.voters:
+        opened.votes[group.rank_id(rank)] = vote
+        if opened.votes.keys() != opened.voters:
+            return
+        found = self._differing(opened)
+        if found:
+            self._end_divergence(found, now)
+        else:
             self._commit(opened, now)
+
+    def _differing(self, opened: OpenRound) -> list[DivergentShard]:
+        """What some copies hold unlike most, by the checksums in their ranks' votes."""
+        current = [self._groups[m.group] for m in opened.members if m.standing == "current"]
+        found: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for rank in range(current[0].num_ranks if current else 0):
+            votes = [opened.votes[group.rank_id(rank)].checksums for group in current]
+            for copies in zip(*votes, strict=True):
+                names, checksums = zip(*copies, strict=True)
+                for place in differing_copies(checksums):
+                    group = current[place]
+                    found[names[0], rank].add(group.group * group.num_ranks + rank)
+        return [DivergentShard(*at, tuple(sorted(ranks))) for at, ranks in sorted(found.items())]
+
+    def _end_divergence(self, found: Sequence[DivergentShard], now: float) -> None:
+        """Copies differ, so the round does not commit: fail, or let those groups copy anew."""
+        action, step = self._policy.on_divergence, self._run_metrics.step(self._ledger)
+        for each in found:
+            self._emit(
+                events.Divergence(
+                    time=now,
+                    step=step,
+                    table=each.table,
+                    shard=each.shard,
+                    ranks=list(each.ranks),
+                    action=action,
+                )
+            )
+        differing = [
+            group
+            for group in self._current
+            if any(rank // group.num_ranks == group.group for each in found for rank in each.ranks)
+        ]
+        if action == "fail" or len(differing) == len(self._current):
+            self._fail(failures.DIVERGED, str(failures.DivergenceError(found)), now)
+            return
+        for group in differing:
+            self._book.give_back(group.group)
+            group.demote()
+        self._end_round("copies of a shard differed", now)
 
     def _set_deadline(self, number: int, now: float) -> None:
         self._deadlines.setdefault(number, now + self._policy.vote_timeout_s)

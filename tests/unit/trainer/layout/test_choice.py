@@ -260,4 +260,6 @@ def test_a_spec_says_what_it_needs() -> None:
     assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
     cached = movielens(limit, "parallelism.planner.compute_kernel=auto")
     assert need_of(cached, [4]).worker_table_bytes is None, "host memory holds tables as well"
-    assert not found.are_groups_independent
+    assert found.are_groups_independent
+    tied = need_of(movielens("parallelism.dense=every_step"), [4])
+    assert not tied.are_groups_independent

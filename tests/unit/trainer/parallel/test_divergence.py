@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.divergence import DivergenceError, DivergentShard, checksum, differing_copies
+from trainer.coordination.detection import DivergentShard, differing_copies
+from trainer.failures import DivergenceError
+from trainer.parallel.divergence import checksum
 
 INTEGERS = {
     torch.float32: torch.int32,
@@ -69,6 +71,19 @@ def test_equal_bits_give_equal_checksums_also_where_they_are_not_numbers() -> No
     assert _sum_of(weights, moments) == _sum_of(weights.t().contiguous().t(), moments)
     assert _sum_of(weights, moments) != _sum_of(weights, moments + 1), "state counts as well"
     assert _sum_of(torch.tensor([0.0])) != _sum_of(torch.tensor([-0.0]))
+
+
+def test_rows_that_are_left_out_count_for_nothing_and_the_others_for_every_bit() -> None:
+    weights = torch.randn(9_000, 16)  # more than one chunk
+    keep = torch.rand(9_000) < 0.5
+    before = checksum([weights, weights[:, 0]], keep)
+    changed = weights.clone()
+    changed[~keep] += 1
+    assert checksum([changed, changed[:, 0]], keep) == before
+    for row in keep.nonzero().view(-1)[[0, -1]].tolist():
+        flipped = weights.clone()
+        flipped.view(torch.int32)[row, 15] ^= 1
+        assert checksum([flipped, weights[:, 0]], keep) != before
 
 
 def test_the_error_names_table_shard_ranks_and_what_to_do() -> None:

@@ -165,11 +165,6 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
 {SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
     => parallelism.sync.overlap survive independent
-{SURVIVE}; parallelism.sync.dtype=bf16 => parallelism.sync.dtype survive independent
-{SURVIVE}; parallelism.sync.optimizer_state=never
-    => parallelism.sync.optimizer_state survive moments
-{SURVIVE}; parallelism.divergence_check={{every_syncs: 2}}
-    => parallelism.divergence_check survive vote
 {ROWS}=-1 => {ROWS} -
 {ROWS}=99999999999999 => {ROWS} -
 {MANY}20000 => {ROWS} table_too_large sharding group of 2 workers
@@ -424,6 +419,21 @@ def test_groups_that_are_failure_domains_hold_the_means_until_all_have_voted() -
     spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host")
     assert spec.parallelism.failure_domain == "replica_group"
     assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36
+
+
+def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_back_on() -> None:
+    sync = "parallelism.sync={dtype: bf16, overlap: true}"
+    sizes = [f"{ROWS}=1000", "data.batch_size=25", sync]
+    (job, groups) = (changed(*sizes, f"parallelism.placement={p}_host") for p in ("intra", "inter"))
+    assert groups.parallelism.failure_domain == "replica_group"
+    assert job.sync_bytes(job.embedding_tables[0]) == 4 * 100 * 36
+    assert groups.sync_bytes(groups.embedding_tables[0]) == 5 * 100 * 36
+
+
+def test_groups_that_are_failure_domains_hold_all_state_where_it_is_averaged_before_saves() -> None:
+    sync = "parallelism.sync.optimizer_state=never"
+    spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host", sync)
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 32 + 1000 * 4
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:

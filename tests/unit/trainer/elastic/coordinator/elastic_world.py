@@ -151,6 +151,7 @@ class SimRank:
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
                 may_overlap=self.world.overlaps and bool(self.next_leases),
+                needs_exact=self.id.group in self.world.needing_exact,
                 report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
                 sums={"loss": 2.0 * self.num_rows / NUM_RANKS},
             )
@@ -168,7 +169,9 @@ class SimRank:
             assert all(member.standing == "current" for member in round_.members)
             self.ahead = self.next_leases
         ok, self.will_refuse = not self.will_refuse, False
-        self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok))
+        is_spoilt = (self.id.group, self.id.rank) in self.world.spoilt
+        checksums = (("users", is_spoilt * (1 + self.id.group)), ("averages", 7))
+        self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok, checksums=checksums))
 
     def hear_verdict(self, verdict: RoundResult) -> None:
         voted = self.round
@@ -208,6 +211,7 @@ class SimRank:
             assert self.copy.is_done, "a group became current before its copy was complete"
             assert self.copy.heard == list(range(self.copy.base + 1, newest + 1))
             self.applied = dict(self.world.history[newest, verdict.round])
+            self.world.spoilt.discard((self.id.group, self.id.rank))
         self.copy, self.standing = None, "current"
 
     def train(self, leases: tuple[Lease, ...]) -> None:
@@ -222,6 +226,7 @@ class World:
         """`policy` overrides fields of `MembershipPolicy`."""
         self.num_groups = num_groups
         self.overlaps = overlaps
+        self.needing_exact: set[int] = set()
         self.policy = MembershipPolicy(
             num_groups=num_groups,
             start_grace_s=30.0,
@@ -240,6 +245,7 @@ class World:
         self.events: list[Event] = []
         self.poison: set[tuple[int, int]] = set()
         self.hung: set[int] = set()
+        self.spoilt: set[tuple[int, int]] = set()  # (group, rank) whose copy has a flipped bit
         self.end: Checkpoint | None = None
         self.start_coordinator()
 

@@ -16,6 +16,8 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
     Checkpoint,
     World,
 )
+from tests.unit.trainer.spec.test_spec import changed
+from trainer import failures
 from trainer.checkpoint.manager import TrainState
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
@@ -36,6 +38,7 @@ from trainer.elastic.coordinator.groups import (
     copies_alive,
     disagreement,
 )
+from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import form_round
 from trainer.elastic.group_session import GroupSession
 from trainer.spec.parallelism import SyncSpec
@@ -366,6 +369,45 @@ def test_leaving_rows_out_stops_helping_where_every_interval_is_poisoned(last, f
     assert fails == ("4 intervals in a row" in str(world.status.failure))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_group_whose_copy_differs_gives_its_rows_back_and_copies_another(overlaps):
+    world = running(overlaps=overlaps, on_divergence="rebroadcast")
+    world.spoilt.add((1, 1))
+    world.run_until(lambda: world.told("divergence"))
+    (found,) = world.told("divergence")
+    assert (found.table, found.shard, found.ranks) == ("users", 1, [NUM_RANKS + 1])
+    assert found.action == "rebroadcast"
+    world.run_until(lambda: standings(world)[1] == "listening")
+    world.run_to_end()
+    world.check_rows()
+    assert not world.spoilt and len(world.told("divergence")) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "spoilt", "ranks"),
+    [
+        ("fail", [(2, 0)], "4"),
+        ("rebroadcast", [(1, 0), (2, 0), (0, 1)], "2, 4; users, shard 1, on rank(s) 1"),
+    ],
+)
+def test_copies_that_differ_end_the_run_where_asked_or_where_no_group_is_whole(
+    action, spoilt, ranks
+):
+    world = running(on_divergence=action)
+    world.spoilt.update(spoilt)
+    world.run_until(lambda: world.status.failure)
+    failure = world.status.failure
+    assert failure and failure.reason == failures.DIVERGED
+    assert f"users, shard 0, on rank(s) {ranks}" in failure.message
+
+
+def test_what_follows_from_copies_that_differ_is_what_the_spec_says():
+    for action in ("fail", "rebroadcast"):
+        check = f"parallelism.divergence_check={{every_syncs: 2, action: {action}}}"
+        spec = changed("parallelism.placement=inter_host", check)
+        assert MembershipPolicy.of(spec, 2).on_divergence == action
+
+
 def test_poison_fails_the_run_where_that_is_asked_for():
     world = World(on_non_finite="fail")
     world.poison.add((0, 5))
@@ -429,6 +471,25 @@ def test_a_round_that_a_group_trains_on_in_is_told_to_all_its_ranks_whatever_hap
     assert not world.told("group_lost")
     world.run_to_end()
     world.check_rows()
+
+
+def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
+    world = running(overlaps=True)
+    newest = world.groups[0][0].round
+    assert newest and newest.overlaps and not newest.is_exact
+    world.needing_exact.add(1)
+    world.run_to_commit(world.status.ledger.commit + 3)
+    rounds = [rank.round for rank in world.ranks()]
+    assert all(each and each.is_exact and not each.overlaps for each in rounds)
+    world.needing_exact.clear()
+    world.kill(1)
+    world.start_group(1)
+    world.run_until(lambda: listening(world, 1))
+    assert all(rank.round and rank.round.is_exact for rank in world.groups[1])
+    world.needing_exact.add(0)
+    world.run_to_end()
+    last = world.groups[0][0].round
+    assert last and not last.is_idle and not any(member.weight for member in last.members)
 
 
 def test_nothing_is_answered_until_all_are_back():
@@ -592,7 +653,30 @@ def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int |
 def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     step: int, may_lead: bool
 ) -> None:
-    session = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
-    assert session._may_lead_next() is may_lead
+    session: Any = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
+    session.standing, session._leases = "current", ["a lease"]
+    assert session._may_overlap is not may_lead
     session.is_leader = False
-    assert not session._may_lead_next()
+    assert session._may_overlap
+
+
+def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:
+    session: Any = leader(LeaderProgress(step=38, epoch=1), 41, None)
+    saves: list[bool] = []
+    session.save_checkpoint, session.final_metrics = saves.append, {}
+    session.checkpoints = SimpleNamespace(newest_commit=None)
+    session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True)
+    untrained = SimpleNamespace(num_rows=0)
+    assert not session._needs_exact(untrained)
+    session.group_sync.is_always_exact = False
+    session.lead()
+    assert (saves, session._led.step) == ([], 38)
+    assert session._needs_exact(untrained)
+    session.group_sync.is_exact = True
+    session.lead()
+    assert (saves, session._led.step) == ([False], 41)
+    assert not session._needs_exact(untrained)
+    assert not session._needs_exact(SimpleNamespace(num_rows=8))  # up to step 45 nothing is due
+    session.state = TrainState(step=46, reached=DataPosition(1, 6 * 8))
+    assert not session._needs_exact(untrained)
+    assert session._needs_exact(SimpleNamespace(num_rows=8))

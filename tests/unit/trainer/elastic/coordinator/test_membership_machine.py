@@ -18,7 +18,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @initialize(overlaps=st.booleans())
     def start(self, overlaps):
-        self.world = World(overlaps=overlaps)
+        self.world = World(overlaps=overlaps, on_divergence="rebroadcast")
         self.world.tend()
 
     def pick(self, index: int):
@@ -82,6 +82,10 @@ class MembershipMachine(RuleBasedStateMachine):
     def poison(self, epoch, row):
         if len(self.world.poison) < 2:
             self.world.poison.add((epoch, row))
+
+    @rule(rank=st.integers(0, 1))
+    def spoil(self, rank):
+        self.world.spoilt.add((2, rank))
 
     @rule(group=GROUPS, cause=st.sampled_from(["resize", "drain"]))
     def retire(self, group, cause):

@@ -202,6 +202,9 @@ features[1].transform=standardise; features[1].std=0.0 => features[1].std -
 {DYNAMIC}; {WAYS}=[table_wise] => {WAYS} unsupported_sharding
 {DYNAMIC}; parallelism.workers=3; parallelism.shard_group_size=3
     => parallelism.shard_group_size dynamic_buckets
+{DYNAMIC}; export.on_success=true => embedding_tables[0].dynamic not_exportable
+export.shards=2 => export.shards not_exportable shards share one memory
+sinks.tensorboard.dir=boards => sinks.tensorboard.dir - absolute path
 {DYNAMIC}; parallelism.workers=4
     => parallelism.shard_group_size dynamic_copies whose kernel trains on CUDA only
 {DYNAMIC}; parallelism.workers=4; parallelism.shard_group_size=auto

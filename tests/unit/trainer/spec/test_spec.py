@@ -186,6 +186,8 @@ features[0].hashing={{num_buckets: 101}} => features[0].hashing.num_buckets voca
 features[0].hashing={{seed: -1}} => features[0].hashing.seed -
 features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
 features[0].bucketize={{boundaries: []}} => features[0].bucketize.boundaries -
+features[0].bucketize={{boundaries: [1, 2, 3, 4]}}; {ROWS}=5
+    => features[0].bucketize.boundaries vocabulary_too_large table 'users' has 5 rows
 features[0].vocabulary={{path: /etc/passwd}} => features[0].vocabulary.path outside_data_path
 features[0].vocabulary={{path: ../other}} => features[0].vocabulary.path outside_data_path
 features[0].vocabulary={{path: "s3://b/v"}} => features[0].vocabulary.path outside_data_path

@@ -39,7 +39,7 @@ def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
     return ((outputs - batch.label)[:, 0].square() * batch.weight).sum() / batch.weight.sum()
 
 
-def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
+def measure(loss: str) -> list[dict[str, float]]:
     """Two reports of this rank's meter."""
     task = TaskSpec(name="t", loss=loss)
     meter = TaskMeter([task], BATCH_SIZE)
@@ -51,7 +51,7 @@ def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
     return reports
 
 
-def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
+def measure_until(loss: str) -> dict[str, torch.Tensor]:
     """State of this rank's meter after a report and two more of three batches."""
     meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE)
     for step in range(NUM_BATCHES):
@@ -105,8 +105,8 @@ def _take_in(meter: TaskMeter, seed: int, loss: str, rank: int | None = None) ->
 
 @pytest.mark.parametrize("loss", ["mse", "bce"])
 def test_a_meter_goes_on_at_another_number_of_ranks(loss: str) -> None:
-    whole = run_ranks(measure, 3, 3, loss)[0][1]
-    states = run_ranks(measure_until, 3, 3, loss)
+    whole = run_ranks(measure, 3, loss)[0][1]
+    states = run_ranks(measure_until, 3, loss)
     for resumed, came_along in run_ranks(measure_from, 2, states[0], loss):
         assert came_along
         assert resumed == pytest.approx(whole, rel=1e-9)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.divergence import checksum, differing_copies
+from trainer.parallel.divergence import DivergenceError, DivergentShard, checksum, differing_copies
 
 INTEGERS = {
     torch.float32: torch.int32,
@@ -69,3 +69,9 @@ def test_equal_bits_give_equal_checksums_also_where_they_are_not_numbers() -> No
     assert _sum_of(weights, moments) == _sum_of(weights.t().contiguous().t(), moments)
     assert _sum_of(weights, moments) != _sum_of(weights, moments + 1), "state counts as well"
     assert _sum_of(torch.tensor([0.0])) != _sum_of(torch.tensor([-0.0]))
+
+
+def test_the_error_names_table_shard_ranks_and_what_to_do() -> None:
+    message = str(DivergenceError([DivergentShard("users", 1, (2, 3))]))
+    assert "users, shard 1, on rank(s) 2, 3" in message
+    assert "divergence_check.action=rebroadcast" in message

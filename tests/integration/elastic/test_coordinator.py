@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -189,16 +189,17 @@ class Groups:
         assert pid
         os.kill(pid, signum)
 
-    def exit_codes(self, group: int) -> list[int | None]:
-        for rank in self.ranks[group]:
-            rank.join(scaled(20))
-        return [rank.exitcode for rank in self.ranks[group]]
-
     def kill(self) -> None:
         for ranks in self.ranks.values():
             for rank in ranks:
                 rank.kill()
                 rank.join()
+
+
+def exit_codes(ranks: Sequence[multiprocessing.process.BaseProcess]) -> list[int | None]:
+    for rank in ranks:
+        rank.join(scaled(60))
+    return [rank.exitcode for rank in ranks]
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
         pause_s = time.monotonic() - killed
         groups.start(2, incarnation=1)
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
-        assert groups.exit_codes(0) == groups.exit_codes(1) == groups.exit_codes(2) == [0, 0]
+        assert [exit_codes(groups.ranks[group]) for group in range(3)] == [[0, 0]] * 3
         assert coordinator.status().has_finished
         assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert pause_s < _NEVER_S / 4
@@ -259,8 +260,8 @@ def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path
         wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")
         assert coordinator.status().departures[-1].reason == "silent"
         groups.signal(1, 0, signal.SIGCONT)
-        assert groups.exit_codes(1) == [FENCED, FENCED]
-        assert groups.exit_codes(0) == [0, 0]
+        assert exit_codes(groups.ranks[1]) == [FENCED, FENCED]
+        assert exit_codes(groups.ranks[0]) == [0, 0]
         assert rows_trained(tmp_path) == EVERY_ROW_ONCE
 
 
@@ -380,32 +381,37 @@ def take_steps(address: str, run_index: int, rank: int, num_steps: int, hangs_af
     member.close()
 
 
+@contextmanager
+def watched(attempt: Attempt, run_index: int, *steps: tuple[int, int]) -> Iterator[tuple]:
+    """Who watches the job, and its workers: for each (how many steps, after how many it hangs)."""
+    watch = HangMonitor(attempt, "127.0.0.1")
+    workers = [
+        FORK_SERVER.Process(
+            target=take_steps, args=(watch.address, run_index, rank, *each), daemon=True
+        )
+        for rank, each in enumerate(steps)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        yield watch, workers
+    finally:
+        watch._coordinator.stop()
+        for worker in workers:
+            worker.kill()
+
+
 def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     config = make_config(small_movielens, tmp_path, f"recovery.min_hang_s={scaled(1.5)}")
     attempt = attempt_of(config)
-    watch = HangMonitor(attempt, "127.0.0.1")
-    workers = [
-        FORK_SERVER.Process(
-            target=take_steps, args=(watch.address, 4, rank, 1000, hangs_after), daemon=True
-        )
-        for rank, hangs_after in enumerate((1000, 3))
-    ]
-    try:
-        for worker in workers:
-            worker.start()
+    with watched(attempt, 4, (1000, 1000), (1000, 3)) as (watch, workers):
         failure = wait_until(lambda: watch.check(4), "the hang", 60)
         assert failure.reason == failures.HANG
         assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
         assert watch.check(5) is None  # the next life has nothing to do with it
-        for worker in workers:
-            worker.join(scaled(10))
-        assert [worker.exitcode for worker in workers] == [70, 70]
-    finally:
-        watch._coordinator.stop()
-        for worker in workers:
-            worker.kill()
+        assert exit_codes(workers) == [70, 70]
     lines = attempt.context.files.stream_path("coordinator-0").read_bytes().splitlines()
     (found,) = [read_record(line, now=0.0) for line in lines]
     assert isinstance(found, HangFound)
@@ -416,21 +422,6 @@ def test_a_worker_that_has_ended_does_not_end_its_peers(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     attempt = attempt_of(make_config(small_movielens, tmp_path))
-    watch = HangMonitor(attempt, "127.0.0.1")
-    workers = [
-        FORK_SERVER.Process(
-            target=take_steps, args=(watch.address, 0, rank, num_steps, num_steps), daemon=True
-        )
-        for rank, num_steps in enumerate((10, 50))
-    ]
-    try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(scaled(60))
-        assert [worker.exitcode for worker in workers] == [0, 0]
+    with watched(attempt, 0, (10, 10), (50, 50)) as (watch, workers):
+        assert exit_codes(workers) == [0, 0]
         assert watch.check(0) is None
-    finally:
-        watch._coordinator.stop()
-        for worker in workers:
-            worker.kill()

@@ -48,10 +48,16 @@ def _place(backends: KubeRayBackends, *rest: str) -> tuple[str, ...]:
     return ("ray.io", "v1", backends.cluster.namespace, *rest)
 
 
-def _running(backends: KubeRayBackends, **options: Any) -> tuple[KubeRayBackend, Submission]:
-    """A replica and an attempt that it submitted and saw run."""
+def _submitted(backends: KubeRayBackends, **options: Any) -> tuple[KubeRayBackend, Submission]:
+    """A replica and an attempt that it submitted."""
     backend, sent = backends.open(**options), submission()
     backend.submit(sent)
+    return backend, sent
+
+
+def _running(backends: KubeRayBackends, **options: Any) -> tuple[KubeRayBackend, Submission]:
+    """A replica and an attempt that it submitted and saw run."""
+    backend, sent = _submitted(backends, **options)
     wait_for_state(backend, sent.attempt_id, RUNNING)
     return backend, sent
 
@@ -64,8 +70,7 @@ def _wait_until_none_is_left(backends: KubeRayBackends) -> None:
 
 
 def test_a_repeated_submission_changes_nothing(backends: KubeRayBackends) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends)
     before = backends.rayjobs()[sent.attempt_id]
     backend.submit(sent)
     backends.open().submit(sent)
@@ -151,8 +156,7 @@ def test_a_conflict_over_a_quota_is_no_secret(
 def test_the_secret_of_an_earlier_rayjob_is_not_taken_for_this_ones(
     backends: KubeRayBackends,
 ) -> None:
-    backend, sent = backends.open(watches=False), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, watches=False)
     (first,) = backends.secrets_of(sent)
     backends.api.delete_namespaced_custom_object(*_place(backends, "rayjobs", sent.attempt_id))
     backend.submit(sent)
@@ -217,14 +221,12 @@ def test_a_missing_right_is_named_and_loses_nothing(
 
 def test_without_the_right_to_watch_each_look_asks(backends: KubeRayBackends) -> None:
     allowed = without({"watch", "list"}, {"rayjobs"})
-    backend, sent = backends.open(allowed), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, allowed=allowed)
     assert backend.observe(sent.attempt_id).state is PENDING
 
 
 def test_a_missing_crd_is_no_missing_job(backends: KubeRayBackends, server: KubeApiServer) -> None:
-    backend, sent = backends.open(watches=False), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, watches=False)
     assert "ray.io/v1" in backend.check()
     server.remove_definition("rayjobs.ray.io")
     seen = backend.observe(sent.attempt_id)
@@ -237,8 +239,7 @@ def test_a_missing_crd_is_no_missing_job(backends: KubeRayBackends, server: Kube
 def test_an_api_server_in_trouble_says_nothing_about_the_job(
     backends: KubeRayBackends, server: KubeApiServer
 ) -> None:
-    backend, sent = backends.open(watches=False), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, watches=False)
     for code in (401, 429, 500, 503, 504):
         server.faults.fail(code, times=2)
         seen = backend.observe(sent.attempt_id)
@@ -252,8 +253,7 @@ def test_an_api_server_in_trouble_says_nothing_about_the_job(
 def test_an_api_server_that_is_away_and_comes_back(
     backends: KubeRayBackends, server: KubeApiServer
 ) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends)
     server.faults.away()
     seen = wait_for_state(backend, sent.attempt_id, UNREACHABLE)
     assert "no answer from Kubernetes at http://127.0.0.1" in seen.message
@@ -357,8 +357,7 @@ def test_pods_that_find_no_room_are_told_of(
 
 
 def test_what_keeps_the_cluster_itself_from_being_made_is_told(backends: KubeRayBackends) -> None:
-    backend, sent = backends.open(watches=False), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, watches=False)
     started = {"jobDeploymentStatus": "Initializing", "rayClusterName": "not-made", "jobStatus": ""}
     place = _place(backends, "rayjobs", sent.attempt_id)
     backends.api.patch_namespaced_custom_object_status(*place, {"status": started})
@@ -482,8 +481,7 @@ def test_kueue_that_is_faster_than_a_cut_off_submission_changes_nothing(
 
 
 def test_stopping_takes_the_secret_along(backends: KubeRayBackends) -> None:
-    backend, sent = backends.open(), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends)
     backend.stop(sent.attempt_id)
     wait_for(lambda: not backends.secrets_of(sent), "the Secret to go", 15)
     wait_for_state(backend, sent.attempt_id, NOT_FOUND)
@@ -587,8 +585,7 @@ def test_kubernetes_away_is_no_trouble_of_shared_jobs(
 
 def test_ray_away_is_no_trouble_of_jobs_with_their_own_cluster(backends: KubeRayBackends) -> None:
     ray = JobsApi(is_away=True)
-    backend, sent = backends.open(shared=ray.open()), submission()
-    backend.submit(sent)
+    backend, sent = _submitted(backends, shared=ray.open())
     assert backend.observe(sent.attempt_id).state is PENDING
     later = backends.open(shared=ray.open())
     assert later.observe(sent.attempt_id).state is PENDING

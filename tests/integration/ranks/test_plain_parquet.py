@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +13,48 @@ from tests.harness.ranks import run_ranks
 from tests.harness.sessions import train_session
 from trainer.data.inputs import resolve_inputs
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.spec import validate_spec
+from trainer.spec import load_spec
 
 NUM_ROWS = 4000
 NUM_CITIES, NUM_BRANDS = 40, 30
 LIE_SHARE = 0.3
+SPEC = """
+name: plain
+data: {label: {column: click}, weight_column: importance, batch_size: 100}
+features:
+  - {name: visits, type: dense, transform: log1p, missing: 0}
+  - {name: age, type: dense, transform: standardise, mean: 49, std: 18}
+  - {name: city, type: id, table: cities, hashing: {seed: 3}}
+  - name: brands
+    type: id_list
+    table: brands
+    vocabulary: &known {path: brands.parquet, min_count: 10}
+  - name: seen
+    type: sequence
+    table: seen
+    max_length: 2
+    weights_column: seen_for_s
+    vocabulary: *known
+  - {name: age_band, type: id, column: age, table: ages, bucketize: {boundaries: [25, 40, 60]}}
+embedding_tables:
+  - {name: cities, num_embeddings: 1000, embedding_dim: 8}
+  - {name: brands, embedding_dim: 8}
+  - {name: seen, embedding_dim: 8}
+  - {name: ages, embedding_dim: 8}
+model:
+  dense_arch: {layer_sizes: [8]}
+  over_arch: {layer_sizes: [16, 2]}
+  tasks:
+    - {name: click, loss: bce}
+    - {name: effect, loss: mse, weight: 0.5, label: {column: effect}, auc_threshold: 1.0}
+optimizer:
+  sparse: {lr: 0.1}
+  dense: {lr: 0.01}
+  schedule: {warmup_steps: 8, decay: cosine, min_ratio: 0.1}
+parallelism: {workers: 2, shard_group_size: 1}
+training: {epochs: 4, report_every_steps: 20, accumulate_steps: 2, clip_norm: 1.0}
+checkpoint: {every_steps: 1000}
+"""
 
 
 def write_rows(folder: Path, draw: np.random.Generator) -> None:
@@ -68,73 +104,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def document(folder: Path) -> dict[str, Any]:
-    known = {"vocabulary": {"path": "brands.parquet", "min_count": 10}}
-    return {
-        "name": "plain",
-        "data": {
-            "path": str(folder),
-            "label": {"column": "click"},
-            "weight_column": "importance",
-            "batch_size": 100,
-        },
-        "features": [
-            {"name": "visits", "type": "dense", "transform": "log1p", "missing": 0},
-            {"name": "age", "type": "dense", "transform": "standardise", "mean": 49, "std": 18},
-            {"name": "city", "type": "id", "table": "cities", "hashing": {"seed": 3}},
-            {"name": "brands", "type": "id_list", "table": "brands", **known},
-            {
-                "name": "seen",
-                "type": "sequence",
-                "table": "seen",
-                "max_length": 2,
-                "weights_column": "seen_for_s",
-                **known,
-            },
-            {
-                "name": "age_band",
-                "type": "id",
-                "column": "age",
-                "table": "ages",
-                "bucketize": {"boundaries": [25, 40, 60]},
-            },
-        ],
-        "embedding_tables": [
-            {"name": "cities", "num_embeddings": 1000, "embedding_dim": 8},
-            *({"name": name, "embedding_dim": 8} for name in ("brands", "seen", "ages")),
-        ],
-        "model": {
-            "dense_arch": {"layer_sizes": [8]},
-            "over_arch": {"layer_sizes": [16, 2]},
-            "tasks": [
-                {"name": "click", "loss": "bce"},
-                {
-                    "name": "effect",
-                    "loss": "mse",
-                    "weight": 0.5,
-                    "label": {"column": "effect"},
-                    "auc_threshold": 1.0,
-                },
-            ],
-        },
-        "optimizer": {
-            "sparse": {"lr": 0.1},
-            "dense": {"lr": 0.01},
-            "schedule": {"warmup_steps": 8, "decay": "cosine", "min_ratio": 0.1},
-        },
-        "parallelism": {"workers": 2, "shard_group_size": 1},
-        "training": {
-            "epochs": 4,
-            "report_every_steps": 20,
-            "accumulate_steps": 2,
-            "clip_norm": 1.0,
-        },
-        "checkpoint": {"every_steps": 1000},
-    }
-
-
 def test_raw_columns_train_and_predict_what_depends_on_them(folder: Path, tmp_path: Path) -> None:
-    spec = resolve_inputs(validate_spec(document(folder)))
+    spec = resolve_inputs(load_spec(SPEC, [f"data.path={folder}"]))
     sizes = {table.name: table.num_embeddings for table in spec.embedding_tables}
     assert sizes == {"cities": 1000, "brands": 31, "seen": 31, "ages": 5}
     config = WorkerConfig(spec, tmp_path / "run", "job-plain-a0", 0)

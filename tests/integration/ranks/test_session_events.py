@@ -44,12 +44,8 @@ from trainer.training.worker import prepare_process, run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
 UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
-QUARANTINE = (
-    "training.epochs=1",
-    "parallelism.workers=2",
-    "parallelism.shard_group_size=1",
-    "data.on_bad_rows=quarantine",
-)
+TWO_COPIES = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+QUARANTINE = (*TWO_COPIES, "training.epochs=1", "data.on_bad_rows=quarantine")
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
 
 
@@ -344,8 +340,7 @@ def fail_after_a_report(config: WorkerConfig) -> None:
 def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    settings = ("parallelism.workers=2", "parallelism.shard_group_size=1")
-    config = make_config(small_movielens, tmp_path, *settings, "training.report_every_steps=2")
+    config = make_config(small_movielens, tmp_path, *TWO_COPIES, "training.report_every_steps=2")
     run_ranks(fail_after_a_report, 2, config)
     (reported,) = told(tmp_path, Metrics)
     assert reported.step == 2
@@ -404,8 +399,7 @@ def test_no_hook_and_no_meter_of_ours_reads_on_the_host_in_a_step(
     config = make_config(
         small_movielens,
         tmp_path,
-        "parallelism.workers=2",
-        "parallelism.shard_group_size=1",
+        *TWO_COPIES,
         "training.max_steps=6",
         "training.report_every_steps=2",
     )

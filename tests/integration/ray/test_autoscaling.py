@@ -66,17 +66,11 @@ _SLOW_STEPS = [
 ]
 _UNUSED: dict[str, Any] = {
     "docker": {},
-    "initialization_commands": [],
-    "setup_commands": [],
-    "head_setup_commands": [],
-    "worker_setup_commands": [],
-    "head_start_ray_commands": [],
-    "worker_start_ray_commands": [],
     "file_mounts": {},
-    "cluster_synced_files": [],
     "file_mounts_sync_continuously": False,
-    "rsync_exclude": [],
-    "rsync_filter": [],
+    **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{f"{when}setup_commands": [] for when in ("", "head_", "worker_")},
+    **{f"{when}_commands": [] for when in ("initialization", "head_start_ray", "worker_start_ray")},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from trainer.data.manifest import MANIFEST_NAME
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
-from trainer.errors import BadValueError, OutputExistsError, SourceMissingError, StorageError
+from trainer.errors import BadValueError, OutputExistsError, StorageError
 from trainer.storage import Location
 
 OPTIONS = MovieLensOptions(unit_rows=500, num_partitions=4, row_group_rows=128)
@@ -164,9 +164,3 @@ def test_a_bucket_that_is_not_there_is_named_before_any_work(remote_csv, tmp_pat
     with pytest.raises(StorageError, match="there is no bucket 'absent'; make it"):
         prepare_movielens(remote_csv, "s3://absent/out", options=OPTIONS)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_source_that_is_not_there_is_named(store):
-    with pytest.raises(SourceMissingError, match="s3://data/nowhere is not a folder"):
-        prepare_movielens(store.url("nowhere"), store.url("o"))

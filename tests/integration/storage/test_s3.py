@@ -40,19 +40,6 @@ def uploaded(store: ObjectStore, small_movielens: Path) -> str:
     return store.upload(small_movielens, "movielens").text
 
 
-def test_files_are_uploaded_listed_and_downloaded(store, tmp_path):
-    (tmp_path / "part.bin").write_bytes(bytes(range(256)) * 1000)
-    folder = Location.parse(store.url("round/trip"))
-    (folder / "b" / "part.bin").upload(tmp_path / "part.bin")
-    (folder / "a.json").write_bytes(b"{}")
-    names = [file.relative_to(folder) for file in folder.list(recursive=True)]
-    assert names == ["a.json", "b/part.bin"]
-    (folder / "b" / "part.bin").download(tmp_path / "copy.bin")
-    assert (tmp_path / "copy.bin").read_bytes() == (tmp_path / "part.bin").read_bytes()
-    folder.delete()
-    assert not folder.exists()
-
-
 def test_a_missing_key_and_a_missing_bucket_are_told_apart(store):
     with pytest.raises(SourceMissingError, match="s3://data/nothing is missing"):
         Location.parse(store.url("nothing")).read_bytes()

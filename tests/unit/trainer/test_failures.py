@@ -57,6 +57,9 @@ def test_what_another_life_may_mend_restarts_within_the_budget() -> None:
         (DIVERGED, 3, False),
         (Failure(failures.HANG, "rank 1 stands still"), 2, True),
         (Failure(failures.DEVICE_OOM, "out of memory"), 3, False),
+        # Losses that nobody is to blame for never spend the budget.
+        (HOST_GONE, 9, True),
+        (Failure(failures.PREEMPTED, "the node was wanted back"), 9, True),
     ):
         assert should_restart(failure, num_paid, max_failures=2) is restarts
     for reason in ("data_error", "non_finite", "run_in_use", "no_room", "user_code"):
@@ -64,11 +67,6 @@ def test_what_another_life_may_mend_restarts_within_the_budget() -> None:
         # A single group without room waits for it while the others train on.
         replaced = should_replace(Failure(reason, ""), num_suspicious=0, max_failures=5)
         assert replaced == (reason == "no_room")
-
-
-def test_losses_that_nobody_is_to_blame_for_never_spend_the_budget() -> None:
-    for reason in (failures.HOST_LOST, failures.PREEMPTED):
-        assert should_restart(Failure(reason, ""), num_paid=9, max_failures=0)
 
 
 def test_a_lost_group_is_replaced_and_an_error_of_its_own_tried_as_the_budget_says() -> None:

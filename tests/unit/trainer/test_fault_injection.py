@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -90,13 +89,6 @@ def test_a_process_ends_stops_or_waits(struck: list[tuple[Any, ...]]) -> None:
         fault_injection.inject("exchange", 1, 0, 5)
     signals = [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP)]
     assert struck == [("exit", 1), ("exit", 7), *signals, ("sleep", 1.5)]
-
-
-def test_a_storage_error_is_what_a_full_disk_gives() -> None:
-    arm(fault(kind="storage_error", phase="checkpoint"))
-    with pytest.raises(OSError) as caught:
-        fault_injection.inject("checkpoint", 1, 0, 5)
-    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_poisoned_loss_is_nan_once() -> None:

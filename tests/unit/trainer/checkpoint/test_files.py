@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint.files import Commit, read_commit, remove_folder, write_marker
+from trainer.checkpoint.files import Commit, RowOrder, read_commit, remove_folder, write_marker
 from trainer.checkpoint.manager import TrainState, state_of
 from trainer.checkpoint.save_load import (
     CommittedCheckpoint,
@@ -40,6 +40,7 @@ def commit(step: int, is_best: bool = False) -> Commit:
         is_best=is_best,
         metrics={"validation/rmse": 0.9},
         files={"__0_0.distcp": FileRecord(3, "abc")},
+        row_order=RowOrder(80, "a digest"),
     )
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint.files import Commit, RowOrder, read_commit, write_marker
+from trainer.checkpoint.files import Commit, RowOrder
 from trainer.checkpoint.manager import resumed_state, state_of
 from trainer.checkpoint.save_load import CheckpointMismatch
 from trainer.coordination.messages import EpochRows
@@ -28,11 +28,6 @@ def commit(epoch: int, row: int, **more: object) -> Commit:
     """A marker of a run that stands at `row` of `epoch`, of 90 rows."""
     place = Commit(5, epoch, row, 90 * epoch + row, 2, 1, "intra_host", 0.0, row_order=WRITTEN)
     return replace(place, **more)
-
-
-def test_the_order_of_rows_comes_back_with_the_marker(tmp_path: Path) -> None:
-    write_marker(tmp_path, commit(1, 50))
-    assert read_commit(tmp_path) == commit(1, 50)
 
 
 BEGUN = EpochRows(epoch=0, done=((8, 16),))

@@ -107,15 +107,17 @@ def test_a_rank_decodes_its_own_part_and_at_most_two_windows_of_others(
 
 
 def test_epochs_differ_and_a_seed_repeats(make_spec, train):
-    def first_keys():
-        with TrainBatches(train, make_spec(batch_size=600, epochs=2), 0, 1) as batches:
+    def keys(seed: int) -> list[list[Key]]:
+        spec = make_spec(batch_size=600, training={"epochs": 2, "seed": seed})
+        with TrainBatches(train, spec, 0, 1) as batches:
             return [keys_of(batch) for batch, _ in batches]
 
-    once, again = first_keys(), first_keys()
+    once, again, other = keys(3), keys(3), keys(4)
     half = len(once) // 2
     assert len(once) == 2 * -(-train.num_rows // 600)
     assert once == again
     assert once[0] != once[half]
+    assert once[0] != other[0]
 
 
 def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train, monkeypatch):

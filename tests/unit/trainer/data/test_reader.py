@@ -1,8 +1,7 @@
-"""The order of an epoch: complete, seeded, bounded in memory, cut at windows."""
+"""The order of an epoch: complete, bounded in memory, cut at windows."""
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,20 +52,3 @@ def test_pieces_cover_a_range_of_rows_across_windows(group_rows, window_rows, da
         for place in range(piece.start, piece.stop)
     ]
     assert covered == all_rows[start:stop]
-
-
-def test_the_order_depends_on_seed_and_epoch_and_repeats_for_the_same():
-    def rows(seed, epoch):
-        return rows_in_order(
-            EpochOrder([50] * 6, window_rows=100, seed=seed, epoch=epoch), [50] * 6
-        )
-
-    assert rows(1, 0) == rows(1, 0)
-    assert rows(1, 0) != rows(1, 1)
-    assert rows(1, 0) != rows(2, 0)
-
-
-def test_unshuffled_rows_come_in_file_order():
-    order = EpochOrder([3, 2], window_rows=3, shuffle=False)
-    assert rows_in_order(order, [3, 2]) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    assert np.array_equal(order.window(0).row_order, [0, 1, 2])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import TrainBatches, drop_padding_ids
-from trainer.data.ragged import gather, offsets_of
+from trainer.data.ragged import offsets_of
 from trainer.data.reader import open_source
 from trainer.data.rows import IdLists, Rows, SparseIds, concat_rows
 from trainer.models.managed_collision import NO_ID, BucketedIds
@@ -71,14 +71,6 @@ def test_rows_are_gathered_cut_and_joined(lists, data) -> None:
     check(joined, lists, picked[first:stop] + again)
 
 
-@given(lists=LISTS, limit=st.integers(1, 6))
-def test_the_last_ids_keep_their_weights(lists, limit) -> None:
-    cut = column_of(lists, is_weighted=True).last(limit)
-    assert lists_of(cut) == [items[-limit:] for items in lists]
-    assert np.array_equal(cut.weights, cut.ids / 2)
-    assert (cut.lengths <= limit).all()
-
-
 FEATURES = st.lists(st.booleans(), min_size=1, max_size=7)
 
 
@@ -108,15 +100,6 @@ def test_ids_are_packed_feature_by_feature_in_any_order(
         assert part.lengths().tolist() == [ones if each else lengths for each in kinds]
         weights = [[1.0] * len(lists) if each else column.some_weights.tolist() for each in kinds]
         assert part.weights().tolist() == [item for items in weights for item in items]
-
-
-@given(st.lists(st.integers(), min_size=1, max_size=30), st.data())
-def test_gather_reads_any_ranges(values, data):
-    ends = data.draw(st.lists(st.integers(0, len(values)), min_size=1, max_size=8))
-    starts = [data.draw(st.integers(0, end)) for end in ends]
-    found = gather(np.array(values, dtype=object), np.array(starts), np.array(ends))
-    parts = [part.tolist() for part in np.split(found.values, found.offsets[1:-1])]
-    assert parts == [values[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 KEYS = ("a", "b", "c")

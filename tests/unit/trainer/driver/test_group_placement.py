@@ -34,12 +34,6 @@ def group(number: int, address: str, phase: GroupPhase = "training") -> PlacedGr
     return PlacedGroup(number, (address, address), phase)
 
 
-def test_groups_start_on_hosts_of_their_own() -> None:
-    view = View([host("a", 4), host("b", 2), host("c", 2)], [], target=3)
-    starts = decide(THREE, view)
-    assert starts == [Start(0, ("a", "a")), Start(1, ("b", "b")), Start(2, ("c", "c"))]
-
-
 def test_groups_share_a_host_only_where_there_are_fewer_hosts_than_groups() -> None:
     two_hosts = [host("a", 8), host("b", 8)]
     assert len(decide(THREE, View(two_hosts, [], target=3))) == 3
@@ -56,12 +50,6 @@ def test_a_group_spans_hosts_only_where_none_could_hold_it() -> None:
     assert starts == [Start(0, ("c", "c", "c", "a"))]
     one_is_busy = [host("a", 2), host("b", 2), host("big", 1, slots=4)]
     assert decide(policy, View(one_is_busy, [], target=1)) == []
-
-
-def test_a_lost_group_is_started_under_its_number_where_there_is_room() -> None:
-    hosts = [host("a", 0, slots=2), host("c", 0, slots=2), host("d", 2)]
-    view = View(hosts, [group(0, "a"), group(2, "c")], target=3)
-    assert decide(SPREAD, view) == [Start(1, ("d", "d"))]
 
 
 def test_excluded_hosts_take_no_group_unless_the_least_would_not_fit_without() -> None:
@@ -83,16 +71,6 @@ def test_too_many_groups_leave_the_newest_first_and_those_that_do_not_train_befo
 
 def drained(hosts: list[Host], groups: list[PlacedGroup]) -> list[Action]:
     return decide(SPREAD, View(hosts, groups, target=2, drained=frozenset({"b"})))
-
-
-def test_a_drained_group_leaves_only_when_its_replacement_trains() -> None:
-    hosts = [host("a", 0, 2), host("b", 0, 2), host("c", 2)]
-    groups = [group(0, "a"), group(1, "b")]
-    assert drained(hosts, groups) == [Start(2, ("c", "c"))]
-    hosts[2] = host("c", 0, 2)
-    assert drained(hosts, [*groups, group(2, "c", "starting")]) == []
-    assert drained(hosts, [*groups, group(2, "c")]) == [Retire(1, "drain")]
-    assert drained(hosts, [group(0, "a"), group(1, "b", "leaving"), group(2, "c")]) == []
 
 
 def test_without_room_elsewhere_a_drained_group_leaves_while_others_train() -> None:

@@ -397,7 +397,9 @@ def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> Non
     world.wish('{"id": "r-1", "workers": null, "drain_hosts": ["b"]}')
     world.look()
     assert world.hosts_in_use == {0: "a", 1: "b", 2: "c", 3: "d"}
-    assert not world.retired
+    world.become("listening", (3, 0))
+    world.look()
+    assert not world.retired, "it does not train yet"
     world.become("current", (3, 0))
     world.look()
     assert world.retired == [(1, "drain")]

@@ -330,14 +330,6 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> Non
     assert len(world.launched) == 2, "a paused attempt starts no workers"
 
 
-def test_hosts_that_the_service_avoids_take_no_worker(world: World) -> None:
-    world.avoid("a")
-    world.hosts = [host("a", 4), host("b", 2)]
-    world.plot = [(5, world.end())]
-    world.runner.run_once(0)
-    assert set(world.launched[0].node_ids) == {"node-b"}
-
-
 def test_running_workers_want_what_they_would_grow_into() -> None:
     hosts = [host("a", 0), host("b", 1)]
     need = need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.trainer.export.export_case import make_spec, spec_document, write_data, write_run
+from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
 from trainer.export.__main__ import main
 from trainer.export.artifact import read_manifest, write_manifest
 from trainer.export.requests import (
@@ -23,8 +23,6 @@ from trainer.export.requests import (
     remove_deleted,
 )
 from trainer.protocol.run_dir import RunDir
-from trainer.spec import validate_spec
-from trainer.spec.base import SpecError
 
 HOLD = """
 import sys, pathlib
@@ -117,19 +115,6 @@ def test_a_job_that_asks_for_an_export_has_one_when_it_has_ended(tmp_path: Path)
     (folder,) = list_exports(run_dir)
     assert (folder.status, read_manifest(folder.artifact).quantize) == ("succeeded", "none")
     assert folder.id in told[-1].message
-
-
-def test_what_cannot_be_exported_is_refused_with_the_spec(tmp_path: Path) -> None:
-    document = spec_document(tmp_path, export={"on_success": True})
-    document["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
-    sharded = spec_document(tmp_path, export={"shards": 2})
-    paths = {"embedding_tables[0].dynamic": document, "export.shards": sharded}
-    for path, refused in paths.items():
-        with pytest.raises(SpecError) as caught:
-            validate_spec(refused)
-        (found,) = caught.value.problems
-        assert (found.path, found.code) == (path, "not_exportable")
-    assert "shards share one memory" in found.message
 
 
 @pytest.fixture

@@ -158,6 +158,11 @@ def test_the_price_is_that_of_the_paper() -> None:
         (need(4, table_bytes=None), (4, 2, "intra_host", "job")),
         # Inter-host was asked for: two copies even on one host, for there is nothing else to give.
         (need(4, placement="inter_host"), (4, 2, "inter_host", "replica_group")),
+        # Tables that must stay whole: no two of three of 5 GiB share a worker of 8 GiB.
+        (
+            need(6, table_bytes=15 * GIB, whole_table_bytes=(5 * GIB,) * 3),
+            (6, 3, "intra_host", "job"),
+        ),
         # What ties the groups together makes them one job again.
         (
             need(2, 2, placement="inter_host", are_groups_independent=False),
@@ -167,12 +172,6 @@ def test_the_price_is_that_of_the_paper() -> None:
 )
 def test_auto(wanted: Need, expected: tuple[int, int, str, str]) -> None:
     assert shape(choose(wanted)) == expected
-
-
-def test_a_table_that_must_stay_whole_decides_with_the_others() -> None:
-    # Three of 5 GiB: no two of them share a worker of 8 GiB, though 15 GiB would fit on two.
-    wanted = need(6, table_bytes=15 * GIB, whole_table_bytes=(5 * GIB,) * 3)
-    assert choose(wanted).layout.shard_group_size == 3
 
 
 def test_the_reason_names_the_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Syncs: means in a fixed order, packed rows, modes, warnings, and means applied late."""
+"""Syncs: means in a fixed order, packed rows, and means applied late."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.builders import spec_document
 from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
 from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync
-from trainer.spec import validate_spec
+from trainer.parallel.sync import apply_difference
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -122,30 +120,6 @@ def test_the_base_of_a_split_block_is_split_with_it() -> None:
         rows = torch.empty(part.numel)
         part.read_into(rows)
         assert torch.equal(part.base.view(-1), rows / 2)
-
-
-def test_weight_decay_makes_every_sync_full_and_says_what_to_change() -> None:
-    def used(mode: str, **optimizer: object) -> tuple[str, list[str]]:
-        document = spec_document() | {"optimizer": {"sparse": optimizer}}
-        document["parallelism"] = document["parallelism"] | {"sync": {"mode": mode}}
-        told: list[str] = []
-        return exact_sync(validate_spec(document), told.append).mode, told
-
-    for name in ("sgd", "adagrad", "row_wise_adagrad"):
-        assert used("touched_rows", name=name) == ("touched_rows", [])
-    mode, (warning,) = used("touched_rows", weight_decay=0.01)
-    assert mode == "full"
-    assert "optimizer.sparse.weight_decay (0.01)" in warning
-    assert used("full", weight_decay=0.01) == ("full", [])
-
-
-def test_overflows_are_told_at_the_first_tenth_and_hundredth_sync() -> None:
-    told: list[str] = []
-    warning = OverflowWarning(told.append)
-    for _ in range(150):
-        warning.count(0)
-        warning.count(3)
-    assert [text.split("so far: ")[1].split(".")[0] for text in told] == ["1", "10", "100"]
 
 
 PARAMETERS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)

@@ -109,26 +109,6 @@ def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
     assert not touched.bits.any()
 
 
-def test_marked_rows_are_all_that_a_backward_pass_changes() -> None:
-    kernel = _kernel()
-    shards = shards_of(kernel)
-    touched = TouchedRows(RowNumbers(shards, CPU))
-    before = torch.cat([shard.weight.clone() for shard in shards])
-    _lookup(kernel, [[[1, 1]], [[2]], [[3]], [[]]]).sum().backward()
-    changed = (torch.cat([shard.weight for shard in shards]) != before).any(dim=1)
-    assert torch.equal(changed, touched.bits)
-    assert changed.sum() == 3
-
-
-def test_rows_are_numbered_shard_by_shard() -> None:
-    numbers = RowNumbers(shards_of(_kernel()), CPU)
-    rows = torch.tensor([0, 4, 17])
-    found = {shard.table: local.tolist() for shard, local in numbers.by_shard(rows)}
-    assert found == {"table_0": [0, 4], "table_2": [0]}
-    assert list(numbers.by_shard(torch.empty(0, dtype=torch.int64))) == []
-    assert RowNumbers([], CPU).num_rows == 0
-
-
 @given(st.lists(st.booleans()))
 def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
     bits = torch.tensor(values, dtype=torch.bool)

@@ -20,7 +20,6 @@ from trainer.sinks.manager import open_sinks
 from trainer.sinks.mlflow import MlflowSink
 from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
-from trainer.spec.training import SinksSpec
 
 JOB = "job-0000000000ab"
 _STARTED = events_module.AttemptStarted(time=NOW, world_size=2)
@@ -261,11 +260,6 @@ def test_only_a_span_of_an_attempt_that_failed_is_an_error(tmp_path: Path) -> No
         _feed(sink, run_dir).feed()
         [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt"]
         assert (attempt.status.status_code is StatusCode.ERROR) == is_error
-
-
-def test_tensorboards_folder_is_absolute() -> None:
-    with pytest.raises(ValueError, match="absolute path"):
-        SinksSpec.model_validate({"tensorboard": {"dir": "boards"}})
 
 
 def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir: RunDir) -> None:

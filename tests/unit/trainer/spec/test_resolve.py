@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +20,6 @@ from trainer.errors import (
     TooFewRowsError,
 )
 from trainer.spec import validate_spec
-from trainer.spec.base import SpecError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.resolve import fill_statistics, size_tables
 
@@ -117,13 +114,6 @@ def test_a_table_smaller_than_its_ids_is_refused_before_training(make_spec):
         message = r"features\[1\]\.column.*table 't' has 5 rows"
         with pytest.raises(TableTooSmallError, match=message):
             resolve_inputs(spec)
-    for encoding, field in (
-        ({"hashing": {"num_buckets": 6}}, "hashing.num_buckets"),
-        ({"bucketize": {"boundaries": [1, 2, 3, 4]}}, "bucketize.boundaries"),
-    ):
-        message = rf"features\[1\]\.{re.escape(field)}: .*table 't' has 5 rows"
-        with pytest.raises(SpecError, match=message):
-            with_features(make_spec(), {"num_embeddings": 5}, {"column": "year"} | encoding)
 
 
 def with_standardised(spec, dense: dict | None = None):

@@ -192,6 +192,8 @@ features[0].hashing={{num_buckets: 101}} => features[0].hashing.num_buckets voca
 features[0].hashing={{seed: -1}} => features[0].hashing.seed -
 features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
 features[0].bucketize={{boundaries: []}} => features[0].bucketize.boundaries -
+features[0].bucketize={{boundaries: [1, 2, 3, 4]}}; {ROWS}=5
+    => features[0].bucketize.boundaries vocabulary_too_large table 'users' has 5 rows
 features[0].vocabulary={{path: /etc/passwd}} => features[0].vocabulary.path outside_data_path
 features[0].vocabulary={{path: ../other}} => features[0].vocabulary.path outside_data_path
 features[0].vocabulary={{path: "s3://b/v"}} => features[0].vocabulary.path outside_data_path
@@ -208,6 +210,9 @@ features[1].transform=standardise; features[1].std=0.0 => features[1].std -
 {DYNAMIC}; {WAYS}=[table_wise] => {WAYS} unsupported_sharding
 {DYNAMIC}; parallelism.workers=3; parallelism.shard_group_size=3
     => parallelism.shard_group_size dynamic_buckets
+{DYNAMIC}; export.on_success=true => embedding_tables[0].dynamic not_exportable
+export.shards=2 => export.shards not_exportable shards share one memory
+sinks.tensorboard.dir=boards => sinks.tensorboard.dir - absolute path
 {DYNAMIC}; parallelism.workers=4
     => parallelism.shard_group_size dynamic_copies whose kernel trains on CUDA only
 {DYNAMIC}; parallelism.workers=4; parallelism.shard_group_size=auto

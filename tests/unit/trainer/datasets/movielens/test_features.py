@@ -20,9 +20,7 @@ from trainer.datasets.movielens.features import (
 from trainer.datasets.movielens.statistics import (
     Moments,
     Ratings,
-    earlier_ranges,
     mark_validation,
-    range_sums,
 )
 
 GLOBAL_MEAN = 3.5
@@ -177,17 +175,6 @@ TIMED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, ma
 
 def columns(events):
     return np.array([e[0] for e in events]), np.array([e[1] for e in events])
-
-
-@given(TIMED)
-def test_earlier_rows_are_of_the_same_group_and_strictly_before(events):
-    starts, ends = earlier_ranges(*columns(events))
-    for row, (group, time) in enumerate(events):
-        expected = [i for i, (g, t) in enumerate(events) if g == group and t < time]
-        assert list(range(starts[row], ends[row])) == expected
-    values = np.arange(len(events)) + 0.5
-    sums = [values[start:end].sum() for start, end in zip(starts, ends, strict=True)]
-    assert np.allclose(range_sums(values, starts, ends), sums)
 
 
 @given(TIMED, st.sampled_from([0.1, 0.25, 0.5]))

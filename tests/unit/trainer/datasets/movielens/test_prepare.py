@@ -90,12 +90,6 @@ def test_histories_are_the_strictly_earlier_ratings_of_the_user(csv_folder, prep
             assert row["history_disliked"] == disliked[-10:]
 
 
-def test_ratings_of_the_same_second_are_not_history_of_one_another(tiny, tmp_path):
-    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
-    train = rows_of(tmp_path / "out", "train").filter(pl.col("timestamp") == 2000)
-    assert train["history_movies"].to_list() == [[1], [1]]
-
-
 @pytest.mark.parametrize("split", ["global", "per_user"])
 def test_validation_ratings_change_nothing_that_is_trained_on(csv_folder, tmp_path, split):
     options = MovieLensOptions(split=split, num_partitions=2)

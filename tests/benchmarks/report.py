@@ -260,15 +260,13 @@ def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, descripti
     parser = parser_of(description)
     parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
     options = parser.parse_args()
-    return measure_and_tell(
-        options.json, lambda machine: tables_of(run(options.pairs).document(machine))
-    )
 
+    def measure(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
+        document = run(options.pairs).document(machine)
+        rows = [rows_table_of(document)] if "rows" in document else []
+        return document, [*rows, table_of(document)]
 
-def tables_of(document: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-    """A report's document, and its tables."""
-    rows = [rows_table_of(document)] if "rows" in document else []
-    return document, [*rows, table_of(document)]
+    return measure_and_tell(options.json, measure)
 
 
 def measure_and_tell(

@@ -252,8 +252,7 @@ class Store:
             now = json.dumps({**manifest, "metadata": metadata})
             self._record(key, now)
             self._objects[key] = now
-            result: Manifest = json.loads(now)
-            return result
+            return json.loads(now)
 
     def remove(self, key: Key) -> Manifest:
         """Delete an object; returned as it was, at the revision of its deletion."""

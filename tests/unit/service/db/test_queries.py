@@ -53,26 +53,6 @@ def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
 # ---- lists
 
 
-def test_jobs_are_found_by_all_of_their_labels(store: JobStore) -> None:
-    both = _stored(store, 1, labels={"team": "ads", "tier": "gold"})
-    _stored(store, 2, labels={"team": "ads", "tier": "iron"})
-    _stored(store, 3, labels={"team": "feed"})
-    assert len(store.list_jobs(JobFilter(labels={"team": "ads"}))[0]) == 2
-    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "gold"}))[0] == [both]
-    assert store.list_jobs(JobFilter(labels={"team": "ads", "tier": "none"}))[0] == []
-    ended = _with_status(store, both, JobStatus.FAILED)
-    wanted = JobFilter(labels={"team": "ads"}, statuses=[JobStatus.FAILED, JobStatus.CANCELLED])
-    assert store.list_jobs(wanted)[0] == [ended]
-
-
-def test_jobs_are_found_by_when_they_were_made(store: JobStore) -> None:
-    made = [_stored(store, number) for number in range(4)]
-    since, until = NOW + 1, NOW + 3
-    found, _ = store.list_jobs(JobFilter(created_after=since, created_before=until))
-    assert found == [made[2], made[1]]
-    assert store.list_jobs(JobFilter(created_after=NOW + 3.5))[0] == []
-
-
 def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) -> None:
     jobs = {}
     for number, project in enumerate(("a", "b", "c")):

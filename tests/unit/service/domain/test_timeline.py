@@ -90,8 +90,7 @@ _VALUES: dict[str, Any] = {
 
 def _line(api: Api, job_id: str, kind: str) -> dict[str, Any]:
     lines = api.http.get(f"/v1/jobs/{job_id}/events", params={"kind": kind}).json()["items"]
-    found: dict[str, Any] = lines[-1]
-    return found
+    return lines[-1]
 
 
 def test_a_submission_says_who_and_what_and_an_attempt_how_long_it_was_awaited(api: Api) -> None:

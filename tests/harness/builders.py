@@ -134,40 +134,32 @@ def progress(step: int, **changes: Any) -> Progress:
 def row_wise_plan(name: str = "users", *, num_embeddings: int = 100) -> TablePlan:
     """A table of 8 columns whose rows lie on two positions, the first ones on position 0."""
     rows = (num_embeddings + 1) // 2
-    shards = [
-        TablePlan.Shard(
-            position=position,
-            row_offset=position * rows,
-            column_offset=0,
-            num_rows=min(rows, num_embeddings - position * rows),
-            num_columns=8,
-        )
-        for position in range(2)
-    ]
-    return TablePlan(
-        name=name,
-        sharding_type="row_wise",
-        data_type="fp32",
-        num_embeddings=num_embeddings,
-        embedding_dim=8,
-        size_bytes=num_embeddings * 36,
-        shards=shards,
-    )
+    shards = [(0, 0, rows), (1, rows, num_embeddings - rows)]
+    return _table_plan(name, "row_wise", num_embeddings, num_embeddings * 36, shards)
 
 
 def table_wise_plan(name: str, position: int, *, size_bytes: int = 3600) -> TablePlan:
     """A table of 100 x 8 that lies whole on one position."""
-    shard = TablePlan.Shard(
-        position=position, row_offset=0, column_offset=0, num_rows=100, num_columns=8
-    )
+    return _table_plan(name, "table_wise", 100, size_bytes, [(position, 0, 100)])
+
+
+def _table_plan(
+    name: str, sharding: str, num_rows: int, size_bytes: int, shards: list[tuple[int, int, int]]
+) -> TablePlan:
+    """A table of 8 columns; `shards` are position, first row and number of rows."""
     return TablePlan(
         name=name,
-        sharding_type="table_wise",
+        sharding_type=sharding,
         data_type="fp32",
-        num_embeddings=100,
+        num_embeddings=num_rows,
         embedding_dim=8,
         size_bytes=size_bytes,
-        shards=[shard],
+        shards=[
+            TablePlan.Shard(
+                position=position, row_offset=first, column_offset=0, num_rows=rows, num_columns=8
+            )
+            for position, first, rows in shards
+        ],
     )
 
 

@@ -113,14 +113,9 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url
 
 
 def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
-    former = {
+    lost = ("hang", "device_oom", "host_oom", "host_lost", "preempted", "no_room")
+    former = dict.fromkeys(map(EndReason, lost), "workers_lost") | {
         EndReason.DIVERGED: "diverged",
-        EndReason.HANG: "workers_lost",
-        EndReason.DEVICE_OOM: "workers_lost",
-        EndReason.HOST_OOM: "workers_lost",
-        EndReason.HOST_LOST: "workers_lost",
-        EndReason.PREEMPTED: "workers_lost",
-        EndReason.NO_ROOM: "workers_lost",
         EndReason.NON_FINITE: "training_error",
         EndReason.RUN_IN_USE: "storage_error",
     }

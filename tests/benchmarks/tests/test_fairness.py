@@ -22,10 +22,9 @@ from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
-from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
+from tests.benchmarks.ne_parity import NOISE, PARITY, PEER, gap_of, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
-from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
 from tests.benchmarks.quality import OUR_NAME, gain_interval, gain_of, rmse_of, squares_by_user
@@ -44,7 +43,7 @@ from tests.benchmarks.quality_peers import (
     factor_errors,
     mean_errors,
 )
-from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
+from tests.benchmarks.report import BenchmarkError, Run, is_met, ratio_of
 from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
 from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout
@@ -373,15 +372,6 @@ def test_sides_that_average_less_are_shown_but_not_compared():
         "2D M=2 inter_host, no sync",
         "2D M=4 inter_host, no sync",
     }
-
-
-def test_where_hosts_cannot_be_emulated_it_skips_with_the_reason(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(two_d, "missing_requirement", lambda: "emulated hosts need root")
-    path = tmp_path / "two_d.json"
-    monkeypatch.setattr("sys.argv", ["two_d", "--json", str(path)])
-    assert main(two_d.run, default_pairs=1, description="") == SKIPPED
-    assert "emulated hosts need root" in capsys.readouterr().err
-    assert not path.exists()
 
 
 ON_RANKS = replace(

@@ -91,10 +91,8 @@ def log(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def run_pairs(
-    num_pairs: int, ours: Measure, peer: Measure, log: Callable[[str], None] = log
-) -> list[Run]:
-    """Measure both sides `num_pairs` times in turn; `log` gets a line per run."""
+def run_pairs(num_pairs: int, ours: Measure, peer: Measure) -> list[Run]:
+    """Measure both sides `num_pairs` times in turn, and log a line per run."""
     sides: dict[Side, Measure] = {"ours": ours, "peer": peer}
     runs = []
     for pair in range(num_pairs):

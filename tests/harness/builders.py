@@ -226,9 +226,7 @@ def layout_chosen(**changes: Any) -> LayoutChosen:
 def group_member(group: int, standing: str = "current", *, incarnation: int = 0) -> GroupMember:
     """A group of two ranks on the host of its number."""
     hosts = [HOSTS[group % len(HOSTS)]] * 2
-    return GroupMember.model_validate(
-        {"group": group, "incarnation": incarnation, "hosts": hosts, "standing": standing}
-    )
+    return GroupMember(group=group, incarnation=incarnation, hosts=hosts, standing=standing)
 
 
 def membership_changed(

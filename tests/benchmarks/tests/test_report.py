@@ -43,7 +43,7 @@ def test_both_sides_run_in_every_pair_and_take_turns_to_go_first():
     def measure(side: str):
         return lambda: calls.append(side) or {"rows_per_s": 1.0}
 
-    runs = run_pairs(3, measure("ours"), measure("peer"), lambda line: None)
+    runs = run_pairs(3, measure("ours"), measure("peer"))
     assert calls == ["ours", "peer", "peer", "ours", "ours", "peer"]
     assert [(run.pair, run.side) for run in runs] == [
         (pair, side) for pair in range(3) for side in order_of_pair(pair)

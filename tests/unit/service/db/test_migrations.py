@@ -90,19 +90,11 @@ def test_jobs_of_the_first_version_are_still_shown(database_url: str) -> None:
     store.close()
 
 
-def _renamed(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """The document with another name of its first table."""
-    document["embedding_tables"][0]["name"] = name
-    for feature in document["features"]:
-        if feature.get("table"):
-            feature["table"] = name
-    return document
-
-
 def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url: str) -> None:
     store = JobStore.open(database_url)
     job = store_job(store)
-    document = _renamed(job.spec.model_dump(mode="json"), "values")
+    document = job.spec.model_dump(mode="json")
+    document["embedding_tables"][0]["name"] = document["features"][0]["table"] = "values"
     with pytest.raises(SpecError, match="embedding_tables"):
         validate_spec(document)
     with _writing(database_url) as connection:

@@ -50,9 +50,7 @@ def running(membership: Membership | None) -> Job:
 
 
 def left(group: int, cause: str) -> events.GroupLeft:
-    return events.GroupLeft.model_validate(
-        {"time": NOW, "group": group, "incarnation": 0, "cause": cause, "hosts": []}
-    )
+    return events.GroupLeft(time=NOW, group=group, incarnation=0, cause=cause, hosts=[])
 
 
 def resized(world_size: int) -> events.Resized:

@@ -31,14 +31,7 @@ WORKLOAD = Workload(world_size=4, shard_group_size=2, table_rows=20_000)
 STEPS = 100
 SYNC_EVERY_STEPS = 16
 TIMEOUT_S = 900
-GOAL = Goal(
-    key="step_time",
-    measured="step_s",
-    unit="s",
-    goal=1.02,
-    better="lower",
-    peer_name="the same steps without checkpoints",
-)
+GOAL = Goal("step_time", "step_s", "s", 1.02, "lower", "the same steps without checkpoints")
 
 
 def run(num_pairs: int) -> BenchmarkReport:

@@ -86,11 +86,11 @@ def run(num_pairs: int) -> BenchmarkReport:
         check_sums(survey, num_rows)
         peer = best_peer(survey)
         log(f"pairs: ours against {PEERS[peer][0]}")
-        speeds = run_pairs(num_pairs, lambda: speed(OURS, folder), lambda: speed(peer, folder), log)
+        speeds = run_pairs(num_pairs, lambda: speed(OURS, folder), lambda: speed(peer, folder))
         waits = [measure_wait(folder) for _ in range(num_pairs)]
         linked = with_links(folder)
         ranks = run_pairs(
-            num_pairs, lambda: ranks_cost(NUM_RANKS, linked), lambda: ranks_cost(1, linked), log
+            num_pairs, lambda: in_child(NUM_RANKS, linked), lambda: in_child(1, linked)
         )
         firsts = first_batches(num_pairs, folder)
     return BenchmarkReport(
@@ -114,10 +114,10 @@ def with_links(folder: Path) -> Path:
     return linked
 
 
-def ranks_cost(num_ranks: int, folder: Path) -> dict[str, float]:
-    """What an epoch of `num_ranks` ranks costs for a row that is used."""
+def in_child(side: str | int, where: str | Path) -> dict[str, Any]:
+    """What `loader_child` measures of a side in a process of its own, pinned to the last core."""
     core = max(os.sched_getaffinity(0))
-    return run_module("loader_child", num_ranks, folder, core, environment=_ONE_THREAD)
+    return run_module("loader_child", side, where, core, environment=_ONE_THREAD)
 
 
 def first_batches(num_pairs: int, folder: Path) -> list[Run]:
@@ -133,25 +133,17 @@ def first_batches(num_pairs: int, folder: Path) -> list[Run]:
         with store.failing(bytes_per_s=LINK_BYTES_PER_S):
             runs = run_pairs(
                 num_pairs,
-                lambda: first_batch("streamed", split),
-                lambda: first_batch("downloaded", split),
-                log,
+                lambda: in_child("streamed", split.text),
+                lambda: in_child("downloaded", split.text),
             )
     if len({run.values["sum_of_ids"] for run in runs}) > 1:
         raise BenchmarkError("the first batch of the stored split is not that of its download")
     return runs
 
 
-def first_batch(side: str, split: Location) -> dict[str, float]:
-    """How long one side takes, in a process of its own that has made a batch of other rows."""
-    core = max(os.sched_getaffinity(0))
-    return run_module("loader_child", side, split.text, core, environment=_ONE_THREAD)
-
-
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
-    """One side's epoch in a process of its own, pinned to the last core."""
-    core = max(os.sched_getaffinity(0))
-    found = run_module("loader_child", side, folder, core, environment=_ONE_THREAD)
+    """One side's epoch."""
+    found = in_child(side, folder)
     log(f"{side}: {found['rows_per_s']:,.0f} rows/s")
     return found
 

@@ -15,25 +15,31 @@ lr g / sqrt(v + M g^2) where 1D moves by lr g / sqrt(v + g^2): the n-th lookup c
 1 / sqrt(n + M - 1) instead of 1 / sqrt(n). Rows that are new move less, and eps decides how much
 that matters: from about the size of g on, new rows take SGD-like steps in 1D and 2D alike. The
 default eps is of that size because 1D is best there; `--sparse-eps 1e-8` shows the difference.
+
+A *gap* is relative: (NE of a variant - NE of the peer) / NE of the peer, from means over seeds.
+Runs are paired by seed, so the error of a gap is that of the paired differences.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from dataclasses import asdict, fields, replace
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.table import Table
 
 from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import SeedResult, Variant, measure_seed
-from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, ratio_of_gap, table_of
-from tests.benchmarks.report import log, measure_and_tell, parser_of
+from tests.benchmarks.report import Ratio, log, measure_and_tell, parser_of
 from tests.harness.ranks import run_ranks
 
 NAME = "ne_parity"
+PEER = "1D"
+PARITY = 2e-4
 NOISE = "1D, ours"
 OVERLAPPED = "2D, c=M, overlapped"
 _SEED_TIMEOUT_S = 3600.0
@@ -70,6 +76,73 @@ def measure(settings: Settings, variants: list[Variant], num_seeds: int) -> list
 def final_ne(results: list[SeedResult]) -> dict[str, list[float]]:
     """NE after all samples, by variant and seed."""
     return {name: [result.curves[name].ne[-1] for result in results] for name in results[0].curves}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Relative NE gap to the peer: signed mean, its standard error, lowest and highest seed.
+
+    A single seed has no error (None).
+    """
+
+    relative: float
+    standard_error: float | None
+    spread: tuple[float, float]
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the gap is larger than parity allows, even two standard errors nearer to 0."""
+        if self.standard_error is None:
+            return False
+        return abs(self.relative) - 2 * self.standard_error > PARITY
+
+
+def gap_of(ours: Sequence[float], peer: Sequence[float]) -> Gap:
+    """Gap of `ours` to `peer`, each the NE by seed."""
+    middle = fmean(peer)
+    relative = [(mine - other) / middle for mine, other in zip(ours, peer, strict=True)]
+    error = None
+    if len(relative) > 1:
+        error = stdev(relative) / math.sqrt(len(relative))
+    return Gap(fmean(relative), error, (min(relative), max(relative)))
+
+
+def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, better: str) -> Ratio:
+    """The size of a gap as benchmarks report it; `spread` is signed, of the single seeds."""
+    gap = gap_of(ours, peer)
+    return Ratio(
+        value=abs(gap.relative),
+        goal=goal,
+        better=better,
+        ours=fmean(ours),
+        peer=fmean(peer),
+        peer_name="1D of stock TorchRec",
+        unit="NE",
+        spread=list(gap.spread),
+    )
+
+
+def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, Gap]:
+    """Gap of each variant but the peer."""
+    return {name: gap_of(ne, final_ne[PEER]) for name, ne in final_ne.items() if name != PEER}
+
+
+def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Table:
+    """NE and gap of every variant; gaps in percent."""
+    table = Table(
+        *("variant", "NE", "gap %", "standard error %", "spread over seeds %", "significant"),
+        title="ne_parity: held-out normalized entropy after the same samples",
+        caption=f"best reachable NE (the teacher's): {teacher_ne:.5f}; parity is {PARITY:.2%}",
+    )
+    means = {name: f"{fmean(ne):.6f}" for name, ne in final_ne.items()}
+    table.add_row(PEER, means[PEER])
+    for name, gap in gaps_of(final_ne).items():
+        error = "" if gap.standard_error is None else f"{100 * gap.standard_error:.4f}"
+        low, high = (f"{100 * bound:+.4f}" for bound in gap.spread)
+        significant = "yes" if gap.is_significant else "no"
+        relative = f"{100 * gap.relative:+.4f}"
+        table.add_row(name, means[name], relative, error, f"{low} to {high}", significant)
+    return table
 
 
 def document_of(

@@ -24,16 +24,7 @@ REPORT_EVERY_STEPS = 50
 FIRST_STEP = 100
 LAST_STEP = 900
 PAIRS = 3
-GOAL = Goal(
-    key="rows_per_s",
-    measured="rows_per_s",
-    unit="rows/s",
-    goal=0.97,
-    better="higher",
-    peer_name="bare TorchRec script",
-)
-
-
+GOAL = Goal("rows_per_s", "rows_per_s", "rows/s", 0.97, "higher", "bare TorchRec script")
 OVERRIDES = [
     f"data.batch_size={BATCH_SIZE}",
     "training.epochs=1000",

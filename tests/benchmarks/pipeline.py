@@ -72,7 +72,6 @@ def _rows_per_s(ranks: HostRanks, way: Way) -> float:
 
 def measure(site: WorkerSite, way: Way) -> tuple[float, ...]:
     """Seconds of each window on this rank."""
-    trainer: StockTrainer | TwoDTrainer
     if way == "stock":
         trainer = StockTrainer("pipelined", WORKLOAD)
     else:

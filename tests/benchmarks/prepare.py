@@ -1,12 +1,12 @@
 """Preparing MovieLens ratings: ours end to end against pandas on a slice, scaled up.
 
-python -m tests.benchmarks.prepare --json FILE [--ratings N] [--slice-ratings N] [--pairs N]
+python -m tests.benchmarks.prepare --json FILE
 
 Both read generated ratings, movies and tags in the proportions of MovieLens and write the same
-columns as Parquet, each in a process of its own. Ours prepares all `--ratings`; pandas, which
-would take hours and more memory than most machines have, a generated set of `--slice-ratings` with
-its share of movies and tags. Its time is scaled by the number of ratings, its memory likewise but
-for what the process holds after its imports. Linear is in its favour, as it also sorts.
+columns as Parquet, each in a process of its own. Ours prepares all ratings; pandas, which would
+take hours and more memory than most machines have, a generated slice with its share of movies and
+tags. Its time is scaled by the number of ratings, its memory likewise but for what the process
+holds after its imports. Linear is in its favour, as it also sorts.
 
 The peer of the ratios is the published method. A second one, pandas used carefully, is measured
 once and shown beside it (see `prepare_pandas`).
@@ -14,25 +14,25 @@ once and shown beside it (see `prepare_pandas`).
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
-    measure_and_tell,
-    parser_of,
+    Values,
+    main,
     run_child,
     run_module,
     run_pairs,
-    tables_of,
 )
 
+NUM_RATINGS, SLICE_RATINGS, SEED = 32_000_000, 300_000, 0
+PAIRS = 2
 _PEER = "the published pandas method on a slice, scaled"
 GOALS = (
     Goal("speed", "rows_per_s", "rows/s", 10.0, "higher", _PEER),
@@ -72,40 +72,41 @@ def prepare_once(method: str, source: Path, folder: Path) -> Cost:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def generate(folder: Path, num_ratings: int, seed: int) -> Path:
+def generate(folder: Path, num_ratings: int) -> Path:
     """A folder of generated csv files, made in a process of its own so that its memory goes."""
     source = folder / f"csv-{num_ratings}"
     program = Path(sys.executable).with_name("shardloom")
     command = [str(program), "data", "generate", "movielens", str(source)]
-    numbers = ["--ratings", str(num_ratings), "--seed", str(seed)]
+    numbers = ["--ratings", str(num_ratings), "--seed", str(SEED)]
     run_child(*command, *numbers, what=f"generating {num_ratings} ratings")
     return source
 
 
-def measure(settings: argparse.Namespace, folder: Path) -> BenchmarkReport:
-    """Generate both sets in `folder` and measure all methods."""
-    whole = generate(folder, settings.ratings, settings.seed)
-    part = generate(folder, settings.slice_ratings, settings.seed)
-    factor = settings.ratings / settings.slice_ratings
+def run(num_pairs: int) -> BenchmarkReport:
+    """Generate both sets and measure all methods."""
+    with TemporaryDirectory(prefix="shardloom-bench-prepare-") as name:
+        folder = Path(name)
+        whole, part = generate(folder, NUM_RATINGS), generate(folder, SLICE_RATINGS)
 
-    def peer(method: str) -> dict[str, float]:
-        return prepare_once(method, part, folder).scaled(factor).values(settings.ratings)
+        def peer(method: str) -> dict[str, float]:
+            cost = prepare_once(method, part, folder).scaled(NUM_RATINGS / SLICE_RATINGS)
+            return cost.values(NUM_RATINGS)
 
-    runs = run_pairs(
-        settings.pairs,
-        ours=lambda: prepare_once("ours", whole, folder).values(settings.ratings),
-        peer=lambda: peer("published"),
-    )
-    careful = peer("careful")
+        runs = run_pairs(
+            num_pairs,
+            ours=lambda: prepare_once("ours", whole, folder).values(NUM_RATINGS),
+            peer=lambda: peer("published"),
+        )
+        careful = peer("careful")
     rows = [
-        *(_row(f"{run.side}, pair {run.pair + 1}", dict(run.values)) for run in runs),
+        *(_row(f"{run.side}, pair {run.pair + 1}", run.values) for run in runs),
         _row("pandas used carefully", careful),
     ]
-    said = {name: vars(settings)[name] for name in ("ratings", "slice_ratings", "seed")}
-    return BenchmarkReport("prepare", said, GOALS, runs, rows)
+    settings = {"ratings": NUM_RATINGS, "slice_ratings": SLICE_RATINGS, "seed": SEED}
+    return BenchmarkReport("prepare", settings, GOALS, runs, rows)
 
 
-def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
+def _row(name: str, values: Values) -> dict[str, Any]:
     return {
         "what": name,
         "seconds": round(values["wall_s"], 1),
@@ -114,28 +115,5 @@ def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--ratings", type=int, default=32_000_000)
-    parser.add_argument("--slice-ratings", type=int, default=300_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pairs", type=int, default=2, help="measured pairs of runs (default 2)")
-    options = parser.parse_args(arguments)
-    if not 1 <= options.slice_ratings <= options.ratings:
-        parser.error("--slice-ratings must be at least 1 and at most --ratings")
-    return options
-
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
-    options = parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="shardloom-bench-prepare-") as folder:
-        return measure_and_tell(
-            options.json,
-            lambda machine: tables_of(measure(options, Path(folder)).document(machine)),
-        )
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

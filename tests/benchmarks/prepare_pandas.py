@@ -30,38 +30,32 @@ _WORD = r"[^\W_]+(?:['\u2019][^\W\d_]+)*"
 _YEAR = r"\((\d{4})\)\s*$"
 _NO_GENRES = "(no genres listed)"
 _SECONDS_PER_YEAR = 365.25 * 86400
+# As `MovieLensOptions` has them.
+_VALIDATION_FRACTION = 0.1
+_HISTORY_LENGTH = 10
+_MIN_COUNT, _MAX_TOKENS, _MAX_OF_MOVIE = 2, 20_000, 24
 
 
-def prepare(
-    source: Path,
-    out: Path,
-    *,
-    style: Style = "published",
-    validation_fraction: float = 0.1,
-    history_length: int = 10,
-    min_token_count: int = 2,
-    max_tokens: int = 20_000,
-    max_tokens_per_movie: int = 24,
-) -> None:
+def prepare(source: Path, out: Path, style: Style) -> None:
     """Write `train` and `validation` of the csv folder `source` to the folder `out` as Parquet."""
     ratings = pd.read_csv(source / "ratings.csv").sort_values(["userId", "timestamp", "movieId"])
     ratings = ratings.reset_index(drop=True)
-    ratings["is_validation"] = _last_of_each_user(ratings, validation_fraction)
+    ratings["is_validation"] = _last_of_each_user(ratings)
     tags = _earlier_tags(pd.read_csv(source / "tags.csv"), ratings)
-    movies = _describe_movies(pd.read_csv(source / "movies.csv"), tags, max_tokens_per_movie)
-    movies = _with_indices(movies, ratings, min_token_count, max_tokens, style)
+    movies = _describe_movies(pd.read_csv(source / "movies.csv"), tags)
+    movies = _with_indices(movies, ratings, style)
     frame = ratings.merge(movies, on="movieId", how="left")
     frame = _with_user_labels(frame)
     frame = _with_past(frame)
-    frame = _with_histories(frame, history_length, style)
+    frame = _with_histories(frame, style)
     frame = _with_standardised(frame)
     _write(frame, out)
 
 
-def _last_of_each_user(ratings: pd.DataFrame, fraction: float) -> pd.Series:
+def _last_of_each_user(ratings: pd.DataFrame) -> pd.Series:
     by_user = ratings.groupby("userId")["movieId"]
     count = by_user.transform("size")
-    return by_user.cumcount() >= count - (count * fraction).astype(int)
+    return by_user.cumcount() >= count - (count * _VALIDATION_FRACTION).astype(int)
 
 
 def _earlier_tags(tags: pd.DataFrame, ratings: pd.DataFrame) -> pd.DataFrame:
@@ -70,7 +64,7 @@ def _earlier_tags(tags: pd.DataFrame, ratings: pd.DataFrame) -> pd.DataFrame:
     return tags[begin.isna() | (tags["timestamp"] < begin)]
 
 
-def _describe_movies(movies: pd.DataFrame, tags: pd.DataFrame, max_tokens: int) -> pd.DataFrame:
+def _describe_movies(movies: pd.DataFrame, tags: pd.DataFrame) -> pd.DataFrame:
     title = movies["title"].str.replace(_YEAR, "", regex=True)
     movies["year"] = pd.to_numeric(movies["title"].str.extract(_YEAR)[0])
     movies["genres"] = movies["genres"].str.split("|")
@@ -82,26 +76,20 @@ def _describe_movies(movies: pd.DataFrame, tags: pd.DataFrame, max_tokens: int) 
     of_movie = counts.groupby("movieId")["word"].apply(list)
     tag_words = movies["movieId"].map(of_movie)
     movies["tokens"] = [
-        list(dict.fromkeys([*first, *(then if isinstance(then, list) else [])]))[:max_tokens]
+        list(dict.fromkeys([*first, *(then if isinstance(then, list) else [])]))[:_MAX_OF_MOVIE]
         for first, then in zip(title_words, tag_words, strict=True)
     ]
     return movies.drop(columns="title")
 
 
-def _with_indices(
-    movies: pd.DataFrame,
-    ratings: pd.DataFrame,
-    min_token_count: int,
-    max_tokens: int,
-    style: Style,
-) -> pd.DataFrame:
+def _with_indices(movies: pd.DataFrame, ratings: pd.DataFrame, style: Style) -> pd.DataFrame:
     training = ratings[~ratings["is_validation"]]
     users, rated = _index_of(training["userId"]), _index_of(training["movieId"])
     ratings["user_id"] = _encode(ratings["userId"], users, style)
     ratings["movie_id"] = _encode(ratings["movieId"], rated, style)
     seen = movies[movies["movieId"].isin(rated)]
     genres = _index_of(seen["genres"].explode().dropna())
-    tokens = _index_of(_frequent(seen["tokens"].explode().dropna(), min_token_count, max_tokens))
+    tokens = _index_of(_frequent(seen["tokens"].explode().dropna()))
     movies["genres"] = movies["genres"].apply(lambda words: [genres.get(w, 0) for w in words])
     movies["tokens"] = movies["tokens"].apply(lambda words: [tokens.get(w, 0) for w in words])
     return movies
@@ -117,10 +105,10 @@ def _encode(values: pd.Series, index: dict, style: Style) -> pd.Series:
     return values.apply(lambda value: index.get(value, 0))
 
 
-def _frequent(words: pd.Series, min_count: int, max_size: int) -> pd.Series:
+def _frequent(words: pd.Series) -> pd.Series:
     counts = words.value_counts().rename_axis("word").reset_index(name="n")
-    counts = counts[counts["n"] >= min_count].sort_values(["n", "word"], ascending=[False, True])
-    return counts["word"].head(max_size)
+    counts = counts[counts["n"] >= _MIN_COUNT].sort_values(["n", "word"], ascending=[False, True])
+    return counts["word"].head(_MAX_TOKENS)
 
 
 def _with_user_labels(frame: pd.DataFrame) -> pd.DataFrame:
@@ -182,22 +170,22 @@ def _genre_past_mean(frame: pd.DataFrame) -> pd.Series:
     return rows.groupby("index")["mean"].mean().fillna(0)
 
 
-def _with_histories(frame: pd.DataFrame, length: int, style: Style) -> pd.DataFrame:
+def _with_histories(frame: pd.DataFrame, style: Style) -> pd.DataFrame:
     """The user's earlier movies and ratings, row by row."""
     histories = frame.groupby("userId", group_keys=False)[["movie_id", "residual"]].apply(
-        lambda user: _histories_of(user, length, style)
+        lambda user: _histories_of(user, style)
     )
     return frame.join(histories)
 
 
-def _histories_of(user: pd.DataFrame, length: int, style: Style) -> pd.DataFrame:
+def _histories_of(user: pd.DataFrame, style: Style) -> pd.DataFrame:
     movies: list[int] = []
     residuals: list[float] = []
     liked: list[int] = []
     disliked: list[int] = []
     rows = []
     for movie, residual in _pairs_of(user, style):
-        rows.append([each[-length:] for each in (movies, residuals, liked, disliked)])
+        rows.append([each[-_HISTORY_LENGTH:] for each in (movies, residuals, liked, disliked)])
         movies.append(movie)
         residuals.append(residual)
         if residual > 0:

@@ -91,10 +91,8 @@ def log(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def run_pairs(
-    num_pairs: int, ours: Measure, peer: Measure, log: Callable[[str], None] = log
-) -> list[Run]:
-    """Measure both sides `num_pairs` times in turn; `log` gets a line per run."""
+def run_pairs(num_pairs: int, ours: Measure, peer: Measure) -> list[Run]:
+    """Measure both sides `num_pairs` times in turn, and log a line per run."""
     sides: dict[Side, Measure] = {"ours": ours, "peer": peer}
     runs = []
     for pair in range(num_pairs):
@@ -260,15 +258,13 @@ def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, descripti
     parser = parser_of(description)
     parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
     options = parser.parse_args()
-    return measure_and_tell(
-        options.json, lambda machine: tables_of(run(options.pairs).document(machine))
-    )
 
+    def measure(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
+        document = run(options.pairs).document(machine)
+        rows = [rows_table_of(document)] if "rows" in document else []
+        return document, [*rows, table_of(document)]
 
-def tables_of(document: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-    """A report's document, and its tables."""
-    rows = [rows_table_of(document)] if "rows" in document else []
-    return document, [*rows, table_of(document)]
+    return measure_and_tell(options.json, measure)
 
 
 def measure_and_tell(

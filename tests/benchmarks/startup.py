@@ -44,12 +44,7 @@ POLL_S = 0.5
 IDLE_PERCENT = 25.0
 NUM_IDLE_S = 3
 GOAL = Goal(
-    key="submit_to_first_step",
-    measured="submit_to_first_step_s",
-    unit="s",
-    goal=0.6,
-    better="lower",
-    peer_name="raw Ray Train script",
+    "submit_to_first_step", "submit_to_first_step_s", "s", 0.6, "lower", "raw Ray Train script"
 )
 OVERRIDES = [
     f"training.max_steps={NUM_STEPS}",

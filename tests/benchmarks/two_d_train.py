@@ -107,7 +107,6 @@ class TwoDTrainer:
 
 def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> RankResult:
     """Measure one side on this rank: a layout of ours, or a variant of stock TorchRec by name."""
-    trainer: TwoDTrainer | StockTrainer
     if isinstance(side, TwoDLayout):
         trainer = TwoDTrainer(site, spec_of(side))
     else:

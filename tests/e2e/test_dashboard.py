@@ -138,7 +138,6 @@ def test_a_chart_appears_with_its_first_data(
     tell(dashboard.store, running, metrics(50, sync_bytes=2e6, sync_density=0.1), progress(50))
     expect(traffic.locator("canvas")).to_be_visible(timeout=LIVE_MS)
     size = traffic.locator("canvas").bounding_box()
-    assert size is not None
     assert size["width"] > 200
 
 
@@ -207,7 +206,6 @@ def test_cancelling_asks_first_and_then_stops_the_job(
 @pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page"])
 def test_what_does_not_exist_is_a_friendly_404(page: Page, path: str) -> None:
     answer = page.goto(f"/dashboard/{path}")
-    assert answer is not None
     assert answer.status == 404
     page.get_by_role("link", name="See all jobs").click()
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()

@@ -117,8 +117,7 @@ def _report(at: float, step: int) -> list[Event]:
 
 def wanted_of(dashboard: Dashboard, job: Job) -> dict[str, object]:
     """What the driver is asked for."""
-    found: dict[str, object] = json.loads(files_of(dashboard, job).resize_request_path.read_text())
-    return found
+    return json.loads(files_of(dashboard, job).resize_request_path.read_text())
 
 
 def test_a_loss_and_the_recovery_are_followed_without_a_reload(

@@ -125,82 +125,61 @@ def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
 
 def progress(step: int, **changes: Any) -> Progress:
     """Progress towards 100 steps of 64 rows."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "step": step,
-        "total_steps": 100,
-        "epoch": 0,
-        "rows": step * 64,
-        "rows_per_s": 640.0,
-        "eta_s": 15.0,
-    }
-    return Progress(**{**fields, **changes})
+    made = Progress(
+        time=NOW, step=step, total_steps=100, epoch=0, rows=step * 64, rows_per_s=640.0, eta_s=15.0
+    )
+    return made.model_copy(update=changes)
 
 
 def row_wise_plan(name: str = "users", *, num_embeddings: int = 100) -> TablePlan:
     """A table of 8 columns whose rows lie on two positions, the first ones on position 0."""
     rows = (num_embeddings + 1) // 2
-    shards = [
-        TablePlan.Shard(
-            position=position,
-            row_offset=position * rows,
-            column_offset=0,
-            num_rows=min(rows, num_embeddings - position * rows),
-            num_columns=8,
-        )
-        for position in range(2)
-    ]
-    return TablePlan(
-        name=name,
-        sharding_type="row_wise",
-        data_type="fp32",
-        num_embeddings=num_embeddings,
-        embedding_dim=8,
-        size_bytes=num_embeddings * 36,
-        shards=shards,
-    )
+    shards = [(0, 0, rows), (1, rows, num_embeddings - rows)]
+    return _table_plan(name, "row_wise", num_embeddings, num_embeddings * 36, shards)
 
 
 def table_wise_plan(name: str, position: int, *, size_bytes: int = 3600) -> TablePlan:
     """A table of 100 x 8 that lies whole on one position."""
-    shard = TablePlan.Shard(
-        position=position, row_offset=0, column_offset=0, num_rows=100, num_columns=8
-    )
+    return _table_plan(name, "table_wise", 100, size_bytes, [(position, 0, 100)])
+
+
+def _table_plan(
+    name: str, sharding: str, num_rows: int, size_bytes: int, shards: list[tuple[int, int, int]]
+) -> TablePlan:
+    """A table of 8 columns; `shards` are position, first row and number of rows."""
     return TablePlan(
         name=name,
-        sharding_type="table_wise",
+        sharding_type=sharding,
         data_type="fp32",
-        num_embeddings=100,
+        num_embeddings=num_rows,
         embedding_dim=8,
         size_bytes=size_bytes,
-        shards=[shard],
+        shards=[
+            TablePlan.Shard(
+                position=position, row_offset=first, column_offset=0, num_rows=rows, num_columns=8
+            )
+            for position, first, rows in shards
+        ],
     )
 
 
 def divergence(**changes: Any) -> Divergence:
     """A copy of the second shard of `users` that differs on rank 3."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "step": 48,
-        "table": "users",
-        "shard": 1,
-        "ranks": [3],
-        "action": "fail",
-    }
-    return Divergence(**{**fields, **changes})
+    made = Divergence(time=NOW, step=48, table="users", shard=1, ranks=[3], action="fail")
+    return made.model_copy(update=changes)
 
 
 def trace_written(trace_id: str = "spec", rank: int = 0, **changes: Any) -> TraceWritten:
     """A trace of steps 10 to 12 on run storage."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "step": 12,
-        "num_steps": 3,
-        "rank": rank,
-        "path": f"/runs/x/attempts/y/traces/{trace_id}-rank{rank}.json.gz",
-        "size_bytes": 1_200_000,
-    }
-    return TraceWritten(**{**fields, **changes})
+    made = TraceWritten(
+        time=NOW,
+        step=12,
+        num_steps=3,
+        rank=rank,
+        path=f"/runs/x/attempts/y/traces/{trace_id}-rank{rank}.json.gz",
+        size_bytes=1_200_000,
+    )
+    return made.model_copy(update=changes)
 
 
 def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ()) -> WorkersStarted:
@@ -228,28 +207,26 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 def layout_chosen(**changes: Any) -> LayoutChosen:
     """Six workers in three sharding groups of two, each on a host of its own."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "world_size": 6,
-        "shard_group_size": 2,
-        "num_replicas": 3,
-        "placement": "inter_host",
-        "failure_domain": "replica_group",
-        "num_hosts": 3,
-        "num_hosts_survived": 2,
-        "memory_overhead_bytes": 105_000_000,
-        "sync_latency_s": 0.012,
-        "reason": "three copies on three hosts survive the loss of two",
-    }
-    return LayoutChosen(**{**fields, **changes})
+    made = LayoutChosen(
+        time=NOW,
+        world_size=6,
+        shard_group_size=2,
+        num_replicas=3,
+        placement="inter_host",
+        failure_domain="replica_group",
+        num_hosts=3,
+        num_hosts_survived=2,
+        memory_overhead_bytes=105_000_000,
+        sync_latency_s=0.012,
+        reason="three copies on three hosts survive the loss of two",
+    )
+    return made.model_copy(update=changes)
 
 
 def group_member(group: int, standing: str = "current", *, incarnation: int = 0) -> GroupMember:
     """A group of two ranks on the host of its number."""
     hosts = [HOSTS[group % len(HOSTS)]] * 2
-    return GroupMember.model_validate(
-        {"group": group, "incarnation": incarnation, "hosts": hosts, "standing": standing}
-    )
+    return GroupMember(group=group, incarnation=incarnation, hosts=hosts, standing=standing)
 
 
 def membership_changed(
@@ -258,57 +235,57 @@ def membership_changed(
     """A membership, of groups 0 to 2 if none are named."""
     groups = members or tuple(group_member(group) for group in range(3))
     hosts = {host for member in groups if member.standing == "current" for host in member.hosts}
-    fields: dict[str, Any] = {
-        "time": time,
-        "generation": generation,
-        "commit": generation,
-        "groups": list(groups),
-        "copies_alive": sum(member.standing == "current" for member in groups),
-        "host_copies_alive": len(hosts),
-    }
-    return MembershipChanged(**{**fields, **changes})
+    made = MembershipChanged(
+        time=time,
+        generation=generation,
+        commit=generation,
+        groups=list(groups),
+        copies_alive=sum(member.standing == "current" for member in groups),
+        host_copies_alive=len(hosts),
+    )
+    return made.model_copy(update=changes)
 
 
 def group_lost(group: int = 1, **changes: Any) -> GroupLost:
     """A group whose host stopped answering."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "group": group,
-        "incarnation": 0,
-        "reason": "host_lost",
-        "message": "",
-        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
-        "rows_returned": 4096,
-    }
-    return GroupLost(**{**fields, **changes})
+    made = GroupLost(
+        time=NOW,
+        group=group,
+        incarnation=0,
+        reason="host_lost",
+        message="",
+        hosts=[HOSTS[group % len(HOSTS)]] * 2,
+        rows_returned=4096,
+    )
+    return made.model_copy(update=changes)
 
 
 def group_joined(group: int = 1, **changes: Any) -> GroupJoined:
     """A group that copied its shards from a peer."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "group": group,
-        "incarnation": 1,
-        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
-        "how": "peer_copy",
-        "copied_bytes": 105_000_000,
-        "duration_s": 0.9,
-    }
-    return GroupJoined(**{**fields, **changes})
+    made = GroupJoined(
+        time=NOW,
+        group=group,
+        incarnation=1,
+        hosts=[HOSTS[group % len(HOSTS)]] * 2,
+        how="peer_copy",
+        copied_bytes=105_000_000,
+        duration_s=0.9,
+    )
+    return made.model_copy(update=changes)
 
 
 def recovered(**changes: Any) -> Recovered:
     """A recovery that lost nothing."""
-    fields: dict[str, Any] = {
-        "time": NOW,
-        "generation": 4,
-        "commit": 12,
-        "cause": "host_lost",
-        "pause_s": 0.31,
-        "syncs_lost": 0,
-        "num_tries": 1,
-    }
-    return Recovered(**{**fields, **changes})
+    made = Recovered(
+        time=NOW,
+        generation=4,
+        commit=12,
+        cause="host_lost",
+        pause_s=0.31,
+        syncs_lost=0,
+        num_tries=1,
+    )
+    return made.model_copy(update=changes)
 
 
 def folded_membership(*events: Event, attempt_id: str = "job-1-a0") -> Membership:
@@ -322,17 +299,17 @@ def folded_membership(*events: Event, attempt_id: str = "job-1-a0") -> Membershi
 
 def webhook(**changes: Any) -> Webhook:
     """A webhook of the project `default` for every kind of event."""
-    fields: dict[str, Any] = {
-        "id": new_webhook_id(),
-        "project": "default",
-        "url": "https://hooks.example/",
-        "description": "",
-        "kinds": (),
-        "secret": "sealed",
-        "is_active": True,
-        "created_at": NOW,
-    }
-    return Webhook(**{**fields, **changes})
+    made = Webhook(
+        id=new_webhook_id(),
+        project="default",
+        url="https://hooks.example/",
+        description="",
+        kinds=(),
+        secret="sealed",
+        is_active=True,
+        created_at=NOW,
+    )
+    return replace(made, **changes)
 
 
 def workers_lost(*, run_index: int = 0) -> WorkersLost:

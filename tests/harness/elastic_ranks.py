@@ -70,7 +70,6 @@ class RankLife:
     def name(self) -> str:
         """Name of its record and its log."""
         group = self.config.group
-        assert group
         return f"g{group.group}i{group.incarnation}r{self.rank}"
 
 
@@ -78,7 +77,6 @@ class Recorder:
     """Appends what happens to a rank to its record, a line each, with the wall clock's time."""
 
     def __init__(self, life: RankLife) -> None:
-        assert life.config.group
         self._identity = {
             "group": life.config.group.group,
             "incarnation": life.config.group.incarnation,
@@ -126,7 +124,6 @@ class ControlListener:
     def __init__(self, life: RankLife) -> None:
         from trainer import fault_injection
 
-        assert life.config.group
         self._path, self._incarnation = life.control, life.config.group.incarnation
         self.control = Control.read(life.control)
         os.environ[fault_injection.VARIABLE] = self.control.faults
@@ -160,7 +157,6 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
     from trainer.elastic.group_session import run_group
 
     config, group = life.config, life.config.group
-    assert group
     _record_sessions(record, listener)
     _record_faults(record)
     identity = Identity(

@@ -109,7 +109,6 @@ class EmulatedHosts:
             start_new_session=True,  # a Ctrl-C is ours to pass on, after the hosts' processes
         )
         self._stack.callback(_end, holder)
-        assert holder.stdin and holder.stdout
         # `cat` answers from inside the namespace, so an answer says that it is there.
         try:
             holder.stdin.write(b"\n")

@@ -112,8 +112,7 @@ class Machine:
         command = [sys.executable, "-c", _LIST_PROCESSES]
         child = self.hosts.start(self.index, command, REPOSITORY, stdout=subprocess.PIPE, text=True)
         listed, _ = child.communicate(timeout=scaled(30))
-        found: list[str] = json.loads(listed)
-        return found
+        return json.loads(listed)
 
 
 @contextmanager

@@ -141,7 +141,6 @@ class _World:
             ready = wait(list(pending), deadline - time.monotonic())
             assert ready, f"ranks {sorted(pending.values())} gave no answer in {timeout_s} s"
             for connection in ready:
-                assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 answer = self._answer_of(rank, connection)
                 assert answer.error is None, f"rank {rank} failed:\n{answer.error}"

@@ -88,7 +88,6 @@ class ServiceProcess:
 
     def wait_until_killed(self) -> None:
         """Wait until the point is reached."""
-        assert self._process is not None
         assert self._process.wait(scaled(60.0)) == -signal.SIGKILL, self.log()
         self._process = None
 

@@ -79,14 +79,11 @@ class Stack:
 
     def jobs_api(self) -> tuple[str, str]:
         """URL and token of the Ray cluster's Jobs API."""
-        assert self.state.ray_address is not None
         return self.state.ray_address, self._local.home.token()
 
     def kill_service(self) -> None:
         """SIGKILL the service; Ray and the jobs on it go on."""
-        service = self.state.service
-        assert service is not None
-        os.kill(service.pid, signal.SIGKILL)
+        os.kill(self.state.service.pid, signal.SIGKILL)
         wait_for(lambda: self._local.running() is None, "the service to be gone")
 
     def submit(self, data: Path, *overrides: str) -> JobDetail:

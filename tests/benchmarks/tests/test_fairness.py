@@ -22,10 +22,9 @@ from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
-from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
+from tests.benchmarks.ne_parity import NOISE, PARITY, PEER, gap_of, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
-from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
 from tests.benchmarks.quality import OUR_NAME, gain_interval, gain_of, rmse_of, squares_by_user
@@ -44,7 +43,7 @@ from tests.benchmarks.quality_peers import (
     factor_errors,
     mean_errors,
 )
-from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
+from tests.benchmarks.report import BenchmarkError, Run, is_met, ratio_of
 from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
 from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout
@@ -138,18 +137,12 @@ def test_the_gain_is_over_the_best_peer_and_keeps_its_sign():
     assert document["user_bootstrap"]["rmse_gain"] == [0.01, 0.02]
 
 
-def errors_of_users(num_users: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
-    """Squared errors by user of a peer and of ours, which is better by 0.1 but for `spread`."""
-    rng = np.random.default_rng(1)
-    ours = 1 + spread * rng.random(num_users)
-    return (ours.mean() + 0.1) ** 2 * np.full(num_users, 4.0), ours**2 * 4
-
-
 def test_the_interval_holds_the_gain_and_narrows_with_more_users():
     widths = []
     for num_users in (50, 5000):
-        peer, ours = errors_of_users(num_users, spread=1.0)
+        errors = 1 + np.random.default_rng(1).random(num_users)
         num_rows = np.full(num_users, 4)
+        peer, ours = (errors.mean() + 0.1) ** 2 * num_rows, errors**2 * num_rows
         low, high = gain_interval([peer], [ours], num_rows)
         gain = rmse_of(peer, num_rows) - rmse_of(ours, num_rows)
         assert low < gain < high
@@ -277,8 +270,8 @@ def test_numbers_that_do_not_fit_are_refused(capsys):
 
 LISTS = ["genres", "tokens", "history_movies", "history_liked", "history_disliked"]
 NUMBERS = ["year", "movie_age", "movie_popularity", "movie_past_mean", "user_activity"]
-OTHERS = ["movie_others_mean", "movie_others_count"]
-LABELS = ["user_past_mean", "user_genre_past_mean", "rating", "user_mean", "user_scale"]
+NUMBERS += ["movie_others_mean", "movie_others_count", "user_past_mean", "user_genre_past_mean"]
+NUMBERS += ["rating", "user_mean", "user_scale"]
 
 
 @pytest.fixture(scope="module")
@@ -301,11 +294,8 @@ def prepared_rows(one_at_a_time, tmp_path_factory) -> pd.DataFrame:
 
 
 def comparable(*patterns: Path) -> pd.DataFrame:
-    frames = [pl.read_parquet(pattern) for pattern in patterns]
-    held_out = [pl.lit(number).alias("part") for number in range(len(frames))]
-    marked = [frame.with_columns(part) for frame, part in zip(frames, held_out, strict=True)]
-    columns = marked[0].columns
-    return pl.concat([f.select(columns) for f in marked]).sort("timestamp").to_pandas()
+    parts = [pl.read_parquet(path).with_columns(part=n) for n, path in enumerate(patterns)]
+    return pl.concat([f.select(parts[0].columns) for f in parts]).sort("timestamp").to_pandas()
 
 
 @pytest.mark.parametrize("style", ["published", "careful"])
@@ -316,7 +306,7 @@ def test_pandas_makes_the_columns_that_ours_makes(one_at_a_time, prepared_rows, 
         assert (peer[column] == prepared_rows[column]).all(), column
     for column in LISTS:
         assert [*map(list, peer[column])] == [*map(list, prepared_rows[column])], column
-    for column in NUMBERS + OTHERS + LABELS:
+    for column in NUMBERS:
         np.testing.assert_allclose(peer[column], prepared_rows[column], atol=2e-4, err_msg=column)
     for mine, theirs in zip(prepared_rows["history_ratings"], peer["history_ratings"], strict=True):
         np.testing.assert_allclose(theirs, mine, atol=1e-5)
@@ -382,15 +372,6 @@ def test_sides_that_average_less_are_shown_but_not_compared():
         "2D M=2 inter_host, no sync",
         "2D M=4 inter_host, no sync",
     }
-
-
-def test_where_hosts_cannot_be_emulated_it_skips_with_the_reason(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(two_d, "missing_requirement", lambda: "emulated hosts need root")
-    path = tmp_path / "two_d.json"
-    monkeypatch.setattr("sys.argv", ["two_d", "--json", str(path)])
-    assert main(two_d.run, default_pairs=1, description="") == SKIPPED
-    assert "emulated hosts need root" in capsys.readouterr().err
-    assert not path.exists()
 
 
 ON_RANKS = replace(

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks import checkpoint_stall
+from tests.benchmarks import checkpoint_stall, two_d
 from tests.benchmarks.all import markdown_of
 from tests.benchmarks.checkpoint_stall_ranks import Pair
 from tests.benchmarks.elastic_jobs import pause_s
 from tests.benchmarks.report import (
+    SKIPPED,
     BenchmarkError,
     BenchmarkReport,
     Goal,
@@ -42,7 +43,7 @@ def test_both_sides_run_in_every_pair_and_take_turns_to_go_first():
     def measure(side: str):
         return lambda: calls.append(side) or {"rows_per_s": 1.0}
 
-    runs = run_pairs(3, measure("ours"), measure("peer"), lambda line: None)
+    runs = run_pairs(3, measure("ours"), measure("peer"))
     assert calls == ["ours", "peer", "peer", "ours", "ours", "peer"]
     assert [(run.pair, run.side) for run in runs] == [
         (pair, side) for pair in range(3) for side in order_of_pair(pair)
@@ -89,14 +90,23 @@ def test_the_command_writes_the_agreed_json_and_says_0(tmp_path, monkeypatch, ca
     assert "0.980" in capsys.readouterr().out
 
 
-def test_a_benchmark_that_cannot_measure_says_why_and_exits_1(tmp_path, monkeypatch, capsys):
-    def fail(num_pairs: int) -> BenchmarkReport:
-        raise BenchmarkError("the peer script is not there")
+def fail(num_pairs: int) -> BenchmarkReport:
+    raise BenchmarkError("the peer script is not there")
 
+
+@pytest.mark.parametrize(
+    ("run", "code", "said"),
+    [
+        (fail, 1, "the peer script is not there"),
+        (two_d.run, SKIPPED, "emulated hosts need root"),
+    ],
+)
+def test_a_benchmark_that_cannot_measure_says_why(run, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(two_d, "missing_requirement", lambda: "emulated hosts need root")
     path = tmp_path / "speed.json"
     monkeypatch.setattr("sys.argv", ["speed", "--json", str(path)])
-    assert main(fail, default_pairs=1, description="") == 1
-    assert "the peer script is not there" in capsys.readouterr().err
+    assert main(run, default_pairs=1, description="") == code
+    assert said in capsys.readouterr().err
     assert not path.exists()
 
 

@@ -32,8 +32,7 @@ def rules() -> list[dict[str, Any]]:
     """What the component lets the service do."""
     text = (FOLDER / "components" / "own-clusters" / "rights.yaml").read_text()
     role, _ = yaml.safe_load_all(text)
-    found: list[dict[str, Any]] = role["rules"]
-    return found
+    return role["rules"]
 
 
 def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:

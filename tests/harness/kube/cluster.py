@@ -31,39 +31,38 @@ class InProcessCluster:
     """A namespace of its own in an API server of ours."""
 
     def __init__(self, server: KubeApiServer) -> None:
-        self.server: KubeApiServer | None = server
-        self._server = server
+        self.server = server
         self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
         server.add_namespace(self.namespace)
 
     def client(self) -> ApiClient:
         """A client of the administrator."""
-        return self._server.client()
+        return self.server.client()
 
     def operator_client(self) -> ApiClient:
         """The client of operators, which is not noted and which no fault but `away` befalls."""
-        return self._server.client(self._server.operator_token)
+        return self.server.client(self.server.operator_token)
 
     def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
         """A token of a service account in the namespace, with a Role of these rules."""
-        return self._server.token_for(service_account, rules, self.namespace)
+        return self.server.token_for(service_account, rules, self.namespace)
 
     def kubeconfig(self, path: Path, token: str | None = None) -> str:
         """Write a kubeconfig and return its path."""
-        return self._server.kubeconfig(path, token, self.namespace)
+        return self.server.kubeconfig(path, token, self.namespace)
 
     def remove(self) -> None:
         """Delete the namespace, and mend what the test did to the server."""
-        self._server.restore()
-        self._server.remove_namespace(self.namespace)
-        self._server.raise_crashes()
+        self.server.restore()
+        self.server.remove_namespace(self.namespace)
+        self.server.raise_crashes()
 
 
 class RealCluster:
     """A namespace of its own in the cluster of a kubeconfig; KubeRay's definitions if missing."""
 
     def __init__(self, kubeconfig: str) -> None:
-        self.server: KubeApiServer | None = None
+        self.server = None
         self._kubeconfig = kubeconfig
         self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
         self._core = client.CoreV1Api(self.client())
@@ -161,7 +160,6 @@ def kube_api_server() -> Iterator[KubeApiServer]:
 @pytest.fixture
 def kube(request: pytest.FixtureRequest) -> Iterator[KubeCluster]:
     """A namespace in the cluster of KUBECONFIG if that is set, else in our API server."""
-    cluster: KubeCluster
     if os.environ.get("KUBECONFIG"):
         cluster = RealCluster(os.environ["KUBECONFIG"])
     else:

@@ -26,6 +26,8 @@ import kubernetes_validate
 import referencing
 import yaml
 
+from service.jobs.actions import merged
+
 Manifest = dict[str, Any]
 Key = tuple[str, str, str]  # qualified resource, namespace, name
 
@@ -250,8 +252,7 @@ class Store:
             now = json.dumps({**manifest, "metadata": metadata})
             self._record(key, now)
             self._objects[key] = now
-            result: Manifest = json.loads(now)
-            return result
+            return json.loads(now)
 
     def remove(self, key: Key) -> Manifest:
         """Delete an object; returned as it was, at the revision of its deletion."""
@@ -407,19 +408,6 @@ class Verbs:
             self.store.put(target.key, new)
             return self.store.remove(target.key)
         return self.store.put(target.key, new)
-
-
-def merged(target: Any, change: Any) -> Any:
-    """A value after a JSON merge patch."""
-    if not isinstance(change, dict):
-        return change
-    result = dict(target) if isinstance(target, dict) else {}
-    for name, value in change.items():
-        if value is None:
-            result.pop(name, None)
-        else:
-            result[name] = merged(result.get(name), value)
-    return result
 
 
 def time_text(moment: datetime) -> str:

@@ -285,9 +285,7 @@ class KubeApiServer:
 
     def add_namespace(self, name: str) -> None:
         """Make a namespace."""
-        resource = self.find("namespaces")
-        assert resource is not None
-        self.verbs.create(Target(resource), {"metadata": {"name": name}})
+        self.verbs.create(Target(self.find("namespaces")), {"metadata": {"name": name}})
 
     def remove_namespace(self, name: str) -> None:
         """Delete a namespace and all that is in it at once, whatever finalizers say."""

@@ -51,8 +51,7 @@ def _config(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str
 def _services() -> dict[str, dict[str, Any]]:
     done = _config(_ENV, "compose.yaml")
     assert not done.stderr, done.stderr
-    services: dict[str, dict[str, Any]] = yaml.safe_load(done.stdout)["services"]
-    return services
+    return yaml.safe_load(done.stdout)["services"]
 
 
 def test_compose_itself_refuses_what_it_does_not_know(tmp_path: Path) -> None:

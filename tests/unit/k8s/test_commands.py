@@ -40,38 +40,36 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: Path) -> None:
-    (pod,) = pods("base", "migrate")
+def _variables(folder: Path) -> dict[str, str]:
+    url = f"sqlite:///{folder / 'shardloom.db'}"
+    return {"SHARDLOOM_DATABASE_URL": url, "SHARDLOOM_HOME": str(folder / "home")}
+
+
+def _output_of(component: str, variables: dict[str, str]) -> str:
+    """What the command of a Job prints."""
+    (pod,) = pods("base", component)
     (container,) = pod.containers
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
     program, *arguments = container["command"]
+    done = _run([str(Path(sys.executable).with_name(program)), *arguments], **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: Path) -> None:
+    variables = _variables(tmp_path)
     # Twice: a Job is run again where its pod was lost.
     for _ in range(2):
-        done = _run(
-            [str(Path(sys.executable).with_name(program)), *arguments],
-            SHARDLOOM_DATABASE_URL=url,
-            SHARDLOOM_HOME=str(tmp_path / "home"),
-        )
-        assert done.returncode == 0, done.stderr
-        assert str(newest_revision()) in done.stdout
-    with open_engine(url).connect() as connection:
+        assert str(newest_revision()) in _output_of("migrate", variables)
+    with open_engine(variables["SHARDLOOM_DATABASE_URL"]).connect() as connection:
         assert stored_revision(connection) == newest_revision()
 
 
 def test_the_first_key_job_makes_an_administrator_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (pod,) = pods("base", "first-key")
-    (container,) = pod.containers
-    program, *arguments = container["command"]
-    variables = {
-        "SHARDLOOM_DATABASE_URL": f"sqlite:///{tmp_path / 'shardloom.db'}",
-        "SHARDLOOM_HOME": str(tmp_path / "home"),
-    }
-    command = [str(Path(sys.executable).with_name(program)), *arguments]
-    first = _run(command, **variables)
-    assert first.returncode == 0, first.stderr
-    assert len(first.stdout.split()) == 1 and len(first.stdout) > 30
+    variables = _variables(tmp_path)
+    key = _output_of("first-key", variables)
+    assert len(key.split()) == 1 and len(key) > 30
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert create_first_key("second", {"*": "admin"}, None) is None

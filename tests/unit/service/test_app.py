@@ -19,13 +19,15 @@ from tests.harness.wait import free_port
 
 def test_it_asks_where_the_service_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     for host, port, url in (
-        ("127.0.0.1", "8700", "http://127.0.0.1:8700/healthz"),
-        ("0.0.0.0", "9000", "http://127.0.0.1:9000/healthz"),
-        ("fd00::2", "8700", "http://[fd00::2]:8700/healthz"),
+        ("127.0.0.1", "8700", "http://127.0.0.1:8700"),
+        ("0.0.0.0", "9000", "http://127.0.0.1:9000"),
+        ("::", "8700", "http://[::1]:8700"),
+        ("ray-head", "8700", "http://ray-head:8700"),
+        ("fd00::2", "8700", "http://[fd00::2]:8700"),
     ):
         monkeypatch.setenv("SHARDLOOM_HOST", host)
         monkeypatch.setenv("SHARDLOOM_PORT", port)
-        assert health_url() == url
+        assert (health_url(), Settings().service_url) == (f"{url}/healthz", url)
     monkeypatch.setenv("SHARDLOOM_SSL_CERTFILE", "/c.pem")
     assert health_url() == "https://[fd00::2]:8700/healthz"
 

@@ -18,8 +18,7 @@ BEYOND_63_BITS = str(2**63)
 def _refused(api: Api, query: str = "", **changes: object) -> list[dict[str, str]]:
     """Faults of a spec that is refused."""
     response = api.http.post(f"/v1/jobs{query}", json={"spec": spec_document(**changes)})
-    found: list[dict[str, str]] = problem_in(response, 422, "invalid_spec")["fields"]
-    return found
+    return problem_in(response, 422, "invalid_spec")["fields"]
 
 
 def _data(path: object) -> dict[str, object]:
@@ -57,6 +56,11 @@ def test_data_that_cannot_be_read_is_refused(api: Api, tmp_path: Path) -> None:
         assert (fault["path"], fault["code"]) == ("data.path", code)
         assert len(fault["message"]) < 400
         assert len(str(path)) > 1000 or str(path) in fault["message"]
+
+
+def test_a_folder_to_start_from_that_is_not_there_is_refused(api: Api) -> None:
+    (fault,) = _refused(api, checkpoint={"warm_start": {"path": "/nowhere/checkpoints"}})
+    assert fault["path"] == "checkpoint.warm_start.path"
 
 
 def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(

@@ -57,7 +57,6 @@ def test_a_finished_export_comes_as_a_tar_with_its_report(api: Api, job_id: str)
     with tarfile.open(fileobj=io.BytesIO(response.content)) as tar:
         names = tar.getnames()
         model = tar.extractfile("model.pt2")
-        assert model is not None
         assert model.read() == b"\x01" * 70_000
     assert names[-1] == "EXPORT.json"
     assert set(names[:-1]) == {"model.pt2", "report.json", "vocabularies/user.parquet"}

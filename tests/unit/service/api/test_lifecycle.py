@@ -163,7 +163,6 @@ def test_the_queue_shows_who_waits_for_what(api: Api, client: ShardloomClient) -
     assert (place.id, place.position) == (waiting, 1)
     assert place.reason == "project default: 1 of 1 jobs running"
     shown = client.get_job(waiting)
-    assert shown.queue is not None
     assert shown.queue.reason == place.reason
     assert place.reason in shardloom("queue").stdout
     assert "#1: project default" in shardloom("show", waiting).stdout

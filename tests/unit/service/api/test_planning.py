@@ -51,7 +51,6 @@ def test_a_group_on_each_host_lets_the_others_train_on() -> None:
     assert plan.after_loss == "a lost host takes down one of 3 groups; the others train on"
     assert plan.num_hosts_needed == 2
     assert plan.obstacle == ""
-    assert plan.layout is not None
     assert plan.layout.failure_domain == "replica_group"
     assert (plan.layout.num_hosts_survived, plan.layout.num_hosts_per_shard) == (2, 3)
     # S (M - 1) / T = 3600 * 2 / 6, and a sync moves it twice.
@@ -66,7 +65,6 @@ def test_what_a_loss_takes_down_is_counted_on_the_real_hosts() -> None:
     ):
         assert words in plan_of(job(8, 2, placement="inter_host"), hosts(*cpus)).after_loss
     plan = plan_of(job(placement="intra_host"), hosts(4))
-    assert plan.layout is not None
     assert (plan.layout.failure_domain, plan.layout.num_hosts_survived) == ("job", 0)
     words = "a lost host stops all workers, which restart from the newest checkpoint"
     assert plan.after_loss == words
@@ -77,7 +75,6 @@ def test_a_cluster_that_is_too_small_is_an_obstacle_and_not_a_refusal() -> None:
     assert "needs 3 hosts" in plan.obstacle
     assert "add 1 host, or lower survive.hosts to 1" in plan.obstacle
     # What it would be, were there enough.
-    assert plan.layout is not None
     assert plan.layout.num_hosts == 3
     assert plan.reason.startswith("given a host for each group")
     assert [option.num_hosts_survived for option in plan.options] == [1, 0]
@@ -88,7 +85,6 @@ def test_without_a_cluster_the_numbers_of_the_spec_are_planned() -> None:
     assert plan.cluster == "hosts not known"
     assert plan.reason.startswith("given a host for each group, 3 groups of 2 workers")
     assert plan_of(job()).reason.startswith("given a host with room for all, 2 groups of 2")
-    assert plan.layout is not None
     assert (plan.layout.num_hosts, plan.layout.num_hosts_survived) == (3, 2)
 
 
@@ -99,7 +95,6 @@ def test_auto_stays_open_until_the_hosts_are_known() -> None:
     assert open_plan.reason.startswith("decided when an attempt starts")
     chosen = plan_of(automatic, hosts(4, memory_bytes=2**30))
     assert (chosen.world_size, chosen.shard_group_size, chosen.num_replicas) == (6, 1, 6)
-    assert chosen.layout is not None
     assert chosen.layout.world_size == 4
     assert sum(option.is_chosen for option in chosen.options) == 1
     assert len(chosen.options) > 1
@@ -139,7 +134,6 @@ def test_every_shipped_example_can_start_on_two_hosts() -> None:
     for path in EXAMPLES:
         plan = plan_of(load_spec(path.read_text()), hosts(4, 4))
         assert plan.obstacle == "", path.name
-        assert plan.layout is not None
         domain = "replica_group" if "survive" in path.name else "job"
         assert plan.layout.failure_domain == domain, path.name
 
@@ -174,7 +168,6 @@ def test_a_cluster_that_grows_is_planned_with_hosts_like_the_largest_that_is_the
     assert plan_of(wanted, hosts(2), None).obstacle
     plan = plan_of(wanted, (*hosts(0), *hosts(2)), max_workers=7)
     assert (plan.num_replicas, plan.obstacle) == (3, "")
-    assert plan.layout
     assert plan.layout.num_hosts == 3
     assert plan.cluster == "4 host(s) with room for 0 + 2 + 2 + 2 worker(s), 2 of them to be added"
     assert plan_of(wanted, hosts(2, 2, 2), max_workers=6).cluster.endswith("2 + 2 + 2 worker(s)")

@@ -181,18 +181,9 @@ REPORT = {
 
 
 def export_out(**changes: Any) -> ExportOut:
-    facts = {
-        "id": "x-0000c0de",
-        "checkpoint": "best",
-        "quantize": "int8",
-        "status": "succeeded",
-        "message": "",
-        "created": NOW - 60,
-        "step": 1200,
-        "size_bytes": 2_000_000,
-        "report": REPORT,
-    }
-    return ExportOut.model_validate(facts | changes)
+    asked = {"id": "x-0000c0de", "checkpoint": "best", "quantize": "int8", "created": NOW - 60}
+    done = {"status": "succeeded", "message": "", "step": 1200, "size_bytes": 2_000_000}
+    return ExportOut.model_validate(asked | done | {"report": REPORT} | changes)
 
 
 def test_export_refuses_what_makes_no_sense() -> None:

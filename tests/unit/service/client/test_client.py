@@ -16,8 +16,10 @@ from service.client.client import ShardloomClient
 from service.client.errors import (
     Conflict,
     ExportFailed,
+    Forbidden,
     InvalidRequest,
     NotFound,
+    NotSignedIn,
     ServerFault,
     ServiceUnreachable,
     TraceLost,
@@ -131,8 +133,8 @@ def test_other_posts_are_never_sent_twice(failure):
 
 def test_a_problem_becomes_the_exception_of_its_status_and_is_final():
     fields = [{"path": "training.epochs", "code": "greater_than", "message": "must be above 0"}]
-    errors = {404: NotFound, 409: Conflict, 422: InvalidRequest, 500: ServerFault}
-    for status, error in errors.items():
+    errors = {401: NotSignedIn, 403: Forbidden, 404: NotFound, 409: Conflict, 422: InvalidRequest}
+    for status, error in (errors | {500: ServerFault}).items():
         body = problem_body(status, "the_code", "why", fields=fields)
         script = Script(*[httpx.Response(status, json=body)] * 2)
         with pytest.raises(error, match="why") as caught:

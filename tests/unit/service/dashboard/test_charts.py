@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,18 +61,26 @@ def test_what_older_jobs_never_measured_is_optional_and_has_no_data() -> None:
 # ---- numbers
 
 
-def test_compact_keeps_three_digits_and_a_suffix() -> None:
-    values = {
-        0: "0",
-        7.8125: "7.81",
-        999.9: "1k",
-        16_540: "16.5k",
-        999_960: "1M",
-        3e9: "3B",
-        math.nan: "NaN",
-        None: wording.NOTHING,
-    }
-    assert {value: wording.compact(value) for value in values} == values
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        # Three digits and a suffix.
+        (wording.compact, {0: "0", 7.8125: "7.81", 999.9: "1k", 16_540: "16.5k", 999_960: "1M"}),
+        (wording.compact, {3e9: "3B", math.nan: "NaN", None: wording.NOTHING}),
+        # Four decimals unless they would hide the value.
+        (wording.precise, {0.88123: "0.8812", 0.0: "0.0000", 1e-5: "1e-05", -math.inf: "-∞"}),
+        (wording.latency, {1.25: "1.25 s", 0.0125: "12.5 ms", 0.00084: "840 µs", 0.0: "0 µs"}),
+        (wording.size, {512: "512 B", 84_300_000: "84.3 MB", 999_900: "1 MB"}),
+        # The two largest units.
+        (wording.duration, {0: "0s", 59.9: "59s", 200: "3m 20s", 7_500: "2h 05m", -3: "0s"}),
+        (wording.duration, {97 * 3600: "4d 01h", math.inf: wording.NOTHING, None: wording.NOTHING}),
+        # Hours only when there are any.
+        (wording.clock, {133: "+02:13", 3909: "+1:05:09"}),
+        (wording.utc, {0: "1970-01-01 00:00:00 UTC"}),
+    ],
+)
+def test_numbers_are_told_briefly(words: Callable[[Any], str], texts: dict[Any, str]) -> None:
+    assert {value: words(value) for value in texts} == texts
 
 
 @given(st.floats(min_value=0.01, max_value=9.9e11))
@@ -82,44 +92,12 @@ def test_compact_is_within_half_a_percent_of_the_value(value: float) -> None:
     assert len(text) <= 7
 
 
-def test_precise_shows_four_decimals_unless_they_would_hide_the_value() -> None:
-    found = [wording.precise(value) for value in (0.88123, 0.0, 1e-5, -math.inf)]
-    assert found == ["0.8812", "0.0000", "1e-05", "-∞"]
-
-
-def test_latency_and_size_pick_the_unit_of_the_value() -> None:
-    latencies = [wording.latency(seconds) for seconds in (1.25, 0.0125, 0.00084, 0.0)]
-    assert latencies == ["1.25 s", "12.5 ms", "840 µs", "0 µs"]
-    sizes = [wording.size(num_bytes) for num_bytes in (512, 84_300_000, 999_900)]
-    assert sizes == ["512 B", "84.3 MB", "1 MB"]
-
-
-def test_duration_shows_the_two_largest_units() -> None:
-    lengths = {
-        0: "0s",
-        59.9: "59s",
-        200: "3m 20s",
-        7_500: "2h 05m",
-        97 * 3600: "4d 01h",
-        -3: "0s",
-        math.inf: wording.NOTHING,
-        None: wording.NOTHING,
-    }
-    assert {length: wording.duration(length) for length in lengths} == lengths
-
-
 @given(st.integers(min_value=0, max_value=10**7))
 def test_duration_never_promises_more_than_there_is(seconds: int) -> None:
     unit_s = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
     shown = [(int(part[:-1]), unit_s[part[-1]]) for part in wording.duration(seconds).split()]
     total_s = sum(number * unit for number, unit in shown)
     assert total_s <= seconds < total_s + shown[-1][1]
-
-
-def test_clock_adds_hours_only_when_there_are_any() -> None:
-    assert wording.clock(133) == "+02:13"
-    assert wording.clock(3909) == "+1:05:09"
-    assert wording.utc(0) == "1970-01-01 00:00:00 UTC"
 
 
 @given(st.integers(min_value=0, max_value=10**9), st.integers(min_value=0, max_value=10**9))

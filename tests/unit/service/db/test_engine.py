@@ -16,10 +16,9 @@ from tests.harness.wait import scaled
 
 
 def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = JobStore.open(f"sqlite:///{tmp_path / 'turns.db'}").engine
-    first, second = Transactions(engine), Transactions(engine)
+    first, second = Transactions(store.engine), Transactions(store.engine)
     writes, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -42,25 +41,25 @@ def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
 
 
 def test_the_background_stands_in_a_queue_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Transactions(JobStore.open(f"sqlite:///{tmp_path / 'turns.db'}").engine)
+    transactions = Transactions(store.engine)
     refused = list[StoreUnavailable]()
 
     def look() -> None:
         write_in_background()
         try:
-            with store.write():
+            with transactions.write():
                 pass
         except StoreUnavailable as error:
             refused.append(error)
 
     monkeypatch.setattr(engine_module, "_WRITE_LOCK_TIMEOUT_S", 0.01)
-    with store.write() as connection:
+    with transactions.write() as connection:
         connection.execute(text("DELETE FROM answers"))
     background, _ = engine_module._write_locks[store.engine]
     with background:
-        with store.write() as connection:
+        with transactions.write() as connection:
             connection.execute(text("DELETE FROM answers"))
         thread = threading.Thread(target=look)
         thread.start()
@@ -71,9 +70,8 @@ def test_the_background_stands_in_a_queue_of_its_own(
 # ---- the write-ahead log
 
 
-def test_a_long_log_is_moved_while_somebody_writes(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    store = JobStore.open(f"sqlite:///{path}")
+def test_a_long_log_is_moved_while_somebody_writes(store: JobStore, tmp_path: Path) -> None:
+    path = tmp_path / "shardloom.db"
     transactions, keeper = Transactions(store.engine), WalCheckpointer(store.engine)
     with transactions.write() as connection:
         connection.execute(text("CREATE TABLE filling (content BLOB)"))
@@ -85,13 +83,10 @@ def test_a_long_log_is_moved_while_somebody_writes(tmp_path: Path) -> None:
     assert path.stat().st_size > before + 5_000_000
     with transactions.read() as connection:
         assert connection.execute(text("SELECT count(*) FROM filling")).scalar_one() == 2
-    store.close()
 
 
-def test_a_short_log_and_another_database_are_left_alone(tmp_path: Path) -> None:
-    store = JobStore.open(f"sqlite:///{tmp_path / 'jobs.db'}")
+def test_a_short_log_and_another_database_are_left_alone(store: JobStore) -> None:
     assert not WalCheckpointer(store.engine).shorten()
-    store.close()
     away = WalCheckpointer(create_engine("postgresql+psycopg://host/name"))
     away.start()
     assert not away.shorten()

@@ -103,8 +103,6 @@ class StoreMachine(RuleBasedStateMachine):
         self._keys: dict[str, str] = {}
         self._num_made = 0
         self._crash: tuple[str, int] | None = None
-        self._store: JobStore
-        self._fuse: Fuse
 
     @initialize()
     def open(self) -> None:

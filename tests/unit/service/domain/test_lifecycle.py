@@ -45,7 +45,6 @@ def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
     job = queued_job()
     decision = start(job, NOW, QueueState(workers=4))
     assert decision.job.status is JobStatus.STARTING
-    assert decision.attempt is not None
     assert decision.attempt.id == decision.job.current_attempt_id == f"{job.id}-a0"
     assert decision.action is Action.NONE
 
@@ -80,7 +79,6 @@ def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     job, attempt = live_job()
     assert decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S - 1) == Decision(job, attempt)
     decision = decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S)
-    assert decision.attempt is not None
     assert decision.attempt.end_reason is EndReason.FORGOTTEN
     assert decision.job.status is JobStatus.QUEUED
 
@@ -101,7 +99,6 @@ def test_success_is_seen_or_reported_where_the_cluster_forgot() -> None:
     job, attempt = live_job()
     seen = decide(job, attempt, SUCCEEDED, NOW)
     assert seen.job.status is JobStatus.SUCCEEDED
-    assert seen.attempt is not None
     assert seen.attempt.end_reason is EndReason.COMPLETED
     ended = reported(attempt, EndReason.COMPLETED)
     assert decide(job, ended, NOT_FOUND, NOW).job.status is JobStatus.SUCCEEDED
@@ -151,7 +148,6 @@ def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_t
     assert decide(pausing, attempt, UNREACHABLE, NOW + 1e6).action is Action.NONE
     ended = decide(pausing, reported(attempt, EndReason.CANCELLED), STOPPED, NOW + 125)
     assert ended.job.status is JobStatus.PAUSED
-    assert ended.attempt is not None
     assert ended.attempt.end_reason is EndReason.PAUSED
 
 
@@ -203,7 +199,6 @@ def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
     assert (again.status, again.num_failures, again.reason) == (JobStatus.QUEUED, 0, None)
     assert (again.ended_at, again.waits_since) == (None, NOW + 9)
     started = start(again, NOW + 10, QueueState())
-    assert started.attempt is not None
     assert started.attempt.index == 1
     sent = submission_accepted(started.job, started.attempt, NOW + 11)
     assert (started.job.resume_from is None, sent.job.resume_from) == (False, None)
@@ -259,7 +254,6 @@ def test_every_situation_has_a_consistent_decision(
         job.status.is_terminal or decision.job.ended_at is not None
     )
     if decision.action is not Action.NONE:
-        assert decision.attempt is not None
         assert decision.attempt.end_reason is None
     if decision.attempt is not None and decision.job != job:
         assert decision.job.current_attempt_id == decision.attempt.id

@@ -138,7 +138,6 @@ class Lifecycle(RuleBasedStateMachine):
         is_due = (self.job.retry_at or 0.0) <= self.now
         if self.job.status is JobStatus.QUEUED and is_due and self.is_answering:
             decision = start(self.job, self.now, QueueState(workers=4))
-            assert decision.attempt is not None
             assert decision.attempt.id not in self.attempts, "an attempt's id is never used twice"
             self._store(decision.job, decision.attempt)
 
@@ -153,7 +152,6 @@ class Lifecycle(RuleBasedStateMachine):
             self._stop()
         elif decision.action is Action.PAUSE:
             assert self.job.pause_requested
-            assert decision.attempt is not None
             self.asked_to_pause.add(decision.attempt.id)
 
     def _submit(self, is_answered: bool, arrives: bool) -> None:
@@ -173,7 +171,6 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _stop(self) -> None:
         attempt = self._newest()
-        assert attempt is not None
         was_asked = self.job.cancel_requested or self.job.pause_requested
         assert was_asked or attempt.reported_end is not None, "nobody asked to stop it"
         if self.cluster.get(attempt.id) is ObservedState.RUNNING:

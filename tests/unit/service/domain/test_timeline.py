@@ -22,18 +22,11 @@ def _left(cause: str) -> events.GroupLeft:
     return events.GroupLeft(time=NOW, group=2, incarnation=0, cause=cause, hosts=["127.0.0.4"])
 
 
-def _room_asked(has: int, wants: int, needed: int) -> events.CapacityRequested:
-    return events.CapacityRequested(
-        time=NOW,
-        num_workers=has,
-        num_wanted=wants,
-        num_needed=needed,
-        resources_per_worker={"CPU": 1.0, "GPU": 1.0},
-    )
-
-
 def test_sentences_count_and_convert() -> None:
     copying = group_member(1, "listening")
+    room = {"num_workers": 2, "num_wanted": 3, "num_needed": 2}
+    each = {"CPU": 1.0, "GPU": 1.0}
+    asked = events.CapacityRequested(time=NOW, resources_per_worker=each, **room)
     skipped = events.RowsSkipped(time=NOW, epoch=0, start=4096, stop=8192, reason="NaN")
     for event, sentence in (
         (
@@ -46,7 +39,7 @@ def test_sentences_count_and_convert() -> None:
             "group 1 (127.0.0.3) joined: copied 48.3 kB from a live group in 0.4 s",
         ),
         (
-            _room_asked(2, 3, needed=2),
+            asked,
             "the autoscaler was asked for room for 1 worker (1 CPU, 1 GPU each), to grow from 2 "
             "to 3",
         ),
@@ -90,8 +83,7 @@ _VALUES: dict[str, Any] = {
 
 def _line(api: Api, job_id: str, kind: str) -> dict[str, Any]:
     lines = api.http.get(f"/v1/jobs/{job_id}/events", params={"kind": kind}).json()["items"]
-    found: dict[str, Any] = lines[-1]
-    return found
+    return lines[-1]
 
 
 def test_a_submission_says_who_and_what_and_an_attempt_how_long_it_was_awaited(api: Api) -> None:

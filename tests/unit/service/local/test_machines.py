@@ -377,6 +377,7 @@ def head_with(nodes, num_actors=(0,)) -> Mock:
 @pytest.fixture
 def leave(home, monkeypatch):
     """Leaves with a head; what was said, and which node was drained."""
+    home.keep_cluster_token(TOKEN)
     monkeypatch.setattr(joining, "_POLL_S", 0.0)
     ended: list[ProcessId] = []
     monkeypatch.setattr(joining, "end_process", lambda name, process, _: ended.append(process))
@@ -404,34 +405,31 @@ def node(node_id: str) -> RayNode:
     return RayNode(node_id, "10.0.0.7", False, 1, 0, 1)
 
 
-def test_a_head_that_does_not_answer_for_a_while_is_asked_again(home, leave):
-    home.keep_cluster_token(TOKEN)
+def test_a_head_that_does_not_answer_for_a_while_is_asked_again(leave):
     said, drained = leave(head_with([None, None, [node("n")]], [None, 2, None, 0]))
     assert said.startswith("no job is on this machine any more")
     assert drained == ["n"]
 
 
-def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave, monkeypatch):
-    home.keep_cluster_token(TOKEN)
+def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(leave, monkeypatch):
     monkeypatch.setattr(joining, "time", FakeClock())
     monkeypatch.setattr(joining, "_POLL_S", 1.0)
     said, _ = leave(head_with([[node("n")]], itertools.repeat(None)), grace_s=30)
     assert said == "the head has not said within 30 s whether jobs are still here"
 
 
-def test_a_machine_whose_token_is_gone_leaves_all_the_same(leave):
+def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
+    home.cluster_token_path.unlink()
     said, drained = leave(head_with([[node("n")]]))
     assert "the node ends without notice to its jobs" in said
     assert drained == []
 
 
-def test_a_node_that_the_head_has_given_up_is_not_drained(home, leave):
-    home.keep_cluster_token(TOKEN)
+def test_a_node_that_the_head_has_given_up_is_not_drained(leave):
     said, drained = leave(head_with([[node("other")]]), node_id="given-up")
     assert "no longer counts this node" in said
     assert drained == []
 
 
-def test_of_two_nodes_with_this_address_the_own_one_is_drained(home, leave):
-    home.keep_cluster_token(TOKEN)
+def test_of_two_nodes_with_this_address_the_own_one_is_drained(leave):
     assert leave(head_with([[node("dead"), node("new")]]), node_id="new")[1] == ["new"]

@@ -37,8 +37,6 @@ from service.local.ray_node import (
 )
 from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
 from service.local.state import StackError, StackHome, StackState
-from service.network import local_url
-from service.settings import Settings
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
@@ -232,17 +230,6 @@ def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(hom
     assert home.read_state() == theirs
     LocalStack(home, environment={}).down(pytest.fail, only=theirs)
     assert home.read_state() is None
-
-
-def test_the_url_of_a_listening_address_can_be_connected_to():
-    for host, url in (
-        ("127.0.0.1", "http://127.0.0.1:8700"),
-        ("0.0.0.0", "http://127.0.0.1:8700"),
-        ("::", "http://[::1]:8700"),
-        ("ray-head", "http://ray-head:8700"),
-    ):
-        assert local_url(host, 8700) == url
-        assert Settings(host=host, port=8700).service_url == url
 
 
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):

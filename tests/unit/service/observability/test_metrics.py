@@ -35,7 +35,7 @@ def _value(telemetry: ServiceMetrics, name: str, **labels: str) -> float | None:
 # ---- metrics
 
 
-def test_answers_are_counted_by_the_template_of_their_route(api: Api) -> None:
+def test_answers_are_counted_by_route_and_transactions_of_the_store_by_kind(api: Api) -> None:
     job_id = api.submit()
     api.http.get(f"/v1/jobs/{job_id}")
     api.http.get("/v1/jobs/nobody")
@@ -47,11 +47,6 @@ def test_answers_are_counted_by_the_template_of_their_route(api: Api) -> None:
     assert f'{count}{{method="GET",route="/v1/jobs/{{job}}",status="404"}} 1.0' in text
     assert f'{count}{{method="GET",route="(no route)",status="404"}} 1.0' in text
     assert job_id not in text
-
-
-def test_transactions_of_the_store_are_timed(api: Api) -> None:
-    api.http.get(f"/v1/jobs/{api.submit()}")
-    text = api.http.get("/metrics").text
     for kind in ("read", "write"):
         assert f'shardloom_store_seconds_count{{kind="{kind}"}}' in text
 

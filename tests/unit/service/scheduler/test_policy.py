@@ -44,10 +44,10 @@ def job(
     return replace(made, **place, **fields)
 
 
-def running(name: str = "busy", workers: int = 2, **fields: Any) -> Job:
-    """A job that holds workers."""
+def running(name: str = "busy", workers: Any = 2, *, holds: int = 0, **fields: Any) -> Job:
+    """A job that holds workers, all that it may have unless it is said how many it `holds`."""
     made = job(name, workers, **fields)
-    note = QueueState(workers=workers).document
+    note = QueueState(workers=holds or workers).document
     return replace(made, status=JobStatus.RUNNING, queue_note=note, started_at=NOW - 50)
 
 
@@ -191,8 +191,7 @@ def test_a_gang_counts_what_is_free_on_each_host_where_that_is_known() -> None:
 
 
 def test_elastic_jobs_do_not_grow_into_the_room_that_another_job_waits_for() -> None:
-    elastic = running("elastic", workers={"min": 2, "max": 8})
-    elastic = replace(elastic, queue_note=QueueState(workers=2).document)
+    elastic = running("elastic", {"min": 2, "max": 8}, holds=2)
     urgent = replace(elastic, id="job-urgent", priority=9)
     waiting = job("big", 6, priority=1)
     found = decide([waiting], [elastic, urgent, running("fixed")], cluster(8))
@@ -202,8 +201,7 @@ def test_elastic_jobs_do_not_grow_into_the_room_that_another_job_waits_for() -> 
 
 
 def test_where_the_cluster_grows_nobody_asks_for_hosts_that_were_given_to_another_job() -> None:
-    elastic = running("elastic", workers={"min": 2, "max": 8})
-    elastic = replace(elastic, queue_note=QueueState(workers=2).document)
+    elastic = running("elastic", {"min": 2, "max": 8}, holds=2)
     alone = decide([], [elastic], Capacity(max_workers=10))
     assert alone.growth_limits == {}, "there is room for all that it may take"
     beside = decide([job("other", 4)], [elastic], Capacity(max_workers=8))

@@ -276,8 +276,7 @@ URL = "https://hooks.example/in"
 def _create(api: Api, **fields: Any) -> dict[str, Any]:
     response = api.http.post("/v1/webhooks", json={"url": URL, **fields})
     assert response.status_code == 201, response.text
-    body: dict[str, Any] = response.json()
-    return body
+    return response.json()
 
 
 def test_a_secret_is_shown_once_and_stored_sealed(api: Api) -> None:

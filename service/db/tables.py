@@ -159,6 +159,8 @@ attempts = Table(
     Column("reported_at", Float),
     Column("reported_evidence", JsonText),
     Column("token_hash", String(64)),  # of earlier versions
+    # Hash of what the process made up that was given the job's secrets.
+    Column("secrets_claim", String(64)),
     UniqueConstraint("job_id", "index"),
 )
 streams = Table(

@@ -20,6 +20,7 @@ from service.domain.models import attempt_id
 from service.errors import RecordRefused
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
+from service.reconciler.submission import remove_token
 from service.settings import Settings
 from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
 from trainer.protocol.run_dir import AttemptDir, stream_order
@@ -73,7 +74,8 @@ class OutboxCollector:
             self._unreadable_since.pop((job_id, index), None)
 
     def collect_later(self, job_id: str, index: int) -> None:
-        """Collect again when the last worker of the attempt must have ended."""
+        """Collect again when the last worker of the ended attempt must have gone."""
+        remove_token(job_id, attempt_id(job_id, index), self.settings)
         with self._lock:
             self._due_at[job_id, index] = self.clock() + LATE_RECORDS_S
 

@@ -100,6 +100,14 @@ class NewKey(KeyOut):
     key: str
 
 
+class ClaimSecrets(RequestModel):
+    """Body of POST /v1/attempts/ID/secrets."""
+
+    claim: str = Field(
+        min_length=32, max_length=128, description="Random text that the driver makes once."
+    )
+
+
 class AttemptSecrets(ApiModel):
     """Environment variables for the driver and the workers of an attempt."""
 

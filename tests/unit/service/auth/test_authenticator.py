@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import delete, update
@@ -30,6 +31,7 @@ from service.domain.auth import (
     new_key_text,
 )
 from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
+from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
 from tests.harness.builders import audit_record, spec_document, workers_started
 from tests.harness.clock import FakeClock
@@ -295,27 +297,53 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     attempt_id = f"{job['id']}-a0"
     record = house.backend.record(attempt_id)
     assert record is not None
-    house.keys["driver"] = record.env["SHARDLOOM_ATTEMPT_TOKEN"]
+    token = run_dir_of(house.settings, job["id"]).attempt(attempt_id).token_path
+    assert token.stat().st_mode & 0o777 == 0o600
+    house.keys["driver"] = token.read_text()
+    # Whoever may use the Ray cluster reads what was submitted.
+    assert house.keys["driver"] not in str(record)
     path = f"/v1/attempts/{attempt_id}/secrets"
-    answer = house.send("GET", path, "driver")
+    claim = {"json": {"claim": "c" * 32}}
+    answer = house.send("POST", path, "driver", **claim)
     assert answer.json() == {"secrets": {"DB_PASSWORD": "hunter2hunter2"}}
     assert answer.headers["cache-control"] == "no-store"
     for caller in ("root", "viewer"):
-        assert house.send("GET", path, caller).status_code == 403
+        assert house.send("POST", path, caller, **claim).status_code == 403
     started = workers_started()
     body = {"stream": "driver", "first_seq": 0, "events": [started.model_dump(mode="json")]}
     events = path.replace("secrets", "events")
     assert house.send("POST", events, "driver", json=body).status_code == 200
-    assert house.send("GET", path, "driver").json()["detail"].startswith("attempt")
+    assert house.send("POST", path, "driver", **claim).json()["detail"].startswith("attempt")
     other = house.submit("submitter")
     house.poll()
-    assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403
+    path = f"/v1/attempts/{other}-a0/secrets"
+    assert house.send("POST", path, "driver", **claim).status_code == 403
     assert house.send("GET", "/v1/jobs", "driver").status_code == 403
     shown = house.send("GET", f"/v1/jobs/{job['id']}", "root")
     assert shown.json()["secret_names"] == ["DB_PASSWORD"]
     house.security.audit.flush()
     for text in (shown.text, str(record), *_contents(house.settings.home)):
         assert "hunter2hunter2" not in text
+
+
+def test_secrets_are_given_to_the_first_claim_only(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    job_id = house.send("POST", "/v1/jobs", "submitter", json=body).json()["id"]
+    house.poll()
+    attempt_id = f"{job_id}-a0"
+    house.keys["driver"] = house.security.master.attempt_token(attempt_id)
+
+    def ask(claim: str) -> httpx.Response:
+        path = f"/v1/attempts/{attempt_id}/secrets"
+        return house.send("POST", path, "driver", json={"claim": claim})
+
+    # The driver sends it again when an answer was lost, also to another replica.
+    driver, thief = "d" * 32, "t" * 32
+    assert [ask(driver).status_code for _ in range(2)] == [200, 200]
+    refused = ask(thief)
+    assert (refused.status_code, "hunter2" in refused.text) == (403, False)
+    house.poll()  # Stores the attempt again.
+    assert (ask(thief).status_code, ask(driver).status_code) == (403, 200)
 
 
 def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:
@@ -362,7 +390,9 @@ def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(
     attempt = house.store.get_attempt(attempt_id)
     assert attempt.end_reason is not None
     assert attempt.ended_at is not None
-    assert house.send("GET", f"/v1/attempts/{attempt_id}/secrets", "driver").status_code == 403
+    claim = {"claim": "c" * 32}
+    refused = house.send("POST", f"/v1/attempts/{attempt_id}/secrets", "driver", json=claim)
+    assert refused.status_code == 403
     assert house.send("POST", events, "driver", json=empty).status_code == 200
     clock = FakeClock(attempt.ended_at + drivers.LATE_REPORTS_S - 1)
     monkeypatch.setattr(drivers, "time", SimpleNamespace(time=clock))

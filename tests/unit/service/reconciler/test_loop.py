@@ -52,6 +52,15 @@ def test_the_driver_gets_its_command_environment_and_spec(house: House) -> None:
     assert load_spec(spec_path.read_text()) == job.spec
 
 
+def test_a_token_that_no_driver_read_goes_with_its_attempt(house: House) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll()
+    assert house.files(job).token_path.exists()
+    house.poll(2)
+    assert house.status(job) is JobStatus.FAILED
+    assert not house.files(job).token_path.exists()
+
+
 def test_a_cluster_cut_off_for_a_day_changes_nothing(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,7 +66,7 @@ class WhoAmI(ApiModel):
     name: str = Field(examples=["key:ci"])
     kind: Literal["local", "key", "oidc", "session", "attempt", "machine"]
     roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
-    auth: Literal["local", "required"] = Field(description="What the service asks for.")
+    auth: Literal["none", "local", "required"] = Field(description="What the service asks for.")
 
 
 class CreateKey(RequestModel):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from service.domain.auth import AuditFilter
+from service.domain.auth import AuditFilter, login_code
 from tests.e2e.conftest import LIVE_MS, open_tab, serve
 from tests.harness.builders import queued_job
 from tests.harness.databases import SqliteTemplate, store_job
@@ -60,6 +61,10 @@ def test_the_pages_live_under_the_policy(tab: Page, house: Guarded, auth: str) -
     if auth == "required":
         tab.get_by_label("API key").fill(house.keys["submitter"])
         tab.get_by_role("button", name="Sign in").click()
+    else:
+        expect(tab.get_by_text("shardloom status")).to_be_visible()
+        token = house.security.authenticator.local_token or ""
+        tab.goto(f"/login?code={login_code(token, time.time())}")
     expect(tab.get_by_role("link", name="movie-nights")).to_be_visible()
     # Only an open websocket brings this.
     store_job(house.store, queued_job(name="later"))

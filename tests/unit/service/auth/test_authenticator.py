@@ -20,6 +20,7 @@ from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.tables import audit_log
 from service.domain.auth import (
+    CODE_TTL_S,
     LOCAL,
     ApiKey,
     AuditFilter,
@@ -28,6 +29,7 @@ from service.domain.auth import (
     fits,
     hash_of,
     key_id_of,
+    login_code,
     new_key_text,
 )
 from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
@@ -57,8 +59,10 @@ def keys(store: JobStore) -> KeyStore:
     return KeyStore(store.engine)
 
 
-def _authenticator(keys: KeyStore, clock: FakeClock, *, is_local: bool = False) -> Authenticator:
-    return Authenticator(keys, MASTER, None, is_local=is_local, session_ttl_s=3600.0, clock=clock)
+def _authenticator(
+    keys: KeyStore, clock: FakeClock, *, is_open: bool = False, local_token: str | None = None
+) -> Authenticator:
+    return Authenticator(keys, MASTER, None, is_open, 3600.0, local_token, clock=clock)
 
 
 def _add(keys: KeyStore, **changes: float) -> str:
@@ -125,8 +129,38 @@ def test_a_session_lives_as_long_as_its_key_its_time_and_its_reader_want(
             authenticator.principal_of(Credentials(cookie=token))
 
 
-def test_local_mode_asks_nobody_but_knows_attempts(keys: KeyStore, clock: FakeClock) -> None:
-    authenticator = _authenticator(keys, clock, is_local=True)
+def test_local_mode_wants_its_token_or_a_key(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, local_token="t" * 43)
+    assert authenticator.principal_of(Credentials(bearer="t" * 43)) is LOCAL
+    assert authenticator.principal_of(Credentials(bearer=_add(keys))).name == "key:ci"
+    others = Credentials(), Credentials(bearer=""), Credentials("t" * 42), Credentials(cookie="t")
+    for credentials in others:
+        with pytest.raises(NotSignedIn):
+            authenticator.principal_of(credentials)
+
+
+def test_a_link_signs_one_browser_in_once_within_an_hour(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, local_token="t" * 43)
+    code, late = (login_code("t" * 43, clock.now) for _ in range(2))
+    cookie, session = authenticator.sign_in_by_link(code)
+    assert authenticator.principal_of(Credentials(cookie=cookie)) is LOCAL
+    longer = f"9{code}"
+    for spoilt in (code, login_code("s" * 43, clock.now), longer, "", "--", "ü"):
+        with pytest.raises(NotSignedIn):
+            authenticator.sign_in_by_link(spoilt)
+    clock.now += CODE_TTL_S
+    with pytest.raises(NotSignedIn):
+        authenticator.sign_in_by_link(late)
+    assert clock.now >= session.expires_at
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=cookie))
+    # A service that asks for keys has no links.
+    with pytest.raises(NotSignedIn):
+        _authenticator(keys, clock).sign_in_by_link(login_code("", clock.now))
+
+
+def test_an_open_service_asks_nobody_but_knows_attempts(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, is_open=True)
     assert authenticator.principal_of(Credentials()) is LOCAL
     assert authenticator.principal_of(Credentials(bearer="shl_x")) is LOCAL
     token = MASTER.attempt_token("job-1-a0")

@@ -106,7 +106,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         backend,
         telemetry,
         reconciler.wake,
+        reconciler.placed,
         lambda: reconciler.has_died,
+        lambda: reconciler.dispatched_at,
         security,
         WebhookStore(store.engine),
         tracing,
@@ -129,7 +131,11 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         from service.dashboard.app import mount
         from service.dashboard.panels import PageTools
 
-        mount(app, PageTools(store, settings, reconciler.wake, exports.submit), security)
+        mount(
+            app,
+            PageTools(store, settings, reconciler.wake, exports.submit, reconciler.placed),
+            security,
+        )
     _add_middleware(app, settings, security, telemetry, store.engine)
     openapi.install(app)
     return app

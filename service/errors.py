@@ -123,7 +123,7 @@ class StorageUnavailable(ServiceError):
     status = 503
     code = "storage_unavailable"
     title = "Run storage unavailable"
-    template = "cannot write to run storage ({}); check SHARDLOOM_RUNS_DIR"
+    template = "run storage failed ({}); check SHARDLOOM_RUNS_DIR"
 
 
 @contextmanager
@@ -295,6 +295,11 @@ class SequenceGap(Conflict):
 class StaleVersion(Conflict):
     code = "stale_version"
     template = "job {} was changed since version {} was read; read again"
+
+
+class LockLost(Conflict):
+    code = "lock_lost"
+    template = "the lock {} of {} ran out and is another replica's now; what it was for is dropped"
 
 
 class VersionChanged(PreconditionFailed):

@@ -135,16 +135,11 @@ def evidence_of(error: BaseException) -> dict[str, str]:
     Of the user's own code `traceback` has the lines instead.
     """
     evidence = {"exception": " <- ".join(described(each) for each in _chain(error))}
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    if trace:
-        code = trace.tb_frame.f_code
-        file = code.co_filename.rpartition("/")[2]
-        evidence["where"] = f"{file}:{trace.tb_lineno} in {code.co_name}"
     if isinstance(error, UserCodeError) and error.lines:
-        evidence.pop("where", None)
         evidence["traceback"] = "\n".join(error.lines)
+    elif frames := traceback.extract_tb(error.__traceback__):
+        last = frames[-1]
+        evidence["where"] = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
     return evidence
 
 

@@ -8,12 +8,15 @@ with its progress.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar, cast
 
 from fastapi import Depends, Header, Request, Response
 from fastapi import Path as PathParameter
@@ -46,8 +49,12 @@ from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.schemas.jobs import JobDetail
 from service.settings import Settings
+from service.storage import in_time
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 
 
 def known_principal(connection: HTTPConnection) -> Principal | None:
@@ -109,7 +116,9 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
 
     What a job writes beside its own run folder may only lie in runs of its own project.
     """
-    problems = outside_roots(spec, roots_of(settings))
+    place = Path(spec.data.path)
+    with errors.reaching_storage("the paths of the spec: "):
+        problems = in_time(place, partial(outside_roots, spec, roots_of(settings)))
     written = paths_written(spec)
     for name, path in paths_of(spec).items():
         job_id = _job_of(name, path, settings)
@@ -147,8 +156,9 @@ def _job_of(field: str, path: str, settings: Settings) -> str | None:
 class Context:
     """Everything that a handler may use. `wake` makes the reconciler poll at once.
 
-    `has_died` says whether the reconciler gave up; `closing` is set when the server is about to
-    stop, so that followed streams end.
+    `placed` gives a job with its position in the queue. `has_died` says whether the reconciler gave
+    up, `dispatched_at` when it last went through the jobs (Unix seconds). `closing` is set when the
+    server is about to stop, so that followed streams end.
     """
 
     settings: Settings
@@ -156,7 +166,9 @@ class Context:
     backend: Backend
     telemetry: ServiceMetrics
     wake: Callable[[], None]
+    placed: Callable[[Job], Job]
     has_died: Callable[[], bool]
+    dispatched_at: Callable[[], float]
     security: Security
     webhooks: WebhookStore
     tracing: Tracing
@@ -203,6 +215,18 @@ def wants_stream(request: Request) -> bool:
 StreamDep = Annotated[bool, Depends(wants_stream)]
 
 
+def on_storage(handler: Callable[Given, Answer]) -> Callable[Given, Answer]:
+    """A handler that reads or writes run storage; raises `StorageUnavailable` where that hangs."""
+
+    @functools.wraps(handler)
+    def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+        context = cast(Context, kwargs["context"])
+        with errors.reaching_storage():
+            return in_time(context.settings.runs_dir, partial(handler, *args, **kwargs))
+
+    return handle
+
+
 def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
     """Keep the secrets of a job that is about to be stored, and tell its driver of them.
 
@@ -246,7 +270,7 @@ def if_match_version(
 VersionDep = Annotated[int | None, Depends(if_match_version)]
 
 
-def with_etag(job: Job, settings: Settings, response: Response) -> JobDetail:
+def with_etag(job: Job, context: Context, response: Response) -> JobDetail:
     """A job as the body of a response, whose ETag is its version."""
     response.headers["ETag"] = f'"{job.version}"'
-    return detail_of(job, settings)
+    return detail_of(context.placed(job), context.settings)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from service.backends.base import HostFacts, cluster_text
+from service.backends.base import cluster_text
 from service.domain.membership import sizes_of_spec
+from service.domain.models import HostFacts
 from service.schemas.jobs import JobPlan, LayoutOption
 from trainer.layout.choice import Choice, candidates, choose, need_of
 from trainer.layout.layout import LayoutError

@@ -79,7 +79,7 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
         while not context.closing.is_set():
             try:
                 batch = await run_in_threadpool(poll)
-            except ServiceError as error:
+            except (ServiceError, OSError) as error:
                 logger.warning("a followed stream was cut off: %s", error)
                 return
             for item in batch.items:

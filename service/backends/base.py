@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-from service.domain.membership import sizes_of_spec
-from service.domain.models import Job, Observation
+from service.domain.models import HostFacts, Job, Observation
 from service.errors import BackendUnreachable, SubmissionRefused
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
-
-
-@dataclass(frozen=True)
-class ClusterNeed:
-    """What a cluster must hold for a job; only backends that make clusters look at it.
-
-    It must hold `min_workers` and may grow to `max_workers`, in groups of `group_size` (None:
-    not decided yet), on at least `num_hosts` hosts. Each worker takes `cpus_per_worker` CPUs, and a
-    GPU unless `device` says otherwise. `queue` and `deadline_s` are those of `resources`.
-    """
-
-    is_own: bool = False
-    queue: str | None = None
-    deadline_s: int | None = None
-    min_workers: int = 1
-    max_workers: int = 1
-    group_size: int | None = None
-    num_hosts: int = 1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpus_per_worker: float = 1.0
-    job_name: str = ""
-    project: str = ""
-    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,21 +21,11 @@ class Submission:
 
     attempt_id: str
     job_id: str
+    spec: JobSpec
     entrypoint: str
     env: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     code_uris: tuple[str, ...] = ()
-    cluster: ClusterNeed = ClusterNeed()
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What a live host of the cluster has in all, whoever uses it now."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
 
 
 class Backend(Protocol):
@@ -85,6 +52,10 @@ class Backend(Protocol):
     def observe(self, attempt_id: str) -> Observation:
         """Say what is known of an attempt; never raises, UNREACHABLE is an observation."""
 
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        """What one request tells of many attempts; those left out are observed by themselves."""
+        return {}
+
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; stopping an ended or unknown one is harmless."""
 
@@ -97,7 +68,7 @@ class Backend(Protocol):
     def hosts(self) -> tuple[HostFacts, ...] | None:
         """Live hosts of the cluster; None if it does not tell them. Raises `BackendUnreachable`."""
 
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+    def own_hosts(self, spec: JobSpec) -> tuple[HostFacts, ...] | None:
         """Hosts that a cluster of a job's own would have at most; None where there are none such.
 
         Raises `SubmissionRefused` where no worker would fit, and `BackendUnreachable`.
@@ -119,24 +90,6 @@ def cluster_text(spec: JobSpec) -> str:
     return f"its own, by Kueue queue {resources.queue}" if resources.queue else "its own"
 
 
-def need_of(spec: JobSpec) -> ClusterNeed:
-    sizes, resources, survive = sizes_of_spec(spec), spec.resources, spec.parallelism.survive
-    return ClusterNeed(
-        is_own=resources.cluster == "own",
-        queue=resources.queue,
-        deadline_s=resources.deadline_s,
-        min_workers=sizes.min_workers,
-        max_workers=sizes.world_size,
-        group_size=sizes.shard_group_size,
-        num_hosts=survive.hosts + 1 if survive else 1,
-        device=resources.device,
-        cpus_per_worker=resources.cpus_per_worker,
-        job_name=spec.name,
-        project=spec.project,
-        priority=spec.priority,
-    )
-
-
 def check_cluster(backend: Backend, spec: JobSpec) -> None:
     """Raise `SpecError` where a job asks for a cluster of its own and there is none to be had.
 
@@ -151,7 +104,7 @@ def check_cluster(backend: Backend, spec: JobSpec) -> None:
         )
         raise SpecError([FieldProblem("resources.cluster", "no_own_clusters", message)])
     try:
-        backend.own_hosts(need_of(spec))
+        backend.own_hosts(spec)
     except SubmissionRefused as error:
         raise SpecError([FieldProblem("resources", "no_room", str(error))]) from None
     except BackendUnreachable:
@@ -162,7 +115,7 @@ def hosts_for(backend: Backend, spec: JobSpec) -> tuple[HostFacts, ...]:
     """Hosts that a job will find, as far as they are known: a plan can do without."""
     try:
         if spec.resources.cluster == "own":
-            return backend.own_hosts(need_of(spec)) or ()
+            return backend.own_hosts(spec) or ()
         return backend.hosts() or ()
     except (BackendUnreachable, SubmissionRefused):
         return ()

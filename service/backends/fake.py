@@ -15,8 +15,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from service.backends.base import Backend, HostFacts, Submission
-from service.domain.models import Observation, ObservedState
+from service.backends.base import Backend, Submission
+from service.domain.models import HostFacts, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
 

@@ -7,13 +7,13 @@ idempotent. Whatever is not a clear answer of a Ray cluster (no connection, a ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from service.backends.base import Backend, HostFacts, Submission
-from service.domain.models import Observation, ObservedState
+from service.backends.base import Backend, Submission
+from service.domain.models import HostFacts, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
@@ -74,13 +74,22 @@ class RayJobsBackend(Backend):
             return Observation(ObservedState.UNREACHABLE, str(error))
         if _is_unknown_job(response):
             return Observation(ObservedState.NOT_FOUND, _cause(response))
-        found = _json_object(response)
-        status = found.get("status")
-        if status not in _STATUSES:
-            return Observation(ObservedState.UNREACHABLE, self._strange(response))
-        # Ray may add 20 000 characters of the driver's log to its message.
-        message = str(found.get("message") or "").partition(", last available logs")[0]
-        return Observation(ObservedState[status], message)
+        found = _observation_of(_json(response))
+        return found or Observation(ObservedState.UNREACHABLE, self._strange(response))
+
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        try:
+            response = self._send("GET", "/api/jobs/")
+        except BackendUnreachable as error:
+            away = Observation(ObservedState.UNREACHABLE, str(error))
+            return dict.fromkeys(attempt_ids, away)
+        wanted, infos = set(attempt_ids), _json(response)
+        told = {
+            str(info["submission_id"]): _observation_of(info)
+            for info in (infos if isinstance(infos, list) else [])
+            if isinstance(info, dict) and info.get("submission_id") in wanted
+        }
+        return {name: found for name, found in told.items() if found is not None}
 
     def stop(self, attempt_id: str) -> None:
         response = self._send("POST", f"/api/jobs/{attempt_id}/stop")
@@ -158,18 +167,31 @@ def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFac
     return tuple(hosts.values())
 
 
+def _observation_of(info: Any) -> Observation | None:
+    """What Ray tells of a job; None where it is no answer of the Jobs API."""
+    status = info.get("status") if isinstance(info, dict) else None
+    if status not in _STATUSES:
+        return None
+    # Ray may add 20 000 characters of the driver's log to its message.
+    message = str(info.get("message") or "").partition(", last available logs")[0]
+    return Observation(ObservedState[status], message)
+
+
 def _is_unknown_job(response: httpx.Response) -> bool:
     return response.status_code == 404 and "does not exist" in response.text
 
 
+def _json(response: httpx.Response) -> Any:
+    """The body of a good answer; None for what is none."""
+    try:
+        return response.json() if response.is_success else None
+    except ValueError:
+        return None
+
+
 def _json_object(response: httpx.Response) -> dict[str, Any]:
     """The body of a good answer, or an empty object."""
-    if not response.is_success:
-        return {}
-    try:
-        body = response.json()
-    except ValueError:
-        return {}
+    body = _json(response)
     return body if isinstance(body, dict) else {}
 
 

@@ -77,13 +77,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 }
 
 
-def add_plugins(app: typer.Typer, *, rich_help_panel: str) -> None:
-    """Add every plugged-in command to `app`, under a heading of its help; imports none of them."""
+def add_plugins(app: typer.Typer) -> None:
+    """Add every plugged-in command to `app`; imports none of them."""
     for entry in entry_points(group=GROUP):
         app.command(
             entry.name,
             help=_HELP.get(entry.name, f"Commands of {entry.module}."),
-            rich_help_panel=rich_help_panel,
+            rich_help_panel=_TOOLS,
             add_help_option=False,
             # Everything behind the name, --help included, belongs to the plug-in.
             context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -92,25 +92,21 @@ def add_plugins(app: typer.Typer, *, rich_help_panel: str) -> None:
 
 def _forward(entry: EntryPoint) -> Callable[[typer.Context], None]:
     def command(ctx: typer.Context) -> None:
-        sub_app = _load(entry)
+        try:
+            sub_app = entry.load()
+        except ModuleNotFoundError as error:
+            missing = error.name or str(error)
+            if missing.partition(".")[0] in ("trainer", "service"):
+                raise
+            extra = ",".join(entry.extras) or entry.name
+            error_console().print(
+                f"`shardloom {entry.name}` needs the package {missing}, which is not installed: "
+                f"pip install 'shardloom[{extra}]'"
+            )
+            raise typer.Exit(UNAVAILABLE) from None
         sub_app(args=ctx.args, prog_name=f"shardloom {entry.name}")
 
     return command
-
-
-def _load(entry: EntryPoint) -> Callable[..., None]:
-    try:
-        return entry.load()
-    except ModuleNotFoundError as error:
-        missing = error.name or str(error)
-        if missing.partition(".")[0] in ("trainer", "service"):
-            raise
-        extra = ",".join(entry.extras) or entry.name
-        error_console().print(
-            f"`shardloom {entry.name}` needs the package {missing}, which is not installed: "
-            f"pip install 'shardloom[{extra}]'"
-        )
-        raise typer.Exit(UNAVAILABLE) from None
 
 
 def build_app() -> typer.Typer:
@@ -129,7 +125,7 @@ def build_app() -> typer.Typer:
                 app.add_typer(command, name=name, rich_help_panel=panel)
             else:
                 app.command(name, rich_help_panel=panel)(command)
-    add_plugins(app, rich_help_panel=_TOOLS)
+    add_plugins(app)
     return app
 
 

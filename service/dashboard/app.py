@@ -138,13 +138,6 @@ async def _form_of(request: Request) -> dict[str, str]:
     return {name: values[-1].strip() for name, values in fields.items()}
 
 
-def unknown_page(path: str) -> HTMLResponse:
-    """The answer to a browser that asks for what does not exist."""
-    html = _render("unknown_page.html", path=path, home=_HOME)
-    headers = {"Content-Security-Policy": _UNKNOWN_PAGE_CSP}
-    return HTMLResponse(html, HTTPStatus.NOT_FOUND, headers=headers)
-
-
 def _page(
     wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK, *, is_local: bool
 ) -> HTMLResponse:
@@ -167,7 +160,7 @@ def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
     set_rules(is_open=tools.settings.auth == "none", security=security)
-    feed = ListFeed(tools.store)
+    feed = ListFeed(tools.store, tools.placed)
 
     @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
     async def _list() -> None:
@@ -207,7 +200,9 @@ def _show_unknown_pages(app: FastAPI) -> None:
     async def _on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == HTTPStatus.NOT_FOUND and _wants_page(request):
-            return unknown_page(request.url.path)
+            html = _render("unknown_page.html", path=request.url.path, home=_HOME)
+            headers = {"Content-Security-Policy": _UNKNOWN_PAGE_CSP}
+            return HTMLResponse(html, HTTPStatus.NOT_FOUND, headers=headers)
         answer = otherwise(request, error)
         return await answer if isawaitable(answer) else answer
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.dashboard.views import quality_metric
 from service.domain.models import Checkpoint, Job, MetricPoint
 from trainer.protocol.events import PHASES
 
@@ -80,7 +79,7 @@ class ChartSpec:
 
 def charts_of(job: Job) -> tuple[ChartSpec, ...]:
     """The charts of a job: how well it learns, how fast it goes, and where the time goes."""
-    quality = quality_metric(job)
+    quality = job.spec.model.watched_metric
     qualities = (
         Line(f"train/{quality}", "train", TRAIN_COLOUR),
         Line(f"validation/{quality}", "validation", VALIDATION_COLOUR),
@@ -148,10 +147,6 @@ _OTHER_CHARTS = (
         number=_BYTES,
     ),
 )
-
-
-def metric_names(charts: Sequence[ChartSpec]) -> list[str]:
-    return [line.metric for chart in charts for line in chart.lines]
 
 
 def chart_options(chart: ChartSpec) -> dict[str, Any]:
@@ -228,20 +223,8 @@ def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:
     if line.on_right:
         series["tooltip"] = {":valueFormatter": chart.right_number}
     if chart.is_stacked:
-        stacked = {"stack": "all", "areaStyle": {"opacity": 0.8}, "lineStyle": {"width": 0}}
-        series |= stacked
+        series |= {"stack": "all", "areaStyle": {"opacity": 0.8}, "lineStyle": {"width": 0}}
     return series
-
-
-def series_data(
-    points: Sequence[MetricPoint], *, above_zero: bool = False
-) -> list[list[float | None]]:
-    """`[step, value]` pairs; a value that is not finite becomes a gap, as JSON has no NaN.
-
-    So does what is not `above_zero` where only that can be drawn.
-    """
-    least = 0.0 if above_zero else -math.inf
-    return [[p.step, p.value if least < p.value < math.inf else None] for p in points]
 
 
 def has_data(options: Mapping[str, Any]) -> bool:
@@ -254,9 +237,14 @@ def fill(
     points: Mapping[str, Sequence[MetricPoint]],
     best: Checkpoint | None,
 ) -> None:
-    """Put points (by metric name) into `options`; mark the best checkpoint's step on `quality`."""
+    """Put points (by metric name) into `options`; mark the best checkpoint's step on `quality`.
+
+    What cannot be drawn becomes a gap: what is not finite, and on a logarithmic axis not above 0.
+    """
+    least = 0.0 if chart.is_log else -math.inf
     for series, line in zip(options["series"], chart.lines, strict=True):
-        series["data"] = series_data(points.get(line.metric, ()), above_zero=chart.is_log)
+        found = points.get(line.metric, ())
+        series["data"] = [[p.step, p.value if least < p.value < math.inf else None] for p in found]
         # A curve of few points would hide where they are.
         is_short = 0 < len(series["data"]) <= _FEW_POINTS
         series["showSymbol"] = is_short and not chart.is_stacked

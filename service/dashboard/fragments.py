@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from service.api.views import summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import views
-from service.dashboard.groups import GroupsView, member_grid
-from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
+from service.dashboard.groups import member_grid
+from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
     DIVERGENCE,
@@ -24,12 +24,8 @@ from service.domain.sharding import (
     policy_facts,
     shard_text,
 )
-from service.domain.timeline import traces_of
 from service.schemas import wording
-from service.schemas.jobs import ExportOut
 
-MAX_TIMELINE_LINES = 200
-_MAX_ALARMS = 3
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
     autoescape=True,
@@ -37,8 +33,8 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "duration", "metrics_line", "ratio", "size", "utc")
-_FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, wording.comparison)
+_FILTERS = ("clock", "comparison", "duration", "metrics_line", "ratio", "size", "utc")
+_FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, views.key_figures)
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format
 _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
@@ -84,10 +80,6 @@ def progress(job: Job) -> str:
     )
 
 
-def figures(job: Job) -> str:
-    return render("figures.html", figures=views.key_figures(job), job=job)
-
-
 def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """Diagram of the 2D layout: the groups as they are now, else as the newest workers began."""
     members = member_grid(job, timeline)
@@ -98,29 +90,6 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
         return render("groups.html", workers=None)
     hosts = list(dict.fromkeys(workers.hosts))
     return render("groups.html", workers=workers, hosts=hosts, rows=views.rank_rows(workers))
-
-
-def membership(view: GroupsView) -> str:
-    """Who trained when, copies alive, recoveries, and what time was lost to."""
-    return render("membership.html", view=view)
-
-
-def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:
-    """The newest events, newest first."""
-    return render("timeline.html", job=job, events=events[-MAX_TIMELINE_LINES:])
-
-
-def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
-    return render("checkpoints.html", checkpoints=items, now=now)
-
-
-def exports(job: Job, items: Sequence[ExportOut], now: float) -> str:
-    """Table of the exports, with links to download those that are done."""
-    return render("exports.html", job=job, exports=items, now=now)
-
-
-def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
-    return render("attempts.html", job=job, attempts=items, now=now)
 
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
@@ -135,9 +104,4 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
         alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],
-        num_alarms=_MAX_ALARMS,
     )
-
-
-def traces(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:
-    return render("traces.html", job=job, traces=traces_of(timeline), now=now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -121,15 +122,18 @@ class JobPage:
         job, now = snapshot.job, time.time()
         self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
         self._progress.set_content(fragments.progress(job))
-        self._figures.set_content(fragments.figures(job))
+        self._figures.set_content(fragments.render("figures.html", job=job))
         self._placement.show(snapshot, now)
         self._groups.set_content(fragments.groups(job, snapshot.timeline))
-        self._timeline.set_content(fragments.timeline(job, snapshot.timeline))
+        timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
+        self._timeline.set_content(timeline)
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
         self._traces.show(snapshot, now)
-        self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
+        found = fragments.render("checkpoints.html", checkpoints=snapshot.checkpoints, now=now)
+        self._checkpoints.set_content(found)
         self._exports.show(snapshot)
-        self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
+        tried = fragments.render("attempts.html", job=job, attempts=snapshot.attempts, now=now)
+        self._attempts.set_content(tried)
         self._actions.show(snapshot)
         if snapshot.points is not None:
             best = next((each for each in snapshot.checkpoints if each.is_best), None)
@@ -260,10 +264,8 @@ class ListPage:
 
     def _show_pills(self) -> None:
         pills: list[tuple[JobStatus | None, str, int]] = [(None, "all", len(self._snapshot.jobs))]
-        pills += [
-            (status, status.lower(), n)
-            for status, n in views.count_statuses(self._snapshot.jobs).items()
-        ]
+        counts = Counter(job.status for job in self._snapshot.jobs)
+        pills += [(each, each.lower(), counts[each]) for each in JobStatus if counts[each]]
         state = (pills, self._filter.status)
         if state == self._shown_pills:
             return

@@ -25,8 +25,8 @@ from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.db.jobs import JobStore
 from service.domain.membership import failure_domain
-from service.domain.models import JobStatus
-from service.domain.timeline import latest_resize_request
+from service.domain.models import Job, JobStatus
+from service.domain.timeline import latest_resize_request, traces_of
 from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
 from service.jobs import actions
 from service.jobs.exports import delete_export, get_export, request_export
@@ -54,13 +54,14 @@ class PageTools:
     """What the panels of a job's page work with.
 
     `wake` lets the reconciler carry out a request at once; `submit` hands a requested export to
-    what makes it.
+    what makes it; `placed` gives a job with its position in the queue.
     """
 
     store: JobStore
     settings: Settings
     wake: Callable[[], None]
     submit: Callable[[ExportFolder], None]
+    placed: Callable[[Job], Job] = lambda job: job
 
 
 def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
@@ -210,7 +211,8 @@ class ExportPanel(Panel):
     async def refresh(self) -> None:
         """Read run storage in a thread and show the state of the exports."""
         found = await asyncio.to_thread(self._read)
-        self._list.set_content(fragments.exports(self._snapshot.job, found, time.time()))
+        job, now = self._snapshot.job, time.time()
+        self._list.set_content(fragments.render("exports.html", job=job, exports=found, now=now))
         self._doomed.set_options([each.id for each in found])
         self._delete_button.set_enabled(bool(found))
 
@@ -345,7 +347,7 @@ class PlacementPanel(Panel):
         self._snapshot = snapshot
         job = snapshot.job
         view = groups_view(job, snapshot.timeline, snapshot.checkpoints, now)
-        self._content.set_content(fragments.membership(view))
+        self._content.set_content(fragments.render("membership.html", view=view))
         self._box.set_visibility(view.has_content)
         self._buttons.set_visibility(job.status is JobStatus.RUNNING)
         self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
@@ -412,8 +414,9 @@ class TracePanel(Panel):
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
         """Show the traces of a snapshot; `now` is Unix time in seconds."""
-        self._list.set_content(fragments.traces(snapshot.job, snapshot.timeline, now))
-        self._button.set_enabled(snapshot.job.status is JobStatus.RUNNING)
+        job, found = snapshot.job, traces_of(snapshot.timeline)
+        self._list.set_content(fragments.render("traces.html", job=job, traces=found, now=now))
+        self._button.set_enabled(job.status is JobStatus.RUNNING)
 
     async def _record(self) -> None:
         if not self._steps.value or not self._ranks.value:

@@ -44,11 +44,18 @@ class ListSnapshot:
 class ListFeed:
     """The job list, read once for all of its readers: reading a hundred specs takes a while.
 
-    `clock` gives seconds. Safe to use from several threads.
+    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
+    threads.
     """
 
-    def __init__(self, store: JobStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        placed: Callable[[Job], Job] = lambda job: job,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._placed = placed
         self._clock = clock
         self._lock = threading.Lock()
         self._read: dict[frozenset[str] | None, tuple[float, ListSnapshot]] = {}
@@ -64,7 +71,9 @@ class ListFeed:
                 jobs, cursor = self._store.list_jobs(
                     JobFilter(projects=projects), limit=MAX_LISTED_JOBS
                 )
-                snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
+                snapshot = ListSnapshot(
+                    jobs=[*map(self._placed, jobs)], has_more=cursor is not None
+                )
                 self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
             return snapshot
 
@@ -99,6 +108,7 @@ def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:
     known = set(store.metric_names(job.id))
     return {
         name: store.metric_points(job.id, name, max_points=MAX_CHART_POINTS)
-        for name in charts.metric_names(charts.charts_of(job))
+        for chart in charts.charts_of(job)
+        for name in (line.metric for line in chart.lines)
         if name in known
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from service.api.views import progress_of, summary_of
@@ -27,11 +25,6 @@ _EVENT_TONES = {
 _LEVEL_TONES = {"warning": "warn", "error": "bad"}
 _GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUSED})
 NUM_HOST_COLOURS = 8
-
-
-def quality_metric(job: Job) -> str:
-    """Name of the metric that says how good the model is, without its part: `rmse`, `ne`, ..."""
-    return job.spec.model.watched_metric
 
 
 def layout_text(job: Job) -> str:
@@ -79,7 +72,7 @@ def _aside(job: Job) -> str:
 def job_row(job: Job, now: float) -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only)."""
     progress = progress_view(job)
-    quality = quality_metric(job)
+    quality = job.spec.model.watched_metric
     quality_value = job.latest_metrics.get(f"validation/{quality}")
     return {
         "id": job.id,
@@ -102,15 +95,9 @@ def job_row(job: Job, now: float) -> dict[str, object]:
     }
 
 
-def count_statuses(jobs: Iterable[Job]) -> dict[JobStatus, int]:
-    """How many jobs are in each status, in the order of a job's life; absent ones left out."""
-    counts = Counter(job.status for job in jobs)
-    return {status: counts[status] for status in JobStatus if counts[status]}
-
-
 def key_figures(job: Job) -> list[tuple[str, str, str]]:
     """(metric, label, hint) that tell whether a run is healthy, in reading order."""
-    quality = quality_metric(job)
+    quality = job.spec.model.watched_metric
     label = quality.upper()
     busiest = "busiest rank over the mean of all (1 is perfect)"
     return [

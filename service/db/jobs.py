@@ -18,12 +18,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, select, text, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    RowMapping,
+    Table,
+    delete,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from service import errors
@@ -188,11 +198,20 @@ class JobStore(Transactions):
 
     @repeated
     def update_job(
-        self, job: Job, *, attempt: Attempt | None = None, timeline: Sequence[TimelineEvent] = ()
+        self,
+        job: Job,
+        *,
+        attempt: Attempt | None = None,
+        timeline: Sequence[TimelineEvent] = (),
+        fence: Callable[[Connection], None] = lambda connection: None,
     ) -> Job:
-        """Write a decision if nobody wrote since `job` was read; raises `StaleVersion`."""
+        """Write a decision if nobody wrote since `job` was read; raises `StaleVersion`.
+
+        `fence` is called in the transaction first, which ends without effect if it raises.
+        """
         written = replace(job, version=job.version + 1)
         with self.write() as connection:
+            fence(connection)
             queries.write_job(connection, written, expected_version=job.version)
             if attempt is not None:
                 queries.write_attempt(connection, attempt)
@@ -210,6 +229,17 @@ class JobStore(Transactions):
         """Attempts of a job in order."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.index)
         return [rows.attempt_of(row) for row in self.rows(query)]
+
+    def attempts_to_collect(self, now: float) -> list[tuple[str, int]]:
+        """Job and index of each attempt whose late records are due by `now` (Unix seconds)."""
+        query = select(attempts.c.job_id, attempts.c.index).where(attempts.c.collect_at <= now)
+        return [(row["job_id"], row["index"]) for row in self.rows(query)]
+
+    @repeated
+    def set_collection(self, attempt_id: str, collect_at: float | None) -> None:
+        """When late records of an attempt are to be collected (Unix seconds); None: they were."""
+        chosen = update(attempts).where(attempts.c.id == attempt_id)
+        self.execute(chosen.values(collect_at=collect_at))
 
     @repeated
     def append_events(

@@ -216,7 +216,7 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
             return 0
         from_newest = select(points.step).where(own).order_by(points.step.desc())
         newest = connection.execute(from_newest.offset(max_points // 2).limit(1)).scalar_one()
-    num_deleted, last = 0, None
+    num_deleted, last = 0, -1
     while True:
         with transactions.write() as connection:
             found = _points_between(connection, name_id, last, newest)
@@ -230,14 +230,12 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
 
 
 def _points_between(
-    connection: Connection, name_id: int, after: int | None, to_step: int
+    connection: Connection, name_id: int, after: int, to_step: int
 ) -> list[tuple[int, bool]]:
     points = metric_points.c
     query = select(points.step, points.value.is_(None)).where(
-        points.name_id == name_id, points.step <= to_step
+        points.name_id == name_id, points.step > after, points.step <= to_step
     )
-    if after is not None:
-        query = query.where(points.step > after)
     found = connection.execute(query.order_by(points.step).limit(_BATCH))
     return [(step, bool(is_nan)) for step, is_nan in found]
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from pydantic import ValidationError
-from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
 from service.db.engine import knows_revision, migrate, newest_revision, open_engine, stored_revision
@@ -34,8 +33,17 @@ def bring_up(database_url: str) -> str | None:
 def read_revision(database_url: str) -> str | None:
     """The revision, without changing the database; raises `StoreUnavailable`."""
     engine = open_engine(database_url)
+    # To connect to a SQLite file that is not there would make it.
+    if engine.dialect.name == "sqlite" and not Path(engine.url.database or "").exists():
+        return None
     try:
-        found = _stored(engine)
+        with engine.connect() as connection:
+            found = stored_revision(connection)
+    except DBAPIError as error:
+        raise StoreUnavailable(
+            f"cannot open the database {engine.url.render_as_string()} ({error.orig}); "
+            "check SHARDLOOM_DATABASE_URL, and that the server is up"
+        ) from error
     finally:
         engine.dispose()
     if found is not None and not knows_revision(found):
@@ -44,20 +52,6 @@ def read_revision(database_url: str) -> str | None:
             "version does not know: a newer version of the service migrated it; run that version"
         )
     return found
-
-
-def _stored(engine: Engine) -> str | None:
-    # To connect to a SQLite file that is not there would make it.
-    if engine.dialect.name == "sqlite" and not Path(engine.url.database or "").exists():
-        return None
-    try:
-        with engine.connect() as connection:
-            return stored_revision(connection)
-    except DBAPIError as error:
-        raise StoreUnavailable(
-            f"cannot open the database {engine.url.render_as_string()} ({error.orig}); "
-            "check SHARDLOOM_DATABASE_URL, and that the server is up"
-        ) from error
 
 
 def main(*, check: bool = False) -> int:

@@ -1,21 +1,22 @@
 """Quotas of projects, and locks between replicas of the service.
 
-A lock is a row with an owner and an expiry, taken in one statement: at most one replica holds it,
-as long as clocks agree to within its length. All of this raises `StoreUnavailable`.
+A lock is a row with an owner and an expiry, taken in one statement: at most one replica holds it.
+What must not be done by two is written in a transaction that renews it (`Lock.keep`), whatever the
+clocks say. All of this raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from sqlalchemy import delete, or_, select
+from sqlalchemy import Connection, delete, or_, select, update
 
 from service.db.engine import Transactions, insert_for, upsert
 from service.db.tables import locks, projects
 from service.domain.models import Project
-from service.errors import ProjectNotFound
+from service.errors import LockLost, ProjectNotFound
 
 
 class ProjectStore(Transactions):
@@ -37,11 +38,30 @@ class ProjectStore(Transactions):
             raise ProjectNotFound(name)
 
 
+@dataclass(frozen=True)
+class Lock:
+    """A lock that `owner` held at least until it was taken or kept last."""
+
+    name: str
+    owner: str
+    length_s: float
+
+    def keep(self, connection: Connection, now: float) -> None:
+        """Renew it within a transaction, which then counts only if nobody else has it meanwhile.
+
+        Raises `LockLost` where somebody has. `now` is Unix seconds.
+        """
+        own = (locks.c.name == self.name, locks.c.owner == self.owner)
+        kept = update(locks).where(*own).values(until=now + self.length_s)
+        if connection.execute(kept).rowcount != 1:
+            raise LockLost(self.name, self.owner)
+
+
 @contextmanager
 def hold_lock(
     transactions: Transactions, name: str, owner: str, now: float, length_s: float
-) -> Iterator[bool]:
-    """Hold a lock for `owner` over the block; False where somebody else does.
+) -> Iterator[Lock | None]:
+    """Hold a lock for `owner` over the block; None where somebody else does.
 
     It is given back at the end, and runs out by itself at `now` (Unix seconds) + `length_s`.
     """
@@ -56,7 +76,7 @@ def hold_lock(
         # PostgreSQL does not tell the number of rows of an insert, so the row is returned.
         is_held = connection.execute(statement.returning(locks.c.name)).first() is not None
     try:
-        yield is_held
+        yield Lock(name, owner, length_s) if is_held else None
     finally:
         if is_held:
             own = (locks.c.name == name, locks.c.owner == owner)

@@ -158,6 +158,7 @@ attempts = Table(
     Column("reported_message", PlainText),
     Column("reported_at", Float),
     Column("reported_evidence", JsonText),
+    Column("collect_at", Float, index=True),
     Column("token_hash", String(64)),  # of earlier versions
     # Hash of what the process made up that was given the job's secrets.
     Column("secrets_claim", String(64)),

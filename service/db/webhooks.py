@@ -25,7 +25,6 @@ from service.domain.webhooks import (
     Outcome,
     Webhook,
     body_of,
-    wants,
 )
 from service.errors import DeliveryNotFound, WebhookNotFound
 
@@ -61,7 +60,7 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         }
         for event in stored
         for hook in subscribed
-        if hook.job_id == event.job_id and wants(hook.kinds, event.kind)
+        if hook.job_id == event.job_id and (not hook.kinds or event.kind in hook.kinds)
     ]
     if deliveries:
         connection.execute(insert(webhook_deliveries), deliveries)

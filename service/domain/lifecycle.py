@@ -41,6 +41,8 @@ from service.domain.timeline import end_details, timeline_event
 NOT_FOUND_GRACE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
+# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
+LATE_RECORDS_S = 30.0
 # With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
 # After these the driver restarts workers itself, and reports each loss, the last one included.
@@ -107,7 +109,7 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
         status=JobStatus.STARTING,
         retry_at=None,
         current_attempt_id=attempt.id,
-        queue_note=note.document,
+        queue_note=replace(note, since=now).document,
         message="",
     )
     waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
@@ -125,11 +127,6 @@ def submission_accepted(
     sent = timeline_event(job, attempt, now, "attempt_submitted", message)
     accepted = replace(attempt, submitted_at=now)
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
-
-
-def remaining_failures(job: Job) -> int:
-    """How many failures the budget of a job still allows."""
-    return max(0, job.spec.retry.max_failures - job.num_failures)
 
 
 def is_stopping(job: Job) -> bool:
@@ -215,7 +212,8 @@ def end_attempt(
     job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
 ) -> Decision:
     """What follows an end of an attempt: the end of the job, a pause, or a retry."""
-    ended = replace(attempt, ended_at=now, end_reason=reason, message=message)
+    late_at = now + LATE_RECORDS_S
+    ended = replace(attempt, ended_at=now, end_reason=reason, message=message, collect_at=late_at)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
     match RULES[reason].budget:
@@ -248,7 +246,8 @@ def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     assert ended.end_reason is not None
     by, reason = QueueState.of(job).preempted_by, ended.end_reason.value
     cause = f"attempt {ended.index} ended ({reason}: {ended.message})"
-    rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=None)
+    note = QueueState(since=now).document
+    rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=note)
     if by is None:
         message = f"paused: {cause}"
         told = timeline_event(job, ended, now, "job_paused", message, {"reason": reason})
@@ -276,9 +275,9 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
     facts = {"reason": ended.end_reason.value, "delay_s": delay_s, "is_counted": not is_free}
     data = {**end_details(job, ended), **facts}
     told = timeline_event(job, ended, now, "retry_scheduled", message, data)
-    queued = replace(
-        job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
-    )
+    retry_at = now + delay_s
+    note = QueueState(since=retry_at).document
+    queued = replace(job, status=JobStatus.QUEUED, retry_at=retry_at, message="", queue_note=note)
     return Decision(queued, ended, timeline=(told,))
 
 
@@ -410,7 +409,8 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
         return Decision(job, None)
     asked = _requested("resume", job, now, actor)
     if job.status is JobStatus.PAUSED:
-        waiting = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
+        queued = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
+        waiting = replace(queued, queue_note=QueueState(since=now).document)
         return Decision(waiting, None, timeline=(asked,))
     # A driver that has seen the request ends all the same, and another attempt follows at once.
     note = replace(QueueState.of(job), stop_at=None)

@@ -217,8 +217,9 @@ class Membership:
 class QueueState:
     """The scheduler's state of a job, stored in `Job.queue_note`.
 
-    While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
-    counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
+    `since` is when it was last queued again, or started (Unix seconds). While it waits: its
+    `position` (from 1) and `reason`, which are not stored. Once it started: the `workers` that it
+    was counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
     `stop_at`, when it is stopped whether it saved or not, `stop_sent` once it was, and the job that
     preempts it, if any (`preempted_by`, as `named_for` says).
     """
@@ -230,6 +231,7 @@ class QueueState:
     stop_at: float | None = None
     stop_sent: bool | None = None
     preempted_by: str | None = None
+    since: float | None = None
 
     @classmethod
     def of(cls, job: Job) -> QueueState:
@@ -257,7 +259,8 @@ class Attempt:
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
     `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
-    `end_reason` is None while it lives. Times are Unix seconds.
+    `end_reason` is None while it lives, and `collect_at` is when records are due that its workers
+    wrote after its end. Times are Unix seconds.
     """
 
     id: str
@@ -272,6 +275,7 @@ class Attempt:
     message: str = ""
     num_worker_failures: int = 0
     reported_end: ReportedEnd | None = None
+    collect_at: float | None = None
 
     @property
     def evidence(self) -> Mapping[str, str]:
@@ -344,6 +348,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class RemainingPath:
+    """What a deletion left: folder or URL, and why."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
 class MetricPoint:
     """One downsampled bucket: `value` is the mean, `step` and `time` those of its last point."""
 
@@ -399,6 +411,16 @@ def _elapsed_ms(now: float) -> int:
 def _spelled(number: int) -> str:
     digits = [_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_NUM_CHARS))]
     return "job-" + "".join(digits)
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a live host of the cluster has in all, whoever uses it now."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -134,11 +133,6 @@ def retry_delay_s(num_tries: int, chance: float) -> float:
     """Seconds to the next try after `num_tries`, growing fourfold up to six hours."""
     longest = min(MAX_DELAY_S, FIRST_DELAY_S * _GROWTH ** min(num_tries - 1, 20))
     return longest * (_FIXED_SHARE + (1 - _FIXED_SHARE) * chance)
-
-
-def wants(kinds: Sequence[str], kind: str) -> bool:
-    """Whether a webhook subscribed to `kinds` receives events of a kind."""
-    return not kinds or kind in kinds
 
 
 def body_of(event: TimelineEvent, project: str) -> str:

@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -29,7 +28,7 @@ from service.domain.lifecycle import (
     request_resume,
 )
 from service.domain.membership import copies_needed, current_membership, sizes_of_job
-from service.domain.models import Checkpoint, Job, JobStatus, TimelineEvent
+from service.domain.models import Checkpoint, Job, JobStatus, RemainingPath, TimelineEvent
 from service.domain.sharding import STARTED, newest_workers
 from service.domain.timeline import (
     DRAIN,
@@ -60,14 +59,6 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
 _Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
-
-
-@dataclass(frozen=True)
-class RemainingPath:
-    """What a deletion left: folder or URL, and why."""
-
-    path: str
-    why: str
 
 
 def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[RemainingPath]:

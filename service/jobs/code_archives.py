@@ -64,9 +64,11 @@ def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set
     `read_named` gives the ids that living jobs may still need; their uploads stay. How many were
     removed; raises OSError.
     """
+    if not settings.code_retention_days:
+        return 0
     before = now - settings.code_retention_days * _DAY_S
     old = [path for path in _uploads(settings) if path.stat().st_mtime < before]
-    if not old or not settings.code_retention_days:
+    if not old:
         return 0
     named = read_named()
     # Looked at again: one of them may have been named since.

@@ -89,10 +89,6 @@ class ExportRunner:
 
     def start(self) -> None:
         """Begin, with what an earlier life of the service left undone."""
-        remove_all_deleted(self._settings)
-        for folder in unfinished(self._settings):
-            logger.info("export %s of %s is not done; going on", folder.id, folder.run_dir.name)
-            self.submit(folder)
         self._thread.start()
 
     def submit(self, folder: ExportFolder) -> None:
@@ -111,6 +107,13 @@ class ExportRunner:
             self._thread.join(_STOP_WAIT_S + 2 * _POLL_S)
 
     def _work(self) -> None:
+        try:
+            remove_all_deleted(self._settings)
+            for left in unfinished(self._settings):
+                logger.info("export %s of %s is not done; going on", left.id, left.run_dir.name)
+                self.submit(left)
+        except OSError as error:
+            logger.warning("unfinished exports wait for the next start: %s", error)
         while (folder := self._queue.get()) is not None and not self._closing.is_set():
             self._make_or_retry(folder)
             with self._lock:

@@ -74,16 +74,13 @@ def is_source(name: str) -> bool:
     return _SOURCE_PATTERN.fullmatch(name) is not None
 
 
-def rank_of(source: str) -> int | None:
-    """The rank that wrote a log (in its group, where groups are failure domains)."""
-    match = _SOURCE_PATTERN.fullmatch(source)
-    return int(match["rank"]) if match and match["rank"] else None
+def _number_in(source: str, part: str) -> int | None:
+    """The `rank` that wrote a log, or its sharding `group` where groups are failure domains.
 
-
-def group_of(source: str) -> int | None:
-    """The sharding group that wrote a log, where groups are failure domains."""
+    Ranks then count within their group.
+    """
     match = _SOURCE_PATTERN.fullmatch(source)
-    return int(match["group"]) if match and match["group"] else None
+    return int(match[part]) if match and match[part] else None
 
 
 def head_of(text: str) -> Head | None:
@@ -136,7 +133,7 @@ class LogFilter:
     until: float | None = None
 
     def takes_source(self, source: str) -> bool:
-        return not self.ranks or rank_of(source) in self.ranks
+        return not self.ranks or _number_in(source, "rank") in self.ranks
 
     def takes(self, head: Head, text: str) -> bool:
         """Whether a line is wanted. A line without a level is as `info`."""
@@ -344,11 +341,11 @@ class LogPiece:
 
     @property
     def rank(self) -> int | None:
-        return rank_of(self.source)
+        return _number_in(self.source, "rank")
 
     @property
     def group(self) -> int | None:
-        return group_of(self.source)
+        return _number_in(self.source, "group")
 
 
 def list_sources(files: AttemptDir) -> list[str]:
@@ -359,7 +356,7 @@ def list_sources(files: AttemptDir) -> list[str]:
 
 
 def _source_order(source: str) -> tuple[bool, bool, int, int]:
-    rank, group = rank_of(source), group_of(source)
+    rank, group = _number_in(source, "rank"), _number_in(source, "group")
     return rank is not None, source == "coordinator", group or 0, rank or 0
 
 

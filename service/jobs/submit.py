@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -17,6 +18,7 @@ from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
+from service.storage import in_time
 from trainer.errors import ManifestError
 from trainer.protocol.untrusted import read_untrusted
 from trainer.spec.base import FieldProblem, SpecError
@@ -50,6 +52,15 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
     problem = _place_problem(path, "data.path", "prepare one with `shardloom data prepare`")
     if problem or "://" in path:
         return problem
+    try:
+        return in_time(Path(path), partial(_prepared_problem, spec))
+    except OSError as error:
+        message = f"{path[:_MAX_SHOWN_CHARS]} cannot be read ({error.strerror})"
+        return FieldProblem("data.path", "unreadable_path", message)
+
+
+def _prepared_problem(spec: JobSpec) -> FieldProblem | None:
+    path = spec.data.path
     manifest = Path(path) / _MANIFEST_NAME
     has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
     # A folder of Parquet files that `shardloom data prepare` did not make has no manifest.
@@ -59,12 +70,12 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
 
 
 def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    """What is wrong with a folder or URL, as far as one can tell from here."""
-    return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
+    """What is wrong with a folder or URL, as far as one can tell from here.
 
-
-def _url_problem(path: str, field: str) -> FieldProblem | None:
-    """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
+    What is behind a URL is seen when the job starts, with the credentials of the cluster.
+    """
+    if "://" not in path:
+        return _folder_problem(path, field, mend)
     if path.split("://")[0] in _URL_SCHEMES:
         return None
     message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
@@ -88,7 +99,7 @@ def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
         message = f"'{path}' is relative, but service and cluster have other working folders"
         return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
     try:
-        is_folder = folder.is_dir()
+        is_folder = in_time(folder, folder.is_dir)
     except OSError as error:
         shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
@@ -127,7 +138,8 @@ class _Vocabularies(BaseModel):
 def with_table_sizes(spec: JobSpec) -> JobSpec:
     """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
     try:
-        manifest = _read_manifest(Path(spec.data.path) / _MANIFEST_NAME)
+        path = Path(spec.data.path) / _MANIFEST_NAME
+        manifest = in_time(path.parent, partial(_read_manifest, path))
         return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
     except (OSError, ValidationError, ManifestError):
         return spec

@@ -117,7 +117,7 @@ class JoinedMachine:
                 "one; `shardloom down` ends it"
             )
         if mismatches := check_versions():
-            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+            raise StackError("\n".join(mismatches))
 
     def _start(
         self, node: MachineNode, facts: HeadFacts, head_url: str, token: str

@@ -284,7 +284,7 @@ class LocalStack:
                 "give its --url"
             )
         if starts_ray and (mismatches := check_versions()):
-            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+            raise StackError("\n".join(mismatches))
         patience_s = _PORT_PATIENCE_S if before is not None else 0.0
         check_port_free(port, self._own_address, patience_s)
         if starts_ray and self._head is not None:

@@ -1,4 +1,4 @@
-"""Retention: deletes old metric points, code uploads and exports, at most once a minute."""
+"""Retention: deletes old metric points once a minute, code uploads and exports once an hour."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 60.0
+# Files are looked at in all run folders.
+_FILES_INTERVAL_S = 3600.0
 
 
 class Housekeeper:
@@ -29,6 +31,7 @@ class Housekeeper:
         self._settings = settings
         self._clock = clock
         self._next_at = clock() + _INTERVAL_S
+        self._files_at = clock()
 
     def take_due(self) -> bool:
         """Whether it is time to `run`; not again until a minute after that run."""
@@ -41,23 +44,26 @@ class Housekeeper:
         """Delete what is due; what fails is left for the next time."""
         store, settings, now = self._store, self._settings, self._clock()
         days, max_points = settings.metric_retention_days, settings.metric_max_points_per_series
-        prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
         try:
-            for what, remove in (
-                ("metric points", prune_due),
-                ("uploads of code", lambda: remove_old_code(settings, now, self._named_code)),
-                ("exports", lambda: remove_old_exports(settings, now)),
-            ):
-                try:
-                    num_removed = remove()
-                except (StoreUnavailable, OSError) as error:
-                    logger.warning("cannot remove old %s, trying again: %s", what, error)
-                    continue
-                if num_removed:
-                    logger.info("removed %d %s past their retention", num_removed, what)
-            remove_all_deleted(settings)
+            prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
+            self._remove("metric points", prune_due)
+            if now >= self._files_at:
+                self._files_at = now + _FILES_INTERVAL_S
+                old_code = partial(remove_old_code, settings, now, self._named_code)
+                self._remove("uploads of code", old_code)
+                self._remove("exports", partial(remove_old_exports, settings, now))
+                remove_all_deleted(settings)
         finally:
             self._next_at = self._clock() + _INTERVAL_S
+
+    def _remove(self, what: str, remove: Callable[[], int]) -> None:
+        try:
+            num_removed = remove()
+        except (StoreUnavailable, OSError) as error:
+            logger.warning("cannot remove old %s, trying again: %s", what, error)
+            return
+        if num_removed:
+            logger.info("removed %d %s past their retention", num_removed, what)
 
     def _named_code(self) -> set[str]:
         codes = (job.spec.model.code for job in self._store.list_live_jobs())

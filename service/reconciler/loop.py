@@ -5,10 +5,12 @@ a crash at any point is repaired by the next pass. An action is stored before it
 attempt's row before its submission, which has the same id), so repeating it is harmless. A write
 that lost a race (`StaleVersion`) is dropped; the next pass decides anew.
 
-Live jobs are reconciled in a thread pool, never one twice at the same time, so that a slow backend
-delays that job alone. The threads take turns in computing (`_ComputeSlot`), as under the GIL eight
-that compute would delay a request eight times as long as one. No backend call happens inside a
-transaction.
+The loop itself waits for the database only. One thread schedules the queue, another asks the
+backend for all attempts at once, and live jobs are reconciled in a thread pool, never one twice at
+the same time, so that a slow backend delays that job alone; those that a user wants cancelled or
+paused have threads of their own. The threads take turns in computing (`_ComputeSlot`), as under the
+GIL eight that compute would delay a request eight times as long as one. No backend call happens
+inside a transaction, and calls to run storage have a deadline (`service.storage`).
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from service.backends.base import Backend
 from service.db.engine import write_in_background
@@ -58,6 +62,8 @@ from service.reconciler.outbox import OutboxCollector
 from service.reconciler.submission import plan_attempt, submission_of, write_spec
 from service.scheduler.runner import SchedulerRunner
 from service.settings import Settings
+from service.storage import in_time
+from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
 _SLOT_TIMEOUT_S = 0.05
@@ -98,10 +104,17 @@ class _ComputeSlot:
 
 _ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
+_NOTHING_SEEN: Mapping[str, Observation] = MappingProxyType({})
 _LOG_TAIL_CHARS = 2000
 _MIN_INTERVAL_S = 0.25
 # In each pass, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
+# From so many attempts on the backend is asked for all at once: Ray's answer holds every job that
+# it ever ran.
+_OBSERVE_ALL_FROM = 16
+_NUM_URGENT_THREADS = 4
+# A pass takes far less where the database and the cluster answer.
+_SCHEDULING_S = 0.2
 
 
 class Reconciler:
@@ -129,18 +142,21 @@ class Reconciler:
             backend,
             settings,
             clock,
-            before_start=self._collect_last,
             note_answer=telemetry.backend_asked,
         )
         self._is_reachable = True
         self._slot = _ComputeSlot()
-        # Only the loop adds to it, and threads of the pool take their own job out.
-        self._busy: set[str] = set()
+        # What is being done or waits for a thread; None while the backend is asked of a job.
+        self._busy: dict[str, Future[None] | None] = {}
         self._woken = threading.Event()
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(
-            settings.reconcile_threads, "reconcile", initializer=write_in_background
-        )
+        executor = partial(ThreadPoolExecutor, initializer=write_in_background)
+        self._pool = executor(settings.reconcile_threads, "reconcile")
+        self._urgent = executor(_NUM_URGENT_THREADS, "reconcile-urgent")
+        self._observer = executor(1, "observe")
+        self._scheduler = executor(1, "schedule")
+        self._scheduled: Future[int] | None = None
+        self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
     # ---- the loop
@@ -167,7 +183,9 @@ class Reconciler:
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        for executor in (self._scheduler, self._observer, self._urgent, self._pool):
+            executor.shutdown(cancel_futures=True)
+        self._queue.close()
         try:
             self._store.release_leases(self._settings.replica_id)
         except StoreUnavailable as error:
@@ -180,17 +198,19 @@ class Reconciler:
             self._woken.clear()
             try:
                 self._dispatch()
+                self.dispatched_at = self._clock()
             except Exception as error:  # nothing may end the loop
                 _log_error("cannot reconcile the jobs", error)
             # A hundred submissions in a second cause a few passes, not a hundred.
             self._closing.wait(_MIN_INTERVAL_S)
             self._woken.wait(self._settings.reconcile_interval_s)
 
+    def placed(self, job: Job) -> Job:
+        """A job with its position in the queue, if it is queued."""
+        return self._queue.placed(job)
+
     def _dispatch(self) -> None:
-        try:
-            self._queue.admit()
-        except Exception as error:  # running jobs must be reconciled all the same
-            _log_error("cannot schedule the queue", error)
+        self._schedule()
         jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
         leased = set(
@@ -201,44 +221,93 @@ class Reconciler:
                 limit=_MAX_NEW_LEASES,
             )
         )
-        for job in jobs:
-            if job.id in leased and job.id not in self._busy and not _rests(job):
-                self._busy.add(job.id)
-                future = self._pool.submit(self._telemetry.timed_wait(self.reconcile), job.id)
-                future.add_done_callback(partial(self._release, job.id))
-        for job_id, index in self._outboxes.take_due():
-            late = self._pool.submit(self._outboxes.collect, job_id, index)
-            late.add_done_callback(partial(_log_failure, f"job {job_id}: reconciling failed"))
+        self._begin([job for job in jobs if job.id in leased and not _rests(job)])
+        for job_id, index in self._store.attempts_to_collect(self._clock()):
+            name = f"{job_id}, late records of attempt {index}"
+            if name not in self._busy:
+                late = self._pool.submit(self._outboxes.collect_late, job_id, index)
+                self._busy[name] = late
+                late.add_done_callback(partial(self._release, name))
         if self._housekeeper.take_due():
             done = self._pool.submit(self._housekeeper.run)
             done.add_done_callback(partial(_log_failure, "housekeeping failed"))
 
+    def _schedule(self) -> None:
+        """Let the queue be scheduled; what starts at once is reconciled in the same pass."""
+        if self._scheduled is None or self._scheduled.done():
+            self._scheduled = self._scheduler.submit(self._queue.admit)
+            self._scheduled.add_done_callback(self._note_scheduled)
+        wait([self._scheduled], timeout=_SCHEDULING_S)
+
+    def _note_scheduled(self, future: Future[int]) -> None:
+        _log_failure("cannot schedule the queue", future)
+        if not future.cancelled() and future.exception() is None and future.result():
+            self.wake()
+
+    def _begin(self, due: Sequence[Job]) -> None:
+        """Let jobs be reconciled that are not already; those with a request of a user first."""
+        observed = []
+        for job in due:
+            is_requested = job.cancel_requested or job.pause_requested
+            waiting = self._busy.get(job.id)
+            if is_requested and waiting is not None:
+                waiting.cancel()  # Succeeds where it has not begun, and is made anew below.
+            if job.id in self._busy:
+                continue
+            if is_requested or job.current_attempt_id is None:
+                self._submit_job(
+                    self._urgent if is_requested else self._pool, job.id, _NOTHING_SEEN
+                )
+            else:
+                observed.append(job)
+        if len(observed) < _OBSERVE_ALL_FROM:
+            for job in observed:
+                self._submit_job(self._pool, job.id, _NOTHING_SEEN)
+            return
+        self._busy |= dict.fromkeys(job.id for job in observed)
+        self._observer.submit(self._observe_all, observed)
+
+    def _observe_all(self, jobs: Sequence[Job]) -> None:
+        seen = _NOTHING_SEEN
+        try:
+            ids = [job.current_attempt_id for job in jobs if job.current_attempt_id is not None]
+            seen = self._backend.observe_all(ids)
+        except Exception as error:  # each is observed by itself
+            _log_error("cannot observe all attempts", error)
+        for job in jobs:
+            self._submit_job(self._pool, job.id, seen)
+
+    def _submit_job(
+        self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]
+    ) -> None:
+        future = pool.submit(self._telemetry.timed_wait(self.reconcile), job_id, seen)
+        self._busy[job_id] = future
+        future.add_done_callback(partial(self._release, job_id))
+
     def _release(self, job_id: str, future: Future[None]) -> None:
-        self._busy.discard(job_id)
+        self._busy.pop(job_id, None)
         _log_failure(f"job {job_id}: reconciling failed", future)
 
     # ---- one job
 
-    def run_once(self) -> None:
-        """Schedule, reconcile every live job once in this thread, and return."""
-        self._queue.admit()
-        for job in self._store.list_live_jobs():
-            if not _rests(job):
-                self.reconcile(job.id)
-        for job_id, index in self._outboxes.take_due():
-            self._outboxes.collect(job_id, index)
+    def reconcile(self, job_id: str, seen: Mapping[str, Observation] = _NOTHING_SEEN) -> None:
+        """Take a job as far as it goes now; a lost race is left to the next pass.
 
-    def reconcile(self, job_id: str) -> None:
-        """Take a job as far as it goes now; a lost race is left to the next pass."""
+        `seen` is what was observed of many attempts a moment ago.
+        """
         with about(job_id=job_id), self._telemetry.reconcile_s.time(), self._slot.taken():
             try:
-                self._reconcile(job_id)
+                self._reconcile(job_id, seen)
             except StaleVersion as error:
                 logger.debug("job %s: %s", job_id, error)
 
-    def _reconcile(self, job_id: str) -> None:
+    def _reconcile(self, job_id: str, seen: Mapping[str, Observation]) -> None:
         job, attempt = self._load(job_id)
-        observation = self._observe(attempt)
+        if attempt is not None and attempt.index and attempt.last_submit_at is None:
+            # Workers that outlived the attempt before may have saved since its end was observed.
+            self._outboxes.collect(job.id, attempt.index - 1)
+            job, attempt = self._load(job_id)
+        observation = self._observe(attempt, seen)
         if attempt is not None and observation.state not in _ALIVE:
             self._outboxes.collect(job.id, attempt.index)
             observed = attempt
@@ -249,14 +318,7 @@ class Reconciler:
         decision = decide(job, attempt, observation, self._clock())
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
-            if decision.attempt.end_reason is not None and decision.attempt != attempt:
-                self._outboxes.collect_later(job.id, decision.attempt.index)
             self._act(decision.action, stored, decision.attempt)
-
-    def _collect_last(self, job: Job) -> None:
-        """Collect what workers that outlived their driver wrote after its end was observed."""
-        if job.current_attempt_id is not None:
-            self._outboxes.collect(job.id, job.num_attempts - 1)
 
     def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
         # Job first: its version then covers the attempt as well (see `service.db.jobs`).
@@ -265,11 +327,16 @@ class Reconciler:
             return job, None
         return job, self._store.get_attempt(job.current_attempt_id)
 
-    def _observe(self, attempt: Attempt | None) -> Observation:
+    def _observe(self, attempt: Attempt | None, seen: Mapping[str, Observation]) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
-        with self._slot.aside():
-            observation = self._backend.observe(attempt.id)
+        known = seen.get(attempt.id)
+        if known is not None and known.state in _ALIVE:
+            observation = known
+        else:
+            # An end is looked at closely: what was seen may be from before the submission.
+            with self._slot.aside():
+                observation = self._backend.observe(attempt.id)
         self._note_reachability(observation)
         if observation.state is ObservedState.FAILED and attempt.reported_end is None:
             with self._slot.aside():
@@ -299,7 +366,7 @@ class Reconciler:
         self._telemetry.attempt_stored(attempt, decision.attempt)
         if stored.status.is_terminal and not job.status.is_terminal:
             self._telemetry.job_ended(stored)
-            update_job_file(stored, self._settings)
+            self._on_storage(partial(update_job_file, stored, self._settings))
         return stored
 
     # ---- actions
@@ -313,10 +380,10 @@ class Reconciler:
             job = self._apply(job, attempt, Decision(job, tried))
             self._apply(job, tried, self._submit(job, tried))
         elif action is Action.PAUSE:
-            ask_to_pause(self._settings, attempt)
+            self._on_storage(partial(ask_to_pause, self._settings, attempt))
             if not self._store.get_job(job.id).pause_requested:
                 # Withdrawn meanwhile, before there was a file to remove.
-                withdraw_pause(self._settings, job.id, attempt.id)
+                self._on_storage(partial(withdraw_pause, self._settings, job.id, attempt.id))
         elif action is Action.STOP:
             try:
                 with self._slot.aside():
@@ -327,10 +394,7 @@ class Reconciler:
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
             following = plan_attempt(self._store, job, attempt, self._clock())
-            write_job(job, self._settings)
-            write_spec(following.spec, attempt, self._settings)
-            note_rewind(job, attempt, self._settings)
-            copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
+            self._on_storage(partial(self._prepare, job, attempt, following.spec))
             submission = submission_of(job, attempt, following, self._settings)
             with self._tracing.submitting(job, attempt), self._slot.aside():
                 self._backend.submit(submission)
@@ -349,12 +413,23 @@ class Reconciler:
             return submission_accepted(job, attempt, self._clock(), following.notes)
         return end_attempt(job, attempt, reason, message, self._clock())
 
+    def _prepare(self, job: Job, attempt: Attempt, spec: JobSpec) -> None:
+        """Write what an attempt finds on run storage."""
+        write_job(job, self._settings)
+        write_spec(spec, attempt, self._settings)
+        note_rewind(job, attempt, self._settings)
+        copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
+
+    def _on_storage(self, call: Callable[[], None]) -> None:
+        with self._slot.aside():
+            in_time(self._settings.runs_dir, call)
+
     def _log_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_asked(False)
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
 
 
-def _log_failure(what: str, future: Future[None]) -> None:
+def _log_failure(what: str, future: Future[Any]) -> None:
     _log_error(what, None if future.cancelled() else future.exception())
 
 

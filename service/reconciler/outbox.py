@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import IO
 
@@ -22,15 +22,15 @@ from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.submission import remove_token
 from service.settings import Settings
+from service.storage import in_time
 from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
 from trainer.protocol.run_dir import AttemptDir, stream_order
 from trainer.protocol.untrusted import NotRegular, list_untrusted, open_untrusted
 
 logger = logging.getLogger(__name__)
-# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
-LATE_RECORDS_S = 30.0
 # How long a job waits for records that storage does not return.
 PATIENCE_S = 60.0
+_RETRY_S = 10.0
 _BATCH_SIZE = 100
 _MAX_RECORD_BYTES = 1 << 20
 # About a million records.
@@ -50,9 +50,7 @@ class OutboxCollector:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._due_at: dict[tuple[str, int], float] = {}
         self._unreadable_since: dict[tuple[str, int], float] = {}
-        self._lock = threading.Lock()
 
     def collect(self, job_id: str, index: int) -> None:
         """Store the records of attempt `index` of a job; raises OSError if storage fails.
@@ -63,7 +61,8 @@ class OutboxCollector:
         files = run_dir_of(self.settings, job_id).attempt(attempt)
         positions = self.store.stream_positions(attempt)
         try:
-            for batch in unread_batches(files, positions, self.clock()):
+            batches = unread_batches(files, positions, self.clock())
+            while batch := in_time(self.settings.runs_dir, partial(next, batches, None)):
                 self._take(attempt, batch)
         except OSError as error:
             since = self._unreadable_since.setdefault((job_id, index), self.clock())
@@ -73,19 +72,13 @@ class OutboxCollector:
         else:
             self._unreadable_since.pop((job_id, index), None)
 
-    def collect_later(self, job_id: str, index: int) -> None:
-        """Collect again when the last worker of the ended attempt must have gone."""
-        remove_token(job_id, attempt_id(job_id, index), self.settings)
-        with self._lock:
-            self._due_at[job_id, index] = self.clock() + LATE_RECORDS_S
-
-    def take_due(self) -> list[tuple[str, int]]:
-        """Jobs and attempt indices that are due to be collected again, each once."""
-        with self._lock:
-            due = [key for key, due_at in self._due_at.items() if due_at <= self.clock()]
-            for key in due:
-                del self._due_at[key]
-        return due
+    def collect_late(self, job_id: str, index: int) -> None:
+        """Store what workers wrote that outlived their attempt; again later if that fails."""
+        attempt = attempt_id(job_id, index)
+        self.store.set_collection(attempt, self.clock() + _RETRY_S)
+        self.collect(job_id, index)
+        in_time(self.settings.runs_dir, partial(remove_token, job_id, attempt, self.settings))
+        self.store.set_collection(attempt, None)
 
     def _take(self, attempt: str, batch: EventBatch) -> None:
         """Store a batch; a note takes the place of a record that cannot be stored."""

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from service.auth.crypto import master_keys_of
-from service.backends.base import Submission, need_of
+from service.backends.base import Submission
 from service.db.jobs import JobStore
-from service.domain.lifecycle import remaining_failures
 from service.domain.models import Attempt, Job, QueueState
 from service.domain.retries import NextAttempt, next_attempt, with_parallelism
 from service.jobs.code_archives import give_code
@@ -44,6 +43,7 @@ def submission_of(
     code = following.spec.model.code
     code_path = run_dir_of(settings, job.id).code_path(code) if code else None
     avoided = (f"{host}={until:.0f}" for host, until in following.avoided_hosts)
+    failures_left = max(0, job.spec.retry.max_failures - job.num_failures)
     optional: dict[str, str] = {}
     if settings.driver_ca_file:
         optional["SHARDLOOM_CA_FILE"] = str(settings.driver_ca_file)
@@ -62,13 +62,14 @@ def submission_of(
     return Submission(
         attempt_id=attempt.id,
         job_id=job.id,
+        spec=following.spec,
         entrypoint=f"{shlex.quote(settings.trainer_python)} -m trainer.driver",
         env={
             "SHARDLOOM_JOB_ID": job.id,
             "SHARDLOOM_ATTEMPT_ID": attempt.id,
             "SHARDLOOM_RUN_DIR": str(run_dir_of(settings, job.id).root),
             "SHARDLOOM_SERVICE_URL": settings.service_url,
-            "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
+            "SHARDLOOM_MAX_WORKER_FAILURES": str(failures_left),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
             "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
             "SHARDLOOM_LOG_MAX_BYTES": str(settings.log_max_bytes),
@@ -80,7 +81,6 @@ def submission_of(
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
         code_uris=(code_path.as_uri(),) if code_path else (),
-        cluster=need_of(following.spec),
     )
 
 

@@ -22,10 +22,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.backends.base import HostFacts, has_own_cluster
+from service.backends.base import has_own_cluster
 from service.domain.lifecycle import is_stopping
 from service.domain.membership import copies_needed, current_membership, sizes_of_job, workers_held
-from service.domain.models import Job, JobStatus, Project, QueueState
+from service.domain.models import HostFacts, Job, JobStatus, Project, QueueState
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class _SchedulingPass:
         lower = [held for held in staying if held.job.priority < job.priority]
         preemptible = [held for held in lower if held.job.spec.preemptible]
         # The lowest priority first, and of these the latest start.
-        preemptible.sort(key=lambda held: -(held.job.started_at or held.job.waits_since))
+        preemptible.sort(key=lambda held: -_started_at(held.job))
         for each in sorted(preemptible, key=lambda held: held.job.priority):
             if self._fits(job, least, used):
                 break
@@ -395,7 +395,13 @@ class _SchedulingPass:
     def _may_pass(self, ahead: Job, job: Job) -> bool:
         """Whether a job may start before the one ahead of it (backfill)."""
         makes_way = job.spec.preemptible and job.priority < ahead.priority
-        return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
+        queued_at = QueueState.of(ahead).since or ahead.waits_since
+        return makes_way or self.now - queued_at < PASS_WINDOW_S
+
+
+def _started_at(job: Job) -> float:
+    """When the newest attempt of a job started."""
+    return QueueState.of(job).since or job.started_at or job.waits_since
 
 
 def _impossible(job: Job, least: int, total: int) -> str:

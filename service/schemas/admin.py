@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
+from service.domain.models import HostFacts
 from service.schemas.common import ApiModel, RequestModel
 
 
@@ -28,15 +29,6 @@ class ProjectOut(ApiModel):
     num_queued_jobs: int
 
 
-class HostOut(ApiModel):
-    """What a live host has in all, whoever uses it now."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
-
-
 class ClusterOut(ApiModel):
     """The cluster behind the service; `hosts` is empty where the backend does not tell them.
 
@@ -48,7 +40,7 @@ class ClusterOut(ApiModel):
     address: str
     message: str
     max_workers: int | None = None
-    hosts: list[HostOut] = []  # noqa: RUF012
+    hosts: list[HostFacts] = []  # noqa: RUF012
 
 
 # A role of the domain is named by its label.

@@ -15,6 +15,7 @@ from service.domain.models import (
     JobStatus,
     Member,
     Recovery,
+    RemainingPath,
 )
 from service.schemas.common import ApiModel, RequestModel, Value
 from trainer.spec.job import JobSpec
@@ -101,18 +102,11 @@ class CloneJob(RequestModel):
     )
 
 
-class RemainingPathOut(ApiModel):
-    """What a deletion left, and why."""
-
-    path: str = Field(examples=["s3://bucket/runs/job-0123456789ab"])
-    why: str
-
-
 class DeletedJob(ApiModel):
     """A job that is deleted; `left` has what of its checkpoints is not, with folder or URL."""
 
     id: str
-    left: list[RemainingPathOut] = Field(default_factory=list)
+    left: list[RemainingPath] = Field(default_factory=list)
 
 
 class RestartJob(RequestModel):

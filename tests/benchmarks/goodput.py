@@ -26,11 +26,7 @@ from tests.harness.chaos import Campaign
 from tests.harness.elastic import ElasticHarness
 from tests.harness.elastic_checks import check_copies
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES, LABEL, NUM_CATEGORICAL
-from trainer.datasets.criteo.synthetic import (
-    CriteoGeneratorOptions,
-    generate_criteo,
-    table_sizes,
-)
+from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo, table_sizes
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 

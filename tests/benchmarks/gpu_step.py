@@ -24,14 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
-from tests.benchmarks.report import (
-    BenchmarkReport,
-    BenchmarkSkipped,
-    Goal,
-    Values,
-    main,
-    run_pairs,
-)
+from tests.benchmarks.report import BenchmarkReport, BenchmarkSkipped, Goal, Values, main, run_pairs
 from tests.benchmarks.two_d_train import Schedule, TwoDTrainer, take, time_windows
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from trainer.layout.layout import WorkerSite

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,7 +64,7 @@ def _ids(draw: np.random.Generator, count: int) -> np.ndarray:
     return (draw.zipf(1.2, count) % TABLE_ROWS).astype(np.int64)
 
 
-def spec_over(folder: Path | str, **data: Any) -> JobSpec:
+def spec_over(folder: Path | str) -> JobSpec:
     """A DLRM on the rows in `folder`, on one worker."""
     document = {
         "name": "loader",
@@ -74,7 +73,6 @@ def spec_over(folder: Path | str, **data: Any) -> JobSpec:
             "split": {"train": ".", "validation": None},
             "batch_size": BATCH_SIZE,
             "label": {"column": LABEL},
-            **data,
         },
         "features": [
             *({"name": name, "type": "dense"} for name in DENSE),

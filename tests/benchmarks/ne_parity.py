@@ -1,13 +1,13 @@
 """Normalized entropy of 2D training against 1D after the same samples, by moment scale c.
 
-python -m tests.benchmarks.ne_parity --json FILE [--criteo TSV] [--seeds N] ...
+python -m tests.benchmarks.ne_parity --json FILE [--seeds N] ...
 
 2D training divides each gradient by L instead of T, so the second moments of row-wise AdaGrad grow
 up to M times faster; the paper's algorithm 1 divides them by c = M again. This measures how close
 that comes to 1D, and how far c = 1 is off. Rows are Criteo-shaped, from a teacher whose own NE is
-the best reachable one, or from a real Criteo file. The peer is 1D training by stock TorchRec; all
-variants of a seed get the same rows in the same order and the same starting weights. The noise
-floor is our engine in 1D under another sharding, which differs from the peer in rounding alone.
+the best reachable one. The peer is 1D training by stock TorchRec; all variants of a seed get the
+same rows in the same order and the same starting weights. The noise floor is our engine in 1D under
+another sharding, which differs from the peer in rounding alone.
 
 c = M is not 1D exactly. A row that one group alone looks up has M times the gradient g of 1D
 there, and its moment takes in M^2 g^2 before a sync averages that to M g^2. So it moves by
@@ -105,16 +105,14 @@ def document_of(
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; every number of `Settings` has an option of its name."""
     parser = parser_of(__doc__)
-    parser.add_argument("--criteo", metavar="TSV", help="train on this file, not the generator")
     parser.add_argument("--seeds", type=int, default=4, help="runs of each variant (default 4)")
     parser.add_argument("--shard-group-size", type=int, default=1, help="L in 2D (default 1)")
     for setting in fields(Settings):
-        if setting.name != "criteo":
-            option = "--" + setting.name.replace("_", "-")
-            kind = type(setting.default)
-            parser.add_argument(
-                option, type=kind, default=setting.default, help=f"default {setting.default}"
-            )
+        option = "--" + setting.name.replace("_", "-")
+        kind = type(setting.default)
+        parser.add_argument(
+            option, type=kind, default=setting.default, help=f"default {setting.default}"
+        )
     options = parser.parse_args(arguments)
     options.settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings)})
     if problem := _problem(options):

@@ -7,12 +7,10 @@ in the same order and starts from the same weights, bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -21,22 +19,12 @@ from torchrec.models.dlrm import DLRM_DCN
 from tests.benchmarks.workload import clicks_batch
 from tests.harness.small_model import local_shards
 from trainer.data.batches import Batch
-from trainer.datasets.criteo.encode import transform_counts
-from trainer.datasets.criteo.reader import (
-    NUM_CATEGORICAL,
-    NUM_DENSE,
-    RawClicks,
-    parse_lines,
-    read_blocks,
-)
+from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
 from trainer.datasets.criteo.synthetic import ClickRows, Teacher, table_sizes
-from trainer.errors import TooFewRowsError
-from trainer.storage import Location
 
 TABLES = [f"table_{column}" for column in range(NUM_CATEGORICAL)]
 FEATURES = [f"category_{column}" for column in range(NUM_CATEGORICAL)]
 _TRAIN, _HELD_OUT = 1, 2
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,6 @@ class Settings:
     sync_every: int = 1
     sync_overlap: int = 0
     teacher_seed: int = 0
-    criteo: str | None = None
 
     @property
     def batch_size(self) -> int:
@@ -111,52 +98,13 @@ class RankRows:
 
 
 def rows_of_rank(settings: Settings, seed: int, rank: int) -> RankRows:
-    """The rows of `rank` for `seed`; held-out rows are the same for all seeds.
-
-    Raises `DataError` where a file is asked for and not fit.
-    """
-    if settings.criteo:
-        return _rows_of_file(settings, Path(settings.criteo), seed, rank)
+    """The rows of `rank` for `seed`; held-out rows are the same for all seeds."""
     teacher = Teacher(settings.table_sizes, settings.zipf_exponent, settings.teacher_seed)
     num_held_out = settings.num_held_out_rows // settings.world_size
     return RankRows(
         teacher.draw(settings.batch_size * settings.num_steps, [_TRAIN, seed, rank]),
         teacher.draw(num_held_out, [_HELD_OUT, 0, rank]),
     )
-
-
-def read_criteo(path: Path, sizes: Sequence[int], num_rows: int) -> ClickRows:
-    """The first `num_rows` rows of a Criteo file; an id is its number modulo its table's size.
-
-    Ids that are missing are 0. Raises `DataError`.
-    """
-    found: list[RawClicks] = []
-    for block in read_blocks(Location.parse(path), _BLOCK_BYTES):
-        found.append(parse_lines(block.lines, str(path), block.first_line)[0])
-        if sum(map(len, found)) >= num_rows:
-            break
-    else:
-        raise TooFewRowsError(
-            f"{path} has {sum(map(len, found))} rows, {num_rows} are needed; take fewer steps or "
-            "smaller batches"
-        )
-    label, counts, ids = (
-        np.concatenate([getattr(clicks, name) for clicks in found])[:num_rows]
-        for name in ("label", "counts", "ids")
-    )
-    ids = np.maximum(ids, 0) % np.array(sizes)
-    return ClickRows(transform_counts(counts, keep_sign=False), ids, label.astype(np.float32), None)
-
-
-def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankRows:
-    """Train on the file's first rows in an order by seed; the rows right after are held out."""
-    num_train = settings.global_batch_size * settings.num_steps
-    num_rows = num_train + settings.num_held_out_rows
-    rows = read_criteo(path, settings.table_sizes, num_rows)
-    order = np.random.default_rng(seed).permutation(num_train)
-    share = settings.num_held_out_rows // settings.world_size
-    first = num_train + rank * share
-    return RankRows(rows[order[rank :: settings.world_size]], rows[first : first + share])
 
 
 def batches(rows: ClickRows, batch_size: int) -> Iterator[Batch]:

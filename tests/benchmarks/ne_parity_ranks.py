@@ -69,10 +69,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """Curves of one seed by variant, and the teacher's own NE on the held-out rows if known."""
+    """Curves of one seed by variant, and the teacher's own NE on the held-out rows."""
 
     curves: dict[str, Curve]
-    teacher_ne: float | None
+    teacher_ne: float
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,9 @@ def _held_out_ne(model: nn.Module, meter: TaskMeter, held_out: ClickRows) -> flo
     return meter.compute("held_out")["held_out/ne"]
 
 
-def _teacher_ne(meter: TaskMeter, held_out: ClickRows) -> float | None:
+def _teacher_ne(meter: TaskMeter, held_out: ClickRows) -> float:
     """NE of the true probabilities: on these rows no model is expected to reach less."""
-    if held_out.probability is None:
-        return None
+    assert held_out.probability is not None, "generated rows know their teacher"
     logits = torch.logit(torch.from_numpy(held_out.probability))[:, None]
     (batch,) = batches(held_out, len(held_out))
     meter.update(batch, torch.zeros(()), logits)

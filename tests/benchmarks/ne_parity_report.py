@@ -68,13 +68,12 @@ def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, Gap]:
     return {name: gap_of(ne, final_ne[PEER]) for name, ne in final_ne.items() if name != PEER}
 
 
-def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float | None) -> Table:
+def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Table:
     """NE and gap of every variant; gaps in percent."""
-    best = "unknown" if teacher_ne is None else f"{teacher_ne:.5f}"
     table = Table(
         *("variant", "NE", "gap %", "standard error %", "spread over seeds %", "significant"),
         title="ne_parity: held-out normalized entropy after the same samples",
-        caption=f"best reachable NE (the teacher's): {best}; parity is {PARITY:.2%}",
+        caption=f"best reachable NE (the teacher's): {teacher_ne:.5f}; parity is {PARITY:.2%}",
     )
     means = {name: f"{statistics.fmean(ne):.6f}" for name, ne in final_ne.items()}
     table.add_row(PEER, means[PEER])

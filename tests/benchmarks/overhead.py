@@ -14,15 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tests.benchmarks.report import (
-    BenchmarkReport,
-    Goal,
-    Values,
-    log,
-    main,
-    run_module,
-    run_pairs,
-)
+from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_module, run_pairs
 from tests.benchmarks.stack import SETTINGS, Stack, stack_and_job
 from tests.benchmarks.workload import WORLD_SIZE, resolved_spec
 

@@ -20,13 +20,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from tests.benchmarks.peers.stock_1d import StockTrainer
-from tests.benchmarks.report import (
-    BenchmarkReport,
-    Goal,
-    Values,
-    main,
-    run_pairs,
-)
+from tests.benchmarks.report import BenchmarkReport, Goal, Values, main, run_pairs
 from tests.benchmarks.two_d import LINK, NUM_HOSTS, emulated_ranks
 from tests.benchmarks.two_d_train import NUM_BATCHES, Schedule, TwoDTrainer, take, time_windows
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches

@@ -30,7 +30,3 @@ class FakeClock:
         self.slept.append(seconds)
         self.meanwhile(seconds)
         self.now += seconds
-
-    def advance(self, seconds: float) -> None:
-        """Let `seconds` pass without anybody sleeping."""
-        self.now += seconds

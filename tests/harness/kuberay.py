@@ -6,9 +6,12 @@ from typing import Any
 
 import yaml
 
-from service.backends.base import ClusterNeed, Submission
+from service.backends.base import Submission
 from service.backends.kuberay.manifest import ClusterOptions
+from tests.harness.builders import spec
 from tests.unit.k8s.rendering import FOLDER
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SurviveSpec, WorkersSpec
 
 OPTIONS = ClusterOptions("shardloom")
 ATTEMPT = "job-0123456789ab-a0"
@@ -36,22 +39,37 @@ def group(name: str, cpus: str, gpus: int = 0) -> dict[str, Any]:
     }
 
 
-def need(**changes: Any) -> ClusterNeed:
-    """A job that wants a cluster of its own."""
-    wanted = {"is_own": True, "job_name": "ads", "project": "default", **changes}
-    return ClusterNeed(**wanted)
+def spec_of(
+    *,
+    min_workers: int = 1,
+    max_workers: int = 1,
+    group_size: int | None = None,
+    num_hosts: int = 1,
+    project: str = "default",
+    **resources: Any,
+) -> JobSpec:
+    """A job that wants a cluster of its own, with sizes that need not be legal together."""
+    made = spec(name="ads", resources={"cluster": "own", **resources})
+    parallelism = made.parallelism.model_copy(
+        update={
+            "workers": WorkersSpec.model_construct(min=min_workers, max=max_workers),
+            "shard_group_size": group_size or "auto",
+            "survive": SurviveSpec(hosts=num_hosts - 1) if num_hosts > 1 else None,
+        }
+    )
+    return made.model_copy(update={"parallelism": parallelism, "project": project})
 
 
 def submission(attempt_id: str = ATTEMPT, **changes: Any) -> Submission:
-    """An attempt on a cluster of its own; `changes` are those of `ClusterNeed`."""
+    """An attempt on a cluster of its own; `changes` are those of `spec_of`."""
     job_id = attempt_id.rpartition("-a")[0]
     return Submission(
         attempt_id=attempt_id,
         job_id=job_id,
+        spec=spec_of(**changes),
         entrypoint="python -m trainer.driver",
         env={"SHARDLOOM_JOB_ID": job_id, "SHARDLOOM_ATTEMPT_TOKEN": "a secret"},
         metadata={"shardloom_job_id": job_id, "shardloom_job_name": "ads"},
-        cluster=need(**changes),
     )
 
 

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,16 +52,14 @@ class Faults:
     """What goes wrong: each request in `rates` of its cases, drawn by `seed`.
 
     `reset` and `cut` send half of a body, then break the connection off; `stall` waits for
-    `stall_s` before it answers. A body takes `slow_s` seconds where that is not 0, and all bodies
-    together `bytes_per_s`, as over one link. `only` limits all to requests whose "METHOD PATH" it
-    is found in. `counts` has what was done, and how often each kind of request came (`PUT part` is
-    a part of a multi-part upload).
+    `stall_s` before it answers. All bodies together come at `bytes_per_s`, as over one link. `only`
+    limits all to requests whose "METHOD PATH" it is found in. `counts` has what was done, and how
+    often each kind of request came (`PUT part` is a part of a multi-part upload).
     """
 
     rates: dict[Fault, float] = field(default_factory=dict)
     seed: int = 0
     only: str = ""
-    slow_s: float = 0.0
     stall_s: float = 0.0
     bytes_per_s: float = math.inf
     counts: Counter[str] = field(default_factory=Counter)
@@ -119,8 +117,6 @@ class FaultyS3:
         body = _range_of(environ, start_response) or b"".join(self._moto(environ, start_response))
         if fault in ("reset", "cut"):
             return _break_off(environ, body, reset=fault == "reset")
-        if faults.slow_s:
-            return _slowly(body, faults.slow_s)
         return [body] if faults.bytes_per_s == math.inf else _over_link(body, faults)
 
 
@@ -141,14 +137,6 @@ def _break_off(environ: dict[str, Any], body: bytes, *, reset: bool) -> Iterator
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
     raise ConnectionError("broken off on purpose")
-
-
-def _slowly(body: bytes, seconds: float) -> Iterable[bytes]:
-    num_pieces = 10
-    size = max(1, -(-len(body) // num_pieces))
-    for start in range(0, len(body), size):
-        time.sleep(seconds / num_pieces)
-        yield body[start : start + size]
 
 
 def _over_link(body: bytes, faults: Faults) -> Iterator[bytes]:

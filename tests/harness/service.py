@@ -29,10 +29,10 @@ from service.client.client import ShardloomClient
 from service.client.transport import RetryPolicy
 from service.db.jobs import JobStore
 from service.domain.auth import ApiKey, Role, hash_of, new_key_text
-from service.domain.models import EndReason, Job, JobStatus, Progress
+from service.domain.models import EndReason, Job, JobStatus, Progress, QueueState
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
-from service.reconciler.loop import Reconciler
+from service.reconciler.loop import Reconciler, _rests
 from service.settings import Settings
 from tests.harness.builders import (
     NOW,
@@ -57,6 +57,19 @@ LOOPBACK_URL = "http://127.0.0.1:8700"
 HOST = "https://shardloom.example"
 
 
+def run_once(reconciler: Reconciler) -> None:
+    """Schedule, and reconcile every live job once in this thread."""
+    queue, store = reconciler._queue, reconciler._store
+    queue.admit()
+    if queue._written is not None:
+        queue._written.result()
+    for job in store.list_live_jobs():
+        if not _rests(job):
+            reconciler.reconcile(job.id)
+    for job_id, index in store.attempts_to_collect(reconciler._clock()):
+        reconciler._outboxes.collect_late(job_id, index)
+
+
 @dataclass
 class House:
     """A control plane without HTTP; `now` is its clock."""
@@ -65,6 +78,8 @@ class House:
     backend: FakeBackend
     settings: Settings
     now: float = NOW
+    # Of the reconciler that polled last.
+    placed: Callable[[Job], Job] = lambda job: job
 
     def reconciler(self) -> Reconciler:
         """A reconciler as a service just started would have it."""
@@ -76,9 +91,14 @@ class House:
         """Let a fresh reconciler reconcile every job."""
         reconciler = self.reconciler()
         for _ in range(num_times):
-            reconciler.run_once()
+            run_once(reconciler)
             self.now += every_s
         reconciler.close()
+        self.placed = reconciler.placed
+
+    def place_of(self, job: Job) -> QueueState:
+        """Where a job stands in the queue, or what it was started with."""
+        return QueueState.of(self.placed(self.store.get_job(job.id)))
 
     def submit(self, *observations: str, max_failures: int = 3) -> Job:
         """A queued job whose attempts follow a script."""
@@ -122,8 +142,11 @@ class _Served:
         """Let a fresh reconciler reconcile every job, now."""
         reconciler = Reconciler(self.store, self.backend, self.settings, ServiceMetrics())
         for _ in range(num_times):
-            reconciler.run_once()
+            run_once(reconciler)
         reconciler.close()
+        # The app's own reconciler does not run: positions in the queue come from this one.
+        context = self.http.app.state.context  # type: ignore[attr-defined]
+        object.__setattr__(context, "placed", reconciler.placed)
 
 
 class Api(_Served):
@@ -220,10 +243,10 @@ class Guarded(_Served):
         found: Security = self.http.app.state.context.security
         return found
 
-    def add_key(self, name: str, roles: dict[str, Role], **changes: Any) -> str:
+    def add_key(self, name: str, roles: dict[str, Role]) -> str:
         """Id of a new key."""
         key_id, text = new_key_text()
-        key = ApiKey(key_id, name, roles, time.time(), "test", **changes)
+        key = ApiKey(key_id, name, roles, time.time(), "test")
         self.security.keys.add_key(key, hash_of(text))
         self.keys[name] = text
         return key_id

@@ -40,9 +40,9 @@ def config_of(
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
 
 
-def told(run_dir: Path, *kinds: type[Any], attempt: str = "job-test-a0") -> list[Any]:
+def told(run_dir: Path, *kinds: type[Any]) -> list[Any]:
     """Records of these kinds that the streams of an attempt hold, stream by stream."""
-    return records_in(RunDir(run_dir).attempt(attempt), *kinds)
+    return records_in(RunDir(run_dir).attempt("job-test-a0"), *kinds)
 
 
 def open_session(config: WorkerConfig) -> Session:

@@ -106,9 +106,9 @@ class Stack:
 
         return wait_for(reached, f"step {step}", limit_s, poll_s=0.2)
 
-    def wait_for_end(self, job_id: str, limit_s: float = 180) -> JobDetail:
+    def wait_for_end(self, job_id: str) -> JobDetail:
         """The job once it has ended."""
-        return self.client.wait(job_id, timeout_s=scaled(limit_s), poll_s=0.3)
+        return self.client.wait(job_id, timeout_s=scaled(180), poll_s=0.3)
 
     def files(self, job: JobDetail, attempt_index: int = 0) -> AttemptDir:
         """Files of one attempt."""

@@ -36,7 +36,6 @@ from trainer.spec.job import JobSpec
 
 NUM_PREFETCHED = 4
 """Batches that are made ahead."""
-Given = TypeVar("Given")
 
 
 def drop_padding_ids(
@@ -155,58 +154,14 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
     )
 
 
-class BatchMaker:
-    """Makes one rank's batches out of the rows of steps, all of `data.batch_size` rows."""
-
-    def __init__(
-        self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool
-    ) -> None:
-        """`pin` puts batches into page-locked memory."""
-        self._pin = pin
-        self._reader = reader
-        self._keys = BatchKeys(spec)
-        self._batch_size = spec.data.batch_size
-        self._rank = rank
-        self._num_ranks = num_ranks
-
-    def make(self, epoch: int, stripes: Stripes, step: int) -> Batch:
-        """This rank's share of a step over `stripes` of an epoch's order; raises `DataError`.
-
-        What is missing to a full batch is filled with repeated rows of weight 0, also where the
-        rank's whole share is empty.
-        """
-        share = stripes.share(step, self._rank)
-        found = self._reader.read(epoch, share or stripes.padding(self._rank))
-        batch = self._fill(found, len(found) if share else 0)
-        return batch.pin_memory() if self._pin else batch
-
-    def _fill(self, rows: Rows, num_counted: int) -> Batch:
-        """A full batch, of which the first `num_counted` rows count."""
-        places = np.arange(self._batch_size)
-        if num_counted == len(places):
-            batch = _wrap(rows, self._keys)
-        else:
-            counted = (places < num_counted).astype(np.float32)
-            batch = _wrap(rows.take(np.minimum(places, len(rows) - 1)), self._keys, counted)
-        if rows.faults is None or self._reader.fault_log is None:
-            return batch
-        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
+StepType = TypeVar("StepType", bound=Step)
 
 
-@dataclass(frozen=True)
-class _Planned(Generic[Given]):
-    """A batch to make: step `number` over `stripes`, and what is given along with the batch."""
+class _ReadAhead(ABC, Generic[StepType]):
+    """Batches of one rank, all of `data.batch_size` rows, made ahead by one thread.
 
-    epoch: int
-    stripes: Stripes
-    number: int
-    given: Given
-
-
-class _ReadAhead(ABC, Generic[Given]):
-    """Batches of one rank, made ahead by one thread; a context manager, or call `close`.
-
-    A fault found while reading is raised to the consumer at the batch that it spoils.
+    A context manager, or call `close`. A fault found while reading is raised to the consumer at the
+    batch that it spoils.
     """
 
     def __init__(
@@ -216,7 +171,7 @@ class _ReadAhead(ABC, Generic[Given]):
         rank: int,
         num_ranks: int,
         *,
-        pin: bool = False,
+        pin: bool,
         shuffle: bool = True,
     ) -> None:
         """`pin` puts batches into page-locked memory, for a GPU to copy them from.
@@ -224,30 +179,52 @@ class _ReadAhead(ABC, Generic[Given]):
         Rows are shuffled where the spec says so, too.
         """
         self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
-        reader = RowReader(source, spec, shuffle=shuffle)
-        self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
+        self._rank = rank
+        self._pin = pin
+        self._keys = BatchKeys(spec)
+        self._reader = RowReader(source, spec, shuffle=shuffle)
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: deque[tuple[_Planned[Given], Future[Batch]]] = deque()
+        self._ahead: deque[tuple[StepType, Future[Batch]]] = deque()
 
     @abstractmethod
-    def _next(self) -> _Planned[Given] | None:
-        """What to make after all that was asked for so far; None where there is nothing."""
+    def _next(self) -> StepType | None:
+        """The step after all that were asked for so far; None where there is none."""
 
     def _read_ahead(self) -> None:
-        while len(self._ahead) < NUM_PREFETCHED and (next_one := self._next()):
-            made = self._thread.submit(
-                self._maker.make, next_one.epoch, next_one.stripes, next_one.number
-            )
-            self._ahead.append((next_one, made))
+        while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
+            self._ahead.append((step, self._thread.submit(self._make, step)))
 
-    def _take(self) -> tuple[Batch, _Planned[Given]]:
+    def _take(self) -> tuple[Batch, StepType]:
         if not self._ahead:
             raise StopIteration
-        taken, made = self._ahead.popleft()
+        step, made = self._ahead.popleft()
         batch = made.result()
         self._read_ahead()
-        return batch, taken
+        return batch, step
+
+    def _make(self, step: Step) -> Batch:
+        """This rank's share of a step; raises `DataError`.
+
+        What is missing to a full batch is filled with repeated rows of weight 0, also where the
+        rank's whole share is empty.
+        """
+        share = step.stripes.share(step.number, self._rank)
+        rows = self._reader.read(step.epoch, share or step.stripes.padding(self._rank))
+        batch = self._fill(rows, len(rows) if share else 0)
+        return batch.pin_memory() if self._pin else batch
+
+    def _fill(self, rows: Rows, num_counted: int) -> Batch:
+        """A full batch, of which the first `num_counted` rows count."""
+        places = np.arange(self.shape.batch_size)
+        if num_counted == len(places):
+            batch = _wrap(rows, self._keys)
+        else:
+            counted = (places < num_counted).astype(np.float32)
+            batch = _wrap(rows.take(np.minimum(places, len(rows) - 1)), self._keys, counted)
+        if rows.faults is None or self._reader.fault_log is None:
+            return batch
+        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
 
     def close(self) -> None:
         """End the thread; what it has not begun is dropped. Harmless when called again."""
@@ -280,15 +257,18 @@ class TrainBatches(_ReadAhead[Step], Iterator[tuple[Batch, Step]]):
         self._read_ahead()
 
     def __next__(self) -> tuple[Batch, Step]:
-        batch, taken = self._take()
-        return batch, taken.given
+        return self._take()
 
-    def _next(self) -> _Planned[Step] | None:
-        step = next(self._steps, None)
-        return None if step is None else _Planned(step.epoch, step.stripes, step.number, step)
+    def _next(self) -> Step | None:
+        return next(self._steps, None)
 
 
-class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
+@dataclass(frozen=True)
+class _LeaseStep(Step):
+    lease: Lease
+
+
+class LeaseBatches(_ReadAhead[_LeaseStep], Iterator[tuple[Batch, Lease, bool]]):
     """Batches of the leases submitted so far, in that order.
 
     Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
@@ -302,33 +282,34 @@ class LeaseBatches(_ReadAhead[Lease], Iterator[tuple[Batch, Lease, bool]]):
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group."""
         super().__init__(source, spec, rank, num_ranks, pin=pin)
-        self._planned: deque[_Planned[Lease]] = deque()
+        self._planned: deque[_LeaseStep] = deque()
 
     def submit(self, lease: Lease) -> None:
         """Read `lease` after those submitted before."""
         stripes = Stripes(lease.spans, self.shape.world_size, self.shape.batch_size)
+        start = DataPosition(lease.epoch)
         for number in range(stripes.num_steps):
-            self._planned.append(_Planned(lease.epoch, stripes, number, lease))
+            self._planned.append(_LeaseStep(start, stripes, number, lease))
         self._read_ahead()
 
     def forget(self, ids: Container[int]) -> None:
         """Give no more batches of leases `ids`, which were taken back; others stay in order."""
-        for planned, made in self._ahead:
-            if planned.given.id in ids:
+        for step, made in self._ahead:
+            if step.lease.id in ids:
                 made.cancel()
-        self._ahead = deque(each for each in self._ahead if each[0].given.id not in ids)
-        self._planned = deque(each for each in self._planned if each.given.id not in ids)
+        self._ahead = deque(each for each in self._ahead if each[0].lease.id not in ids)
+        self._planned = deque(each for each in self._planned if each.lease.id not in ids)
         self._read_ahead()
 
     def __next__(self) -> tuple[Batch, Lease, bool]:
-        batch, taken = self._take()
-        return batch, taken.given, taken.number + 1 == taken.stripes.num_steps
+        batch, step = self._take()
+        return batch, step.lease, step.number + 1 == step.stripes.num_steps
 
-    def _next(self) -> _Planned[Lease] | None:
+    def _next(self) -> _LeaseStep | None:
         return self._planned.popleft() if self._planned else None
 
 
-class ValidationBatches(_ReadAhead[None], Iterator[Batch]):
+class ValidationBatches(_ReadAhead[Step], Iterator[Batch]):
     """Every row once over all ranks, unshuffled, in equally many full batches on each rank.
 
     What is missing at the end is filled with repeated rows of weight 0.
@@ -338,14 +319,11 @@ class ValidationBatches(_ReadAhead[None], Iterator[Batch]):
         self, source: ParquetSource, spec: JobSpec, rank: int, world_size: int, *, pin: bool = False
     ) -> None:
         super().__init__(source, spec, rank, world_size, pin=pin, shuffle=False)
-        stripes = Stripes([(0, source.num_rows)], world_size, spec.data.batch_size)
-        self._steps = iter(range(stripes.num_steps))
-        self._stripes = stripes
+        self._steps = steps_from(START, self.shape, epochs=1)
         self._read_ahead()
 
     def __next__(self) -> Batch:
         return self._take()[0]
 
-    def _next(self) -> _Planned[None] | None:
-        number = next(self._steps, None)
-        return None if number is None else _Planned(0, self._stripes, number, None)
+    def _next(self) -> Step | None:
+        return next(self._steps, None)

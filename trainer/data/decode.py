@@ -60,18 +60,15 @@ class LabelColumns:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Columns that a job reads: `labels` has one entry for each task, `row_weight` may be None."""
+    """Columns that a job reads: `labels` has one entry for each task, `row_weight` may be None.
+
+    `sparse` are those of ids, in the order in which they are packed: pooled ones, then sequences.
+    """
 
     dense: tuple[InputColumn, ...]
-    pooled: tuple[InputColumn, ...]
-    sequences: tuple[InputColumn, ...]
+    sparse: tuple[InputColumn, ...]
     labels: tuple[LabelColumns, ...]
     row_weight: InputColumn | None
-
-    @property
-    def sparse(self) -> tuple[InputColumn, ...]:
-        """Columns of ids, in the order in which they are packed."""
-        return self.pooled + self.sequences
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:
@@ -97,8 +94,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
     }
     return RowLayout(
         dense=tuple(inputs[feature.name] for feature in spec.dense_features),
-        pooled=tuple(inputs[feature.name] for feature in spec.pooled_features),
-        sequences=tuple(inputs[feature.name] for feature in spec.sequence_features),
+        sparse=tuple(inputs[f.name] for f in (*spec.pooled_features, *spec.sequence_features)),
         labels=tuple(_label_columns(spec, index) for index in range(len(spec.model.tasks))),
         row_weight=_optional("data.weight_column", spec.data.weight_column),
     )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from trainer.errors import CorruptFileError, ManifestError, SourceMissingError
+from trainer.errors import CorruptFileError, ManifestError
 from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
@@ -80,29 +79,6 @@ class Manifest(ManifestModel):
         return (*splits, *self.vocabularies.values())
 
 
-def describe_file(path: Path, folder: Path) -> FileEntry:
-    """Measure a Parquet file under `folder`; reads it once for the checksum."""
-    footer = read_footer(path)
-    return FileEntry(
-        path=path.relative_to(folder).as_posix(),
-        num_rows=footer.num_rows,
-        num_row_groups=footer.num_row_groups,
-        size_bytes=path.stat().st_size,
-        sha256=sha256_of(path),
-    )
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file; raises `CorruptFileError` where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CorruptFileError(
-            f"{path} cannot be read ({error}); copy or prepare it again"
-        ) from None
-
-
 def read_footer(file: Location | Path) -> pq.FileMetaData:
     """Read only the footer of a Parquet file; raises `CorruptFileError` where it is cut short.
 
@@ -131,12 +107,6 @@ def load_manifest(folder: Location | Path) -> Manifest:
     """
     folder = Location.parse(folder)
     path = folder / MANIFEST_NAME
-    if not path.exists():
-        if not folder.is_dir():
-            raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
-        raise ManifestError(
-            f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
-        )
     manifest = parse_manifest(path.read_bytes(), str(path))
     sizes = folder.sizes_bytes()
     for split in manifest.splits.values():

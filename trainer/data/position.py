@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.errors import TooFewRowsError
@@ -285,10 +285,8 @@ EpochSpans = tuple[int, tuple[Span, ...]]
 """Rows of an epoch's order."""
 
 
-class SkippedRows(BaseModel):
+class SkippedRows(BaseModel, extra="forbid", frozen=True):
     """What the file holds: spans of each epoch's order."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: tuple[tuple[int, tuple[Span, ...]], ...] = Field(default=())
 

@@ -21,7 +21,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_footer
 from trainer.data.parquet import is_data_file
 from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
@@ -308,7 +308,7 @@ def _raw(location: Location) -> list[DataSet]:
     groups: dict[tuple[str, ...], list[tuple[Location, TextFormat | None]]] = {}
     for file in _files(location):
         text = None if file.name.endswith(".parquet") else sniff_text(file)
-        columns = text.columns if text else tuple(_open_parquet(file).schema_arrow.names)
+        columns = text.columns if text else tuple(read_footer(file).schema.to_arrow_schema().names)
         groups.setdefault((str(text and text.delimiter), *columns), []).append((file, text))
     return [
         DataSet(
@@ -380,24 +380,13 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
             ) from None
 
 
-def _open_parquet(file: Location) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file.open_input())
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptFileError(
-            f"{file} is not a whole Parquet file ({error}); was it truncated? Copy it again"
-        ) from None
-
-
 def _parquet_batches(file: Location) -> Iterator[pl.DataFrame]:
-    parquet = _open_parquet(file)
     try:
-        for batch in parquet.iter_batches(_BATCH_ROWS):
-            categories = pl.col(pl.Categorical, pl.Enum)
-            yield pl.DataFrame(pa.table(batch)).with_columns(categories.cast(pl.String))
+        with pq.ParquetFile(file.open_input()) as parquet:
+            for batch in parquet.iter_batches(_BATCH_ROWS):
+                categories = pl.col(pl.Categorical, pl.Enum)
+                yield pl.DataFrame(pa.table(batch)).with_columns(categories.cast(pl.String))
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(
             f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"
         ) from None
-    finally:
-        parquet.close()

@@ -235,7 +235,7 @@ class GroupRunLoop:
             self._is_pausing = True
             request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
             requests.ask(files, request)
-        return Ended(PAUSED) if requests.has_stopped(files, self.run_index) else None
+        return Ended(PAUSED) if files.stopping_path(self.run_index).exists() else None
 
     def _apply_status(self, status: CoordinatorStatus) -> None:
         """Apply which groups the coordinator has, lost or let go."""

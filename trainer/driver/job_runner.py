@@ -426,7 +426,7 @@ class JobRunner:
     def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
         if failure is None:
             self._num_without_room = 0
-            if not requests.has_stopped(self.attempt.context.files, run_index):
+            if not self.attempt.context.files.stopping_path(run_index).exists():
                 return None
             return PAUSED if self._cause == failures.PAUSED else Restart()
         if failure.reason == failures.NO_ROOM:

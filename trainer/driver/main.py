@@ -316,8 +316,7 @@ def end_attempt(
     """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
         if mismatches := check_versions():
-            message = "; ".join(mismatch.message for mismatch in mismatches)
-            raise AttemptFailed(Failure(failures.VERSION_MISMATCH, message))
+            raise AttemptFailed(Failure(failures.VERSION_MISMATCH, "; ".join(mismatches)))
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
         for sink in sinks:

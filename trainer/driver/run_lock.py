@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainer import failures
 from trainer.driver.attempt import AttemptFailed
@@ -40,14 +40,12 @@ _SETTLE_S = 0.2
 _FILE_BYTES = 1024  # always the same size, so that a beat never leaves half of an older one
 
 
-class Owner(BaseModel):
+class Owner(BaseModel, extra="forbid", frozen=True):
     """Who holds a run folder, as the lock file says.
 
     `machine` names what process ids count in (one boot of a kernel and a namespace in it), and
     `process_start` tells a process from a later one with the same id.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     host: str

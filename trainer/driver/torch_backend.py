@@ -7,8 +7,8 @@ in a worker to Ray's functions, and imports them there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import ray
@@ -42,13 +42,11 @@ class ProcessGroupConfig(BackendConfig):
         return TrainingFramework.TORCH
 
 
-@contextmanager
-def _own_device() -> Iterator[None]:
+def _own_device() -> AbstractContextManager[None]:
     """The GPU of a worker is torch's current one."""
     from ray.train.torch.config import TorchConfigContextManager
 
-    with TorchConfigContextManager():
-        yield
+    return TorchConfigContextManager()
 
 
 class _ProcessGroup(Backend):

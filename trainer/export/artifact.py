@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
@@ -69,10 +69,8 @@ README = "README.md"
 VOCABULARIES = "vocabularies"
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, extra="forbid"):
     """The marker: what was exported. `step` and `checkpoint` say of which state of the job."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
     job: str

@@ -26,7 +26,7 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from trainer.data.batches import Batch
+from trainer.data.batches import Batch, BatchKeys
 from trainer.export.artifact import NotExportable
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
@@ -43,16 +43,13 @@ class FlatModel(nn.Module):
         super().__init__()
         self.model = model
         self._num_tasks = len(spec.model.tasks)
-        self._pooled = [feature.name for feature in spec.pooled_features]
-        self._sequences = [feature.name for feature in spec.sequence_features]
-        self._is_weighted = spec.is_weighted
-        self._has_weighted_sequences = spec.has_weighted_sequences
+        self._keys = BatchKeys(spec)
 
     def forward(self, dense: torch.Tensor, *arrays: torch.Tensor) -> torch.Tensor:
         """Outputs [B, K]."""
-        rest = list(arrays)
-        sparse = _take(rest, self._pooled, self._is_weighted)
-        sequences = _take(rest, self._sequences, self._has_weighted_sequences)
+        rest, keys = list(arrays), self._keys
+        sparse = _take(rest, keys.pooled, keys.is_weighted)
+        sequences = _take(rest, keys.sequences, keys.has_weighted_sequences)
         shape = (dense.shape[0], self._num_tasks)
         if sparse is None:
             empty = torch.zeros(0, dtype=torch.int64)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from trainer.export.artifact import MARKER, REPORT, Manifest, read_manifest
 from trainer.protocol import events
@@ -57,13 +57,11 @@ _MAX_BYTES = 2**22
 _DELETING = "deleting"
 
 
-class RequestedExport(BaseModel):
+class RequestedExport(BaseModel, extra="forbid", frozen=True):
     """The request: `checkpoint` is `newest`, `best` or a step; `created` in Unix seconds.
 
     `seal` is the service's signature over `text_of`, empty where a driver asked.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     checkpoint: Annotated[str, Field(pattern=r"^(newest|best|[0-9]{1,18})$")]
     quantize: Quantization

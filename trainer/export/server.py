@@ -38,7 +38,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from trainer.export.artifact import BadRow, ExportError
@@ -51,13 +51,11 @@ PROBLEM_TYPE = "application/problem+json"
 DEFAULT_PORT = 8800
 
 
-class PredictRequest(BaseModel):
+class PredictRequest(BaseModel, extra="forbid"):
     """Rows to score, each a value by column as `/v1/model` names them.
 
     `raw` says which columns hold values of the raw data, and which vocabulary makes them ids.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
     raw: Annotated[dict[str, str], Field(examples=[{"movie_id": "movie_id"}])] = {}

@@ -35,8 +35,7 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecomm
     """
     if spec.model.module is not None:
         return build_user_model(spec, device)
-    network = MovieLensNetwork if spec.model.arch == "movielens" else Network
-    return Recommender(network(spec, device), spec.model.tasks)
+    return Recommender(Network(spec, device), spec.model.tasks)
 
 
 class Recommender(nn.Module):
@@ -67,64 +66,45 @@ class Recommender(nn.Module):
 class Network(nn.Module):
     """DLRM (Naumov et al. 2019), or DCN v2 (Wang et al. 2021) in its place where they interact.
 
+    Arch `movielens` is the published MovieLens-32M design: ids, genres, description tokens, year
+    and a history (`model.transformer.sequence`), which `HistoryEncoder` reads next to the
+    candidate. Its two vectors meet those of all other features and the dense one in low-rank cross
+    layers (DCN v2) and fully connected ones.
+
     TorchRec's DLRM class takes pooled features only, so its parts are put together here.
     """
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         super().__init__()
-        model = spec.model
-        self.sparse_arch = SparseArch(spec, device)
-        self.dense_arch = DenseArch(
-            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
-        )
-        num_features = len(self.sparse_arch.sparse_feature_names)
-        dim = spec.embedding_tables[0].embedding_dim
-        if model.arch == "dlrm":
-            self.inter_arch: nn.Module = InteractionArch(num_features)
-            crossed_size = dim + num_features * (num_features + 1) // 2
-        else:
-            self.inter_arch, crossed_size = cross_arch(spec, num_features, dim)
-        self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
-
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: KeyedJaggedTensor,
-        sequences: KeyedJaggedTensor | None = None,
-    ) -> torch.Tensor:
-        """Logits or values, [B, K]."""
-        embedded_dense = self.dense_arch(dense)
-        embedded_sparse = self.sparse_arch(sparse, sequences)
-        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
-        return self.over_arch(crossed)
-
-
-class MovieLensNetwork(nn.Module):
-    """The published MovieLens-32M design: ids, genres, description tokens, year and a history.
-
-    The history (`model.transformer.sequence`) is read by `HistoryEncoder` next to the candidate;
-    its two vectors, those of all other features and the dense one meet in low-rank cross layers
-    (DCN v2, Wang et al. 2021) and fully connected ones. Every lookup is TorchRec's.
-    """
-
-    def __init__(self, spec: JobSpec, device: torch.device) -> None:
-        super().__init__()
         model, transformer = spec.model, spec.model.transformer
-        assert transformer is not None, "the spec of arch movielens was checked"
-        limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
         dim = spec.embedding_tables[0].embedding_dim
-        self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
-        self.history_encoder = HistoryEncoder(
-            transformer, dim, limits[transformer.sequence], device
-        )
+        self.sparse_arch = SparseArch(spec, device, transformer.sequence if transformer else None)
+        names = self.sparse_arch.sparse_feature_names
+        num_vectors = len(names)
+        self.history_encoder: HistoryEncoder | None = None
+        if transformer is not None:
+            limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
+            limit = limits[transformer.sequence]
+            self.history_encoder = HistoryEncoder(transformer, dim, limit, device)
+            self._candidate_place = names.index(transformer.candidate)
+            num_vectors += HistoryEncoder.num_outputs
         self.dense_arch = DenseArch(
             len(spec.dense_features), list(model.dense_arch.layer_sizes), device
         )
-        names = self.sparse_arch.sparse_feature_names
-        self._candidate_place = names.index(transformer.candidate)
-        self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
-        self.dropout = nn.Dropout(transformer.dropout)
-        self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)
+        if model.arch == "dlrm":
+            self.inter_arch: nn.Module = InteractionArch(num_vectors)
+            crossed_size = dim + num_vectors * (num_vectors + 1) // 2
+        else:
+            cross = model.interaction_arch or InteractionSpec()
+            crossed_size = (num_vectors + 1) * dim
+            layers = LowRankCrossNet(crossed_size, cross.num_layers, cross.low_rank_dim)
+            self.inter_arch = InteractionDCNArch(num_vectors, layers)
+        self.dropout = nn.Dropout(transformer.dropout if transformer else 0.0)
+        sizes = list(model.over_arch.layer_sizes)
+        if len(sizes) == 1:  # which TorchRec's OverArch refuses
+            self.over_arch: nn.Module = nn.Linear(crossed_size, sizes[0], device=device)
+        else:
+            self.over_arch = OverArch(crossed_size, sizes, device)
 
     def forward(
         self,
@@ -133,13 +113,15 @@ class MovieLensNetwork(nn.Module):
         sequences: KeyedJaggedTensor | None = None,
     ) -> torch.Tensor:
         """Logits or values, [B, K]."""
-        assert sequences is not None, "arch movielens has a sequence"
         embedded_dense = self.dense_arch(dense)
-        vectors, history = self.sparse_arch.with_history(sparse, sequences)
-        encoded = self.history_encoder(history, vectors[:, self._candidate_place])
-        crossed = self.inter_arch(
-            dense_features=embedded_dense, sparse_features=torch.cat([vectors, encoded], dim=1)
-        )
+        if self.history_encoder is None:
+            vectors = self.sparse_arch(sparse, sequences)
+        else:
+            assert sequences is not None, "arch movielens has a sequence"
+            vectors, history = self.sparse_arch.with_history(sparse, sequences)
+            encoded = self.history_encoder(history, vectors[:, self._candidate_place])
+            vectors = torch.cat([vectors, encoded], dim=1)
+        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=vectors)
         return self.over_arch(self.dropout(crossed))
 
 
@@ -167,7 +149,6 @@ class HistoryEncoder(nn.Module):
         self, spec: TransformerSpec, dim: int, max_length: int, device: torch.device
     ) -> None:
         super().__init__()
-        self.max_length = max_length
         self.project = nn.Linear(2 * dim, dim, device=device)
         self.position = nn.Parameter(torch.zeros(max_length + 1, dim, device=device))
         layer = nn.TransformerEncoderLayer(
@@ -185,8 +166,10 @@ class HistoryEncoder(nn.Module):
 
     def forward(self, history: History, candidate: torch.Tensor) -> torch.Tensor:
         """Histories and candidates [B, D] -> [B, 2, D]: candidate in context, rated history."""
-        is_padding = history.is_padding
-        ratings = history.ratings.masked_fill(is_padding, 0.0)
+        is_padding, ratings = history.is_padding, history.ratings
+        if ratings is None:
+            ratings = history.vectors.new_ones(is_padding.shape)
+        ratings = ratings.masked_fill(is_padding, 0.0)
         rated = torch.cat([history.vectors, history.vectors * ratings.unsqueeze(2)], dim=2)
         alone = torch.cat([candidate, torch.zeros_like(candidate)], dim=1)
         tokens = torch.cat(
@@ -201,21 +184,3 @@ class HistoryEncoder(nn.Module):
         in_context = encoded[:, 0]
         weighed = attend(in_context, encoded[:, 1:], is_padding, ratings)
         return torch.stack([in_context, weighed], dim=1)
-
-
-def cross_arch(spec: JobSpec, num_vectors: int, dim: int) -> tuple[nn.Module, int]:
-    """Low-rank cross layers of DCN v2 over `num_vectors` vectors of `dim` and the dense one.
-
-    Returns the module, [B, D] and [B, F, D] -> [B, (F + 1) D], and the size of what comes out.
-    """
-    cross = spec.model.interaction_arch or InteractionSpec()
-    size = (num_vectors + 1) * dim
-    network = LowRankCrossNet(size, cross.num_layers, cross.low_rank_dim)
-    return InteractionDCNArch(num_vectors, network), size
-
-
-def over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.device) -> nn.Module:
-    """Fully connected layers with ReLU between them, [B, in_features] -> [B, layer_sizes[-1]]."""
-    if len(layer_sizes) == 1:  # which TorchRec's OverArch refuses
-        return nn.Linear(in_features, layer_sizes[0], device=device)
-    return OverArch(in_features, list(layer_sizes), device)

@@ -33,14 +33,15 @@ _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF
 
 @dataclass(frozen=True)
 class History:
-    """B users' histories, most recent last and padded at the end.
+    """B sequences, such as users' histories, most recent last and padded at the end.
 
-    `vectors` [B, N, D], `lengths` [B] of what is there, `ratings` [B, N], anything at padding.
+    `vectors` [B, N, D], `lengths` [B] of what is there, `ratings` [B, N] or None for 1 each;
+    anything at padding.
     """
 
     vectors: torch.Tensor
     lengths: torch.Tensor
-    ratings: torch.Tensor
+    ratings: torch.Tensor | None
 
     @property
     def is_padding(self) -> torch.Tensor:
@@ -68,15 +69,9 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.query = nn.Parameter(torch.zeros(dim, device=device))
 
-    def forward(
-        self, vectors: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[B, N, D] padded at the end, of which the first `lengths` [B] count -> [B, D].
-
-        `weights` [B, N], padded alike.
-        """
-        places = torch.arange(vectors.shape[1], device=vectors.device)
-        return attend(self.query, vectors, places >= lengths[:, None], weights)
+    def forward(self, history: History) -> torch.Tensor:
+        """[B, D]; ratings are weights."""
+        return attend(self.query, history.vectors, history.is_padding, history.ratings)
 
 
 def attend(
@@ -131,17 +126,10 @@ class SparseArch(nn.Module):
         ]
         self._ids = [f.name for f in spec.sequence_features if not f.is_sequence]
         self._encoded = encoded
-        limits = {f.name: f.length_limit for f in spec.sequence_features}
-        self._encoded_limit = limits[encoded] if encoded else 0
-        self._sequence_limits = {
-            f.name: f.length_limit
-            for f in spec.sequence_features
-            if f.is_sequence and f.name != encoded
-        }
-        self.attention = nn.ModuleList(
-            AttentionPooling(spec.embedding_tables[0].embedding_dim, device)
-            for _ in self._sequence_limits
-        )
+        self._limits = {f.name: f.length_limit for f in spec.sequence_features}
+        self._sequences = [f.name for f in spec.features if f.is_sequence and f.name != encoded]
+        dim = spec.embedding_tables[0].embedding_dim
+        self.attention = nn.ModuleList(AttentionPooling(dim, device) for _ in self._sequences)
         pooling = {table.name: table.pooling for table in spec.embedding_tables}
         means = {f.name for f in spec.pooled_features if f.table and pooling[f.table] == "mean"}
         self._has_means = bool(means)
@@ -151,7 +139,7 @@ class SparseArch(nn.Module):
     @property
     def sparse_feature_names(self) -> list[str]:
         """Features in the order of the output: pooled ones by table, then ids, then sequences."""
-        return [*self._pooled_names, *self._ids, *self._sequence_limits]
+        return [*self._pooled_names, *self._ids, *self._sequences]
 
     def forward(
         self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
@@ -166,12 +154,7 @@ class SparseArch(nn.Module):
         assert self._encoded is not None, "the model said which sequence it reads itself"
         pooled, unpooled = self._look_up(sparse, sequences)
         assert unpooled is not None, "a history is looked up as a sequence"
-        jagged, limit = unpooled[self._encoded], self._encoded_limit
-        ratings = _padded_weights(sequences, self._encoded, limit)
-        vectors = jagged.to_padded_dense(limit).float()
-        if ratings is None:
-            ratings = vectors.new_ones(vectors.shape[:2])
-        history = History(vectors, jagged.lengths(), ratings)
+        history = self._history(self._encoded, unpooled, sequences)
         return self._vectors(sparse, sequences, pooled, unpooled), history
 
     def _look_up(
@@ -220,20 +203,19 @@ class SparseArch(nn.Module):
     ) -> list[torch.Tensor]:
         """[B, 1, D] of each id and each sequence that is pooled."""
         vectors = [embedded[name].to_padded_dense(1).float() for name in self._ids]
-        limits = self._sequence_limits.items()
-        for (name, limit), attention in zip(limits, self.attention, strict=True):
-            jagged = embedded[name]
-            padded = jagged.to_padded_dense(limit).float()
-            weights = _padded_weights(sequences, name, limit)
-            vectors.append(attention(padded, jagged.lengths(), weights).unsqueeze(1))
+        for name, attention in zip(self._sequences, self.attention, strict=True):
+            vectors.append(attention(self._history(name, embedded, sequences)).unsqueeze(1))
         return vectors
 
-
-def _padded_weights(sequences: KeyedJaggedTensor, name: str, limit: int) -> torch.Tensor | None:
-    """Weights of the sequence `name`, [B, limit]; None where no sequence has any."""
-    if sequences.weights_or_none() is None:
-        return None
-    return sequences[name].to_padded_dense_weights(limit)
+    def _history(
+        self, name: str, embedded: dict[str, JaggedTensor], sequences: KeyedJaggedTensor
+    ) -> History:
+        """The vectors of one sequence with their weights, where any sequence has some."""
+        jagged, limit = embedded[name], self._limits[name]
+        vectors, weights = jagged.to_padded_dense(limit).float(), None
+        if sequences.weights_or_none() is not None:
+            weights = sequences[name].to_padded_dense_weights(limit)
+        return History(vectors, jagged.lengths(), weights)
 
 
 def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:

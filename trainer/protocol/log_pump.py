@@ -41,38 +41,33 @@ def parts_of(log: Path, files: Iterable[Path] | None = None) -> list[tuple[int, 
     return sorted(found)
 
 
-class LogChain:
-    """Appends to a log; several processes may, as an old one drains while a new one starts."""
+def append(log: Path, max_bytes: int, data: bytes) -> None:
+    """Write at the end of a chain; raises OSError if storage fails.
 
-    def __init__(self, log: Path, max_bytes: int) -> None:
-        self._log = log
-        self._part_bytes = max(1, max_bytes // _NUM_PARTS)
-
-    def append(self, data: bytes) -> None:
-        """Write at the end of the chain; raises OSError if storage fails."""
-        with self._log.open("ab") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            offset, path = (parts_of(self._log) or [(0, self._log)])[-1]
-            size = path.stat().st_size if path.exists() else 0
-            if size >= self._part_bytes:
-                name = f"{self._log.stem}@{offset + size:0{_OFFSET_DIGITS}d}.log"
-                path = self._log.with_name(name)
-                # A new part is about to begin: of those there, the first and the last two stay.
-                for _, part in parts_of(self._log)[1 : -(_NUM_PARTS - 2)]:
-                    part.unlink(missing_ok=True)
-            with path.open("ab", buffering=0) as file:
-                while data:
-                    data = data[file.write(data) or 0 :]
+    Several processes may, as an old one drains while a new one starts.
+    """
+    with log.open("ab") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # The log is there: it was opened.
+        offset, path = parts_of(log)[-1]
+        size = path.stat().st_size if path.exists() else 0
+        if size >= max(1, max_bytes // _NUM_PARTS):
+            path = log.with_name(f"{log.stem}@{offset + size:0{_OFFSET_DIGITS}d}.log")
+            # A new part is about to begin: of those there, the first and the last two stay.
+            for _, part in parts_of(log)[1 : -(_NUM_PARTS - 2)]:
+                part.unlink(missing_ok=True)
+        with path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) or 0 :]
 
 
 def pump(log: Path, max_bytes: int) -> None:
     """Copy standard input to the log and to standard error, until its end."""
-    chain = LogChain(log, max_bytes)
     while data := os.read(0, _CHUNK_BYTES):
         # Neither a full disk nor a closed terminal may stop the other copy, or the process.
         with contextlib.suppress(OSError):
-            chain.append(data)
+            append(log, max_bytes, data)
         with contextlib.suppress(OSError):
             os.write(2, data)
 

@@ -137,8 +137,3 @@ def is_wanted(files: AttemptDir, run_index: int) -> bool:
     except (OSError, ValidationError):
         return False
     return request.run_index == run_index
-
-
-def has_stopped(files: AttemptDir, run_index: int) -> bool:
-    """Whether workers that ended well did so because they were asked to."""
-    return files.stopping_path(run_index).exists()

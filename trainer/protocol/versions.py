@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 # Each row was tested as a whole; the first is what `make setup` installs.
@@ -17,24 +16,6 @@ MATCHED_STACKS: tuple[dict[str, str], ...] = (
     {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
     {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
 )
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A package whose installed version (`found`, None if absent) is not the one `wanted`."""
-
-    package: str
-    found: str | None
-    wanted: str
-
-    @property
-    def message(self) -> str:
-        """What is wrong and how to mend it."""
-        state = f"{self.found} is installed" if self.found else "is missing"
-        return (
-            f"{self.package} {state}, {self.wanted} is needed: run `make setup`, or "
-            "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
-        )
 
 
 def installed_versions() -> dict[str, str]:
@@ -47,21 +28,26 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_versions(installed: Mapping[str, str] | None = None) -> list[Mismatch]:
+def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
     """Compare `installed` (default: this environment) with the matched stack of its torch.
 
-    An empty list means that everything fits.
+    Says of each package that does not fit what is wrong and how to mend it.
     """
     installed = installed_versions() if installed is None else installed
     stack = next(
         (row for row in MATCHED_STACKS if _fits(installed.get("torch"), row["torch"])),
         MATCHED_STACKS[0],
     )
-    return [
-        Mismatch(package, installed.get(package), wanted)
-        for package, wanted in stack.items()
-        if not _fits(installed.get(package), wanted)
-    ]
+    mismatches = []
+    for package, wanted in stack.items():
+        found = installed.get(package)
+        if not _fits(found, wanted):
+            state = f"{found} is installed" if found else "is missing"
+            mismatches.append(
+                f"{package} {state}, {wanted} is needed: run `make setup`, or "
+                "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
+            )
+    return mismatches
 
 
 def _fits(found: str | None, wanted: str) -> bool:
@@ -73,7 +59,7 @@ def main() -> int:
     """Print the pinned versions, or every mismatch with its mend; the exit code says which."""
     mismatches = check_versions()
     for mismatch in mismatches:
-        print(mismatch.message)
+        print(mismatch)
     if not mismatches:
         print(", ".join(f"{name} {text}" for name, text in installed_versions().items()))
     return 1 if mismatches else 0

@@ -38,7 +38,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -49,6 +49,7 @@ from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.base import SpecError, problems_of
 from trainer.spec.training import TraceSpec
 
 logger = logging.getLogger(__name__)
@@ -302,10 +303,8 @@ class Speedometer:
         return values
 
 
-class TraceRequest(BaseModel):
+class TraceRequest(BaseModel, extra="forbid", frozen=True):
     """A request to trace steps, from the next one on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # The id becomes part of a path.
     id: Annotated[str, Field(pattern=r"^t-[0-9a-f]{8}$")]
@@ -422,10 +421,7 @@ class Tracer:
         if self._rank != 0:
             return
         path.unlink(missing_ok=True)
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
+        faults = SpecError(problems_of(error.errors(include_url=False)))
         self._report("warning", f"the request for a trace is refused and removed: {faults}")
 
     def _report(self, level: Literal["warning", "error"], message: str) -> None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep
+from service.api.deps import ContextDep, JobDep, on_storage
 from service.api.views import describe, describe_or_fail
 from service.domain.timeline import Trace
 from service.errors import ExportPending, reaching_storage
@@ -67,6 +67,7 @@ ARCHIVE_MEDIA_TYPE = "application/x-tar"
 @exports_router.post(
     "", summary="Export the model of a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
+@on_storage
 def post_export(
     body: RequestExport, job: JobDep, context: ContextDep, response: Response
 ) -> ExportOut:
@@ -88,6 +89,7 @@ def post_export(
 
 
 @exports_router.get("", summary="Exports of a job")
+@on_storage
 def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
     """Exports in the order of asking, all on one page."""
     found = list_exports(run_dir_of(context.settings, job.id))
@@ -95,6 +97,7 @@ def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
 
 
 @exports_router.get("/{export_id}", summary="An export of a job")
+@on_storage
 def read_export(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
     """Where it stands, and its report once it is done."""
     return describe(get_export(context.settings, job.id, export_id))
@@ -103,6 +106,7 @@ def read_export(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
 @exports_router.delete(
     "/{export_id}", summary="Delete an export", status_code=status.HTTP_204_NO_CONTENT
 )
+@on_storage
 def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
     """It is gone at once, done or not; one that is being made is given up.
 
@@ -117,6 +121,7 @@ def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
     response_class=StreamingResponse,
     responses={200: {"content": {ARCHIVE_MEDIA_TYPE: {}}}},
 )
+@on_storage
 def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
     """The folder as a tar file; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
@@ -138,6 +143,7 @@ _CHUNK_BYTES = 1 << 18
 @traces_router.post(
     "", summary="Record the next steps of a running job", status_code=status.HTTP_202_ACCEPTED
 )
+@on_storage
 def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceRequested:
     """Ask the workers for a trace; it is listed once it is written.
 
@@ -160,6 +166,7 @@ def read_traces(job: JobDep, context: ContextDep) -> Page[Trace]:
     response_class=StreamingResponse,
     responses={200: {"content": {TRACE_MEDIA_TYPE: {}}}},
 )
+@on_storage
 def download_trace(
     name: str,
     job: JobDep,

@@ -19,6 +19,7 @@ from service.api.deps import (
     check_paths,
     check_project,
     keep_secrets,
+    on_storage,
     with_etag,
 )
 from service.api.planning import plan_of
@@ -42,7 +43,6 @@ from service.schemas.jobs import (
     JobDetail,
     JobPlan,
     JobSummary,
-    RemainingPathOut,
     ResizeJob,
     ResizeRequestOut,
     RestartJob,
@@ -99,7 +99,7 @@ def submit(
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return with_etag(job, context.settings, response)
+    return with_etag(job, context, response)
 
 
 def _create(
@@ -157,7 +157,7 @@ def list_jobs(
         created_before=_unix_s(created_before),
     )
     jobs, following = context.store.list_jobs(wanted, limit=limit)
-    return Page(items=[summary_of(job) for job in jobs], next=following)
+    return Page(items=[summary_of(context.placed(job)) for job in jobs], next=following)
 
 
 def _unix_s(moment: datetime | None) -> float | None:
@@ -170,7 +170,7 @@ def _unix_s(moment: datetime | None) -> float | None:
 def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
     names = list(context.security.keys.secrets_of(job.id))
-    return with_etag(job, context.settings, response).model_copy(update={"secret_names": names})
+    return with_etag(job, context, response).model_copy(update={"secret_names": names})
 
 
 def get_change(
@@ -192,7 +192,7 @@ def get_change(
             **options,
         )
         context.wake()
-        return with_etag(changed, context.settings, response)
+        return with_etag(changed, context, response)
 
     return change
 
@@ -250,7 +250,7 @@ def clone(
         check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
-    return with_etag(made, context.settings, response)
+    return with_etag(made, context, response)
 
 
 @router.post(
@@ -267,6 +267,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
 
 
 @router.delete("/{job}", summary="Delete a job")
+@on_storage
 def delete(
     job: JobDep,
     context: ContextDep,
@@ -279,10 +280,9 @@ def delete(
 
     Checkpoints on object storage stay: the answer says where.
     """
-    found = actions.delete_job(
+    left = actions.delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
-    left = [RemainingPathOut.model_validate(each) for each in found]
     return DeletedJob(id=job.id, left=left)
 
 
@@ -291,6 +291,7 @@ def delete(
     summary="Ask for another number of workers",
     status_code=status.HTTP_202_ACCEPTED,
 )
+@on_storage
 def resize(
     body: ResizeJob, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:
@@ -306,6 +307,7 @@ def resize(
 @router.post(
     "/{job}/drain", summary="Ask the workers to leave a host", status_code=status.HTTP_202_ACCEPTED
 )
+@on_storage
 def drain(
     body: DrainHost, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, StreamDep
+from service.api.deps import ContextDep, JobDep, StreamDep, on_storage
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.errors import InvalidRequest
 from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
@@ -24,6 +25,7 @@ from service.schemas.jobs import (
     MetricsOut,
     TimelineEventOut,
 )
+from service.storage import in_time
 from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["records"])
@@ -73,6 +75,7 @@ FilterDep = Annotated[LogFilter, Depends(get_filter)]
     response_model=LogsOut,
     responses=_EVENT_STREAM,
 )
+@on_storage
 def get_logs(
     job: JobDep,
     context: ContextDep,
@@ -99,7 +102,8 @@ def get_logs(
     elif tail is not None:
         follower.start_at_tail(tail)
     if follow or is_stream:
-        return stream(follower.poll, context)
+        poll = partial(in_time, context.settings.runs_dir, follower.poll)
+        return stream(poll, context)
     pieces, sources = _read_some(follower), follower.sources()
     return LogsOut(
         attempt_id=follower.position.attempt_id,
@@ -124,6 +128,7 @@ def _read_some(follower: LogFollower) -> list[LogPiece]:
     response_class=StreamingResponse,
     responses=_ARCHIVE,
 )
+@on_storage
 def download_logs(
     job: JobDep,
     context: ContextDep,

@@ -10,9 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.deps import ContextDep, PrincipalDep
 from service.api.views import project_view, queue_view, usage_by_project
-from service.backends.base import HostFacts
 from service.compatibility import HeadFacts, storage_id, versions_here
-from service.domain.models import Project, Usage, with_unlisted
+from service.domain.models import HostFacts, Project, Usage, with_unlisted
 from service.errors import (
     BackendUnreachable,
     NotAHead,
@@ -20,9 +19,10 @@ from service.errors import (
     ReconcilerDied,
     reaching_storage,
 )
-from service.schemas.admin import ClusterOut, HostOut, ProjectOut, Quotas
+from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
+from service.storage import hanging
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
@@ -79,7 +79,8 @@ queue_router = APIRouter(prefix="/v1/queue", tags=["queue"])
 @queue_router.get("", summary="Read the queue")
 def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
     """Waiting jobs in the order of their turn, with the reason why each waits; running jobs."""
-    return queue_view(context.store.list_live_jobs(), principal.projects)
+    live = [context.placed(job) for job in context.store.list_live_jobs()]
+    return queue_view(live, principal.projects)
 
 
 system_router = APIRouter(tags=["service"])
@@ -101,7 +102,7 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         address=backend.address,
         message=message,
         max_workers=context.settings.cluster_max_workers,
-        hosts=[HostOut.model_validate(host) for host in hosts],
+        hosts=list(hosts),
     )
 
 
@@ -137,7 +138,12 @@ def get_readiness(context: ContextDep) -> dict[str, Any]:
     """
     if context.has_died():
         raise ReconcilerDied
-    return {"status": "ready", "store": context.store.ping()}
+    return {
+        "status": "ready",
+        "store": context.store.ping(),
+        "reconciler": {"last_pass_s": round(max(0.0, time.time() - context.dispatched_at()), 1)},
+        "storage": {"hanging": hanging()},
+    }
 
 
 @system_router.get("/metrics", summary="Prometheus metrics", response_class=Response)

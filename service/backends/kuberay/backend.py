@@ -19,16 +19,16 @@ from typing import Any
 
 import yaml
 
-from service.backends.base import Backend, ClusterNeed, HostFacts, Submission
+from service.backends.base import Backend, Submission
 from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
+    LET_GO,
     ClusterOptions,
     Manifest,
     attempt_of,
     hosts_of,
     is_submitted,
     name_of,
-    note_let_go,
     rayjob_of,
     release_of,
     secret_of,
@@ -48,8 +48,9 @@ from service.backends.kuberay.status import (
 )
 from service.backends.kuberay.watch import PodProblems, RayJobWatch, Remembered
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import Observation, ObservedState
+from service.domain.models import HostFacts, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 2.0
@@ -193,8 +194,9 @@ class KubeRayBackend(Backend):
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt where its job wants to run; a known id is accepted without effect."""
-        self._is_own[submission.attempt_id] = submission.cluster.is_own
-        if not submission.cluster.is_own:
+        is_own = submission.spec.resources.cluster == "own"
+        self._is_own[submission.attempt_id] = is_own
+        if not is_own:
             if self._shared is None:
                 raise SubmissionRefused(
                     "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
@@ -335,9 +337,10 @@ class KubeRayBackend(Backend):
         """Note that Kueue admitted a RayJob: suspended again, it has been evicted."""
         if is_suspended(rayjob) or was_let_go(rayjob) or is_over(rayjob):
             return
+        noted = {"metadata": {"annotations": {LET_GO: "true"}}}
         # The next poll comes soon.
         with suppress(BackendUnreachable, KubeRefused):
-            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], note_let_go())
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], noted)
 
     # ---- stop
 
@@ -426,9 +429,9 @@ class KubeRayBackend(Backend):
         """Live hosts of the shared cluster; None where there is none."""
         return self._shared.hosts() if self._shared else None
 
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+    def own_hosts(self, spec: JobSpec) -> tuple[HostFacts, ...] | None:
         groups = (self._template().get("spec") or {}).get("workerGroupSpecs") or []
-        return hosts_of(size_of(need, groups))
+        return hosts_of(size_of(spec, groups))
 
     def _head_of(self, rayjob: Manifest) -> RayJobsBackend:
         return self._open_head(f"http://{rayjob['status']['dashboardURL']}")

@@ -26,18 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from kubernetes.utils.quantity import parse_quantity
 
-from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.base import Submission
+from service.domain.models import HostFacts
 from service.errors import SubmissionRefused
+from trainer.spec.job import JobSpec
 
 Manifest = dict[str, Any]
-# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-_UNITS = {
-    "": 1.0,
-    "m": 1e-3,
-    **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)},
-    **{f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)},
-}
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,20 @@ class GroupShape:
     memory_bytes: int
     num_hosts: int = 1
 
-    def num_fitting(self, need: ClusterNeed) -> int:
+    def num_fitting(self, spec: JobSpec) -> int:
         """How many workers fit a pod, as whole sharding groups where such must not be split."""
-        fitting = int(self.num_cpus / need.cpus_per_worker + 1e-6)
-        if self.gives_gpus(need):
+        fitting = int(self.num_cpus / spec.resources.cpus_per_worker + 1e-6)
+        if self.gives_gpus(spec):
             fitting = min(fitting, int(self.num_gpus))
-        size = need.group_size
-        is_spread = need.num_hosts > 1 and size is not None and size <= fitting
-        return fitting // size * size if is_spread and size else fitting
+        size = spec.parallelism.shard_group_size
+        if _num_hosts(spec) == 1 or size == "auto" or size > fitting:
+            return fitting
+        return fitting // size * size
 
-    def gives_gpus(self, need: ClusterNeed) -> bool:
+    def gives_gpus(self, spec: JobSpec) -> bool:
         """Whether each worker takes a GPU of the pod."""
-        return need.device == "cuda" or (need.device == "auto" and self.num_gpus > 0)
+        device = spec.resources.device
+        return device == "cuda" or (device == "auto" and self.num_gpus > 0)
 
 
 @dataclass(frozen=True)
@@ -79,25 +77,27 @@ class ClusterSize:
         return self.min_pods < self.max_pods
 
 
-def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
+def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
     """The size for a job, in pods of the first worker group that holds its workers.
 
     Raises `SubmissionRefused` where none does.
     """
+    resources, parallelism = spec.resources, spec.parallelism
     shapes = [shape_of(group) for group in groups]
     # Machines with GPUs are the last that workers without any are given.
-    for shape in sorted(shapes, key=lambda each: need.device == "cpu" and each.num_gpus > 0):
-        fitting = shape.num_fitting(need)
+    for shape in sorted(shapes, key=lambda each: resources.device == "cpu" and each.num_gpus > 0):
+        fitting = shape.num_fitting(spec)
         if fitting:
             if shape.num_hosts > 1:
                 raise SubmissionRefused(
                     f"worker group {shape.name} of the cluster template has numOfHosts "
                     f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
                 )
-            least = max(need.num_hosts, math.ceil(need.min_workers / fitting))
-            most = max(least, math.ceil(need.max_workers / fitting))
+            least = max(_num_hosts(spec), math.ceil(parallelism.min_workers / fitting))
+            most = max(least, math.ceil(parallelism.world_size / fitting))
             return ClusterSize(shape, fitting, least, most)
-    wanted = f"{need.cpus_per_worker:g} CPU(s)" + (" and a GPU" if need.device == "cuda" else "")
+    gpu = " and a GPU" if resources.device == "cuda" else ""
+    wanted = f"{resources.cpus_per_worker:g} CPU(s){gpu}"
     offers = "; ".join(
         f"{each.name}: {each.num_cpus:g} CPU(s), {each.num_gpus:g} GPU(s)" for each in shapes
     )
@@ -106,6 +106,12 @@ def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSi
         "lower resources.cpus_per_worker, change resources.device, or enlarge a worker group of "
         "the template"
     )
+
+
+def _num_hosts(spec: JobSpec) -> int:
+    """The fewest hosts that its workers may lie on: copies on k + 1 survive k lost ones."""
+    survive = spec.parallelism.survive
+    return 1 if survive is None else survive.hosts + 1
 
 
 def shape_of(group: Mapping[str, Any]) -> GroupShape:
@@ -118,30 +124,22 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         resources = container.get("resources", {})
         amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
         start = group.get("rayStartParams") or {}
-        gpus = sum(quantity(amount) for name, amount in amounts.items() if name.endswith("/gpu"))
+        gpus = sum(parse_quantity(amounts[name]) for name in amounts if name.endswith("/gpu"))
         # Ray rounds a share of a CPU up.
-        cpus = math.ceil(quantity(amounts.get("cpu", 0)))
+        cpus = math.ceil(parse_quantity(amounts.get("cpu", 0)))
         return GroupShape(
             name=group["groupName"],
             num_cpus=float(start.get("num-cpus", cpus)),
             num_gpus=float(start.get("num-gpus", gpus)),
-            memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
+            memory_bytes=int(start.get("memory", parse_quantity(amounts.get("memory", 0)))),
             num_hosts=int(group.get("numOfHosts", 1)),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise SubmissionRefused(
             f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
             f"{error}); the template is no usable RayCluster, compare it with "
             "k8s/base/raycluster.yaml"
         ) from error
-
-
-def quantity(text: str | float) -> float:
-    """A Kubernetes quantity as a number, as in 500m, 1e3 or 16Gi; raises ValueError."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(text))
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"'{text}' is no quantity of Kubernetes")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
@@ -246,11 +244,6 @@ def release_of(rayjob: Mapping[str, Any]) -> Manifest:
     }
 
 
-def note_let_go() -> Manifest:
-    """The change that notes on a RayJob that its driver may have been started."""
-    return {"metadata": {"annotations": {LET_GO: "true"}}}
-
-
 def was_let_go(rayjob: Mapping[str, Any]) -> bool:
     """Whether a RayJob is known to have been let go, whether or not it still is."""
     return (rayjob["metadata"].get("annotations") or {}).get(LET_GO) == "true"
@@ -279,8 +272,8 @@ def rayjob_of(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
             "compare it with k8s/base/raycluster.yaml"
         ) from error
-    need = submission.cluster
-    queue = need.queue or options.queue
+    resources = submission.spec.resources
+    queue = resources.queue or options.queue
     metadata = _metadata(submission, options, name)
     metadata["annotations"][SECRET] = secret
     if not _outlives_its_head(spec):
@@ -300,15 +293,14 @@ def rayjob_of(
         "suspend": True,
         "rayClusterSpec": spec,
     }
-    if need.deadline_s:
-        job["activeDeadlineSeconds"] = need.deadline_s
+    if resources.deadline_s:
+        job["activeDeadlineSeconds"] = resources.deadline_s
     if submission.code_uris:
         job["runtimeEnvYAML"] = yaml.safe_dump({"py_modules": list(submission.code_uris)})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RayJob", "metadata": metadata, "spec": job}
 
 
 def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Manifest:
-    need = submission.cluster
     return {
         "name": name,
         "namespace": options.namespace,
@@ -320,8 +312,8 @@ def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Man
         # What need not fit a label, in full.
         "annotations": {
             ATTEMPT: submission.attempt_id,
-            JOB_NAME: need.job_name,
-            PRIORITY: str(need.priority),
+            JOB_NAME: submission.spec.name,
+            PRIORITY: str(submission.spec.priority),
         },
     }
 
@@ -330,7 +322,7 @@ def _own_labels(submission: Submission) -> dict[str, str]:
     return {
         JOB: label_value(submission.job_id),
         ATTEMPT: label_value(submission.attempt_id),
-        PROJECT: label_value(submission.cluster.project or "default"),
+        PROJECT: label_value(submission.spec.project),
     }
 
 
@@ -345,8 +337,8 @@ def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: s
     spec: Manifest = copy.deepcopy({**template})
     for name in _OF_CLUSTER:
         spec.pop(name, None)
-    size = size_of(submission.cluster, spec["workerGroupSpecs"])
-    spec["workerGroupSpecs"] = _groups(spec["workerGroupSpecs"], size, submission.cluster)
+    size = size_of(submission.spec, spec["workerGroupSpecs"])
+    spec["workerGroupSpecs"] = _groups(spec["workerGroupSpecs"], size, submission.spec)
     # A cluster of one size is kept at it by the operator.
     spec["enableInTreeAutoscaling"] = size.is_elastic
     if not size.is_elastic:
@@ -369,22 +361,22 @@ def _outlives_its_head(spec: Manifest) -> bool:
     return bool(spec.get("gcsFaultToleranceOptions"))
 
 
-def _groups(groups: list[Manifest], size: ClusterSize, need: ClusterNeed) -> list[Manifest]:
+def _groups(groups: list[Manifest], size: ClusterSize, spec: JobSpec) -> list[Manifest]:
     """The group that holds the fewest workers, and those of its kind that may add more."""
     kept = []
     for group in groups:
         if group["groupName"] == size.shape.name:
             kept.append(_resized(group, size.min_pods, size.max_pods, size))
-        elif size.is_elastic and kept and _is_alike(group, size, need):
+        elif size.is_elastic and kept and _is_alike(group, size, spec):
             kept.append(_resized(group, 0, size.max_pods - size.min_pods, size))
     return kept
 
 
-def _is_alike(group: Manifest, size: ClusterSize, need: ClusterNeed) -> bool:
+def _is_alike(group: Manifest, size: ClusterSize, spec: JobSpec) -> bool:
     """Whether as many workers fit its pods, on the same device."""
     shape = shape_of(group)
-    is_same_device = shape.gives_gpus(need) == size.shape.gives_gpus(need)
-    return is_same_device and shape.num_fitting(need) == size.num_fitting
+    is_same_device = shape.gives_gpus(spec) == size.shape.gives_gpus(spec)
+    return is_same_device and shape.num_fitting(spec) == size.num_fitting
 
 
 def _resized(group: Manifest, least: int, most: int, size: ClusterSize) -> Manifest:

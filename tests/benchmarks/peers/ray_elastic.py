@@ -40,11 +40,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
-from tests.benchmarks.peers.raw_ray_train import (
-    build_model,
-    dense_optimizer,
-    endless_batches,
-)
+from tests.benchmarks.peers.raw_ray_train import build_model, dense_optimizer, endless_batches
 
 OBJECT_STORE_BYTES = 80 * 2**20
 STEPS_UNDER_WAY = 12

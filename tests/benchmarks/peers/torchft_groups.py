@@ -30,11 +30,7 @@ from torch import nn
 from torchft import Manager, ProcessGroupGloo
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.benchmarks.peers.raw_ray_train import (
-    build_model,
-    dense_optimizer,
-    endless_batches,
-)
+from tests.benchmarks.peers.raw_ray_train import build_model, dense_optimizer, endless_batches
 from tests.harness.processes import rank_environment
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,18 +23,12 @@ from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
 from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
-from tests.benchmarks.ne_parity_case import Settings, batches, read_criteo, rows_of_rank
+from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
 from tests.benchmarks.peers.pandas_loader import epochs_over
 from tests.benchmarks.prepare import Cost
-from tests.benchmarks.quality import (
-    OUR_NAME,
-    gain_interval,
-    gain_of,
-    rmse_of,
-    squares_by_user,
-)
+from tests.benchmarks.quality import OUR_NAME, gain_interval, gain_of, rmse_of, squares_by_user
 from tests.benchmarks.quality_data import (
     Fold,
     Stars,
@@ -58,12 +51,8 @@ from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout
 from tests.benchmarks.workload import zipf_batches
 from tests.harness.ranks import run_ranks
 from tests.harness.wait import scaled
-from tests.unit.trainer.datasets.criteo.test_prepare import line, write
-from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
-from trainer.datasets.criteo.synthetic import table_sizes
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
-from trainer.errors import DataError
 
 
 def ratings_of(rows: list[tuple[int, int]]) -> pl.DataFrame:
@@ -230,33 +219,6 @@ def test_the_ratio_is_against_the_fastest_peer_that_does_the_same():
 
 
 SMALL = Settings(num_steps=6, global_batch_size=16, num_held_out_rows=8, num_evaluations=3)
-
-
-def test_a_criteo_file_gives_log_counts_and_hashed_ids(tmp_path):
-    sizes = table_sizes(50)
-    lines = [line(1), line(0, -2, "ffffffff"), line(1, "", "")]
-    rows = read_criteo(write(tmp_path / "day.tsv", lines), sizes, 3)
-    assert rows.label.tolist() == [1, 0, 1]
-    assert rows.dense[0] == pytest.approx(np.full(NUM_DENSE, math.log(2)))
-    assert rows.dense[1:].tolist() == [[0] * NUM_DENSE] * 2
-    for row, number in enumerate((0xA, 0xFFFFFFFF, 0)):
-        assert rows.ids[row].tolist() == [number % size for size in sizes]
-    assert len(sizes) == NUM_CATEGORICAL
-    with pytest.raises(DataError, match="has 3 rows, 4 are needed"):
-        read_criteo(tmp_path / "day.tsv", sizes, 4)
-    with pytest.raises(DataError, match=r"other\.csv, line 1"):
-        read_criteo(write(tmp_path / "other.csv", ["a,b,c", "1,2,3"]), sizes, 1)
-
-
-def test_ranks_share_a_file_without_overlap_and_hold_out_the_rows_after_it(tmp_path):
-    path = write(tmp_path / "day.tsv", [line(row % 2, 1, f"{row:08x}") for row in range(24)])
-    settings = replace(SMALL, num_steps=1, num_evaluations=1, criteo=str(path))
-    ranks = [rows_of_rank(settings, seed=3, rank=rank) for rank in range(4)]
-    column = 2  # a table of more than 24 rows, so that ids are row numbers
-    trained = np.concatenate([rank.train.ids[:, column] for rank in ranks])
-    held_out = np.concatenate([rank.held_out.ids[:, column] for rank in ranks])
-    assert sorted(trained) == list(range(16))
-    assert held_out.tolist() == list(range(16, 24))
 
 
 def test_batches_hold_the_rows_in_order_by_feature():

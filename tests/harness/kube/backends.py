@@ -146,13 +146,11 @@ def submission(number: int = 0, env: dict[str, str] | None = None, **need: Any) 
     return replace(made, env=env) if env else made
 
 
-def wait_for_state(
-    backend: KubeRayBackend, attempt_id: str, state: ObservedState, limit_s: float = 15
-) -> Observation:
+def wait_for_state(backend: KubeRayBackend, attempt_id: str, state: ObservedState) -> Observation:
     """The first observation of that state."""
 
     def observed() -> Observation | None:
         seen = backend.observe(attempt_id)
         return seen if seen.state is state else None
 
-    return wait_for(observed, f"{attempt_id} to be {state}", limit_s)
+    return wait_for(observed, f"{attempt_id} to be {state}", 15)

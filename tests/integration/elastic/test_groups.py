@@ -135,7 +135,7 @@ def _pause(harness: ElasticHarness, config: WorkerConfig) -> None:
     files = RunDir(config.run_dir).attempt(config.attempt_id)
     files.root.mkdir(parents=True, exist_ok=True)
     requests.ask(files, StopRequest(run_index=0, cause=failures.PAUSED))
-    harness.wait_for(lambda: requests.has_stopped(files, 0), 60, "a checkpoint for the pause")
+    harness.wait_for(lambda: files.stopping_path(0).exists(), 60, "a checkpoint for the pause")
 
 
 ONE_GROUP = (

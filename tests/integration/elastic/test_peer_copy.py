@@ -44,8 +44,8 @@ def _numbers(num_rows: int = 50, seed: int = 0) -> RowNumbers:
     return RowNumbers([shard], CPU)
 
 
-def _identity(group: int, rank: int = 0) -> Identity:
-    return Identity(group, 0, rank, 1, HOST)
+def _identity(group: int) -> Identity:
+    return Identity(group, 0, 0, 1, HOST)
 
 
 @pytest.fixture

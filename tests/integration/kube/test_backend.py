@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.backends.base import ClusterNeed, Submission
+from service.backends.base import Submission
+from service.backends.kuberay import watch
 from service.backends.kuberay.backend import (
     KEEP_CUT_OFF_S,
     KEEP_ENDED_S,
@@ -30,6 +31,7 @@ from service.backends.kuberay.manifest import secret_name_of
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import EndReason, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from tests.harness.builders import spec
 from tests.harness.kube.backends import KubeRayBackends, submission, wait_for_state, without
 from tests.harness.kube.cluster import KubeCluster
 from tests.harness.kube.operator import KueueStandIn, RayJobOperator, operator_for
@@ -336,8 +338,9 @@ def test_a_watch_that_breaks_misses_nothing(
 
 
 def test_pods_that_find_no_room_are_told_of(
-    backends: KubeRayBackends, operator: RayJobOperator
+    backends: KubeRayBackends, operator: RayJobOperator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "_AGE_S", 0.1)  # of what was read of pods
     backend, sent = backends.open(), submission()
     message = "0/3 nodes are available: 3 Insufficient cpu."
     operator.clusters.unschedulable = message
@@ -553,7 +556,7 @@ class JobsApi:
 
 
 def _shared() -> Submission:
-    return replace(submission(), cluster=ClusterNeed())
+    return replace(submission(), spec=spec())
 
 
 def test_a_shared_job_is_found_by_replicas_that_did_not_submit_it(

@@ -9,14 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import (
-    TABLE_ROWS,
-    Case,
-    form_groups,
-    make_batch,
-    spec_of,
-    take_step,
-)
+from tests.harness.small_model import TABLE_ROWS, Case, form_groups, make_batch, spec_of, take_step
 from trainer.models.networks import build_model
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel

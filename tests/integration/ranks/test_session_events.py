@@ -33,13 +33,7 @@ from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.touched_rows import TouchedRows
 from trainer.protocol import requests
-from trainer.protocol.events import (
-    Divergence,
-    Metrics,
-    Note,
-    RowsQuarantined,
-    RowsSkipped,
-)
+from trainer.protocol.events import Divergence, Metrics, Note, RowsQuarantined, RowsSkipped
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
@@ -309,7 +303,7 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
     requests.ask(files, StopRequest(run_index=0, cause="request"))
     four = replace(config, spec=config.spec.with_workers(4))
     stopped = run_ranks(train_session, 4, four)
-    assert requests.has_stopped(files, 0)
+    assert files.stopping_path(0).exists()
     stop_step = config.spec.training.report_every_steps + 1  # a report lands after the next step
     assert {rank["state"].step for rank in stopped} == {stop_step}
     (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
@@ -317,7 +311,7 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
 
     two = next_run(replace(config, spec=config.spec.with_workers(2)))
     resumed = run_ranks(train_session, 2, two)
-    assert not requests.has_stopped(files, 1), "the request was for the run before"
+    assert not files.stopping_path(1).exists(), "the request was for the run before"
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert {rank["state"].rows_trained for rank in resumed} == {num_rows}
 

@@ -16,7 +16,6 @@ import pytest
 from psycopg.errors import DeadlockDetected, SerializationFailure
 from sqlalchemy import text
 
-from service.backends.base import HostFacts
 from service.backends.fake import FakeBackend, Script
 from service.client.client import ShardloomClient
 from service.db.engine import newest_revision
@@ -24,7 +23,7 @@ from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.lifecycle import finish
-from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
 from service.domain.webhooks import Answer, DeliveryState, after_try
 from service.errors import RecordRefused, StaleVersion, StoreUnavailable
 from service.scheduler.runner import SchedulerRunner

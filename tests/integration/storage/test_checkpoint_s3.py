@@ -227,7 +227,7 @@ def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_
             pytest.param(faults, marks=pytest.mark.slow)
             for faults in (
                 {"rates": {"reset": 0.15, "cut": 0.15}, "seed": 2},
-                {"slow_s": 0.1},
+                {"bytes_per_s": 8_000_000},
                 {"rates": {"stall": 0.06}, "stall_s": 5.0, "seed": 3},
             )
         ),
@@ -244,7 +244,9 @@ def test_saves_and_loads_outlive_a_store_in_trouble(store, run_dir, faults):
     assert first["notes"] == []
     assert first["equal"]
     assert second["equal"]
-    assert sum(seen.counts[fault] for fault in faults.get("rates", {})) > 1 or "slow_s" in faults
+    assert (
+        sum(seen.counts[fault] for fault in faults.get("rates", {})) > 1 or "bytes_per_s" in faults
+    )
 
 
 def test_a_store_that_is_away_fails_one_save_and_the_next_is_whole(store, run_dir):

@@ -70,7 +70,7 @@ def test_an_endpoint_that_does_not_answer_is_named(store, monkeypatch):
 TROUBLE = [
     {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.1}, "seed": 4},
     {"rates": {"reset": 0.2, "cut": 0.2}, "seed": 5},
-    pytest.param({"slow_s": 0.1}, marks=pytest.mark.slow),
+    pytest.param({"bytes_per_s": 4_000_000}, marks=pytest.mark.slow),
 ]
 
 

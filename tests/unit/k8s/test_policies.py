@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import tomllib
 
-from service.backends.kuberay.manifest import SHARED, quantity
+from kubernetes.utils.quantity import parse_quantity
+
+from service.backends.kuberay.manifest import SHARED
 from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
     FULL,
@@ -71,7 +73,7 @@ def test_containers_are_pinned_unprivileged_bounded_and_probed(variant: str) -> 
         resources = container["resources"]
         for name in ("cpu", "memory"):
             asked, most = resources["requests"][name], resources["limits"][name]
-            assert 0 < quantity(asked) <= quantity(most), where
+            assert 0 < parse_quantity(asked) <= parse_quantity(most), where
         if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one no probes
             assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), where
 
@@ -157,8 +159,8 @@ def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
         assert resources["requests"] == resources["limits"]
         assert int(resources["limits"]["nvidia.com/gpu"]) >= 1
         emptied = [each["emptyDir"] for each in pod.spec["volumes"] if "emptyDir" in each]
-        room = sum(quantity(each["sizeLimit"]) for each in emptied)
-        assert room <= quantity(resources["requests"]["ephemeral-storage"])
+        room = sum(parse_quantity(each["sizeLimit"]) for each in emptied)
+        assert room <= parse_quantity(resources["requests"]["ephemeral-storage"])
 
 
 # ---- availability

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from kubernetes.utils.quantity import parse_quantity
 
 from service.app import check_address
-from service.backends.kuberay.manifest import quantity
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
 from tests.unit.k8s.pods import pods, pods_of, selects
@@ -95,10 +95,10 @@ def test_the_settings_fit_the_service_and_ray(
     assert ray_cluster(variant)["metadata"]["name"] == _CLUSTER
     # The name that KubeRay gives to the Service of a head.
     assert settings.ray_address == f"http://{_CLUSTER}-head-svc.shardloom.svc:8265"
-    most = 0.0
+    most = 0
     for worker in pods(variant, "ray-worker"):
         limits = worker.containers[0]["resources"]["limits"]
-        most += worker.replicas * quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
+        most += worker.replicas * parse_quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
     assert settings.cluster_max_workers == most
 
 
@@ -267,7 +267,7 @@ def _needs(cluster: Manifest, capacity: str | None) -> dict[str, float]:
         if pod.spec.get("nodeSelector", {}).get("shardloom.io/capacity") == capacity:
             for container in pod.containers:
                 for name, amount in container["resources"]["requests"].items():
-                    found[name] = found.get(name, 0) + pod.replicas * quantity(amount)
+                    found[name] = found.get(name, 0) + pod.replicas * parse_quantity(amount)
     return found
 
 
@@ -283,7 +283,7 @@ def test_the_kueue_quota_has_room_for_the_cluster(variant: str) -> None:
     for flavor in group["flavors"]:
         labels = one(build(variant), "ResourceFlavor", flavor["name"]).get("spec", {})
         capacity = labels.get("nodeLabels", {}).get("shardloom.io/capacity")
-        quota = {each["name"]: quantity(each["nominalQuota"]) for each in flavor["resources"]}
+        quota = {each["name"]: parse_quantity(each["nominalQuota"]) for each in flavor["resources"]}
         assert set(quota) == set(group["coveredResources"])
         assert all(quota[name] >= most for name, most in _needs(cluster, capacity).items())
     # Without it Kueue would suspend the whole cluster whenever a host is added.
@@ -298,7 +298,7 @@ def test_the_volcano_queue_has_room_for_the_cluster() -> None:
     )
     for name, most in queue["spec"]["capability"].items():
         asked = [_needs(cluster, each).get(name, 0) for each in (None, "on-demand", "spot")]
-        assert quantity(most) >= sum(asked)
+        assert parse_quantity(most) >= sum(asked)
 
 
 def test_no_file_of_ours_is_left_out_of_the_builds() -> None:

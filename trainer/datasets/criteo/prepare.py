@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest
@@ -65,13 +65,11 @@ from trainer.errors import (
 from trainer.storage import Location
 
 
-class CriteoOptions(BaseModel):
+class CriteoOptions(BaseModel, extra="forbid", frozen=True):
     """What `shardloom data prepare criteo --help` explains; recorded in the manifest.
 
     The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     ids: Literal["vocabulary", "hashing"] = "vocabulary"
     min_count: PositiveInt = 10

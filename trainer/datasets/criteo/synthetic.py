@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
-from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
+from trainer.data.manifest import FileEntry, Manifest, SplitEntry, write_manifest
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     SCHEMA,
@@ -43,6 +43,7 @@ from trainer.datasets.criteo.reader import (
 from trainer.datasets.io.journal import progress_bars
 from trainer.datasets.io.staging import cut_rows, staged_folder
 from trainer.errors import StorageError, TooFewRowsError
+from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
 
 FloatArray = NDArray[np.float32]
@@ -153,16 +154,15 @@ class TeacherScore:
         self._clicks += np.bincount(bins, rows.label, minlength=_NUM_BINS).astype(np.int64)
 
     def as_dict(self) -> dict[str, float | None]:
-        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None where clicks or others are lacking."""
+        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None without clicks or others."""
         rows, clicks = int(self._views.sum()), int(self._clicks.sum())
-        rate = clicks / rows if rows else None
-        logloss = self._loss / rows if rows else None
+        rate, logloss = clicks / rows, self._loss / rows
         has_both = 0 < clicks < rows
         return {
             "rows": rows,
             "click_rate": rate,
             "logloss": logloss,
-            "ne": self._loss / rows / entropy(clicks / rows) if has_both else None,
+            "ne": logloss / entropy(rate) if has_both else None,
             "auc": self._auc() if has_both else None,
         }
 
@@ -184,10 +184,8 @@ _EMPTY_ID_EVERY = 3
 _ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
 
 
-class CriteoGeneratorOptions(BaseModel):
+class CriteoGeneratorOptions(BaseModel, extra="forbid", frozen=True):
     """What `shardloom data generate criteo --help` explains."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_rows: PositiveInt
     format: Literal["tsv", "parquet"] = "parquet"
@@ -341,7 +339,14 @@ def _write_split(
             for rows in draw(seed, len(own_rows)):
                 score.add(rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
-        files.append(describe_file(path, folder.parent))
+        files.append(
+            FileEntry(
+                path=path.relative_to(folder.parent).as_posix(),
+                **vars(file_record(path)),
+                num_rows=len(own_rows),
+                num_row_groups=pq.read_metadata(path).num_row_groups,
+            )
+        )
     return SplitEntry(num_rows=num_rows, files=tuple(files))
 
 

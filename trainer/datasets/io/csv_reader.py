@@ -125,6 +125,7 @@ _PATTERNS = {
     "a whole number": re.compile(r"\d{1,18}"),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
 }
+_TYPES = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
 # What stands for a byte that is not UTF-8.
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 # 2100-01-01 UTC.
@@ -135,18 +136,14 @@ _YEAR_2100_S = 4_102_444_800
 class CsvColumn:
     """A column to read; a number lies in `bounds`, of which the lower one is exclusive.
 
-    `rule` says in words what is wanted, where kind and bounds do not say it well.
+    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where kind
+    and bounds do not say it well.
     """
 
     name: str
     kind: str = "text"
     bounds: tuple[float, float] | None = None
     rule: str | None = None
-
-    @property
-    def dtype(self) -> type[pl.DataType]:
-        kinds = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
-        return kinds[self.kind]
 
     @property
     def wanted(self) -> str:
@@ -174,18 +171,9 @@ class CsvColumn:
         return broken.any()
 
 
-def text(name: str) -> CsvColumn:
-    """A column of any text; an empty cell reads as an empty string."""
-    return CsvColumn(name)
-
-
 def integer(name: str) -> CsvColumn:
     """A column of non-negative integers."""
     return CsvColumn(name, "a whole number")
-
-
-def number(name: str, *, above: float, at_most: float) -> CsvColumn:
-    return CsvColumn(name, "a number", (above, at_most))
 
 
 def timestamp(name: str) -> CsvColumn:
@@ -270,7 +258,7 @@ class BlockReader:
             frame = pl.read_csv(
                 content,
                 columns=[column.name for column in columns],
-                schema_overrides={column.name: column.dtype for column in columns},
+                schema_overrides={column.name: _TYPES[column.kind] for column in columns},
                 separator=self._delimiter,
             )
         except pl.exceptions.PolarsError as error:

@@ -21,8 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, TimeElapsedColumn
 
-from trainer.data.manifest import sha256_of
-from trainer.protocol.run_dir import write_whole
+from trainer.protocol.run_dir import file_record, write_whole
 
 JOURNAL_NAME = "journal.jsonl"
 UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.partial"
@@ -41,6 +40,13 @@ class Part:
     sha256: str
     facts: Facts
     made_of: str = ""
+
+
+def make_part(name: str, path: Path, make: Callable[[Path], Facts | None], made_of: str) -> Part:
+    """Let `make` write `path`, and measure it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = make(path) or {}
+    return Part(name, **vars(file_record(path)), facts=facts, made_of=made_of)
 
 
 class Journal:
@@ -81,12 +87,10 @@ class Journal:
         """
         path = self.folder / name
         known = self.find(name, made_of)
-        if known and path.is_file() and sha256_of(path) == known.sha256:
+        if known and path.is_file() and file_record(path).sha256 == known.sha256:
             return known
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
-        facts = make(unfinished) or {}
-        part = Part(name, unfinished.stat().st_size, sha256_of(unfinished), facts, made_of)
+        part = make_part(name, unfinished, make, made_of)
         unfinished.rename(path)
         self.record(part)
         return part

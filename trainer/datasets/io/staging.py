@@ -32,10 +32,16 @@ from trainer.data.manifest import (
     SplitEntry,
     VocabularyEntry,
     parse_manifest,
-    sha256_of,
     write_manifest,
 )
-from trainer.datasets.io.journal import JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, Facts, Journal, Part
+from trainer.datasets.io.journal import (
+    JOURNAL_NAME,
+    UNFINISHED_JOURNAL_NAME,
+    Facts,
+    Journal,
+    Part,
+    make_part,
+)
 from trainer.errors import DataError, ManifestError, OutputExistsError, StorageError
 from trainer.protocol.run_dir import write_whole
 from trainer.storage import Location
@@ -149,9 +155,7 @@ class Staging:
             if found and found[0] == known.size_bytes:
                 return known
         path = self._journal.folder / part_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        facts = make(path) or {}
-        part = Part(part_name, path.stat().st_size, sha256_of(path), facts, made_of)
+        part = make_part(part_name, path, make, made_of)
         if not self._is_begun:
             # Before the first file of an older folder is replaced, its manifest must go; without it
             # nothing but this note says that the files that it names are ours.

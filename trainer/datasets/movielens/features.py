@@ -41,17 +41,12 @@ def fold_of(user: IntArray) -> NDArray[np.uint8]:
     return (user % _NUM_FOLDS).astype(np.uint8)
 
 
-@dataclass(frozen=True)
 class MovieFolds:
     """Sum of residuals and number of training ratings, [movies, folds] each."""
 
-    total: FloatArray
-    count: IntArray
-
-    @classmethod
-    def empty(cls, num_movies: int) -> MovieFolds:
-        shape = (num_movies, _NUM_FOLDS)
-        return cls(np.zeros(shape), np.zeros(shape, dtype=np.int64))
+    def __init__(self, num_movies: int) -> None:
+        self.total: FloatArray = np.zeros((num_movies, _NUM_FOLDS))
+        self.count: IntArray = np.zeros((num_movies, _NUM_FOLDS), dtype=np.int64)
 
     def add(
         self,
@@ -80,7 +75,7 @@ def gather_folds(
     by_movie: Sequence[Path], num_movies: int
 ) -> tuple[MovieFolds, dict[str, Moments]]:
     """Folds and training moments of all units, as `Fitted.write_by_movie` put them aside."""
-    folds = MovieFolds.empty(num_movies)
+    folds = MovieFolds(num_movies)
     for path in by_movie:
         rows = map_columns(path)
         is_training = rows["is_training"].astype(bool)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt
 
 from trainer.data.ragged import IntArray, Ragged, gather
 from trainer.datasets.io.journal import Advance, Facts
@@ -240,14 +240,12 @@ _SHUFFLE_SEED = 0
 _UNITS_IN_MEMORY = 2
 
 
-class MovieLensOptions(BaseModel):
+class MovieLensOptions(BaseModel, extra="forbid", frozen=True):
     """What `shardloom data prepare movielens --help` explains; recorded in the manifest.
 
     Of `user_mean`, `training` counts the rating itself; of `validation_past`, `all` is what one who
     serves knows, `training` what static models do that are compared with.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     split: Split = "per_user"
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1

@@ -21,10 +21,9 @@ from trainer.data.ragged import IntArray, Ragged, offsets_of
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import (
     BlockReader,
+    CsvColumn,
     LineBlock,
     integer,
-    number,
-    text,
     timestamp,
 )
 from trainer.datasets.io.journal import Advance, Facts
@@ -122,7 +121,7 @@ OnDuplicate = Literal["fail", "last"]
 RATING_COLUMNS = (
     integer("userId"),
     integer("movieId"),
-    number("rating", above=0, at_most=5),
+    CsvColumn("rating", "a number", bounds=(0, 5)),
     timestamp("timestamp"),
 )
 
@@ -243,12 +242,12 @@ def _gather(blocks: Blocks, users: range) -> Columns:
 # Taken apart, the words of a block need many times its size.
 _TAG_BLOCK_BYTES = 8 * 1024 * 1024
 _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
-_TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("timestamp"))
+_TAG_COLUMNS = (integer("userId"), integer("movieId"), CsvColumn("tag"), timestamp("timestamp"))
 
 
 def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
     """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
-    columns = [integer("movieId"), text("title"), text("genres")]
+    columns = [integer("movieId"), CsvColumn("title"), CsvColumn("genres")]
     movies = BlockReader(location, columns, delimiter=delimiter).read()
     repeated = movies["movieId"].is_duplicated().arg_true()
     if len(repeated):

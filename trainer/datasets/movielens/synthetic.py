@@ -69,11 +69,6 @@ class StarsScore:
         """Error of that predictor on the very ratings that were made."""
         return math.sqrt(self.squared_errors / self.stars.count)
 
-    @property
-    def global_mean_rmse(self) -> float:
-        """Error of predicting the mean of all ratings."""
-        return self.stars.deviation
-
 
 def _rounded_moments() -> tuple[FloatArray, FloatArray]:
     """Mean and variance of the rounded and clipped stars, for each point of the grid."""
@@ -214,7 +209,7 @@ def _write_teacher(path: Path, sizes: Sizes, seed: int, score: StarsScore) -> No
         "seed": seed,
         "irreducible_rmse": score.irreducible_rmse,
         "measured_rmse": score.measured_rmse,
-        "global_mean_rmse": score.global_mean_rmse,
+        "global_mean_rmse": score.stars.deviation,
     }
     path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 

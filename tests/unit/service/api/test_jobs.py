@@ -14,12 +14,11 @@ from httpx_sse import EventSource
 
 from service.api.views import progress_of
 from service.app import create_app
-from service.backends.base import HostFacts
 from service.backends.fake import FakeBackend, Script
 from service.db.engine import newest_revision
 from service.db.jobs import JobStore
 from service.domain.lifecycle import decide
-from service.domain.models import JobStatus, Observation, ObservedState, Progress
+from service.domain.models import HostFacts, JobStatus, Observation, ObservedState, Progress
 from service.jobs.logs import LogPosition
 from service.settings import Settings
 from tests.harness.builders import (

@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.backends.base import HostFacts
 from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
-from service.domain.models import JobStatus
+from service.domain.models import HostFacts, JobStatus
 from service.jobs.actions import merged
 from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import batch, checkpoint

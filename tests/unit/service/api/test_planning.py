@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from service.api.planning import plan_of, rooms, worker_bytes
-from service.backends.base import HostFacts
 from service.cli.submit import plan_page
+from service.domain.models import HostFacts
 from service.jobs.submit import with_table_sizes
 from service.schemas.jobs import JobPlan
 from tests.conftest import EXAMPLE_SPEC

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.auth.permissions import (
-    job_below,
-    outside_roots,
-    roots_of,
-    without_lost_place,
-)
+from service.auth.permissions import job_below, outside_roots, roots_of, without_lost_place
 from service.domain.auth import Role
 from service.files import is_below
 from service.settings import Settings

@@ -10,17 +10,11 @@ import pytest
 
 from service.api.planning import plan_of
 from service.auth.crypto import ATTEMPT_TOKEN_PREFIX
-from service.backends.base import (
-    ClusterNeed,
-    HostFacts,
-    check_cluster,
-    cluster_text,
-    hosts_for,
-    need_of,
-)
+from service.backends.base import check_cluster, cluster_text, hosts_for
 from service.domain.lifecycle import decide, start, submission_accepted
 from service.domain.models import (
     EndReason,
+    HostFacts,
     Job,
     JobStatus,
     Observation,
@@ -30,16 +24,16 @@ from service.domain.models import (
 )
 from service.domain.retries import NextAttempt
 from service.errors import BackendUnreachable, SubmissionRefused
-from service.reconciler.submission import plan_attempt, submission_of
+from service.reconciler.submission import submission_of
 from service.scheduler.policy import Capacity, admit
 from service.settings import Settings
-from tests.harness.builders import ELASTIC, NOW, attempt_of, queued_job, spec, spec_document
-from tests.harness.databases import store_job
+from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_document
 from tests.harness.service import Api, House
 from tests.unit.service.scheduler.test_runner import submit
 from trainer.driver.attempt import DriverContext
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
 
 OWN = {"cluster": "own"}
 
@@ -56,7 +50,7 @@ class Maker:
     def hosts(self) -> tuple[HostFacts, ...]:
         return (HostFacts("shared", 2, 0, 1 << 30),)
 
-    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...]:
+    def own_hosts(self, spec: JobSpec) -> tuple[HostFacts, ...]:
         if self.error:
             raise self.error
         return (HostFacts("own-0", 8, 0, 1 << 33),)
@@ -100,32 +94,6 @@ def test_queues_have_names_that_kubernetes_takes(queue: str) -> None:
         spec(resources={**OWN, "queue": queue})
 
 
-def test_a_submission_says_what_its_cluster_must_hold(house: House) -> None:
-    job = queued_job(
-        parallelism=ELASTIC,
-        resources={**OWN, "queue": "ads", "cpus_per_worker": 3, "device": "cpu"},
-        priority=5,
-    )
-    store_job(house.store, job)
-    attempt = start(job, NOW, QueueState()).attempt
-    assert attempt is not None
-    following = plan_attempt(house.store, job, attempt, NOW)
-    need = submission_of(job, attempt, following, house.settings).cluster
-    assert need == ClusterNeed(
-        is_own=True,
-        queue="ads",
-        min_workers=4,
-        max_workers=8,
-        group_size=2,
-        num_hosts=2,
-        device="cpu",
-        cpus_per_worker=3,
-        job_name="tiny",
-        project="default",
-        priority=5,
-    )
-
-
 # ---- who may ask for one
 
 
@@ -160,7 +128,7 @@ def test_a_plan_is_made_for_the_cluster_that_the_job_will_have() -> None:
     assert hosts_for(Maker(BackendUnreachable("away")), own) == ()  # type: ignore[arg-type]
     plan = plan_of(own, hosts_for(Maker(), own))  # type: ignore[arg-type]
     assert plan.cluster == "its own, by Kueue queue ads: 1 host(s) with room for 8 worker(s)"
-    assert cluster_text(shared) == "shared" and need_of(shared).is_own is False
+    assert cluster_text(shared) == "shared"
 
 
 # ---- the queue
@@ -195,7 +163,7 @@ def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: Hous
     assert house.store.get_job(own.id).status is JobStatus.STARTING
     waiting = house.store.get_job(shared.id)
     assert waiting.status is JobStatus.QUEUED
-    assert QueueState.of(waiting).reason == "the cluster does not answer"
+    assert house.place_of(shared).reason == "the cluster does not answer"
 
 
 # ---- the life of an attempt

@@ -9,13 +9,16 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import Submission
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import ObservedState
+from service.domain.models import HostFacts, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from tests.harness.builders import spec
 
 Handler = Callable[[httpx.Request], httpx.Response]
-SUBMISSION = Submission("job-1-a0", "job-1", "python -m trainer.driver", {"A": "b"}, {"k": "v"})
+SUBMISSION = Submission(
+    "job-1-a0", "job-1", spec(), "python -m trainer.driver", {"A": "b"}, {"k": "v"}
+)
 
 
 def _backend(handler: Handler, **options: str) -> RayJobsBackend:
@@ -160,3 +163,21 @@ def test_a_ray_that_cannot_tell_its_hosts_is_asked_for_its_version() -> None:
 
     assert _backend(answer).hosts() is None
     assert _backend(answer).check() == "Ray 2.9.0"
+
+
+def test_one_request_tells_of_many_attempts_and_leaves_out_what_is_unclear() -> None:
+    infos = [
+        {"submission_id": "a", "status": "RUNNING", "message": "m"},
+        {"submission_id": "b", "status": "SUCCEEDED"},
+        {"submission_id": "c", "status": "no status of Ray's"},
+        {"submission_id": "other", "status": "FAILED"},
+        {"submission_id": None, "status": "RUNNING"},
+    ]
+    seen = _backend(_answers(200, body=infos)).observe_all(["a", "b", "c", "gone"])
+    assert {name: found.state for name, found in seen.items()} == {
+        "a": ObservedState.RUNNING,
+        "b": ObservedState.SUCCEEDED,
+    }
+    assert _backend(_answers(200, body={"detail": "a proxy"})).observe_all(["a"]) == {}
+    away = _backend(_fails(httpx.ReadTimeout)).observe_all(["a", "b"])
+    assert {found.state for found in away.values()} == {ObservedState.UNREACHABLE}

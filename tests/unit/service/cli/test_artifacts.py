@@ -24,14 +24,7 @@ from tests.harness.builders import (
     table_wise_plan,
     workers_started,
 )
-from tests.harness.service import (
-    Api,
-    FakeService,
-    event_body,
-    job_body,
-    shardloom,
-    trace_body,
-)
+from tests.harness.service import Api, FakeService, event_body, job_body, shardloom, trace_body
 from trainer.protocol.code_archive import check, id_of
 
 
@@ -245,8 +238,8 @@ def test_only_what_is_done_can_be_downloaded_from_the_dashboard() -> None:
     job = queued_job()
     queued = export_out(status="queued", step=None, size_bytes=None, report=None)
     link = f'href="/v1/jobs/{job.id}/exports/x-0000c0de/archive"'
-    assert link not in fragments.exports(job, [queued], NOW)
-    shown = fragments.exports(job, [export_out()], NOW)
+    assert link not in fragments.render("exports.html", job=job, exports=[queued], now=NOW)
+    shown = fragments.render("exports.html", job=job, exports=[export_out()], now=NOW)
     assert link in shown and "0.8604 as trained, 0.8605 exported" in shown
 
 

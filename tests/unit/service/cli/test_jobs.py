@@ -13,11 +13,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
+from service.domain.models import HostFacts
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -32,15 +32,7 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service import (
-    Api,
-    FakeService,
-    end,
-    job_body,
-    problem_body,
-    running,
-    shardloom,
-)
+from tests.harness.service import Api, FakeService, end, job_body, problem_body, running, shardloom
 from trainer.protocol.events import Event, HostExcluded, Metrics
 
 

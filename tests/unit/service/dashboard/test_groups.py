@@ -23,6 +23,7 @@ from service.domain.models import (
     ReportedEnd,
     TimelineEvent,
 )
+from service.domain.timeline import traces_of
 from tests.harness.builders import (
     ELASTIC,
     HOSTS,
@@ -158,7 +159,7 @@ def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
     view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
-    html = fragments.membership(view)
+    html = fragments.render("membership.html", view=view)
     assert "<strong>96.0%</strong> goodput" in html
     assert 'loss-0" style="width: 75.000%" title="start: 3.0%"' in html
     assert 'loss-1" style="width: 25.000%" title="work done again: 1.0%"' in html
@@ -222,10 +223,10 @@ def test_a_degraded_job_is_marked_in_list_and_heading() -> None:
 
 def test_the_evidence_of_an_end_is_shown_with_its_attempt_and_what_to_change() -> None:
     job, timeline = scene(workers_lost().model_copy(update={"evidence": {"exit": "-9"}}))
-    assert "exit: -9" in fragments.timeline(job, timeline)
+    assert "exit: -9" in fragments.render("timeline.html", job=job, events=timeline)
     report = ReportedEnd(EndReason.DEVICE_OOM, "killed", NOW, {"signal": "9", "host": HOSTS[1]})
     attempt = replace(attempt_of(job), end_reason=EndReason.DEVICE_OOM, reported_end=report)
-    html = fragments.attempts(job, [attempt], NOW)
+    html = fragments.render("attempts.html", job=job, attempts=[attempt], now=NOW)
     assert f"<dt>signal</dt><dd>9</dd><dt>host</dt><dd>{HOSTS[1]}</dd>" in html
     failed = replace(
         job, status=JobStatus.FAILED, reason=EndReason.RETRIES_EXHAUSTED, message="gave up"
@@ -245,8 +246,14 @@ def test_text_of_records_cannot_become_markup() -> None:
     )
     failed = replace(told[0], status=JobStatus.FAILED, message=hostile)
     view = groups_view(told[0], told[1], (), NOW)
-    html = fragments.membership(view) + fragments.groups(*told) + fragments.sharding(*told)
-    html += fragments.heading(failed, NOW) + fragments.timeline(*told)
+    html = (
+        fragments.render("membership.html", view=view)
+        + fragments.groups(*told)
+        + fragments.sharding(*told)
+    )
+    html += fragments.heading(failed, NOW) + fragments.render(
+        "timeline.html", job=told[0], events=told[1]
+    )
     assert "<img" not in html
     assert "&lt;img" in html
 
@@ -307,9 +314,12 @@ def test_the_section_shows_the_policy_before_there_is_a_plan_and_without_one(job
 
 
 def test_traces_are_newest_first_with_a_link_to_the_attempt_that_wrote_them(job: Job) -> None:
-    assert "No trace has been written yet" in fragments.traces(job, [], NOW)
+    assert "No trace has been written yet" in fragments.render(
+        "traces.html", job=job, traces=[], now=NOW
+    )
     records = [trace_written("spec"), trace_written("t-00000001", 1, time=NOW + 60, step=1200)]
-    html = fragments.traces(job, timeline_of(job, *records), NOW + 90)
+    written = traces_of(timeline_of(job, *records))
+    html = fragments.render("traces.html", job=job, traces=written, now=NOW + 90)
     link = f"/v1/jobs/{job.id}/traces/t-00000001-rank1.json.gz?attempt={job.id}-a0"
     assert f'href="{link}"' in html
     assert html.index("t-00000001") < html.index("spec-rank0")

@@ -107,7 +107,7 @@ def test_the_list_filters_by_name_and_status() -> None:
 
 def test_key_figures_follow_the_metric_of_the_task_and_flag_nan() -> None:
     metrics = {"train/loss": math.nan, "validation/rmse": 0.87, "balance/lookup": 1.2}
-    html = fragments.figures(running_job(latest_metrics=metrics))
+    html = fragments.render("figures.html", job=running_job(latest_metrics=metrics))
     shown = re.findall(r'<dt>(.*)</dt>\s*<dd class="tone-(.*)">(.*)</dd>', html)
     assert {("Train loss", "bad", "NaN"), ("Validation RMSE", "neutral", "0.8700")} < set(shown)
     assert ("Lookup imbalance", "neutral", "1.20×") in shown  # noqa: RUF001
@@ -152,7 +152,7 @@ def test_an_event_is_coloured_by_what_it_means() -> None:
 
 def test_the_timeline_is_newest_first_limited_and_counts_from_submission() -> None:
     events = [event("note", id=n, time=NOW + n) for n in range(300)]
-    html = fragments.timeline(running_job(), events)
+    html = fragments.render("timeline.html", job=running_job(), events=events)
     clocks = re.findall(r"<time>(.*)</time>", html)
     assert (len(clocks), clocks[:3]) == (200, ["+04:59", "+04:58", "+04:57"])
 
@@ -162,7 +162,9 @@ def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
         Checkpoint("job-1", step, f"step-{step}", 84_300_000, NOW, step == 500, {"train/loss": 1})
         for step in (500, 1000)
     ]
-    newest, best = rows_of(fragments.checkpoints(checkpoints, NOW + 90))
+    newest, best = rows_of(
+        fragments.render("checkpoints.html", checkpoints=checkpoints, now=NOW + 90)
+    )
     assert newest == ["1,000", "", "train/loss 1.0000", "84.3 MB", "1m 30s ago", "step-1000"]
     assert best[:2] == ["500", "best"]
 
@@ -171,7 +173,8 @@ def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None
     job = running_job()
     ended = attempt_of(job, started_at=NOW, ended_at=NOW + 5, end_reason=EndReason.DRIVER_LOST)
     live = attempt_of(job, index=1, started_at=NOW + 60)
-    html = fragments.attempts(job, [ended, live, attempt_of(job, index=2)], NOW + 75)
+    attempts = [ended, live, attempt_of(job, index=2)]
+    html = fragments.render("attempts.html", job=job, attempts=attempts, now=NOW + 75)
     waiting, newest, oldest = rows_of(html)
     assert waiting[:4] == ["3", "live", "–", "–"]  # noqa: RUF001
     assert newest[:4] == ["2", "live", "+01:00", "15s"]
@@ -227,15 +230,14 @@ def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> 
     assert not feed.latest().jobs
     now_s = LIST_MAX_AGE_S
     assert (len(feed.latest().jobs), feed.latest().has_more) == (1, False)
-    assert views.count_statuses(feed.latest().jobs) == {JobStatus.QUEUED: 1}
 
 
 def test_fragments_of_a_new_job_say_what_will_come() -> None:
     job = queued_job()
     assert "once the workers have started" in fragments.groups(job, [])
     assert "not started" in fragments.progress(job)
-    assert "No checkpoint" in fragments.checkpoints([], NOW)
-    assert "not been submitted" in fragments.attempts(job, [], NOW)
+    assert "No checkpoint" in fragments.render("checkpoints.html", checkpoints=[], now=NOW)
+    assert "not been submitted" in fragments.render("attempts.html", job=job, attempts=[], now=NOW)
 
 
 # ---- served beside the API

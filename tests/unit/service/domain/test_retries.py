@@ -19,14 +19,7 @@ from service.domain.models import (
     ObservedState,
     ReportedEnd,
 )
-from service.domain.retries import (
-    RULES,
-    Budget,
-    RetryRule,
-    advice_of,
-    backoff_s,
-    next_attempt,
-)
+from service.domain.retries import RULES, Budget, RetryRule, advice_of, backoff_s, next_attempt
 from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
 from trainer.spec.job import JobSpec
 
@@ -93,8 +86,8 @@ def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
 # ---- what the next attempt does otherwise
 
 
-def _ended(job: Job, index: int, reason: EndReason, host: str = "10.0.0.7") -> Attempt:
-    report = ReportedEnd(reason, "", NOW, {"host": host})
+def _ended(job: Job, index: int, reason: EndReason) -> Attempt:
+    report = ReportedEnd(reason, "", NOW, {"host": "10.0.0.7"})
     return attempt_of(job, index=index, ended_at=NOW, end_reason=reason, reported_end=report)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import time
 import zipfile
@@ -84,7 +85,8 @@ def test_uploads_are_removed_when_they_are_old_and_no_living_job_names_them(
     named, unnamed = (upload(api, each).json()["id"] for each in (archive, other))
     submit(api, named)
     folder = api.settings.runs_dir / ".code"
-    keeper = Housekeeper(api.store, api.settings, time.time)
+    hours = itertools.count(int(time.time()), 3600)
+    keeper = Housekeeper(api.store, api.settings, lambda: float(next(hours)))
     keeper.run()
     for path in folder.iterdir():
         os.utime(path, (time.time() - 29 * 86400,) * 2)

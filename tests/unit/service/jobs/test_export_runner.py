@@ -255,7 +255,7 @@ def test_a_deletion_that_was_cut_off_is_finished_at_the_next_start(
         gone = folder.root.rename(folder.root.with_name(f".{folder.id}.gone"))
         (gone / "deleting").unlink()
     assert list_exports(run_dir_of(api.settings, job_id)) == []
-    running(Script())
+    running(Script()).close()
     assert list(folder.root.parent.iterdir()) == []
 
 

@@ -35,19 +35,13 @@ from service.local.ray_node import (
     private_head,
     private_node,
 )
-from service.local.stack import (
-    Component,
-    LocalStack,
-    check_port_free,
-    wait_until_ready,
-)
+from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
 from service.local.state import StackError, StackHome, StackState
 from service.network import local_url
 from service.settings import Settings
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
-from trainer.protocol.versions import Mismatch
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
@@ -260,7 +254,7 @@ def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monke
 
     for port in ("abc", "0", "70000"):
         refused("SHARDLOOM_PORT", SHARDLOOM_PORT=port)
-    wrong = [Mismatch("torchrec", "1.6.0", "1.8")]
+    wrong = ["torchrec 1.6.0 is installed, 1.8 is needed: run `make setup`"]
     monkeypatch.setattr("service.local.stack.check_versions", lambda: wrong)
     refused(r"torchrec 1\.6\.0 is installed, .*make setup")
 

@@ -26,7 +26,7 @@ from tests.harness.builders import (
     recovered,
     workers_started,
 )
-from tests.harness.service import House
+from tests.harness.service import House, run_once
 
 _SURVIVE = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 1}}
 
@@ -215,7 +215,7 @@ def test_the_loop_tells_attempts_and_whether_the_backend_answers(house: House) -
     reconciler = house.reconciler()
     telemetry = reconciler._telemetry
     job = house.submit("running", "failed", max_failures=0)
-    reconciler.run_once()
+    run_once(reconciler)
     assert _count(telemetry, "submitted_attempts") == 1
     answered_at, unanswered_at = (
         telemetry.registry.get_sample_value(f"shardloom_backend_{name}_timestamp_seconds")
@@ -223,13 +223,13 @@ def test_the_loop_tells_attempts_and_whether_the_backend_answers(house: House) -
     )
     assert answered_at and not unanswered_at
     house.backend.set_down(True)
-    reconciler.run_once()
+    run_once(reconciler)
     name = "shardloom_backend_unanswered_timestamp_seconds"
     assert telemetry.registry.get_sample_value(name)
     house.backend.set_down(False)
     for _ in range(10):
         house.now += 30
-        reconciler.run_once()
+        run_once(reconciler)
     assert house.status(job) is JobStatus.FAILED
     assert _count(telemetry, "ended_attempts", reason="driver_lost") == 1
     reconciler.close()
@@ -268,7 +268,7 @@ def test_a_commit_is_dated_by_the_services_clock_until_another_attempt_begins() 
 def test_the_times_survive_the_store(house: House) -> None:
     job = house.submit("running")
     reconciler = house.reconciler()
-    reconciler.run_once()
+    run_once(reconciler)
     house.leave(job, workers_started(), progress(3), checkpoint(3), divergence())
     reconciler._outboxes.collect(job.id, 0)
     stored = house.store.get_job(job.id)

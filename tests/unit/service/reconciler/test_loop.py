@@ -5,23 +5,36 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import pytest
 
+from service import storage
 from service.backends.fake import FakeBackend, Script
-from service.domain.lifecycle import request_cancel
-from service.domain.models import EndReason, Job, JobStatus, Observation
-from service.jobs.actions import pause_job, resume_job
+from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
+from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState
+from service.jobs.actions import cancel_job, pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
 from service.reconciler import outbox
 from service.reconciler.loop import Reconciler, _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
-from tests.harness.builders import attempt_ended, batch, metrics, workers_lost, workers_started
-from tests.harness.service import House
-from tests.harness.wait import scaled
+from service.storage import in_time
+from tests.harness.builders import (
+    attempt_ended,
+    batch,
+    metrics,
+    queued_job,
+    workers_lost,
+    workers_started,
+)
+from tests.harness.databases import store_attempt
+from tests.harness.service import House, run_once
+from tests.harness.wait import scaled, wait_for
 from trainer.protocol.untrusted import open_untrusted
 from trainer.spec import load_spec
 
@@ -58,6 +71,8 @@ def test_a_token_that_no_driver_read_goes_with_its_attempt(house: House) -> None
     assert house.files(job).token_path.exists()
     house.poll(2)
     assert house.status(job) is JobStatus.FAILED
+    house.now += LATE_RECORDS_S
+    house.poll()
     assert not house.files(job).token_path.exists()
 
 
@@ -108,9 +123,9 @@ def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
 
     patient = PatientBackend(Path(house.backend.address))
     waiting = Reconciler(house.store, patient, house.settings, ServiceMetrics(), lambda: house.now)
-    waiting.run_once()
+    run_once(waiting)
     before = house.store.get_job(job.id)
-    waiting.run_once()
+    run_once(waiting)
     waiting.close()
     assert house.store.get_job(job.id) == before
     assert house.store.get_attempt(f"{job.id}-a0").last_submit_at is None
@@ -335,9 +350,13 @@ def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(
     house.now += 3600  # its next attempt is due
     unreadable_stream(house, broken, monkeypatch)
     other = house.submit("running")
-    house.poll()
-    assert house.status(broken) is JobStatus.QUEUED
-    assert house.status(other) is JobStatus.STARTING
+    reconciler = house.reconciler()
+    reconciler._queue.admit()
+    with pytest.raises(OSError, match="input/output"):
+        reconciler.reconcile(broken.id)
+    reconciler.reconcile(other.id)
+    reconciler.close()
+    assert set(house.backend.attempt_ids()) == {f"{broken.id}-a0", f"{other.id}-a0"}
 
 
 # ---- one background thread computes at a time
@@ -372,3 +391,108 @@ def test_one_that_is_stuck_holds_nobody_up_for_good() -> None:
     # Who went ahead beside it has not given away room that was never its own.
     with slot.taken():
         assert not slot._slot.acquire(blocking=False)
+
+
+# ---- the loop waits for nobody
+
+
+def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
+    house: House,
+) -> None:
+    release = threading.Event()
+
+    class HangingBackend(FakeBackend):
+        def observe(self, attempt_id: str) -> Observation:
+            if not attempt_id.startswith(healthy.id):
+                release.wait(scaled(60))
+            return super().observe(attempt_id)
+
+    healthy = house.submit("running")
+    house.poll(2)
+    for _ in range(200):
+        store_attempt(house.store, queued_job(), JobStatus.RUNNING)
+    settings = house.settings.model_copy(update={"reconcile_interval_s": 0.05})
+    backend = HangingBackend(Path(house.backend.address))
+    reconciler = Reconciler(house.store, backend, settings, ServiceMetrics())
+    reconciler.start()
+    try:
+        wait_for(lambda: len(reconciler._busy) > 200, "all threads to hang")
+        cancel_job(house.store, settings, healthy.id)
+        began = time.monotonic()
+        wait_for(lambda: house.record(healthy).num_stops, "the stop of the healthy job")
+        assert time.monotonic() - began < scaled(5)
+    finally:
+        release.set()
+        reconciler.close()
+
+
+def test_hosts_and_storage_that_hang_delay_no_running_job(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class HangingBackend(FakeBackend):
+        def hosts(self) -> None:
+            release.wait(scaled(60))
+
+    running = house.submit("running", "succeeded")
+    house.poll()
+    house.submit()  # For which the cluster is asked for its hosts.
+    settings = house.settings.model_copy(update={"reconcile_interval_s": 0.05})
+    backend = HangingBackend(Path(house.backend.address))
+    reconciler = Reconciler(house.store, backend, settings, ServiceMetrics(), lambda: house.now)
+    reconciler.start()
+    try:
+        wait_for(lambda: house.status(running) is JobStatus.SUCCEEDED, "the end of the other job")
+        assert not release.is_set()
+    finally:
+        release.set()
+        reconciler.close()
+
+
+def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() -> None:
+    release = threading.Event()
+    hung, healthy = Path("/mnt/hung"), Path("/mnt/healthy")
+    for _ in range(storage.MAX_HANGING):
+        with pytest.raises(TimeoutError, match="has not answered"):
+            in_time(hung, lambda: release.wait(scaled(60)), deadline_s=0.01)
+    with pytest.raises(TimeoutError, match="storage hangs"):
+        in_time(hung / "below", lambda: pytest.fail("it is not called"))
+    assert in_time(healthy, lambda: 7) == 7
+    assert storage.hanging() == {str(hung): storage.MAX_HANGING}
+    with pytest.raises(ValueError, match="of the call"):
+        in_time(healthy, partial(int, "of the call"))
+    release.set()
+    wait_for(lambda: not storage.hanging(), "the calls to return")
+    assert in_time(hung, lambda: 8) == 8
+
+
+def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
+    house: House,
+) -> None:
+    asked: list[str] = []
+
+    class ListingBackend(FakeBackend):
+        def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+            asked.append("all")
+            return {name: Observation(states.pop(name)) for name in [*states]}
+
+        def observe(self, attempt_id: str) -> Observation:
+            asked.append(attempt_id)
+            return super().observe(attempt_id)
+
+    jobs = [house.submit("running", "succeeded") for _ in range(20)]
+    house.poll(2)
+    states = {f"{job.id}-a0": ObservedState.RUNNING for job in jobs}
+    states[f"{jobs[0].id}-a0"] = ObservedState.SUCCEEDED
+    del states[f"{jobs[1].id}-a0"]
+    backend = ListingBackend(Path(house.backend.address))
+    reconciler = Reconciler(
+        house.store, backend, house.settings, ServiceMetrics(), lambda: house.now
+    )
+    reconciler._dispatch()
+    wait_for(lambda: not reconciler._busy, "the pass to end")
+    reconciler.close()
+    assert (asked[0], set(asked[1:])) == ("all", {f"{job.id}-a0" for job in jobs[:2]})
+    ended = [house.status(job) is JobStatus.SUCCEEDED for job in jobs]
+    assert ended == [True, True] + [False] * 18

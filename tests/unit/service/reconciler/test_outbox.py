@@ -8,21 +8,22 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from service.backends.fake import Script
 from service.db.jobs import JobStore
-from service.domain.lifecycle import NOT_FOUND_GRACE_S, request_cancel
+from service.domain.lifecycle import LATE_RECORDS_S, NOT_FOUND_GRACE_S, request_cancel
 from service.domain.models import EndReason, Job, JobStatus
 from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
 from service.jobs.actions import restart_job
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
+from service.reconciler import outbox
 from service.reconciler.loop import Reconciler
-from service.reconciler.outbox import LATE_RECORDS_S
 from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, workers_lost
-from tests.harness.service import House
+from tests.harness.service import House, run_once
 from tests.harness.wait import scaled
 from trainer.protocol.events import CheckpointCommitted, Note, read_record
 
@@ -120,11 +121,11 @@ def test_records_written_after_the_last_end_was_seen_are_taken_as_well(house: Ho
     job = house.submit("running", "failed", max_failures=0)
     reconciler = house.reconciler()
     for _ in range(3):
-        reconciler.run_once()
+        run_once(reconciler)
     assert house.status(job) is JobStatus.FAILED
     house.leave(job, checkpoint(20), stream="workers-0")
     house.now += LATE_RECORDS_S
-    reconciler.run_once()
+    run_once(reconciler)
     reconciler.close()
     assert [found.step for found in house.store.list_checkpoints(job.id)] == [20]
 
@@ -169,7 +170,7 @@ def test_a_cluster_without_an_answer_is_told_in_the_job_until_it_is_back(house: 
     house.backend.play(job.id, Script(("running",), num_lost_answers=2))
     house.backend.set_down(True)
     house.poll()
-    assert house.store.get_job(job.id).message == "the fake cluster is down"
+    assert house.placed(house.store.get_job(job.id)).message == "the fake cluster is down"
     house.backend.set_down(False)
     house.poll()
     assert "did not answer in time" in house.store.get_job(job.id).message
@@ -261,3 +262,22 @@ def test_an_attempt_that_never_was_leaves_the_rewind_to_the_next(house: House) -
     refused = house.store.get_job(job.id)
     assert (refused.status, refused.message) == (JobStatus.FAILED, "no such environment")
     assert refused.resume_from is not None
+
+
+def test_late_records_are_collected_again_after_a_failure_or_a_restart(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll(3)
+    assert house.status(job) is JobStatus.FAILED
+    house.leave(job, checkpoint(20), stream="workers-0")
+    house.now += LATE_RECORDS_S
+    with monkeypatch.context() as broken:
+        broken.setattr(outbox, "open_untrusted", Mock(side_effect=OSError("storage is away")))
+        with pytest.raises(OSError, match="storage is away"):
+            house.poll()
+    assert house.store.attempts_to_collect(house.now) == []
+    house.now += 60.0
+    house.poll()
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [20]
+    assert house.store.attempts_to_collect(house.now + 3600) == []

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.backends.base import HostFacts
 from service.domain.lifecycle import preempt
 from service.domain.membership import workers_held
-from service.domain.models import Job, JobStatus, Member, Membership, Project, QueueState
+from service.domain.models import HostFacts, Job, JobStatus, Member, Membership, Project, QueueState
 from service.scheduler.policy import PASS_WINDOW_S, Admission, Capacity, admit, most_held
 from tests.harness.builders import NOW, queued_job
 from tests.harness.properties import examples
@@ -223,6 +222,8 @@ def test_a_small_job_passes_a_blocked_one_only_for_a_while() -> None:
     found = decide([patient, small], held, cluster(6))
     assert started(found) == []
     assert "behind job" in reasons(found)["small"]
+    again = replace(patient, queue_note=QueueState(since=NOW - 10).document)
+    assert started(decide([again, small], held, cluster(6))) == ["small"], "it ran meanwhile"
 
 
 def test_nobody_learns_the_names_of_jobs_of_other_projects() -> None:
@@ -255,6 +256,11 @@ def test_the_least_important_and_latest_job_makes_way_and_no_more_than_needed() 
     found = decide([job("urgent", 2, priority=5)], held, cluster(6))
     assert [each.job.name for each in found.preemptions] == ["low"]
     assert "make way" in reasons(found)["urgent"]
+    first, second = running("first", 2, age_s=9), running("second", 2)
+    anew = QueueState(workers=2, since=NOW - 1).document
+    retried = replace(first, queue_note=anew)
+    found = decide([job("urgent", 2, priority=5)], [retried, second], cluster(4))
+    assert [each.job.name for each in found.preemptions] == ["first"], "it started last"
 
 
 def test_nobody_makes_way_in_vain_or_against_their_will() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
-from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
+from service.errors import LockLost
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
@@ -45,10 +46,6 @@ def report(house: House, job: Job, reason: str) -> None:
     house.backend.play(attempt_id, Script(("failed",)))
 
 
-def note_of(house: House, job: Job) -> QueueState:
-    return QueueState.of(house.store.get_job(job.id))
-
-
 def kinds(house: House, job: Job) -> list[str]:
     return [line.kind for line in house.store.list_timeline(job.id)]
 
@@ -58,14 +55,15 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
     first, second = submit(house), submit(house)
     house.poll()
     assert (house.status(first), house.status(second)) == (JobStatus.STARTING, JobStatus.QUEUED)
-    assert note_of(house, second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
+    assert house.place_of(second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
     before = house.store.get_job(second.id)
+    assert before.version == 1, "a position is not stored"
     house.poll(3)
     assert house.store.get_job(second.id) == before
     report(house, first, "completed")
     house.poll(2)
     assert house.status(second) is JobStatus.STARTING
-    assert note_of(house, second) == QueueState(workers=4)
+    assert house.place_of(second).workers == 4
 
 
 def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
@@ -109,7 +107,7 @@ def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(ho
     assert house.status(job) is JobStatus.QUEUED, "a cluster without hosts starts nothing"
     offer(house, 2)
     house.poll()
-    assert note_of(house, job).reason == "needs 4 workers; cluster max 2"
+    assert house.place_of(job).reason == "needs 4 workers; cluster max 2"
     house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
     house.poll()
     assert house.status(job) is JobStatus.STARTING
@@ -131,7 +129,7 @@ def test_a_cluster_that_does_not_answer_starts_and_preempts_nobody(house: House)
     house.backend.set_down(True)
     house.poll(5, every_s=600)
     assert not house.store.get_job(low.id).pause_requested
-    assert note_of(house, urgent).reason == "the cluster does not answer"
+    assert house.place_of(urgent).reason == "the cluster does not answer"
 
 
 def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: House) -> None:
@@ -145,7 +143,7 @@ def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: H
     assert files.pause_request_path.exists()
     assert kinds(house, urgent) == ["job_submitted", "preempting"]
     house.poll()
-    assert "make way" in note_of(house, urgent).reason
+    assert "make way" in house.place_of(urgent).reason
     report(house, low, "paused")
     house.poll(3)
     assert house.status(urgent) is JobStatus.STARTING
@@ -165,7 +163,8 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
     house.poll()
     path = house.files(job).spec_path
     assert load_spec(path.read_text()).parallelism.world_size == 6
-    assert note_of(house, job) == QueueState(workers=6, max_workers=6)
+    place = house.place_of(job)
+    assert (place.workers, place.max_workers) == (6, 6)
 
 
 def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:
@@ -177,6 +176,26 @@ def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None
             assert is_theirs
     with hold_lock(house.store, "queue", "two", house.now, 10) as is_theirs:
         assert is_theirs
+
+
+def test_a_replica_that_lost_the_lock_in_a_pass_starts_nothing(house: House) -> None:
+    offer(house, 8)
+    first, second = submit(house), submit(house)
+    late = house.reconciler()._queue
+    begin = late._start
+
+    def start_late(*args: Any) -> None:
+        with hold_lock(house.store, "queue", "two", house.now + 60, 60) as lock:
+            assert lock is not None
+            begin(*args)
+
+    late._start = start_late  # type: ignore[method-assign]
+    with pytest.raises(LockLost):
+        late.admit()
+    late.close()
+    assert {house.status(job) for job in (first, second)} == {JobStatus.QUEUED}
+    house.poll()
+    assert {house.status(job) for job in (first, second)} == {JobStatus.STARTING}
 
 
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import hmac
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from service.errors import WebhookNotFound
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
 from service.webhooks.sender import WebhookSender
-from tests.harness.builders import NOW, batch, checkpoint, queued_job, webhook
+from tests.harness.builders import NOW, batch, checkpoint, webhook
 from tests.harness.clock import FakeClock
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import Api, problem_in
@@ -99,8 +98,8 @@ def _webhook(outbox: WebhookStore, **changes: Any) -> Webhook:
     return made
 
 
-def _submit(store: JobStore, **changes: Any) -> str:
-    return store_job(store, replace(queued_job(), **changes)).id
+def _submit(store: JobStore) -> str:
+    return store_job(store).id
 
 
 def test_each_timeline_line_is_queued_for_each_webhook_that_wants_it(

@@ -12,12 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint.files import (
-    Commit,
-    read_commit,
-    remove_folder,
-    write_marker,
-)
+from trainer.checkpoint.files import Commit, read_commit, remove_folder, write_marker
 from trainer.checkpoint.manager import TrainState, state_of
 from trainer.checkpoint.save_load import (
     CommittedCheckpoint,

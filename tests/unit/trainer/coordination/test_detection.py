@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.coordination import client as ranks
-from trainer.coordination.detection import (
-    HeartbeatMonitor,
-    HostRecord,
-    RankId,
-    times_needed,
-)
+from trainer.coordination.detection import HeartbeatMonitor, HostRecord, RankId, times_needed
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded
 

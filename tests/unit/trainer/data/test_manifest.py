@@ -17,13 +17,6 @@ def copy(prepared, tmp_path) -> Path:
     return shutil.copytree(prepared, tmp_path / "copy")
 
 
-def test_a_folder_without_manifest_is_told_how_to_get_one(tmp_path):
-    with pytest.raises(SourceMissingError, match=r"absent does not exist.*data\.path"):
-        load_manifest(tmp_path / "absent")
-    with pytest.raises(ManifestError, match="shardloom data prepare"):
-        load_manifest(tmp_path)
-
-
 @pytest.mark.parametrize("body", ["{", "[]", '{"schema_version": 99}'])
 def test_an_unreadable_manifest_is_refused(copy, body):
     (copy / "manifest.json").write_text(body)

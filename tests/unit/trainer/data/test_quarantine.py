@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.harness.builders import spec_document
 from tests.harness.properties import examples
-from tests.unit.trainer.spec.test_spec import minimal
 from trainer.coordination.messages import Lease
 from trainer.data.batches import LeaseBatches, TrainBatches, ValidationBatches
 from trainer.data.position import DataPosition
@@ -233,7 +233,7 @@ def holed(prepared, tmp_path_factory) -> tuple[Path, set[int]]:
 
 def numbered(folder: Path, batch_size: int) -> JobSpec:
     """A spec that reads the numbers of rows as ids, one more than each."""
-    document = minimal()
+    document = spec_document()
     split = {"train": ".", "validation": None}
     data = {"path": str(folder), "split": split, "batch_size": batch_size}
     document["data"] = data | {"label": {"column": "y"}, "on_bad_rows": "quarantine"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -142,7 +141,7 @@ def test_only_the_chosen_features_lose_ids_and_only_in_rows_of_weight_0(data: st
         assert torch.equal(found[key].weights(), found[key].values() / 2)
 
 
-def dynamic(spec: JobSpec, name: str, **changes: Any) -> JobSpec:
+def dynamic(spec: JobSpec, name: str) -> JobSpec:
     """The same with a dynamic table for the feature `name`."""
     tables = [
         {**table.model_dump(mode="json"), "num_embeddings": 4096, "dynamic": {"eviction": "lfu"}}
@@ -150,7 +149,7 @@ def dynamic(spec: JobSpec, name: str, **changes: Any) -> JobSpec:
         else table.model_dump(mode="json")
         for table in spec.embedding_tables
     ]
-    document = spec.model_dump(mode="json") | {"embedding_tables": tables} | changes
+    document = spec.model_dump(mode="json") | {"embedding_tables": tables}
     return JobSpec.model_validate(document)
 
 

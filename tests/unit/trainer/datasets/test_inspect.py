@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.unit.trainer.spec.test_spec import minimal
+from tests.harness.builders import spec_document
 from trainer.data.manifest import load_manifest
 from trainer.datasets import profile
 from trainer.datasets.cli import app
@@ -58,7 +58,7 @@ def spec_of(report: DataReport, tmp_path: Path) -> JobSpec:
     """The spec of a whole job around the parts that were suggested."""
     suggested = yaml.safe_load(report.suggestion.yaml())
     dims = {table["embedding_dim"] for table in suggested["embedding_tables"]}
-    document = minimal() | suggested
+    document = spec_document() | suggested
     document["data"] = {"path": str(tmp_path), "label": {"column": report.suggestion.label}}
     document["model"]["dense_arch"] = {"layer_sizes": [*dims]}
     document["model"]["tasks"] = [{"loss": report.suggestion.loss}]

@@ -21,11 +21,7 @@ from trainer.driver.autoscale import CapacityManager
 from trainer.driver.cluster import Host
 from trainer.driver.group_runner import Ended, GroupRunLoop, RunnerConfig, run_groups
 from trainer.driver.ray_train import Evicted, TrainRun
-from trainer.elastic.coordinator.interface import (
-    CoordinatorStatus,
-    Departure,
-    GroupStatus,
-)
+from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
 from trainer.protocol import events, requests
 

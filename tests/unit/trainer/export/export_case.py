@@ -109,14 +109,14 @@ def random_model(spec: JobSpec, seed: int = 5) -> nn.Module:
     return model.eval()
 
 
-def write_checkpoint(run_dir: RunDir, model: nn.Module, step: int, **facts: Any) -> Path:
+def write_checkpoint(run_dir: RunDir, model: nn.Module, step: int) -> Path:
     """A committed checkpoint with the weights of `model`, in the form that training writes."""
     folder = run_dir.checkpoints_dir / f"step-{step:08d}-a0-r0"
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     files = {path.name: file_record(path) for path in folder.iterdir()}
     place = {"world_size": 1, "shard_group_size": 1, "placement": "intra_host"}
-    commit = Commit(step, 0, 0, step, time=float(step), files=files, **place, **facts)
+    commit = Commit(step, 0, 0, step, time=float(step), files=files, **place)
     write_marker(folder, commit)
     return folder
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.trainer.spec.test_spec import minimal
+from tests.harness.builders import spec_document
 from trainer.layout.choice import Choice, Need, candidates, choose, need_of
 from trainer.layout.layout import LayoutError, num_hosts_survived
 from trainer.spec import validate_spec
@@ -244,7 +244,7 @@ def movielens(*changes: str) -> Any:
     changes = (*(f"parallelism.{each}" for each in sizes), *changes)
     if not any("num_embeddings" in change for change in changes):
         changes = ("embedding_tables[0].num_embeddings=1000", *changes)
-    return validate_spec(apply_overrides(minimal(), list(changes)))
+    return validate_spec(apply_overrides(spec_document(), list(changes)))
 
 
 def test_a_spec_says_what_it_needs() -> None:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.builders import spec_document
 from tests.harness.small_model import plain_batch
 from tests.unit.trainer.models.test_recommender import CPU, Lists, jagged, make_model
-from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.models.networks import HistoryEncoder
 from trainer.models.sparse import History
@@ -25,7 +25,7 @@ DIM, MAX_LENGTH, NUM_ROWS = 8, 4, 12
 def document(**model: Any) -> dict[str, Any]:
     """A small job whose candidate and history share the table `movies`."""
     history = {"name": "history", "type": "sequence", "table": "movies", "max_length": MAX_LENGTH}
-    return minimal() | {
+    return spec_document() | {
         "features": [
             {"name": "user", "type": "id", "table": "users"},
             {"name": "movie", "type": "id", "table": "movies"},
@@ -68,11 +68,11 @@ def make_batch(histories: Lists, ratings: list[list[float]], genres: Lists) -> B
     )
 
 
-def predict(histories: Lists, ratings: list[list[float]], genres: Lists | None = None) -> Any:
+def predict(histories: Lists, ratings: list[list[float]]) -> Any:
     """Predictions of one fixed model, [B]."""
     model = make_model(SPEC).eval()
     with torch.no_grad():
-        _, outputs = model(make_batch(histories, ratings, genres or [[3]] * len(histories)))
+        _, outputs = model(make_batch(histories, ratings, [[3]] * len(histories)))
     return outputs[:, 0]
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.harness.builders import spec_document
 from tests.harness.small_model import plain_batch
-from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
-from trainer.models.sparse import AttentionPooling
+from trainer.models.sparse import AttentionPooling, History
 from trainer.spec import validate_spec
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
@@ -51,7 +51,7 @@ def make_spec(
 ) -> JobSpec:
     names = dict.fromkeys(feature["table"] for feature in features)
     table = {"embedding_dim": DIM, "num_embeddings": NUM_ROWS, "data_type": data_type}
-    document = minimal() | {
+    document = spec_document() | {
         "features": [{"name": "age", "type": "dense"}, *features],
         "embedding_tables": [
             table | {"name": name, "pooling": "mean" if name == "tags" else "sum"} for name in names
@@ -219,10 +219,11 @@ def test_attention_ignores_padding_whatever_it_holds(lengths, padding, scale) ->
     spoilt = vectors.clone()
     for row, length in enumerate(lengths):
         spoilt[row, length:] = padding
-    pooled = pooling(spoilt, torch.tensor(lengths))
-    assert torch.equal(pooled, pooling(vectors, torch.tensor(lengths)))
+    pooled = pooling(History(spoilt, torch.tensor(lengths), None))
+    assert torch.equal(pooled, pooling(History(vectors, torch.tensor(lengths), None)))
     for row, length in enumerate(lengths):
-        alone = pooling(vectors[row : row + 1, : max(length, 1)], torch.tensor([length]))
+        shortened = vectors[row : row + 1, : max(length, 1)]
+        alone = pooling(History(shortened, torch.tensor([length]), None))
         torch.testing.assert_close(pooled[row], alone[0], atol=1e-5, rtol=1e-5)
 
 
@@ -230,10 +231,11 @@ def test_attention_of_an_empty_sequence_is_zero_with_zero_gradient() -> None:
     pooling = AttentionPooling(DIM, CPU)
     vectors = torch.randn(1, 5, DIM)
     # It starts as the mean of the sequence.
-    torch.testing.assert_close(pooling(vectors, torch.tensor([4]))[0], vectors[0, :4].mean(dim=0))
+    pooled = pooling(History(vectors, torch.tensor([4]), None))
+    torch.testing.assert_close(pooled[0], vectors[0, :4].mean(dim=0))
     nn.init.ones_(pooling.query)
     vectors = torch.randn(2, 3, DIM, requires_grad=True)
-    pooled = pooling(vectors, torch.tensor([0, 2]))
+    pooled = pooling(History(vectors, torch.tensor([0, 2]), None))
     pooled.square().sum().backward()
     assert pooled[0].tolist() == [0.0] * DIM
     assert vectors.grad[0].abs().sum() == 0

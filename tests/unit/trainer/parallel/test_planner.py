@@ -12,7 +12,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-from tests.unit.trainer.spec.test_spec import minimal
+from tests.harness.builders import spec_document
 from trainer.parallel.mesh import ranks_per_host
 from trainer.parallel.planner import (
     Bandwidths,
@@ -31,7 +31,7 @@ from trainer.spec.job import JobSpec
 
 def _spec(shard_group_size: int = 4, rows: int = 100, **constraints: Any) -> JobSpec:
     table = {"name": "movies", "num_embeddings": rows, "embedding_dim": 8}
-    document = minimal() | {
+    document = spec_document() | {
         "features": [
             {"name": "age", "type": "dense"},
             {"name": "seen", "type": "id_list", "table": "movies", "weights_column": "w"},

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.trainer.spec.test_spec import minimal
+from tests.harness.builders import spec_document
 from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
 from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync
 from trainer.spec import validate_spec
@@ -125,7 +125,7 @@ def test_the_base_of_a_split_block_is_split_with_it() -> None:
 
 def test_weight_decay_makes_every_sync_full_and_says_what_to_change() -> None:
     def used(mode: str, **optimizer: object) -> tuple[str, list[str]]:
-        document = minimal() | {"optimizer": {"sparse": optimizer}}
+        document = spec_document() | {"optimizer": {"sparse": optimizer}}
         document["parallelism"] = document["parallelism"] | {"sync": {"mode": mode}}
         told: list[str] = []
         return exact_sync(validate_spec(document), told.append).mode, told

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.jobs.logs import MAX_TAIL_BYTES, LogPosition, read_at, read_new, tail_offset
-from trainer.protocol.log_pump import LogChain, parts_of
+from trainer.protocol.log_pump import append, parts_of
 from trainer.protocol.run_dir import AttemptDir
 
 
@@ -19,10 +19,9 @@ def _whole(log: Path) -> bytes:
 
 def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
-    chain = LogChain(log, 400)
     lines = [f"line {number:04d}\n".encode() for number in range(1000)]
     for line in lines:
-        chain.append(line)
+        append(log, 400, line)
     assert sum(path.stat().st_size for _, path in parts_of(log)) <= 400 + 4 * len(lines[0])
     assert tail_offset(log, 0) == 10_000
     assert log.read_bytes().startswith(b"line 0000\n")
@@ -32,16 +31,15 @@ def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> N
 def test_a_process_that_starts_again_goes_on_where_the_log_was(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     for number in range(50):
-        LogChain(log, 4000).append(f"life {number}\n".encode() * 10)
+        append(log, 4000, f"life {number}\n".encode() * 10)
     assert _whole(log) == b"".join(f"life {number}\n".encode() * 10 for number in range(50))
 
 
 def test_a_reader_is_told_what_was_dropped_and_goes_on_behind_it(tmp_path: Path) -> None:
     files = AttemptDir(tmp_path)
     files.logs_dir.mkdir()
-    chain = LogChain(files.log_path("rank-0"), 400)
     for number in range(1000):
-        chain.append(f"line {number:04d}\n".encode())
+        append(files.log_path("rank-0"), 400, f"line {number:04d}\n".encode())
     position, texts = LogPosition("a"), list[str]()
     while pieces := list(read_new(files, position, ["rank-0"], is_final=True)):
         position = LogPosition.decode(pieces[-1].position.encode())
@@ -65,10 +63,9 @@ def test_a_tail_of_a_chain_is_its_last_lines(
     log = tmp_path / f"rank-{data.draw(st.integers(0, 10**6 - 1))}.log"
     for path in tmp_path.glob(f"{log.stem}*.log"):
         path.unlink()
-    chain = LogChain(log, 800)
     texts = [f"{number}:" + "x" * size for number, size in enumerate(sizes)]
     for text in texts:
-        chain.append(text.encode() + b"\n")
+        append(log, 800, text.encode() + b"\n")
     piece = read_at(log, tail_offset(log, num_lines), 1 << 30)
     found = piece.data.decode().splitlines() if piece else []
     wanted = texts[max(0, len(texts) - num_lines) :]

@@ -17,6 +17,7 @@ from trainer.errors import (
     CorruptFileError,
     DataError,
     ManifestError,
+    SourceMissingError,
     TableTooSmallError,
     TooFewRowsError,
 )
@@ -86,6 +87,13 @@ def test_encodings_tell_table_sizes_without_a_manifest(make_spec, tmp_path):
         spec = with_features(make_spec(), {}, *features)
         data = spec.data.model_copy(update={"path": str(tmp_path)})
         assert sizes(resolve_inputs(spec.model_copy(update={"data": data}))) == {"t": size}
+
+
+def test_a_folder_that_is_not_there_is_named(make_spec, tmp_path):
+    spec = make_spec()
+    data = spec.data.model_copy(update={"path": str(tmp_path / "absent")})
+    with pytest.raises(SourceMissingError, match=r"absent holds no manifest.json.*data\.path"):
+        resolve_inputs(spec.model_copy(update={"data": data}))
 
 
 def test_hashing_to_the_size_of_a_table_needs_one(make_spec):

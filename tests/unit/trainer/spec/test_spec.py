@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import REPO
+from tests.harness.builders import spec_document
 from trainer.spec import load_spec, validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -20,33 +21,14 @@ from trainer.spec.tables import MODULE_ATTRIBUTES
 EXAMPLES = sorted((REPO / "examples").glob("*.yaml"))
 
 
-def minimal() -> dict[str, Any]:
-    """The smallest spec that is accepted."""
-    return {
-        "name": "small",
-        "data": {"path": "somewhere", "label": {"column": "rating"}},
-        "features": [
-            {"name": "user", "type": "id", "table": "users"},
-            {"name": "age", "type": "dense"},
-        ],
-        "embedding_tables": [{"name": "users", "num_embeddings": 10, "embedding_dim": 8}],
-        "model": {
-            "dense_arch": {"layer_sizes": [8]},
-            "over_arch": {"layer_sizes": [4, 1]},
-            "tasks": [{"loss": "mse"}],
-        },
-        "parallelism": {"workers": 4, "shard_group_size": 2},
-    }
-
-
 def changed(*changes: str) -> JobSpec:
-    """The minimal spec, 4 workers with L = 2, after `changes`, of which `; ` separates several."""
+    """A small spec, 4 workers with L = 2, after `changes`, of which `; ` separates several."""
     overrides = [each for change in changes for each in change.split("; ")]
-    return validate_spec(apply_overrides(minimal(), overrides))
+    return validate_spec(apply_overrides(spec_document(), overrides))
 
 
 def refusal(*changes: str) -> dict[str, tuple[str, str]]:
-    """Field path -> (code, message) of what is wrong after `changes` to the minimal spec."""
+    """Field path -> (code, message) of what is wrong after `changes` to the small spec."""
     with pytest.raises(SpecError) as caught:
         changed(*changes)
     return {problem.path: (problem.code, problem.message) for problem in caught.value.problems}
@@ -58,7 +40,7 @@ def test_every_shipped_example_is_accepted(path: Path) -> None:
 
 
 def test_defaults_give_a_synced_2d_job() -> None:
-    spec = validate_spec(minimal())
+    spec = validate_spec(spec_document())
     assert spec.parallelism.num_replicas == 2
     assert spec.moment_scale == 2.0
     assert spec.parallelism.sync.every_steps == 1
@@ -67,7 +49,7 @@ def test_defaults_give_a_synced_2d_job() -> None:
 
 
 def test_a_spec_survives_its_own_json_which_is_read_like_yaml() -> None:
-    spec = load_spec(yaml.safe_dump(minimal()))
+    spec = load_spec(yaml.safe_dump(spec_document()))
     assert load_spec(spec.model_dump_json(exclude_none=True)) == spec
 
 
@@ -94,7 +76,7 @@ data.batch_sise=3 => data.batch_sise extra_forbidden
 data.batch_size=many => data.batch_size int_parsing
 data.batch_size=0 => data.batch_size greater_than
 features[0].table=movies => features[0].table unknown_table
-features[1].name=user => features[1].name duplicate_name
+features[1].name=user_id => features[1].name duplicate_name
 features[0].weights_column=w => features[0].weights_column unexpected_weights
 features[0].max_length=3 => features[0].max_length unexpected_max_length
 model.tasks[0].metrics=[ne] => model.tasks[0].metrics metric_mismatch
@@ -200,7 +182,7 @@ features[0].type=sequence; {WAYS}=[grid_shard] => {WAYS} unsupported_sharding Em
 features[0].hashing={{num_buckets: 5}}; features[0].bucketize={{boundaries: [1, 2, 3]}}
     => features[0].bucketize several_encodings
 features[0].hashing={{num_buckets: 1}} => features[0].hashing.num_buckets -
-features[0].hashing={{num_buckets: 11}} => features[0].hashing.num_buckets vocabulary_too_large
+features[0].hashing={{num_buckets: 101}} => features[0].hashing.num_buckets vocabulary_too_large
 features[0].hashing={{seed: -1}} => features[0].hashing.seed -
 features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
 features[0].bucketize={{boundaries: []}} => features[0].bucketize.boundaries -
@@ -252,9 +234,9 @@ def test_tables_that_just_fit_are_accepted() -> None:
 
 def test_text_that_no_answer_could_carry_is_refused() -> None:
     for document in (
-        minimal() | {"labels": {"team": "\ud800"}},
-        minimal() | {"\ud800": 1},
-        minimal() | {"features": [{"name": "u", "type": "id", "table": "\ud800"}]},
+        spec_document() | {"labels": {"team": "\ud800"}},
+        spec_document() | {"\ud800": 1},
+        spec_document() | {"features": [{"name": "u", "type": "id", "table": "\ud800"}]},
     ):
         with pytest.raises(SpecError) as caught:
             validate_spec(document)
@@ -275,9 +257,9 @@ def test_a_syntax_error_names_line_and_column() -> None:
 
 def test_overrides_reach_lists_and_make_missing_sections() -> None:
     changes = ["embedding_tables[0].num_embeddings=99", "training.max_steps=7"]
-    document = minimal()
+    document = spec_document()
     spec = validate_spec(apply_overrides(document, changes))
-    assert document == minimal()
+    assert document == spec_document()
     assert spec.embedding_tables[0].num_embeddings == 99
     assert spec.training.max_steps == 7
 
@@ -288,7 +270,7 @@ def test_overrides_reach_lists_and_make_missing_sections() -> None:
 )
 def test_a_path_that_leads_nowhere_sets_nothing(path: str) -> None:
     with pytest.raises(SpecError) as caught:
-        set_values(minimal(), {path: "x"})
+        set_values(spec_document(), {path: "x"})
     [problem] = caught.value.problems
     assert problem.code == "override"
     assert len(problem.path) < 600
@@ -297,13 +279,13 @@ def test_a_path_that_leads_nowhere_sets_nothing(path: str) -> None:
 def test_an_override_that_cannot_be_set_says_so() -> None:
     for override in ("no-equals-sign", "features[9].name=x", "=3"):
         with pytest.raises(SpecError) as caught:
-            apply_overrides(minimal(), [override])
+            apply_overrides(spec_document(), [override])
         assert caught.value.problems[0].code == "override"
 
 
 def test_values_are_set_as_they_are_and_never_read_as_yaml() -> None:
     text = "{<<: [*a, *a]}"
-    changed = set_values(minimal(), {"name": text, "embedding_tables[0].num_embeddings": 99})
+    changed = set_values(spec_document(), {"name": text, "embedding_tables[0].num_embeddings": 99})
     assert changed["name"] == text
     assert changed["embedding_tables"][0]["num_embeddings"] == 99
 
@@ -328,17 +310,17 @@ def test_what_would_fill_stack_or_memory_is_refused() -> None:
     assert parse_document("a: &x {b: 1}\nc: {<<: *x}\nd: *x")["d"] == {"b": 1}
     for depth in (900, 5000):
         with pytest.raises(SpecError, match="nested"):
-            set_values(minimal(), {"labels.a": nested(depth)})
+            set_values(spec_document(), {"labels.a": nested(depth)})
 
 
 def test_of_very_many_faults_some_are_told_soon() -> None:
     with pytest.raises(SpecError) as caught:
-        validate_spec({**minimal(), "features": [1] * 100_000})
+        validate_spec({**spec_document(), "features": [1] * 100_000})
     assert len(caught.value.problems) <= 200
 
 
 def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
-    assert apply_overrides(minimal(), ["name=2001-99-99"])["name"] == "2001-99-99"
+    assert apply_overrides(spec_document(), ["name=2001-99-99"])["name"] == "2001-99-99"
     with pytest.raises(SpecError):
         parse_document("!!timestamp 2001-99-99")
 
@@ -348,7 +330,7 @@ def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from([*minimal(), "x"]), inner, max_size=4)
+            | st.dictionaries(st.sampled_from([*spec_document(), "x"]), inner, max_size=4)
         ),
     )
 )
@@ -373,7 +355,7 @@ def test_a_table_named_like_an_attribute_of_its_module_is_refused_unless_it_is_s
     for name in ("items", "type", "_modules", "_"):
         changes = [f"embedding_tables[0].name={name}", f"features[0].table={name}"]
         assert refusal(*changes)["embedding_tables[0].name"][0] == "reserved_name"
-        document = apply_overrides(minimal(), changes)
+        document = apply_overrides(spec_document(), changes)
         stored = JobSpec.model_validate(document, context={"stored": True})
         assert stored.embedding_tables[0].name == name
 
@@ -385,11 +367,11 @@ def test_the_reserved_names_are_those_of_the_installed_torch() -> None:
 
 
 def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
-    document = minimal()
+    document = spec_document()
     document["features"].append({"name": "clicks", "type": "sequence", "table": "users"})
     spec = validate_spec(document)
     # An id that shares the table of a sequence is a sequence of one.
-    assert [f.name for f in spec.sequence_features] == ["user", "clicks"]
+    assert [f.name for f in spec.sequence_features] == ["user_id", "clicks"]
     assert [f.length_limit for f in spec.sequence_features] == [1, 50]
     assert spec.pooled_features == ()
     document["features"].append({"name": "seen", "type": "id_list", "table": "users"})
@@ -435,7 +417,7 @@ def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
 
 
 def spec_with(**model: Any) -> dict[str, Any]:
-    return minimal() | {"model": {"tasks": [{"name": "rating", "loss": "mse"}], **model}}
+    return spec_document() | {"model": {"tasks": [{"name": "rating", "loss": "mse"}], **model}}
 
 
 def test_a_module_needs_no_layers_of_ours() -> None:

@@ -17,7 +17,6 @@ from service.backends.kuberay.manifest import (
     is_submitted,
     label_value,
     name_of,
-    quantity,
     rayjob_of,
     release_of,
     secret_name_of,
@@ -26,7 +25,7 @@ from service.backends.kuberay.manifest import (
 )
 from service.errors import SubmissionRefused
 from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
-from tests.harness.kuberay import ATTEMPT, OPTIONS, group, need, submission, template
+from tests.harness.kuberay import ATTEMPT, OPTIONS, group, spec_of, submission, template
 from tests.unit.k8s.rendering import GPU_VARIANTS, ray_cluster
 
 needs_crds = pytest.mark.skipif(
@@ -218,7 +217,7 @@ def test_a_group_or_a_template_that_cannot_be_used_is_refused() -> None:
         {"numOfHosts": 2},
     ):
         with pytest.raises(SubmissionRefused, match="template"):
-            size_of(need(), [{**group("cpu", "16"), **group_of}])
+            size_of(spec_of(), [{**group("cpu", "16"), **group_of}])
     broken: list[dict[str, Any]] = [{}, {"spec": {}}, {"spec": {"workerGroupSpecs": [{}]}}]
     for manifest in broken:
         with pytest.raises(SubmissionRefused, match="template"):
@@ -242,7 +241,7 @@ def test_a_worker_that_fits_no_pod_is_refused_with_what_to_change() -> None:
 def test_the_pods_hold_all_workers_and_no_pod_is_wanted_for_nothing(
     least: int, more: int, num_hosts: int, size: int | None, cpus: float, gpus: int
 ) -> None:
-    wanted = need(
+    wanted = spec_of(
         min_workers=least,
         max_workers=least + more,
         num_hosts=num_hosts,
@@ -256,10 +255,3 @@ def test_the_pods_hold_all_workers_and_no_pod_is_wanted_for_nothing(
     assert num_hosts <= found.min_pods <= found.max_pods
     for pods, workers in ((found.min_pods, least), (found.max_pods, least + more)):
         assert pods == num_hosts or pods == found.min_pods or (pods - 1) * fitting < workers
-
-
-def test_quantities_are_read_as_kubernetes_means_them() -> None:
-    quantities = {"500m": 0.5, 2: 2.0, "16Gi": 2**34, "1.5k": 1500.0, "1e3": 1e3}
-    assert [quantity(text) for text in quantities] == list(quantities.values())
-    with pytest.raises(ValueError, match="no quantity"):
-        quantity("12 potatoes")

@@ -9,17 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.datasets.io.csv_reader import (
-    BlockReader,
-    integer,
-    last_line_end,
-    number,
-    text,
-)
+from trainer.datasets.io.csv_reader import BlockReader, CsvColumn, integer, last_line_end
 from trainer.errors import BadValueError, CorruptFileError
 from trainer.storage import Location
 
-COLUMNS = [integer("userId"), number("rating", above=0, at_most=5), text("tag")]
+COLUMNS = [integer("userId"), CsvColumn("rating", "a number", (0, 5)), CsvColumn("tag")]
 
 
 def write(tmp_path, body: str):
@@ -88,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_line(tmp_path, body, kin
         read_csv(tmp_path / "ratings.csv", COLUMNS)
 
 
-MOVIE_TAGS = (integer("movieId"), text("tag"))
+MOVIE_TAGS = (integer("movieId"), CsvColumn("tag"))
 HEADER = "movieId,tag\n"
 
 

@@ -116,7 +116,7 @@ def columns_of(rows) -> tuple[np.ndarray, ...]:
 def test_a_row_sees_training_ratings_by_users_of_other_folds(rows):
     user, movie, residual, is_training = columns_of(rows)
     fold = fold_of(user)
-    folds = MovieFolds.empty(NUM_MOVIES)
+    folds = MovieFolds(NUM_MOVIES)
     half = len(rows) // 2
     for part in (slice(0, half), slice(half, None)):
         folds.add(movie[part], fold[part], residual[part], is_training[part])

@@ -28,12 +28,7 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
-from trainer.elastic.coordinator.interface import (
-    CoordinatorStatus,
-    Effect,
-    MembershipPolicy,
-    Reply,
-)
+from trainer.elastic.coordinator.interface import CoordinatorStatus, Effect, MembershipPolicy, Reply
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.protocol.events import Event, RowsSkipped

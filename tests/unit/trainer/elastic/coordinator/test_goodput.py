@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from tests.harness.builders import workers_started
 from trainer.driver.job_runner import JobGoodput
 from trainer.elastic.coordinator.goodput import CAUSES, GoodputMeter
-from trainer.protocol.events import (
-    CheckpointCommitted,
-    Event,
-    Metrics,
-    Progress,
-    WorkersStarted,
-)
+from trainer.protocol.events import CheckpointCommitted, Event, Metrics, Progress, WorkersStarted
 from trainer.protocol.outbox import EventWriter
 
 

@@ -62,9 +62,9 @@ def beat(
     world.act(world.membership.on_heartbeat(rank_id, Heartbeat(**heartbeat), world.now))
 
 
-def begun_alone(num_groups: int = 3, **policy) -> World:
-    """A job of which only the first group has come."""
-    world = World(num_groups, **policy)
+def begun_alone(**policy) -> World:
+    """A job of which only the first of three groups has come."""
+    world = World(3, **policy)
     world.start_group(0)
     world.exchange(20)
     return world

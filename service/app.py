@@ -16,10 +16,12 @@ from functools import partial
 
 import uvicorn
 from fastapi import Depends, FastAPI
+from fastapi_offline import FastAPIOffline
 from pydantic import ValidationError
 from sqlalchemy import Engine
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.types import ASGIApp
 
 from service.api import openapi
 from service.api.authentication import AuthenticationMiddleware
@@ -57,6 +59,8 @@ from service.webhooks.sender import WebhookSender
 # Not __name__, which is __main__ when the module is run.
 logger = logging.getLogger("service.app")
 _BACKLOG = 2048
+# The pages' transport takes a million itself, and by then has it all in memory.
+MAX_SOCKET_MESSAGE_BYTES = 1_000_000
 _ORPHAN_AGE_S = 3600.0
 _SWITCH_INTERVAL_S = 0.0005
 _GZIP_FROM_BYTES = 1024
@@ -91,12 +95,14 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
         lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
         dependencies=[Depends(authorize)],
+        redoc_url=None,
+        static_url="/docs/assets",
     )
     security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
@@ -260,18 +266,9 @@ def serve(settings: Settings) -> None:
         has_key = security.keys.has_usable_key(time.time())
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)
-        config = uvicorn.Config(
-            app,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=settings.shutdown_timeout_s,
-        )
         logger.info("Shardloom listens on %s", settings.service_url)
         _tell_local_token(settings, security.authenticator.local_token)
-        server = _Server(config)
+        server = _Server(server_config(app, settings))
         # uvicorn has shut down in good order when it raises the signal again.
         with suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
@@ -291,6 +288,19 @@ def _tell_local_token(settings: Settings, token: str | None) -> None:
         return
     scheme = "https" if settings.ssl_certfile else "http"
     write_local_token(settings.home, local_url(settings.host, settings.port, scheme), token)
+
+
+def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+        ws_max_size=MAX_SOCKET_MESSAGE_BYTES,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

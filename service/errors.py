@@ -194,6 +194,11 @@ class ExportPending(Conflict):
         super().__init__(job_id, export_id)
 
 
+class ExportBeingRequested(Conflict):
+    code = "export_being_requested"
+    template = "another export of job {} is being asked for at this moment; look at its exports"
+
+
 class ExportNotReady(Conflict):
     code = "export_not_ready"
 
@@ -312,7 +317,10 @@ class VersionChanged(PreconditionFailed):
 
 class VersionUnknown(PreconditionFailed):
     code = "version_unknown"
-    template = 'If-Match is {!r}; give the ETag of a job, such as "7"'
+    template = (
+        'If-Match is {!r}; give the ETag of a job, such as "7". A weak one (W/"7", as proxies make '
+        "that compress) matches nothing"
+    )
 
 
 class RecordRefused(ServiceError):

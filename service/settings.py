@@ -181,7 +181,7 @@ class Settings(BaseSettings):
     rate_limit_burst: int = Field(default=200, ge=1)
     """Requests that a principal may send at once."""
     max_open_requests: int = Field(default=100, ge=1)
-    """Requests and streams that a principal may have open; local ones as many as they like."""
+    """Requests, streams and sockets a principal may have open; local ones as many as they like."""
     attempt_rate_limit_per_s: PositiveFloat = 100.0
     """The same for the driver of one attempt."""
     attempt_rate_limit_burst: int = Field(default=1000, ge=1)

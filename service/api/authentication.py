@@ -111,7 +111,9 @@ class AuthenticationMiddleware:
         self._attempts = RateLimiter(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
         )
-        self._failed_sign_ins = RateLimiter(per_s=0.5, burst=20)
+        # Apart: a program with a wrong key keeps nobody behind its address from signing in.
+        self._sign_ins = RateLimiter(per_s=0.5, burst=20)
+        self._wrong_keys = RateLimiter(per_s=0.5, burst=20)
         # Programs that have lost their key go on asking; browsers are led to the form.
         self._unknown = RateLimiter(per_s=5.0, burst=100)
         self._noted_refusals = RateLimiter(per_s=0.01, burst=3)
@@ -131,9 +133,7 @@ class AuthenticationMiddleware:
             held.callback(self._audit, scope, response)
             try:
                 await self._admit(scope, connection)
-                principal = scope["state"].get("principal")
-                if principal is not None and principal.kind != "local":
-                    held.enter_context(self._open.one_of(caller_key(principal)))
+                self._hold_open(scope["state"].get("principal"), held)
             except errors.ServiceError as error:
                 await self._refuse(error, scope, receive, response)
             else:
@@ -152,7 +152,10 @@ class AuthenticationMiddleware:
 
         try:
             await self._app(scope, receive, send_while_admitted)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
+            # Nobody waits for an answer, and a body that was cut off is never handled.
+            response.status = HTTPStatus.BAD_REQUEST
+        except OSError:
             if check.is_admitted:
                 raise
 
@@ -166,13 +169,10 @@ class AuthenticationMiddleware:
         if is_public and scope["method"] in SAFE_METHODS:
             return
         if is_public:
-            self._limit(self._failed_sign_ins, _remote(scope))
+            self._limit(self._sign_ins, _remote(scope))
             principal = LOCAL if self._settings.auth == "none" else None
         else:
             principal = await self._signed_in(connection)
-            if principal.kind != "local":
-                limiter = self._attempts if principal.kind == "attempt" else self._principals
-                self._limit(limiter, caller_key(principal))
         state["principal"] = principal
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(connection, principal)
@@ -186,14 +186,23 @@ class AuthenticationMiddleware:
         return await run_in_threadpool(authenticator.principal_of, credentials)
 
     async def _signed_in(self, connection: HTTPConnection) -> Principal:
-        """The principal of a connection; raises `TooManyRequests` after many failures."""
+        """The principal of a connection; raises `TooManyRequests`, also after many failures."""
         try:
-            return await self.principal_of(connection)
+            principal = await self.principal_of(connection)
         except errors.NotSignedIn:
             has_none = credentials_of(connection) == Credentials()
-            limiter = self._unknown if has_none else self._failed_sign_ins
+            limiter = self._unknown if has_none else self._wrong_keys
             self._limit(limiter, _remote(connection.scope))
             raise
+        if principal.kind != "local":
+            limiter = self._attempts if principal.kind == "attempt" else self._principals
+            self._limit(limiter, caller_key(principal))
+        return principal
+
+    def _hold_open(self, principal: Principal | None, held: ExitStack) -> None:
+        """Count a connection as open until `held` ends; raises `TooManyOpen`."""
+        if principal is not None and principal.kind != "local":
+            held.enter_context(self._open.one_of(caller_key(principal)))
 
     def _limit(self, limiter: RateLimiter, caller: str) -> None:
         wait_s = limiter.take(caller, self.clock())
@@ -267,15 +276,22 @@ class AuthenticationMiddleware:
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
-        try:
-            self._check_site(connection)
-            principal = await self._signed_in(connection)
-        except errors.ServiceError as error:
-            logger.info("a websocket is refused: %s", error)
-            await receive()
-            await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
-            return
-        scope.setdefault("state", {})["principal"] = principal
+        with ExitStack() as held:
+            try:
+                self._check_site(connection)
+                principal = await self._signed_in(connection)
+                self._hold_open(principal, held)
+            except errors.ServiceError as error:
+                logger.info("a websocket is refused: %s", error)
+                await receive()
+                await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
+                return
+            scope.setdefault("state", {})["principal"] = principal
+            await self._serve_admitted_socket(scope, connection, receive, send)
+
+    async def _serve_admitted_socket(
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, send: Send
+    ) -> None:
         check = _CredentialsCheck(self, connection)
 
         async def receive_while_admitted() -> Message:

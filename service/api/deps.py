@@ -242,32 +242,36 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
         write_json(path, sorted(secrets), context.settings.runs_dir)
 
 
-_TAG = re.compile(r'"(\d{1,18})"')
+# A strong tag in a list; what others there are in it were never given out.
+_TAG = re.compile(r'(?:^|,)\s*"(\d{1,18})"\s*(?=,|$)')
 
 
-def if_match_version(
+def if_match_versions(
     if_match: Annotated[
         str | None,
         Header(
             alias="If-Match",
-            description="`ETag` of the job as it was read: 412 if it has changed since.",
-            examples=['"7"'],
+            description=(
+                "`ETag` of the job as it was read, or a list of them: 412 if it has changed since. "
+                'The comparison is strong (RFC 9110): a weak tag (`W/"7"`) never matches.'
+            ),
+            examples=['"7"', '"7", "8"'],
         ),
     ] = None,
-) -> int | None:
-    """The version that a change is for; None where any will do.
+) -> frozenset[int] | None:
+    """The versions that a change is for; None where any will do.
 
-    Raises `VersionUnknown` for a tag that was never given out.
+    Raises `VersionUnknown` where no tag was ever given out.
     """
     if if_match is None or if_match.strip() == "*":
         return None
-    found = _TAG.fullmatch(if_match.strip())
-    if found is None:
+    found = _TAG.findall(if_match)
+    if not found:
         raise errors.VersionUnknown(if_match[:40])
-    return int(found[1])
+    return frozenset(map(int, found))
 
 
-VersionDep = Annotated[int | None, Depends(if_match_version)]
+VersionsDep = Annotated[frozenset[int] | None, Depends(if_match_versions)]
 
 
 def with_etag(job: Job, context: Context, response: Response) -> JobDetail:

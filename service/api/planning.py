@@ -114,7 +114,7 @@ def hosts_to_come(
 def _wants_gpu(spec: JobSpec, hosts: Sequence[HostFacts]) -> bool:
     if spec.resources.device != "auto":
         return spec.resources.device == "cuda"
-    return sum(host.num_gpus for host in hosts) >= spec.parallelism.world_size
+    return sum(host.num_gpus for host in hosts) >= spec.parallelism.min_workers
 
 
 def worker_bytes(spec: JobSpec, hosts: Sequence[HostFacts]) -> int | None:

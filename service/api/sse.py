@@ -168,10 +168,9 @@ class LogFollower:
 
     def poll(self) -> StreamBatch:
         """New lines; ended when nobody will write any more and all was read."""
-        job, read_from = self.store.get_job(self.job.id), self.position.attempt_id
-        is_wanted_over = (
-            self.wanted is not None and self.store.get_attempt(self.wanted).end_reason is not None
-        )
+        # Asked first: whatever was written before is then found below.
+        job = self.store.get_job(self.job.id)
+        is_over = self._is_over(job)
         pieces = self.read()
         if self.has_moved:
             return StreamBatch(
@@ -180,8 +179,7 @@ class LogFollower:
                     for piece in pieces
                 ]
             )
-        is_newest_over = job.status.is_terminal and read_from == job.current_attempt_id
-        return StreamBatch([], job.status if is_newest_over or is_wanted_over else None)
+        return StreamBatch([], job.status if is_over else None)
 
     def read(self) -> list[LogPiece]:
         """New lines that are wanted, of the following attempt where the present one has no more."""
@@ -215,6 +213,16 @@ class LogFollower:
     def _wanted_sources(self, files: AttemptDir) -> list[str]:
         names = list_sources(files) if self.source is None else [self.source]
         return [name for name in names if self.log_filter.takes_source(name)]
+
+    def _is_over(self, job: Job) -> bool:
+        """Whether the last attempt that is wanted is being read, and nobody writes it any more."""
+        last = self.wanted or job.current_attempt_id
+        is_at_end = job.status.is_terminal and self.position.attempt_id == last
+        if last is None or not (self.wanted or is_at_end):
+            return is_at_end
+        attempt = self.store.get_attempt(last)
+        has_ended = job.status.is_terminal or attempt.end_reason is not None
+        return has_ended and not self._may_write_on(attempt)
 
     def _may_write_on(self, attempt: Attempt) -> bool:
         """Whether workers that outlived their attempt may still write: their lines come first."""

@@ -216,7 +216,6 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/logout"): _SIGNED_IN,
     ("GET", "/docs"): _SIGNED_IN,
     ("GET", "/docs/oauth2-redirect"): _SIGNED_IN,
-    ("GET", "/redoc"): _SIGNED_IN,
     ("GET", "/openapi.json"): _SIGNED_IN,
     ("GET", "/metrics"): Rule(Scope.EVERYTHING),
     ("GET", "/v1/whoami"): _SIGNED_IN,

@@ -50,7 +50,10 @@ class Backend(Protocol):
         return True
 
     def observe(self, attempt_id: str) -> Observation:
-        """Say what is known of an attempt; never raises, UNREACHABLE is an observation."""
+        """Say what is known of an attempt; never raises, UNREACHABLE is an observation.
+
+        The message of one that FAILED ends with the end of its driver's log, where that is known.
+        """
 
     def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
         """What one request tells of many attempts; those left out are observed by themselves."""
@@ -58,9 +61,6 @@ class Backend(Protocol):
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; stopping an ended or unknown one is harmless."""
-
-    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        """End of the driver's output, for the message of a failure; empty when not to be had."""
 
     def check(self) -> str:
         """Return a line about the cluster; raises `BackendUnreachable`."""

@@ -126,9 +126,6 @@ class FakeBackend(Backend):
         if record is not None:
             self._keep(replace(record, num_stops=record.num_stops + 1))
 
-    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        return "" if self._down.exists() else f"fake driver of {attempt_id}"[-num_chars:]
-
     def check(self) -> str:
         self._check_up()
         return "fake cluster"

@@ -18,6 +18,8 @@ from service.errors import BackendUnreachable, SubmissionRefused
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
+# Of the 20 000 that Ray tells; all of them are in driver.log on run storage.
+_MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
 
@@ -96,13 +98,6 @@ class RayJobsBackend(Backend):
         if not response.is_success and not _is_unknown_job(response):
             raise BackendUnreachable(self._strange(response))
 
-    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        try:
-            response = self._send("GET", f"/api/jobs/{attempt_id}/logs")
-        except BackendUnreachable:
-            return ""
-        return str(_json_object(response).get("logs") or "")[-num_chars:]
-
     def check(self) -> str:
         """Return the version of Ray; raises `BackendUnreachable`."""
         response = self._send("GET", "/api/version")
@@ -172,9 +167,14 @@ def _observation_of(info: Any) -> Observation | None:
     status = info.get("status") if isinstance(info, dict) else None
     if status not in _STATUSES:
         return None
-    # Ray may add 20 000 characters of the driver's log to its message.
-    message = str(info.get("message") or "").partition(", last available logs")[0]
-    return Observation(ObservedState[status], message)
+    return Observation(ObservedState[status], "".join(verdict_and_log(info.get("message"))))
+
+
+def verdict_and_log(message: Any) -> tuple[str, str]:
+    """What Ray says of a job, and the end of the driver's log that it adds if the driver failed."""
+    verdict, _, rest = str(message or "").partition(", last available logs")
+    log = rest.partition("\n")[2].rstrip()[-_MAX_LOG_CHARS:]
+    return verdict, f"\n{log}" if log else ""
 
 
 def _is_unknown_job(response: httpx.Response) -> bool:

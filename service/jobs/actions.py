@@ -83,14 +83,14 @@ def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[Remaini
 
 
 class ChangedBy(TypedDict, total=False):
-    """Who changes a job (`user` if nobody is named), and the version that it must be at, if any.
+    """Who changes a job (`user` if nobody is named), and at which of its versions (None: at any).
 
-    Changes raise `VersionChanged` where it is at another one, and `StaleVersion` only if others
+    Changes raise `VersionChanged` where it is at none of them, and `StaleVersion` only if others
     kept writing it meanwhile.
     """
 
     actor: str
-    version: int | None
+    versions: frozenset[int] | None
 
 
 def cancel_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[ChangedBy]) -> Job:
@@ -217,7 +217,7 @@ def delete_job(
     job_id: str,
     *,
     artifacts: bool = True,
-    version: int | None = None,
+    versions: frozenset[int] | None = None,
 ) -> list[RemainingPath]:
     """Delete a job that has ended, with run folder and checkpoints unless `artifacts` is False.
 
@@ -226,7 +226,7 @@ def delete_job(
     Raises `JobNotFound`, `JobNotEnded` or `StorageUnavailable`.
     """
     job = store.get_job(job_id)
-    _check_version(job, version)
+    _check_version(job, versions)
     if not job.status.is_terminal:
         raise errors.JobNotEnded(job_id, job.status)
     set_aside = move_to_trash if artifacts else restore_from_trash
@@ -293,9 +293,10 @@ def retry_if_stale(change: Callable[[], _Result]) -> _Result:
     return change()
 
 
-def _check_version(job: Job, wanted: int | None) -> None:
-    if wanted is not None and job.version != wanted:
-        raise errors.VersionChanged(job.id, wanted, job.version)
+def _check_version(job: Job, wanted: frozenset[int] | None) -> None:
+    if wanted is not None and job.version not in wanted:
+        asked = " or ".join(map(str, sorted(wanted)))
+        raise errors.VersionChanged(job.id, asked, job.version)
 
 
 def _change(
@@ -303,11 +304,11 @@ def _change(
     job_id: str,
     change: Callable[[Job, str], Decision],
     actor: str = "user",
-    version: int | None = None,
+    versions: frozenset[int] | None = None,
 ) -> Job:
     def attempt() -> Job:
         job = store.get_job(job_id)
-        _check_version(job, version)
+        _check_version(job, versions)
         decision = change(job, actor)
         if decision.job == job:
             return job

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import tarfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
@@ -22,6 +24,7 @@ from typing import IO
 from service import errors
 from service.auth.crypto import master_keys_of
 from service.db.jobs import JobStore
+from service.db.projects import hold_lock
 from service.domain.models import Job
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
@@ -32,6 +35,8 @@ from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
 _DAY_S = 86400.0
+# A request that dies while it looks and asks keeps others from asking for this long.
+_LOCK_S = 60.0
 _CHUNK_BYTES = 2**18
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -187,8 +192,9 @@ def request_export(
     """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
 
     Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
-    `ExportRefused` where user code would run on this host, `ExportUnavailable` where the packages
-    for it are missing, and `StorageUnavailable`.
+    `ExportBeingRequested` while one is asked for by somebody else, `ExportRefused` where user code
+    would run on this host, `ExportUnavailable` where the packages for it are missing, and
+    `StorageUnavailable`.
     """
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
@@ -198,11 +204,15 @@ def request_export(
     if missing := missing_for_exports(settings):
         raise errors.ExportUnavailable(settings.trainer_python, missing)
     run_dir = run_dir_of(settings, job.id)
-    for each in list_exports(run_dir):
-        if is_pending(settings, each):
-            raise errors.ExportPending(job.id, each.id)
-    with errors.reaching_storage():
-        return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
+    owner = secrets.token_hex(8)
+    with hold_lock(store, f"export {job.id}", owner, time.time(), _LOCK_S) as is_held:
+        if not is_held:
+            raise errors.ExportBeingRequested(job.id)
+        for each in list_exports(run_dir):
+            if is_pending(settings, each):
+                raise errors.ExportPending(job.id, each.id)
+        with errors.reaching_storage():
+            return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
 
 
 def may_run_code(settings: Settings) -> bool:

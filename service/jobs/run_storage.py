@@ -172,9 +172,8 @@ def _checkpoint_path(run_dir: RunDir) -> str | None:
 
 def trashed_jobs(settings: Settings) -> list[str]:
     """Ids of jobs that have folders in the trash."""
-    found = map(
-        _TRASHED.fullmatch, (path.name for path in settings.runs_dir.glob(f"{_TRASH_PREFIX}*"))
-    )
+    paths = settings.runs_dir.glob(f"{_TRASH_PREFIX}*")
+    found = (_TRASHED.fullmatch(path.name) for path in paths)
     return sorted({match[1] for match in found if match})
 
 

@@ -36,7 +36,14 @@ from service.domain.lifecycle import (
     end_attempt,
     submission_accepted,
 )
-from service.domain.models import Attempt, EndReason, Job, Observation, ObservedState
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+)
 from service.errors import (
     BackendUnreachable,
     ServiceError,
@@ -105,7 +112,6 @@ class _ComputeSlot:
 _ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _NOTHING_SEEN: Mapping[str, Observation] = MappingProxyType({})
-_LOG_TAIL_CHARS = 2000
 _MIN_INTERVAL_S = 0.25
 # In each pass, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
@@ -148,6 +154,8 @@ class Reconciler:
         self._slot = _ComputeSlot()
         # What is being done or waits for a thread; None while the backend is asked of a job.
         self._busy: dict[str, Future[None] | None] = {}
+        # Versions of jobs of which nothing follows while they run: time alone changes nothing.
+        self._settled: dict[str, int] = {}
         self._woken = threading.Event()
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
@@ -275,7 +283,12 @@ class Reconciler:
         except Exception as error:  # each is observed by itself
             _log_error("cannot observe all attempts", error)
         for job in jobs:
-            self._submit_job(self._pool, job.id, seen)
+            known = seen.get(job.current_attempt_id or "")
+            is_running = known is not None and known.state is ObservedState.RUNNING
+            if is_running and self._settled.get(job.id) == job.version:
+                del self._busy[job.id]
+            else:
+                self._submit_job(self._pool, job.id, seen)
 
     def _submit_job(
         self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]
@@ -316,6 +329,9 @@ class Reconciler:
                 # Another replica submitted or ended it meanwhile: the observation is outdated.
                 return
         decision = decide(job, attempt, observation, self._clock())
+        self._settled.pop(job.id, None)
+        if _is_settled(job, attempt, observation, decision):
+            self._settled[job.id] = job.version
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
             self._act(decision.action, stored, decision.attempt)
@@ -338,11 +354,6 @@ class Reconciler:
             with self._slot.aside():
                 observation = self._backend.observe(attempt.id)
         self._note_reachability(observation)
-        if observation.state is ObservedState.FAILED and attempt.reported_end is None:
-            with self._slot.aside():
-                tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
-            parts = [part for part in (observation.message, tail) if part]
-            return replace(observation, message="\n".join(parts))
         return observation
 
     def _note_reachability(self, observation: Observation) -> None:
@@ -439,6 +450,16 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
         return False
     submitted = (attempt.last_submit_at, attempt.submitted_at)
     return submitted == (observed.last_submit_at, observed.submitted_at)
+
+
+def _is_settled(
+    job: Job, attempt: Attempt | None, observation: Observation, decision: Decision
+) -> bool:
+    """Whether nothing follows for a running job until it is written or observed otherwise."""
+    is_quiet = job.status is JobStatus.RUNNING and not job.pause_requested
+    has_reported = attempt is None or attempt.reported_end is not None
+    is_running = observation.state is ObservedState.RUNNING
+    return is_quiet and is_running and not has_reported and decision == Decision(job, attempt)
 
 
 def _rests(job: Job) -> bool:

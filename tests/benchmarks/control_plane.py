@@ -7,14 +7,17 @@ many metric points in their databases, and are asked one call after another by o
 with its spec is created, the newest 50 are listed, a job's page is read with all of its metrics
 downsampled, and metric points of a running job are taken in, 1000 a call. Ours also tells a line of
 a timeline to 200 followers, for which MLflow has nothing. Ours runs on the scripted backend, its
-reconciler as busy as the jobs make it.
+reconciler as busy as the jobs make it. What the reconciler alone costs is measured in a process of
+its own (`control_plane_tick`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import statistics
+import subprocess
 import sys
 import time
 import uuid
@@ -29,6 +32,7 @@ import httpx
 import yaml
 
 from service.domain.models import new_job_id
+from tests.benchmarks.control_plane_tick import NUM_IDLE_JOBS, NUM_LIVE_JOBS
 from tests.benchmarks.peers.mlflow_server import (
     MlflowServer,
     copy_rows,
@@ -70,6 +74,7 @@ GOALS = [
     Goal("list_p99", "lists_per_s_p99", "1/s", 5.0, "higher", PEER),
     Goal("job_page_p99", "pages_per_s_p99", "1/s", 5.0, "higher", PEER),
     Goal("ingest", "points_per_s", "points/s", 5.0, "higher", PEER),
+    Goal("idle_cpu_share", "idle_cpu_share", "cores", 0.05, "lower", "one core"),
 ]
 
 
@@ -276,6 +281,16 @@ def shardloom_server(folder: Path) -> Iterator[ShardloomServer]:
         yield ShardloomServer(process, document, http)
 
 
+def tick() -> Values:
+    """What a pass over a thousand running jobs takes, and an idle second with a hundred."""
+    with TemporaryDirectory(prefix="shardloom-tick-") as folder:
+        command = [sys.executable, "-m", "tests.benchmarks.control_plane_tick", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BenchmarkError(f"the reconciler's part failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def run(num_pairs: int) -> BenchmarkReport:
     """Measure; raises `BenchmarkError`."""
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
@@ -299,9 +314,12 @@ def run(num_pairs: int) -> BenchmarkReport:
 
             def measure_ours() -> Values:
                 found = measure(server, job, steps["ours"])
-                return {**found, **asyncio.run(follow(server, job))}
+                return {**found, **asyncio.run(follow(server, job)), **tick()}
 
-            runs = run_pairs(num_pairs, measure_ours, lambda: measure(peer, run_id, steps["peer"]))
+            def measure_peer() -> Values:
+                return {**measure(peer, run_id, steps["peer"]), "idle_cpu_share": 1.0}
+
+            runs = run_pairs(num_pairs, measure_ours, measure_peer)
     return BenchmarkReport(NAME, settings(), GOALS, runs)
 
 
@@ -315,6 +333,7 @@ def settings() -> dict[str, Any]:
         "pages": f"{NUM_PAGES}, {len(METRIC_NAMES)} metrics of {PAGE_POINTS} points",
         "points_per_call": STEPS_PER_BATCH * len(METRIC_NAMES),
         "followers": NUM_FOLLOWERS,
+        "tick": f"{NUM_LIVE_JOBS} live jobs, idle with {NUM_IDLE_JOBS}",
         "database": "SQLite, both",
         "peer": "mlflow server 3.17.2 with its default workers",
     }

@@ -29,6 +29,7 @@ from tests.benchmarks.two_d_train import Schedule, TwoDTrainer, take, time_windo
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import PendingSync
 
 NAME = "gpu_step"
@@ -124,7 +125,9 @@ def touched_blocks() -> list[Block]:
     num_rows = int(WORKLOAD.table_rows * TOUCHED_SHARE)
     rows = torch.randperm(WORKLOAD.table_rows, generator=generator)[:num_rows].sort().values
     return [
-        Block(torch.zeros(WORKLOAD.table_rows, WORKLOAD.embedding_dim, device=DEVICE), each)
+        Block(
+            FlatRows(torch.zeros(WORKLOAD.table_rows, WORKLOAD.embedding_dim, device=DEVICE)), each
+        )
         for each in [rows.to(DEVICE)] * WORKLOAD.num_tables
     ]
 

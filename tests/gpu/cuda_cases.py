@@ -21,21 +21,24 @@ from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from tests.harness.small_model import Case, form_groups, make_batch, spec_of
 from tests.harness.wait import free_port
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
+from trainer.checkpoint.state_dict import state_to_save
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
+from trainer.parallel.row_store import CachedRows
 from trainer.parallel.sharding import build_parallel_model, sharders
-from trainer.parallel.sync import build_sync
+from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
-from trainer.spec.parallelism import SyncSpec
-from trainer.spec.training import DensePrecision
+from trainer.spec.parallelism import PlannerSpec, SyncSpec
+from trainer.spec.training import DensePrecision, OptimizerSpec
 from trainer.training.pipeline import StepPipeline
 from trainer.training.profiling import PhaseTimes, clock_of
 from trainer.training.worker import prepare_process
 
 SyncMode = Literal["full", "touched_rows"]
+_SGD = {"sparse": {"name": "sgd", "lr": 0.1}, "dense": {"name": "sgd", "lr": 0.05}}
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -139,6 +142,51 @@ def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, f
     return gaps
 
 
+def compare_cached(case: Case, sync_spec: SyncSpec) -> list[dict[str, float]]:
+    """Train with SGD on tables in HBM and on cached ones; after each step, how far apart both are.
+
+    Each entry holds the largest difference of any row, and of anything that a checkpoint would
+    hold, on this rank.
+    """
+    spec, groups = spec_of(case), form_groups(case, local_device())
+    spec = spec.model_copy(update={"optimizer": OptimizerSpec.model_validate(_SGD)})
+    runs = []
+    for kernel in ("fused", "fused_uvm_caching"):
+        planner = PlannerSpec(bandwidths="default", compute_kernel=kernel)
+        parallelism = spec.parallelism.model_copy(update={"planner": planner, "sync": sync_spec})
+        of_kind = spec.model_copy(update={"parallelism": parallelism})
+        model, _ = build_parallel_model(of_kind, groups)
+        optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+        runs.append((model, optimizers, build_sync(model, of_kind)))
+    (flat, *_), (cached, *_) = runs
+    with torch.no_grad():
+        for theirs, mine in zip(*(_tensors(m.state_dict()) for m in (cached, flat)), strict=True):
+            theirs.copy_(mine)
+    assert all(isinstance(shard.rows[0], CachedRows) for shard in cached.table_shards())
+    gaps = []
+    for step in range(1, case.num_steps + 1):
+        batch = make_batch(step, groups.rank, case.batch_size).to(groups.device)
+        for model, optimizers, sync in runs:
+            optimizers.begin_step(step, case.num_steps)
+            model(batch)[0].backward()
+            optimizers.step()
+            sync.tick()
+            if is_sync_step(step, sync_spec):
+                sync()
+        gaps.append(_gap_of_rows(flat, cached))
+    states = [state_to_save(model, optimizers.combined) for model, optimizers, _ in runs]
+    gaps.append({"saved": _largest_gap(*states)})
+    for *_, sync in runs:
+        sync.close()
+    return gaps
+
+
+def _gap_of_rows(flat: TwoDParallel, cached: TwoDParallel) -> dict[str, float]:
+    pairs = zip(flat.table_shards(), cached.table_shards(), strict=True)
+    gaps = [(a.rows[0].read() - b.rows[0].read()).abs().max().item() for a, b in pairs]
+    return {"rows": max(gaps, default=0.0)}
+
+
 def local_device() -> torch.device:
     """The GPU of this rank."""
     return torch.device("cuda", torch.cuda.current_device())
@@ -183,15 +231,16 @@ def _dmp_collection(
     )
 
 
-def _gap(ours: DistributedModelParallel, stock: DistributedModelParallel) -> dict[str, float]:
-    def largest(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-        pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
-        assert pairs, "nothing to compare"
-        return max((a - b).abs().max().item() for a, b in pairs if a.numel())
+def _largest_gap(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
+    assert pairs, "nothing to compare"
+    return max((a - b).abs().max().item() for a, b in pairs if a.numel())
 
+
+def _gap(ours: DistributedModelParallel, stock: DistributedModelParallel) -> dict[str, float]:
     return {
-        "weight": largest(ours.state_dict(), stock.state_dict()),
-        "state": largest(
+        "weight": _largest_gap(ours.state_dict(), stock.state_dict()),
+        "state": _largest_gap(
             ours.fused_optimizer.state_dict()["state"], stock.fused_optimizer.state_dict()["state"]
         ),
     }

@@ -1,4 +1,4 @@
-"""What lies in a folder: digests to compare, records of an attempt."""
+"""What lies in a folder: digests to compare, records of an attempt, pickles that run code."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def records_in(attempt: AttemptDir, *kinds: type[EventModel]) -> list[Any]:
     """Records of these kinds that the streams of an attempt hold, stream by stream."""
     lines = [line for path in attempt.stream_paths() for line in path.read_bytes().splitlines()]
     return [r for r in (read_record(line, now=0.0) for line in lines) if isinstance(r, kinds)]
+
+
+class Call:
+    """Unpickled it is what `function` returns; so do early Pythons 3.11 write members of enums."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call

@@ -1,24 +1,30 @@
-"""torch.distributed.checkpoint on object stores: its file system reader and writer over `Location`.
+"""torch.distributed.checkpoint on disks and object stores: readers that run nothing, and a writer.
 
 Both are public classes of PyTorch, but what they ask of a file system (`FileSystemBase`) and of
-their subclasses is not promised: it is used here only, for the version in `_TORCH`. Faults are
-`StorageError`s.
+their subclasses is not promised: it is used here only, for the version in `_TORCH`. Faults of
+storage are `StorageError`s.
+
+PyTorch unpickles a checkpoint's metadata and objects unchecked, which runs any code in them: user
+code or another host may have written them. Here they hold tensors and plain values, or are refused
+by a `pickle.UnpicklingError`.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -28,6 +34,26 @@ from trainer.protocol.run_dir import FileRecord
 from trainer.storage import Location, retry
 
 _TORCH = "2.13."
+METADATA = ".metadata"
+# Names that the metadata of a checkpoint may contain, by module.
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # of Python 3.13
+    "collections": {"OrderedDict"},
+}
 
 
 class _HashedOutput(io.RawIOBase):
@@ -154,7 +180,54 @@ class RemoteWriter(FileSystemWriter):
         return str(self.path)
 
 
-class RemoteReader(FileSystemReader):
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+def _member_of(kind: Any, name: str) -> enum.Enum:
+    """What Pythons before 3.11.4 write `getattr` for: a member of an enumeration, nothing else."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
+    member: enum.Enum = kind[name]
+    return member
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint from a disk; nothing in its metadata is run."""
+
+    def read_metadata(self) -> Metadata:
+        """The checkpoint's metadata; raises OSError, `DataError` or `pickle.UnpicklingError`."""
+        path = cast(Folder, self.path) / METADATA
+        content = path.read_bytes()
+        try:
+            found: Metadata = _Unpickler(io.BytesIO(content)).load()
+            found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            if not isinstance(found.state_dict_metadata, dict):
+                raise TypeError("it names no tensors")
+        except Exception as error:  # whatever the content makes the reader raise
+            raise pickle.UnpicklingError(
+                f"{path} is no description of a checkpoint: {error}; it was damaged, or something "
+                "else than Shardloom wrote it. Name another checkpoint"
+            ) from error
+        return found
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Loads a flat state; objects in it are plain values, or refused."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.original_state_dict[name] = torch.load(value, weights_only=True)
+
+
+class RemoteReader(_Reader):
     """Reads a checkpoint from an object store."""
 
     def __init__(self, folder: Location) -> None:
@@ -174,7 +247,7 @@ class RemoteReader(FileSystemReader):
 
 
 def reader_for(folder: Folder) -> FileSystemReader:
-    return RemoteReader(folder) if isinstance(folder, Location) else FileSystemReader(folder)
+    return RemoteReader(folder) if isinstance(folder, Location) else _Reader(folder)
 
 
 def _check_version() -> None:

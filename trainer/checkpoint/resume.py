@@ -2,8 +2,9 @@
 
 A warm start takes weights and optimizer state, whole or by table, out of a checkpoint of any T, L
 and sharding; step, data position and schedule start anew. Storage that is away raises
-`StorageError`; a checkpoint that does not fit raises `CheckpointMismatch`, a missing one
-`CheckpointError`. Both functions load model and optimizers in place and are collective.
+`StorageError`; a checkpoint that does not fit raises `CheckpointMismatch`, one that would run code
+`CheckpointRefused`, a missing one `CheckpointError`. Both functions load model and optimizers in
+place and are collective.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ copies live in buffers that are kept from save to save: S / T bytes a rank for t
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +43,13 @@ from trainer.checkpoint.files import (
     remove_folder,
     write_marker,
 )
-from trainer.checkpoint.remote_io import RemoteWriter, reader_for
+from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
 from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
 from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
 Result = TypeVar("Result")
-_METADATA_FILE = ".metadata"
 
 
 class CheckpointError(Exception):
@@ -61,7 +61,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class CheckpointRefused(CheckpointError):
-    """Storage refuses checkpoints for a reason that no retry helps: credentials, bucket."""
+    """No retry helps: storage refuses checkpoints (credentials, bucket), or one would run code."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def of_first(read: Callable[[], Result], group: dist.ProcessGroup | None = None)
     if dist.get_rank() == 0:
         try:
             box[0] = read()
-        except FAULTS as error:
+        except (*FAULTS, CheckpointError) as error:
             box[1] = _as_storage_fault(error)
     dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
@@ -220,7 +220,7 @@ def _gather(
 def _records_on_disk(folder: Path) -> dict[str, FileRecord]:
     """Files that this rank wrote: on shared storage a host may see those of others late."""
     rank = dist.get_rank()
-    metadata = [folder / _METADATA_FILE] if rank == 0 else []
+    metadata = [folder / METADATA] if rank == 0 else []
     paths = sorted(folder.glob(f"__{rank}_*")) + metadata
     return {path.name: file_record(path) for path in paths}
 
@@ -293,18 +293,31 @@ def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None 
 
     Collective over `group`, which spans all ranks.
 
-    Raises `CheckpointMismatch` when the checkpoint holds other tables or shapes, and `StorageError`
-    where remote storage is away.
+    Raises `CheckpointMismatch` when the checkpoint holds other tables or shapes, `StorageError`
+    where remote storage is away, and `CheckpointRefused` where it would run code.
     """
+    reader, planner = reader_for(folder), SafeLoadPlanner()
     try:
-        dcp.load(state, storage_reader=reader_for(folder), process_group=group)
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
     except (CheckpointException, OSError) as error:
         if isinstance(cause := _cause(error), DataError):
             raise _as_storage_fault(cause) from error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise refused(folder, cause) from error
         raise CheckpointMismatch(
             f"checkpoint {folder.name} does not fit this model: {_cause(error)}; was the spec "
             "changed?"
         ) from error
+
+
+def refused(folder: Folder, error: Exception) -> CheckpointRefused:
+    """The error for content that `torch.load(weights_only=True)` does not take."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    what = f"{found[1]}, which may run code" if found else f"no value ({type(error).__name__})"
+    return CheckpointRefused(
+        f"checkpoint {folder} is refused: it holds {what}; something else than Shardloom wrote it, "
+        "or it was tampered with. Use another checkpoint"
+    )
 
 
 class LivePlanner(DefaultSavePlanner):

@@ -22,6 +22,7 @@ fp64, where it is exact.
 from __future__ import annotations
 
 import io
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import Folder
 from trainer.checkpoint.remote_io import reader_for
-from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import misfits, reload, settle
 from trainer.spec.training import WarmStartSpec
@@ -148,6 +149,7 @@ def load_state(
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
+    model.drop_caches()
     _raise_mismatch(folder, misfits(model))
     reload(model)
 
@@ -167,7 +169,10 @@ def load_packed(
         return {}
     state: dict[str, Any] = {key: b""}
     save_load.load(folder, state, group)
-    return torch.load(io.BytesIO(state[key]), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(state[key]), weights_only=True)
+    except Exception as error:  # whatever the content makes the reader raise
+        raise save_load.refused(folder, error) from error
 
 
 def _named_state(
@@ -256,7 +261,10 @@ def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.
     """
 
     def read() -> dict[str, torch.Size | None]:
-        stored = reader_for(folder).read_metadata().state_dict_metadata
+        try:
+            stored = reader_for(folder).read_metadata().state_dict_metadata
+        except pickle.UnpicklingError as error:
+            raise CheckpointRefused(str(error)) from error
         return {
             key: each.size if isinstance(each, TensorStorageMetadata) else None
             for key, each in stored.items()

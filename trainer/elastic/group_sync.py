@@ -42,7 +42,7 @@ from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sync import Extra, PendingSync, SyncReport, SyncThread, blocks_of
+from trainer.parallel.sync import Extra, PendingSync, SyncReport, SyncThread, blocks_of, whole
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec
@@ -405,8 +405,8 @@ class GroupSync:
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
         attempt.rows = self._touched_rows(replicas)
         weights_whole, states_whole = self._extra()
-        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.tensors, Block)
-        blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
+        touched = blocks_of(self._numbers, attempt.rows, lambda shard: shard.rows, Block)
+        blocks = [*touched, *whole([*weights_whole, *states_whole])]
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:

@@ -43,6 +43,7 @@ import torch
 from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
+from trainer.parallel.row_store import CachedRows, RowStore
 from trainer.parallel.touched_rows import RowNumbers
 
 logger = logging.getLogger(__name__)
@@ -58,10 +59,14 @@ class Superseded(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor [rows, ...] of a shard; its rows have the numbers from `first` on."""
+    """Rows [n, ...] of a shard; they have the numbers from `first` on."""
 
-    tensor: torch.Tensor
+    store: RowStore
     first: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.store.tensor
 
     @property
     def row_bytes(self) -> int:
@@ -69,6 +74,9 @@ class Piece:
 
     def numbers(self, chunk: Chunk) -> slice:
         return slice(self.first + chunk.start, self.first + chunk.stop)
+
+    def rows(self, chunk: Chunk) -> RowStore:
+        return self.store.part(slice(chunk.start, chunk.stop))
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,10 @@ class Chunk:
 def pieces_of(numbers: RowNumbers) -> list[Piece]:
     """Weights and moments of all shards of this rank, in an order that every group has."""
     return [
-        Piece(tensor.detach(), first)
+        Piece(store, first)
         for shard, first in zip(numbers.shards, numbers.first, strict=True)
-        for tensor in shard.tensors
-        if tensor.numel()
+        for store in shard.rows
+        if store.tensor.numel()
     ]
 
 
@@ -151,15 +159,15 @@ class LiveCopy:
     def put(self, ticket: int, chunk: Chunk, values: torch.Tensor) -> None:
         """Write the `values` of what `next_chunk` gave, but not over fresh rows."""
         piece = self._pieces[chunk.piece]
-        rows = piece.tensor[chunk.start : chunk.stop]
+        rows = piece.rows(chunk)
         with self._lock:
             self._check(ticket)
             stale = self._fresh[piece.numbers(chunk)].logical_not()
             places = stale.nonzero().view(-1)
-            if places.numel() == rows.shape[0]:
-                rows.copy_(values)
+            if places.numel() == len(values):
+                rows.write(values)
             else:
-                rows.index_copy_(0, places, values.to(rows.device)[places])
+                rows.write(values.to(places.device)[places], places)
             self.num_bytes += values.nbytes
             # A commit of all rows may have come in between.
             if not self.is_complete and self._chunks[self._next] == chunk:
@@ -255,12 +263,16 @@ class DonorServer:
 
     def _read(self, chunk: Chunk) -> memoryview:
         """The rows of `chunk` as they are, perhaps half written. On CPU not even a copy."""
-        rows = self._pieces[chunk.piece].tensor[chunk.start : chunk.stop]
-        if rows.device.type != "cuda":
-            return _bytes_of(rows.contiguous())
-        # On a stream of its own: neither the copy nor the training waits for the other.
-        with torch.cuda.stream(torch.cuda.Stream(rows.device)):
-            return _bytes_of(rows.cpu())
+        rows = self._pieces[chunk.piece].rows(chunk)
+        device = rows.tensor.device
+        if device.type != "cuda":
+            return _bytes_of(rows.read().contiguous())
+        # On a stream of its own: neither the copy nor the training waits for the other. But forward
+        # passes move cached rows, which must not happen while one is read.
+        is_cached = isinstance(rows, CachedRows)
+        own = torch.cuda.default_stream if is_cached else torch.cuda.Stream
+        with torch.cuda.stream(own(device)):
+            return _bytes_of(rows.read().cpu())
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:

@@ -8,23 +8,19 @@ process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `Not
 from __future__ import annotations
 
 import contextlib
-import enum
-import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.checkpoint.files import Folder, checkpoints_of, read_commit, read_file
-from trainer.checkpoint.remote_io import RemoteReader
+from trainer.checkpoint.files import Folder, checkpoints_of, read_commit
+from trainer.checkpoint.remote_io import SafeLoadPlanner, reader_for
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
 from trainer.checkpoint.state_dict import table_of
 from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
@@ -34,28 +30,6 @@ from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 _WEIGHTS = "model."
-_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, KeyError, TypeError, ValueError)
-_METADATA = ".metadata"
-# Names that the metadata of a checkpoint may contain, by module.
-_METADATA_NAMES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath"},
-    "collections": {"OrderedDict"},
-}
-
-
 _CPU = torch.device("cpu")
 # Peak of a whole export for each element of a table, measured (2 tables of 1M x 64, above what the
 # libraries take): the float32 copy, one table more while it is read, the quantised one, and that
@@ -128,69 +102,12 @@ def _damaged_file(found: CommittedCheckpoint) -> str | None:
     return next((name for name, record in files if not matches(found.path, name, record)), None)
 
 
-class _TensorsOnly:
-    """Mixin for readers of checkpoints: reads the tensors and nothing else.
-
-    PyTorch unpickles a checkpoint's metadata and non-tensor objects unchecked, which runs any code
-    in them: user code may have written them, and the host may not be its own.
-    """
-
-    path: Any
-    load_id: str
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata, tensors only; raises `NoCheckpoint`."""
-        try:
-            found = _Unpickler(io.BytesIO(read_file(self.path, _METADATA) or b"")).load()
-            tensors = {
-                key: value
-                for key, value in found.state_dict_metadata.items()
-                if isinstance(value, TensorStorageMetadata)
-            }
-        except _UNREADABLE as error:
-            raise NoCheckpoint(
-                f"{self.path / _METADATA} is no description of a checkpoint: {error}; name another "
-                "checkpoint"
-            ) from error
-        found.state_dict_metadata = tensors
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class TensorReader(_TensorsOnly, FileSystemReader):
-    """Reads the tensors of a checkpoint on a disk."""
-
-
-class RemoteTensorReader(_TensorsOnly, RemoteReader):
-    """Reads the tensors of a checkpoint on an object store."""
-
-
-def tensor_reader(folder: Folder) -> TensorReader | RemoteTensorReader:
-    return TensorReader(folder) if isinstance(folder, Path) else RemoteTensorReader(folder)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _METADATA_NAMES.get(module, ()):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member_of
-        raise pickle.UnpicklingError(f"it holds {module}.{name}")
-
-
-def _member_of(kind: Any, name: str) -> enum.Enum:
-    """What Pythons before 3.11.4 write `getattr` for: a member of an enumeration, nothing else."""
-    if not isinstance(kind, enum.EnumMeta):
-        raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
-    member: enum.Enum = kind[name]
-    return member
-
-
 def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
     """Shape of every weight of the model in a checkpoint, by its name in the model."""
-    stored = tensor_reader(folder).read_metadata().state_dict_metadata
+    try:
+        stored = reader_for(folder).read_metadata().state_dict_metadata
+    except pickle.UnpicklingError as error:
+        raise NoCheckpoint(str(error)) from error
     return {
         key.removeprefix(_WEIGHTS): tuple(value.size)
         for key, value in stored.items()
@@ -227,7 +144,8 @@ def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     _check_shapes(folder, model)
     try:
-        dcp.load(state, storage_reader=tensor_reader(folder), no_dist=True)
+        reader, planner = reader_for(folder), SafeLoadPlanner()
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except (CheckpointException, OSError) as error:
         raise NotExportable(f"checkpoint {folder.name} cannot be loaded: {error}") from error
     return model.eval()

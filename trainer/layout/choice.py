@@ -194,7 +194,7 @@ def need_of(
     group, placement = parallelism.shard_group_size, parallelism.placement
     memory_bytes = spec.resources.memory_bytes_per_worker or worker_bytes
     room_bytes = None
-    if memory_bytes is not None:
+    if memory_bytes is not None and not spec.may_cache:
         room_bytes = int(memory_bytes * (1 - parallelism.planner.storage_reservation))
         if spec.table_bytes:  # syncs hold part of the tables once more
             sync_bytes = sum(map(spec.sync_bytes, spec.embedding_tables))

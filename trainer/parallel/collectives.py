@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from trainer.parallel.row_store import FlatRows, RowStore
+
 # One exchange at a time, so this is all the memory that averaging in place takes. Gloo is fastest
 # with chunks that stay in the processor's cache, NCCL with larger ones.
 _CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
@@ -170,16 +172,20 @@ class WorldReplicaGroup:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a contiguous tensor [n, ...]: those of `rows` (int64, sorted), or all when None.
+    """Rows of a contiguous store [n, ...]: those of `rows` (int64, sorted), or all when None.
 
     With `wire` (bf16 or fp16) what travels is the change against `base`, [num_rows, ...]: what
     all replicas last agreed on, so that small updates are not rounded away against large weights.
     """
 
-    tensor: torch.Tensor
+    store: RowStore
     rows: torch.Tensor | None = None
     base: torch.Tensor | None = None
     wire: torch.dtype | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.store.tensor
 
     @property
     def num_rows(self) -> int:
@@ -196,18 +202,10 @@ class Block:
 
     def read_into(self, flat: torch.Tensor) -> None:
         """Copy the rows into `flat`, of `numel` elements."""
-        if self.rows is None:
-            flat.copy_(self.tensor.view(-1))
-        else:
-            out = flat.view(self.num_rows, *self.tensor.shape[1:])
-            torch.index_select(self.tensor, 0, self.rows, out=out)
+        self.store.read(self.rows, out=flat.view(self.num_rows, *self.tensor.shape[1:]))
 
     def write(self, flat: torch.Tensor) -> None:
-        if self.rows is None:
-            self.tensor.view(-1).copy_(flat)
-        else:
-            values = flat.view(self.num_rows, *self.tensor.shape[1:])
-            self.tensor.index_copy_(0, self.rows, values)
+        self.store.write(flat.view(self.num_rows, *self.tensor.shape[1:]), self.rows)
 
     def agree(self, mean: torch.Tensor) -> None:
         """Note that all replicas now agree on `mean`, flat."""
@@ -221,9 +219,9 @@ class Block:
             part = slice(start, start + step)
             base = None if self.base is None else self.base[part]
             if self.rows is None:
-                yield Block(self.tensor[part], None, base, self.wire)
+                yield Block(self.store.part(part), None, base, self.wire)
             else:
-                yield Block(self.tensor, self.rows[part], base, self.wire)
+                yield Block(self.store, self.rows[part], base, self.wire)
 
 
 class ReplicaCollectives:
@@ -324,7 +322,9 @@ class ReplicaCollectives:
         Large whole tensors are averaged where they lie; everything else is packed on the way.
         """
         packed = [
-            self._average_bulk(block) if block.rows is None and block.wire is None else block
+            self._average_bulk(block)
+            if block.rows is None and block.wire is None and isinstance(block.store, FlatRows)
+            else block
             for block in blocks
         ]
         for batch in self.batches(packed):
@@ -344,7 +344,7 @@ class ReplicaCollectives:
         for start in range(0, bulk, chunk):
             piece = flat[start : start + chunk]
             self.average(piece, piece)
-        return Block(flat[bulk:])
+        return Block(FlatRows(flat[bulk:]))
 
 
 class Batch:

@@ -109,9 +109,12 @@ class DivergenceGuard:
         caller to raise `DivergenceError`.
         """
         groups = self._groups
+        self._model.flush_caches()
         shards = self._compare(list(self._shards()), groups.replica_group, groups.shard_index)
         # Whole on every rank, so two replica groups that each agree may still differ.
         whole = self._compare(list(self._whole()), groups.global_group, 0)
+        if shards:
+            self._model.drop_caches()
         return self._gather_findings([*shards, *whole])
 
     def _shards(self) -> Iterator[_Entry]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,7 @@ from torchrec.distributed.types import (
 
 from trainer.parallel.mesh import MeshGroups, form_node_groups
 from trainer.parallel.planner import place_plan, uses_node_groups
+from trainer.parallel.row_store import FlatRows, RowStore, weight_rows
 from trainer.spec.training import DensePrecision
 
 
@@ -121,7 +123,8 @@ class TableShard:
 
     `weight` is a view [local_rows, local_cols] of table number `kernel_index` inside an FBGEMM
     kernel; `states` are views of its optimizer state, [local_rows] or [local_rows, local_cols],
-    by name. `row_offset` and `column_offset` place the shard in the whole table.
+    by name. `row_offset` and `column_offset` place the shard in the whole table. Of a cached table
+    `weight` is out of date where the cache has a row; `rows` has each where it is.
     """
 
     table: str
@@ -136,6 +139,12 @@ class TableShard:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """`weight`, then the optimizer state."""
         return (self.weight, *self.states.values())
+
+    @cached_property
+    def rows(self) -> tuple[RowStore, ...]:
+        """The rows of `weight`, then those of the optimizer state."""
+        weight = weight_rows(self.kernel, self.kernel_index, self.weight)
+        return (weight, *map(FlatRows, self.states.values()))
 
 
 class TwoDParallel(DistributedModelParallel):
@@ -205,6 +214,21 @@ class TwoDParallel(DistributedModelParallel):
     def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM kernels that hold this rank's shards, in module order."""
         return [lookup._emb_module for lookup in _lookups(self._dmp_wrapped_module)]
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether this rank has a table behind a cache."""
+        return any(kernel.lxu_cache_weights.numel() for kernel in self.embedding_kernels())
+
+    def flush_caches(self) -> None:
+        """Write cached rows to their tables, for who reads these as a whole."""
+        for kernel in self.embedding_kernels():
+            kernel.flush()
+
+    def drop_caches(self) -> None:
+        """Take tables as they are, after they were flushed and written as a whole."""
+        for kernel in self.embedding_kernels():
+            kernel.reset_cache_states()
 
     def table_shards(self) -> list[TableShard]:
         """This rank's shards in kernel order, the same on every rank of a replica group."""

@@ -224,6 +224,8 @@ class Optimizers:
         self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
         self._shards = model.table_shards()
         self._tables = [shard.weight for shard in self._shards] + [p.data for p in tables]
+        # Where a row of a table is cached, that is what counts.
+        self._tables += [each.lxu_cache_weights for each in model.embedding_kernels()]
         self.combined = CombinedOptimizer(
             [
                 ("sparse_", self._fused),

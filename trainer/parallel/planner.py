@@ -5,6 +5,9 @@ given to all ranks: a rank that failed alone would leave the others waiting. All
 get the same plan, so the topology describes the poorest worker of any group. Plans number shards by
 position in the group; `place_plan` maps them to ranks.
 
+On GPUs a table may be in host memory with a cache of its rows in HBM (`fused_uvm_caching`). Where
+the spec leaves that open, TorchRec keeps in HBM what fits and shares what is left among the caches.
+
 The probe (`parallelism.planner.bandwidths: measured`) times, on all workers at once as in training,
 
     memory       a copy inside each worker's memory
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import os
 import re
@@ -41,7 +45,16 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.proposers import (
+    EmbeddingOffloadScaleupProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingOffloadStats,
+    EmbeddingStorageEstimator,
+)
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     CollectiveType,
@@ -49,19 +62,27 @@ from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     PlannerError,
+    Proposer,
     ShardingOption,
     Storage,
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardMetadata
+from torchrec.distributed.types import (
+    CacheParams,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
 
 from trainer.layout.choice import size_text
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
-from trainer.spec.tables import EmbeddingTableSpec
+from trainer.spec.tables import NUM_BYTES, EmbeddingTableSpec
 
+logger = logging.getLogger(__name__)
 Constraints = dict[str, ParameterConstraints]
 _NUM_REPEATS = 3
 # A GPU moves a small buffer before it has got going; a shaped network takes long over a large one.
@@ -71,6 +92,14 @@ _MEMORY_BYTES = {"cpu": 2**25, "cuda": 2**28}
 _NODE_SHARDING_TYPES = frozenset({"table_row_wise", "grid_shard"})
 # The most that a container may use (cgroup v2); "max" where there is no limit.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_KERNELS = {
+    "fused": [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
+    "fused_uvm_caching": [_CACHING],
+}
+_KERNELS["auto"] = _KERNELS["fused"] + _KERNELS["fused_uvm_caching"]
+# Where FBGEMM's cache begins: by default, and before the planner enlarges it.
+_LOAD_FACTOR, _LEAST_LOAD_FACTOR = 0.2, 0.01
 
 
 class PlanError(ValueError):
@@ -88,13 +117,16 @@ def make_plan(
     Raises `PlanError` on every rank.
     """
     planner_spec = spec.parallelism.planner
-    memory_bytes = spec.resources.memory_bytes_per_worker or least_memory_bytes(groups)
-    usable_bytes = int(memory_bytes * (1 - planner_spec.storage_reservation))
     bandwidths = measure_bandwidths(groups) if planner_spec.bandwidths == "measured" else None
-    constraints = table_constraints(spec, groups.ranks_per_host)
+    device_bytes, host_bytes = least_memory_bytes(groups)
+    device_bytes = spec.resources.memory_bytes_per_worker or device_bytes
+    usable_bytes, usable_host_bytes = (
+        int(each * (1 - planner_spec.storage_reservation)) for each in (device_bytes, host_bytes)
+    )
+    constraints = table_constraints(spec, groups.ranks_per_host, groups.device.type)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        topology = topology_of(groups, usable_bytes, bandwidths)
+        topology = topology_of(groups, usable_bytes, usable_host_bytes, bandwidths)
         estimators = [
             EmbeddingPerfEstimatorFactory.create(
                 DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
@@ -109,6 +141,7 @@ def make_plan(
                 enumerator=EmbeddingEnumerator(
                     topology, spec.data.batch_size, constraints, estimators
                 ),
+                proposer=proposers(constraints),
                 # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
                 storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
             )
@@ -121,40 +154,63 @@ def make_plan(
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
+    for table, parameter in _parameters(answer[0]).items():
+        if parameter.compute_kernel == _CACHING and groups.rank == 0:
+            share = parameter.cache_params.load_factor
+            logger.info("table %s: in host memory, %.1f%% of its rows cached", table, 100 * share)
     return answer[0]
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's estimate of what a shard takes, and its share of what a sync holds of its table.
+    """TorchRec's estimate of what a shard takes, the optimizer state, which that leaves out, and a
+    share of what a sync holds of its table.
 
-    So a rank is planned to take, for each of its shards, tables with optimizer state, ids and
-    activations, times 1 + sync_bytes / size_bytes (`JobSections`).
+    So a rank is planned to take, for each of its shards, ids and activations, and tables with
+    optimizer state, times 1 + sync_bytes / size_bytes (`JobSections`). Of a cached table, whose
+    weights are in host memory (twice where checkpoints are written from a copy), HBM holds the
+    cache, what syncs hold, and the optimizer state of rows; that of elements is with the weights.
     """
 
     def __init__(self, spec: JobSpec, topology: Topology, constraints: Constraints) -> None:
         super().__init__(topology, constraints)
-        self._factors = {
-            table.name: 1 + spec.sync_bytes(table) / (spec.size_bytes(table) or 1)
-            for table in spec.embedding_tables
-        }
+        self._spec = spec
+        self._tables = {table.name: table for table in spec.embedding_tables}
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
         super().estimate(sharding_options, sharder_data_map)
         for option in sharding_options:
-            factor = self._factors[option.name]
+            is_cached = option.compute_kernel == _CACHING
             for shard in option.shards:
-                taken = shard.storage
-                assert taken is not None, "estimated above"
-                shard.storage = Storage(
-                    math.ceil(taken.hbm * factor), math.ceil(taken.ddr * factor)
+                assert shard.storage is not None, "estimated above"
+                shard.storage = self._with_state(
+                    self._tables[option.name], shard.storage, is_cached
                 )
 
+    def _with_state(self, table: EmbeddingTableSpec, taken: Storage, is_cached: bool) -> Storage:
+        assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+        weight_bytes = table.num_embeddings * table.embedding_dim * NUM_BYTES[table.data_type]
+        sync_bytes = self._spec.sync_bytes(table)
+        size_bytes = self._spec.size_bytes(table) or weight_bytes
+        if not is_cached:
+            factor = (size_bytes + sync_bytes) / weight_bytes
+            return Storage(math.ceil(taken.hbm * factor), math.ceil(taken.ddr * factor))
+        share, state_bytes = taken.ddr / weight_bytes, size_bytes - weight_bytes
+        in_hbm, in_host = sync_bytes, size_bytes
+        if self._spec.optimizer.sparse.name == "row_wise_adagrad":
+            in_hbm, in_host = sync_bytes + state_bytes, weight_bytes
+        num_copies = 2 if self._spec.checkpoint.asynchronous else 1
+        return Storage(
+            math.ceil(taken.hbm + in_hbm * share), math.ceil(num_copies * in_host * share)
+        )
 
-def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> Constraints:
+
+def table_constraints(
+    spec: JobSpec, ranks_per_host: int | None, device_type: str = "cpu"
+) -> Constraints:
     """What the planner may do with each table, by table name.
 
     Sharding types that cannot work are left out: see `obstacle`. Raises `PlanError` for a table
-    that allows no other.
+    that allows no other, or is to be cached where there is no GPU.
     """
     constraints = {}
     for table in spec.embedding_tables:
@@ -170,18 +226,50 @@ def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> Constraints:
                 "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
         features = [feature for feature in spec.sparse_features if feature.table == table.name]
+        kernel = spec.kernel_of(table)
+        if device_type != "cuda" and kernel == "fused_uvm_caching":
+            raise PlanError(
+                f"table '{table.name}' is to be cached in GPU memory (compute_kernel "
+                f"{kernel}), which FBGEMM does on CUDA only, and these workers train on "
+                f"{device_type}; set compute_kernel to auto or fused, or resources.device to cuda"
+            )
+        kernel = kernel if device_type == "cuda" else "fused"
         constraints[table.name] = ParameterConstraints(
             sharding_types=possible,
-            # Rows cached outside the table (UVM caching) would escape the sync.
-            compute_kernels=[
-                EmbeddingComputeKernel.FUSED.value,
-                EmbeddingComputeKernel.DENSE.value,
-            ],
+            compute_kernels=_KERNELS[kernel],
+            cache_params=None if kernel == "fused" else cache_params(spec, table),
             min_partition=table.constraints.min_partition,
             pooling_factors=[table.constraints.pooling_factor or 1.0] * len(features),
             is_weighted=any(f.weights_column for f in features if not f.is_sequence),
         )
     return constraints
+
+
+def proposers(constraints: Constraints) -> list[Proposer]:
+    """TorchRec's own, and one that enlarges caches where it may."""
+    stock = [GridSearchProposer(), GreedyProposer(), GreedyProposer(False), UniformProposer()]
+    caches = [each.cache_params for each in constraints.values() if each.cache_params]
+    may_grow = any(cache.stats for cache in caches)
+    return [*stock, EmbeddingOffloadScaleupProposer()] if may_grow else stock
+
+
+def cache_params(spec: JobSpec, table: EmbeddingTableSpec) -> CacheParams:
+    """The cache of a table, if it gets one; the planner enlarges those that come with statistics.
+
+    FBGEMM loads what is missing in the forward pass: the pipeline has no stage that prefetches.
+    """
+    given = table.constraints.cache_load_factor or spec.parallelism.planner.cache_load_factor
+    if given is not None or spec.kernel_of(table) != "auto":
+        return CacheParams(load_factor=given or _LOAD_FACTOR)
+    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+    num_lookups = spec.lookups_per_step(table) // spec.parallelism.num_replicas
+    # By Zipf's law row k is looked up in proportion to 1/k, so k rows take log(k) of the lookups.
+    hits = torch.linspace(0, table.num_embeddings, 101).log1p().diff()
+    misses = 1 - hits.cumsum(0) / hits.sum()
+    statistics = EmbeddingOffloadStats(
+        misses.mean().item(), min(num_lookups, table.num_embeddings), hits, table.num_embeddings
+    )
+    return CacheParams(load_factor=_LEAST_LOAD_FACTOR, stats=statistics)
 
 
 def obstacle(
@@ -222,8 +310,8 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     )
     advice = (
         "raise parallelism.shard_group_size or resources.memory_bytes_per_worker, store tables in "
-        "fp16, or allow more sharding types, such as row_wise, which splits one table over all "
-        "workers"
+        "fp16, allow more sharding types, such as row_wise, which splits one table over all "
+        "workers, or, on GPUs, keep tables in host memory (parallelism.planner.compute_kernel auto)"
     )
     # Its last line names the shard that found no place; estimated times would only distract.
     detail = re.sub(r"perf: Perf\(.*?\), ", "", str(error).strip().splitlines()[-1].strip())
@@ -408,12 +496,15 @@ def _time_ms(action: Callable[[], object]) -> float:
 
 
 def topology_of(
-    groups: MeshGroups, usable_bytes: int, bandwidths: Bandwidths | None = None
+    groups: MeshGroups,
+    usable_bytes: int,
+    usable_host_bytes: int,
+    bandwidths: Bandwidths | None = None,
 ) -> Topology:
     """Topology of one sharding group with `usable_bytes` for tables on each worker.
 
-    Without `bandwidths`, or where no two workers share a kind of link, TorchRec's own numbers
-    stand.
+    On GPUs there are `usable_host_bytes` of host memory too. Without `bandwidths`, or where no two
+    workers share a kind of link, TorchRec's own numbers stand.
     """
     is_cpu = groups.device.type == "cpu"
     memory_bw = bandwidths.memory if bandwidths else None
@@ -424,7 +515,7 @@ def topology_of(
             # Unequal hosts: every link counts as one between hosts.
             local_world_size=groups.ranks_per_host or 1,
             hbm_cap_bytes=None if is_cpu else usable_bytes,
-            ddr_cap_bytes=usable_bytes if is_cpu else None,
+            ddr_cap_bytes=usable_bytes if is_cpu else usable_host_bytes,
         ),
         HardwareConfig(
             hbm_mem_bw=None if is_cpu else memory_bw,
@@ -438,17 +529,27 @@ def topology_of(
     )
 
 
-def least_memory_bytes(groups: MeshGroups) -> int:
-    """Memory of the poorest worker. Collective over the global group."""
-    everyone = [0] * groups.layout.world_size
-    dist.all_gather_object(everyone, _memory_bytes(groups), group=groups.global_group)
-    return min(everyone)
+def least_memory_bytes(groups: MeshGroups) -> tuple[int, int]:
+    """Least memory of any worker: of its device, and of its host. Collective over the global group.
 
-
-def _memory_bytes(groups: MeshGroups) -> int:
-    """Memory of this worker's GPU, or its share of the host's."""
+    On CPUs these are the same.
+    """
+    host_bytes = _host_memory_bytes(groups)
+    mine = host_bytes, host_bytes
     if groups.device.type == "cuda":
-        return torch.cuda.get_device_properties(groups.device).total_memory
+        # What NCCL, the dense part and others hold is gone. Groups that plan for themselves must
+        # plan alike, so a little more or less must not show.
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(groups.device)
+        mine = free_bytes // 2**30 * 2**30, host_bytes
+    everyone = [mine] * groups.layout.world_size
+    dist.all_gather_object(everyone, mine, group=groups.global_group)
+    device, host = map(min, zip(*everyone, strict=True))
+    return device, host
+
+
+def _host_memory_bytes(groups: MeshGroups) -> int:
+    """This worker's share of its host's memory."""
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError):
         limit = _CGROUP_LIMIT.read_text().strip()

@@ -57,6 +57,7 @@ from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import make_plan, table_plans
+from trainer.parallel.row_store import weight_rows
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import AllToAllSpec
@@ -94,8 +95,10 @@ def build_parallel_model(
 def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
     """Sharders of every embedding module that a model may hold.
 
-    `fused_params` are FBGEMM's, the optimizer of the tables among them.
+    `fused_params` are FBGEMM's, the optimizer of the tables among them. Tables in host memory are
+    pinned there: managed memory would move to the GPU by pages.
     """
+    fused_params = fused_params | {"uvm_host_mapped": True}
     codecs = _codecs(spec.parallelism.all_to_all)
     bags = BagSharder(fused_params, codecs)
     lists = SequenceSharder(fused_params, codecs)
@@ -187,16 +190,18 @@ class _DynamicTables(BaseShardedManagedCollisionEmbeddingCollection):
 
     def _reset_rows(self, table: str, rows: torch.Tensor) -> None:
         kernel, index = self._table_to_tbe_and_index[table]
-        weight = kernel.split_embedding_weights()[int(index)]
+        index = int(index)
+        weight = kernel.split_embedding_weights()[index]
         config = self._embedding_module._table_name_to_config[table]
         first = self._managed_collision_collection._table_to_offset[table]
         bound = config.num_embeddings**-0.5
         shares = uniform(
             rows + first, weight.shape[1], int(self.ids[table]._current_iter_tensor.item())
         )
-        weight[rows] = ((2 * shares - 1) * bound).to(weight.dtype)
+        values = ((2 * shares - 1) * bound).to(weight.dtype)
+        weight_rows(kernel, index, weight).write(values, rows)
         states = kernel.get_optimizer_state()
-        for state in states[int(index)].values() if states else ():
+        for state in states[index].values() if states else ():
             state[rows] = 0
 
     @property

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
 from trainer.parallel.mesh import form_groups
 from trainer.parallel.model import TableShard, TwoDParallel
+from trainer.parallel.row_store import FlatRows, RowStore
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
@@ -187,13 +188,13 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, self._base.block), *map(Block, weights)]
+        blocks = [*blocks_of(numbers, rows, _weight, self._base.block), *whole(weights)]
         moments = [*blocks_of(numbers, rows, _moments, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed by a sync: Adam's second moments decay, so that the difference could
             # turn them negative. Those of the AdaGrads only grow.
-            blocks += map(Block, states)
+            blocks += whole(states)
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
@@ -222,9 +223,9 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, _weight, Block), *map(Block, weights)]
+        blocks = [*blocks_of(numbers, rows, _weight, Block), *whole(weights)]
         moment_rows = self._take_stale(rows)
-        blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *map(Block, states)]
+        blocks += [*blocks_of(numbers, moment_rows, _moments, Block), *whole(states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
         return self._report(rows)
@@ -295,27 +296,32 @@ class ReplicaSync(Sync):
         return SyncReport(num_bytes, self._numbers.density(rows))
 
 
-def _weight(shard: TableShard) -> Iterable[torch.Tensor]:
-    return (shard.weight,)
+def _weight(shard: TableShard) -> Iterable[RowStore]:
+    return shard.rows[:1]
 
 
-def _moments(shard: TableShard) -> Iterable[torch.Tensor]:
-    return shard.states.values()
+def _moments(shard: TableShard) -> Iterable[RowStore]:
+    return shard.rows[1:]
+
+
+def whole(tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
+    """A block of all of each tensor."""
+    return (Block(FlatRows(tensor)) for tensor in tensors)
 
 
 def blocks_of(
     numbers: RowNumbers,
     rows: torch.Tensor | None,
-    tensors_of: Callable[[TableShard], Iterable[torch.Tensor]],
-    block: Callable[[torch.Tensor, torch.Tensor | None], Block],
+    stores_of: Callable[[TableShard], Iterable[RowStore]],
+    block: Callable[[RowStore, torch.Tensor | None], Block],
 ) -> Iterator[Block]:
     """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
     if rows is None:
         for shard in numbers.shards:
-            yield from (block(tensor, None) for tensor in tensors_of(shard))
+            yield from (block(store, None) for store in stores_of(shard))
         return
     for shard, local_rows in numbers.by_shard(rows):
-        yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
+        yield from (block(store, local_rows) for store in stores_of(shard))
 
 
 class OverflowWarning:

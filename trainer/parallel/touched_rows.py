@@ -27,6 +27,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TableShard
+from trainer.parallel.row_store import RowStore
 
 
 class RowNumbers:
@@ -151,9 +152,9 @@ class SyncBase:
     This one is for tensors that all travel as they are, so nothing needs to be kept.
     """
 
-    def block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
+    def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
         """The `rows` of a tensor of a shard, ready to travel."""
-        return Block(tensor, rows)
+        return Block(store, rows)
 
     def landed(self, blocks: Sequence[Block]) -> None:
         """The replicas now agree on the bases of `blocks`, found after their snapshot."""
@@ -168,16 +169,16 @@ class SyncBase:
 
 def wires(
     shards: Sequence[TableShard], weight_wire: torch.dtype, include_moments: bool
-) -> dict[int, tuple[torch.Tensor, torch.dtype]]:
+) -> dict[int, tuple[RowStore, torch.dtype]]:
     """Tensors of `shards` that travel as changes, each with its dtype on the way, by address."""
-    found = [(shard.weight, weight_wire) for shard in shards]
+    found = [(shard.rows[0], weight_wire) for shard in shards]
     if include_moments:
-        moments = (state for shard in shards for state in shard.states.values())
+        moments = (moment for shard in shards for moment in shard.rows[1:])
         found += [(moment, torch.bfloat16) for moment in moments]
     return {
-        tensor.data_ptr(): (tensor, wire)
-        for tensor, wire in found
-        if tensor.dtype == torch.float32 and tensor.dim() == 2 and tensor.numel()
+        store.tensor.data_ptr(): (store, wire)
+        for store, wire in found
+        if store.tensor.dtype == torch.float32 and store.tensor.dim() == 2 and store.tensor.numel()
     }
 
 
@@ -185,7 +186,7 @@ class RowBase(SyncBase):
     """Bases of the rows touched in this window."""
 
     def __init__(
-        self, numbers: RowNumbers, tensors: dict[int, tuple[torch.Tensor, torch.dtype]]
+        self, numbers: RowNumbers, tensors: dict[int, tuple[RowStore, torch.dtype]]
     ) -> None:
         self._numbers = numbers
         self._tensors = tensors
@@ -194,21 +195,22 @@ class RowBase(SyncBase):
     def save(self, row_numbers: torch.Tensor) -> None:
         """Save the values of rows (int64, sorted numbers) that are about to change."""
         for shard, rows in self._numbers.by_shard(row_numbers):
-            for tensor in shard.tensors:
-                if tensor.data_ptr() in self._tensors:
-                    saved = (rows, tensor.index_select(0, rows))
-                    self._saved.setdefault(tensor.data_ptr(), []).append(saved)
+            for store in shard.rows:
+                key = store.tensor.data_ptr()
+                if key in self._tensors:
+                    self._saved.setdefault(key, []).append((rows, store.read(rows)))
 
-    def block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
+    def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
         """The `rows` of a tensor of a shard; they must hold all that were touched."""
-        _, wire = self._tensors.get(tensor.data_ptr(), (tensor, None))
+        key = store.tensor.data_ptr()
+        _, wire = self._tensors.get(key, (store, None))
         if wire is None:
-            return Block(tensor, rows)
+            return Block(store, rows)
         assert rows is not None, "rows of tables that travel as changes are always listed"
-        base = tensor.index_select(0, rows)
-        for saved_rows, values in self._saved.get(tensor.data_ptr(), []):
+        base = store.read(rows)
+        for saved_rows, values in self._saved.get(key, []):
             base[torch.searchsorted(rows, saved_rows)] = values
-        return Block(tensor, rows, base, wire)
+        return Block(store, rows, base, wire)
 
     def landed(self, blocks: Sequence[Block]) -> None:
         """Rows touched between a round's snapshot and its landing have its mean as their base."""
@@ -228,17 +230,18 @@ class RowBase(SyncBase):
 class TableBase(SyncBase):
     """Bases of whole tables, as second copies: blocks have views of these, which get the means."""
 
-    def __init__(self, tensors: dict[int, tuple[torch.Tensor, torch.dtype]]) -> None:
+    def __init__(self, tensors: dict[int, tuple[RowStore, torch.dtype]]) -> None:
         self._tensors = tensors
-        self._copies = {key: tensor.clone() for key, (tensor, _) in tensors.items()}
+        self._copies = {key: torch.empty_like(each.tensor) for key, (each, _) in tensors.items()}
+        self.renew()
 
-    def block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
+    def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
         """All rows of a tensor of a shard."""
-        key = tensor.data_ptr()
+        key = store.tensor.data_ptr()
         if key not in self._tensors:
-            return Block(tensor, rows)
-        return Block(tensor, rows, self._copies[key], self._tensors[key][1])
+            return Block(store, rows)
+        return Block(store, rows, self._copies[key], self._tensors[key][1])
 
     def renew(self) -> None:
-        for key, (tensor, _) in self._tensors.items():
-            self._copies[key].copy_(tensor)
+        for key, (store, _) in self._tensors.items():
+            store.read(out=self._copies[key])

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from trainer.spec.base import SpecModel, problem
-from trainer.spec.tables import Precision
+from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 
 FailureDomain = Literal["job", "replica_group"]
 
@@ -82,6 +82,22 @@ class PlannerSpec(SpecModel):
 
     storage_reservation: Annotated[float, Field(ge=0, lt=1)] = 0.15
     bandwidths: Literal["measured", "default"] = "measured"
+    compute_kernel: Annotated[
+        ComputeKernel,
+        Field(
+            description="Where the weights of tables are on GPUs. `fused`: in GPU memory. "
+            "`fused_uvm_caching`: in host memory, and the rows used last in GPU memory too. "
+            "`auto`: in GPU memory as far as they fit there. On CPUs `auto` is `fused`."
+        ),
+    ] = "fused"
+    cache_load_factor: Annotated[
+        LoadFactor | None,
+        Field(
+            description="Share of a cached table's rows that its cache has room for. By default "
+            "0.2 with `fused_uvm_caching`; with `auto` what fits, most to the tables that gain "
+            "most if ids follow Zipf's law."
+        ),
+    ] = None
 
 
 class WorkersSpec(SpecModel):

@@ -11,7 +11,7 @@ from trainer.spec.base import NAME_PATTERN, Label, SpecModel
 from trainer.spec.data import DataSpec, FeatureSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.tables import NUM_BYTES, DynamicSpec, EmbeddingTableSpec
+from trainer.spec.tables import NUM_BYTES, ComputeKernel, DynamicSpec, EmbeddingTableSpec
 from trainer.spec.training import (
     CheckpointSpec,
     ExportSpec,
@@ -120,7 +120,7 @@ class JobSections(SpecModel):
         if table.dynamic is None:
             return table.num_embeddings * row_bytes
         waiting_bytes = table.dynamic.waiting_bytes(
-            self._lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
+            self.lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
         )
         row_bytes += table.dynamic.state_bytes_per_row
         return table.num_embeddings * row_bytes + waiting_bytes
@@ -141,7 +141,7 @@ class JobSections(SpecModel):
         parallelism, optimizer = self.parallelism, self.optimizer.sparse
         sync, num_rows = parallelism.sync, table.num_embeddings
         is_full = sync.mode == "full" or optimizer.changes_untouched_rows
-        num_lookups = sync.every_steps * self._lookups_per_step(table)
+        num_lookups = sync.every_steps * self.lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)
         half = 0 if sync.dtype == "fp32" else 1 if is_full else 2
@@ -152,7 +152,17 @@ class JobSections(SpecModel):
         state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
         return num_rows * (of_weights * weight_bytes + of_state * state_bytes)
 
-    def _lookups_per_step(self, table: EmbeddingTableSpec) -> int:
+    def kernel_of(self, table: EmbeddingTableSpec) -> ComputeKernel:
+        """Where the weights of a table are to be, as far as that is not for the planner to say."""
+        kernel = table.constraints.compute_kernel or self.parallelism.planner.compute_kernel
+        return "fused" if kernel == "auto" and self.resources.device == "cpu" else kernel
+
+    @property
+    def may_cache(self) -> bool:
+        """Whether a table may be in host memory, of which a spec does not say how much there is."""
+        return any(self.kernel_of(table) != "fused" for table in self.embedding_tables)
+
+    def lookups_per_step(self, table: EmbeddingTableSpec) -> int:
         """Ids that a step looks up in a table over all workers, as far as the spec can tell.
 
         Sequences count in full, pooled lists with the table's `pooling_factor`.

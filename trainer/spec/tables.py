@@ -84,13 +84,16 @@ _WHOLE_SHARDING_TYPES = frozenset({"table_wise", "data_parallel"})
 SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 Precision = Literal["fp32", "fp16", "bf16"]
 NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+ComputeKernel = Literal["auto", "fused", "fused_uvm_caching"]
+LoadFactor = Annotated[float, Field(gt=0, lt=1)]
 
 
 class TableConstraints(SpecModel):
     """Limits on how the planner may shard one table inside a sharding group.
 
     `min_partition` is the fewest columns that a column shard may have; `pooling_factor` tells the
-    planner how many ids a row looks up on average.
+    planner how many ids a row looks up on average. Without `compute_kernel` and `cache_load_factor`
+    those of `parallelism.planner` hold.
     """
 
     sharding_types: Annotated[tuple[ShardingTypeName, ...], Field(min_length=1)] = (
@@ -99,6 +102,8 @@ class TableConstraints(SpecModel):
     )
     min_partition: Annotated[PositiveInt, Field(multiple_of=4)] | None = None
     pooling_factor: PositiveFloat | None = None
+    compute_kernel: ComputeKernel | None = None
+    cache_load_factor: LoadFactor | None = None
 
     @property
     def is_whole(self) -> bool:

@@ -343,6 +343,36 @@ def check_settings(spec: JobSections) -> None:
         raise problem("no_effect", message, "training.trace.first_step")
 
 
+def check_kernels(spec: JobSections) -> None:
+    """Caches in GPU memory can be had as asked for."""
+    planner = spec.parallelism.planner
+    for index, table in enumerate(spec.embedding_tables):
+        limits, at = table.constraints, f"embedding_tables[{index}].constraints"
+        where = at if limits.compute_kernel else "parallelism.planner"
+        if limits.cache_load_factor is not None and spec.kernel_of(table) == "fused":
+            message = f"table '{table.name}' is not cached, as its compute_kernel is fused"
+            raise problem("no_effect", message, f"{at}.cache_load_factor")
+        if spec.kernel_of(table) != "fused_uvm_caching":
+            continue
+        if spec.resources.device == "cpu":
+            raise problem(
+                "needs_cuda",
+                f"table '{table.name}' is to be cached in GPU memory (fused_uvm_caching), and "
+                "resources.device is cpu, where all tables are in host memory; take auto or fused",
+                f"{where}.compute_kernel",
+            )
+        if set(limits.sharding_types) == {"data_parallel"}:
+            raise problem(
+                "unsupported_sharding",
+                f"TorchRec cannot cache table '{table.name}' (fused_uvm_caching) where it is "
+                "sharded data_parallel; allow other types",
+                f"{at}.sharding_types",
+            )
+    if planner.cache_load_factor is not None and not spec.may_cache:
+        message = "no table is cached; set compute_kernel to auto or fused_uvm_caching"
+        raise problem("no_effect", message, "parallelism.planner.cache_load_factor")
+
+
 def check_overlap(spec: JobSections) -> None:
     """Adam's second moments, averaged late as a difference, stay well above zero.
 
@@ -367,8 +397,8 @@ def check_overlap(spec: JobSections) -> None:
 def check_memory(spec: JobSections) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
-    The same is checked by the planner at the start for sizes that only the data tells. While L is
-    `auto`, all workers may be one group.
+    The same is checked by the planner at the start for sizes that only the data tells, and for
+    tables that may be in host memory. While L is `auto`, all workers may be one group.
     """
     memory_bytes, parallelism = spec.resources.memory_bytes_per_worker, spec.parallelism
     if memory_bytes is None:
@@ -381,7 +411,9 @@ def check_memory(spec: JobSections) -> None:
     tables = spec.embedding_tables
     known_bytes = [spec.size_bytes(table) for table in tables]
     sizes_bytes = [
-        0 if size_bytes is None else size_bytes + spec.sync_bytes(table)
+        0
+        if size_bytes is None or spec.kernel_of(table) != "fused"
+        else size_bytes + spec.sync_bytes(table)
         for table, size_bytes in zip(tables, known_bytes, strict=True)
     ]
     cases = [
@@ -419,5 +451,6 @@ ALL: tuple[Callable[[JobSections], None], ...] = (
     check_transformer,
     check_warm_start,
     check_settings,
+    check_kernels,
     *OF_LAYOUT,
 )

@@ -78,6 +78,11 @@ class _PipelinedForward:
         """Note what the collection is given, until `choose_reads`."""
         self._given = []
 
+    @property
+    def num_calls(self) -> int:
+        """Calls since `observe`."""
+        return len(self._given or ())
+
     def choose_reads(self, batch: Batch) -> bool:
         """Whether all that was noted is ids of `batch`, given once; these are sent ahead then."""
         given, self._given = self._given or [], None
@@ -197,6 +202,12 @@ class StepPipeline:
         for forward in self._forwards:
             forward.observe()
         found = self._model(batch)
+        if self._model.has_caches and any(forward.num_calls > 1 for forward in self._forwards):
+            raise ValueError(
+                "a table collection is called more than once in a step, and a table is cached in "
+                "GPU memory: a later call may move rows that the backward pass of an earlier one "
+                "writes; call it once, or set parallelism.planner.compute_kernel to fused"
+            )
         is_able = [forward.choose_reads(batch) for forward in self._forwards]
         agreed = torch.tensor(int(all(is_able)), device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._model.groups.global_group)

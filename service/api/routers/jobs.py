@@ -15,7 +15,7 @@ from service.api.deps import (
     ContextDep,
     JobDep,
     PrincipalDep,
-    VersionDep,
+    VersionsDep,
     check_paths,
     check_project,
     keep_secrets,
@@ -177,7 +177,7 @@ def get_change(
     job: JobDep,
     context: ContextDep,
     principal: PrincipalDep,
-    version: VersionDep,
+    versions: VersionsDep,
     response: Response,
 ) -> Callable[..., JobDetail]:
     """What makes a change that the caller requests: `change(action, **options of the action)`."""
@@ -188,7 +188,7 @@ def get_change(
             context.settings,
             job.id,
             actor=principal.name,
-            version=version,
+            versions=versions,
             **options,
         )
         context.wake()
@@ -271,7 +271,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
 def delete(
     job: JobDep,
     context: ContextDep,
-    version: VersionDep,
+    versions: VersionsDep,
     artifacts: Annotated[
         bool, Query(description="With its files: checkpoints, logs and traces.")
     ] = True,
@@ -281,7 +281,7 @@ def delete(
     Checkpoints on object storage stay: the answer says where.
     """
     left = actions.delete_job(
-        context.store, context.settings, job.id, artifacts=artifacts, version=version
+        context.store, context.settings, job.id, artifacts=artifacts, versions=versions
     )
     return DeletedJob(id=job.id, left=left)
 

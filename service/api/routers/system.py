@@ -124,8 +124,8 @@ def get_head(context: ContextDep) -> HeadFacts:
 
 
 @system_router.get("/healthz", summary="Whether the process answers")
-def get_health() -> dict[str, str]:
-    """200 as long as requests are answered at all."""
+async def get_health() -> dict[str, str]:
+    """200 as long as requests are answered at all, with or without threads, storage and store."""
     return {"status": "ok"}
 
 

@@ -407,18 +407,6 @@ class KubeRayBackend(Backend):
 
     # ---- what else is asked
 
-    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
-        try:
-            rayjob = self._find(attempt_id)
-            if rayjob is not None:
-                if not (rayjob.get("status") or {}).get("dashboardURL"):
-                    return ""
-                with closing(self._head_of(rayjob)) as head:
-                    return head.tail_driver_log(attempt_id, num_chars)
-        except (BackendUnreachable, KubeRefused):
-            return ""
-        return self._shared.tail_driver_log(attempt_id, num_chars) if self._shared else ""
-
     def check(self) -> str:
         version = self._api.version()
         self._api.list(RAYJOBS, limit="1")

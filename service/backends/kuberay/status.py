@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from service.backends.kuberay.manifest import QUEUE, Manifest, is_submitted, was_let_go
+from service.backends.ray_jobs import verdict_and_log
 from service.domain.models import EndReason, Observation, ObservedState
 
 _ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -57,9 +58,9 @@ def observation_of(rayjob: Mapping[str, Any], pod_problem: str = "") -> Observat
     state = _JOB_STATES.get(job)
     is_running = state is ObservedState.RUNNING
     if deployment == "Running" and state is not None:
-        return Observation(state, "" if is_running else _message(status))
+        return Observation(state, "" if is_running else "".join(_told(status)))
     if deployment == "Complete" and state is not None and not is_running:
-        return Observation(state, _message(status))
+        return Observation(state, "".join(_told(status)))
     if is_over(rayjob):
         return _failure(status)
     return Observation(ObservedState.PENDING, _pending_message(rayjob, status, pod_problem))
@@ -112,19 +113,20 @@ def is_evicted(rayjob: Mapping[str, Any]) -> bool:
 def _failure(status: Mapping[str, Any]) -> Observation:
     name = str(status.get("reason") or "")
     reason, words = _REASONS.get(name, (None, "KubeRay gave the job up"))
-    detail = _message(status)
+    detail, log = _told(status)
     if name == "JobStatusCheckTimeoutExceeded" and not status.get("jobStatus"):
         # No head was lost: it was never reached, and each attempt would meet the same.
         reason, words = None, _UNREACHED.format(url=status.get("dashboardURL", "its address"))
     message = f"{words} ({name}): {detail}" if detail else f"{words} ({name})"
     if "head pod not found" in detail.lower():
         reason = EndReason.HOST_LOST
-    return Observation(ObservedState.FAILED, message if name else words, reason)
+    return Observation(ObservedState.FAILED, (message if name else words) + log, reason)
 
 
-def _message(status: Mapping[str, Any]) -> str:
-    # Ray may add 20 000 characters of the driver's log to its verdict.
-    return str(status.get("message") or "").partition(", last available logs")[0][:_MAX_CHARS]
+def _told(status: Mapping[str, Any]) -> tuple[str, str]:
+    """The verdict on the job, and the end of the driver's log."""
+    verdict, log = verdict_and_log(status.get("message"))
+    return verdict[:_MAX_CHARS], log
 
 
 def _pending_message(rayjob: Mapping[str, Any], status: Mapping[str, Any], pod_problem: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import make_config, open_session, snapshot, told
 from tests.integration.ranks.test_dynamic_ids import DYNAMIC
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import ids_by_table
 from trainer.protocol.events import Metrics
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.pipeline import _sharded_modules
 from trainer.training.worker import train
 
 # Validations and saves fall between steps.
@@ -122,3 +125,33 @@ def test_a_model_that_rewrites_its_ids_trains_in_plain_steps_if_it_always_does(
     ((always,), (later,)) = run_in_turn(1, *calls)
     assert always == (False, "")
     assert later[0] and "other ids than in the first step" in later[1]
+
+
+def train_called_twice(config: WorkerConfig, has_caches: bool) -> str:
+    """How a job fails whose network looks its ids up twice."""
+    session = open_session(config)
+    network = session.model.module.network
+    (collection,) = _sharded_modules(session.model.module)
+    network.register_forward_pre_hook(lambda _, args: collection(args[1]) and None)
+    with patch.object(TwoDParallel, "has_caches", has_caches):
+        try:
+            train(session)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_cached_tables_are_looked_up_once_a_step(small_movielens: Path, tmp_path: Path) -> None:
+    # FBGEMM's second lookup moves rows of the first, whose gradients would go to others.
+    size = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
+    calls = [
+        (
+            train_called_twice,
+            make_config(small_movielens, tmp_path / f"{cached}", *size, "training.max_steps=2"),
+            cached,
+        )
+        for cached in (False, True)
+    ]
+    ((flat,), (cached,)) = run_in_turn(1, *calls)
+    assert flat == ""
+    assert "more than once in a step" in cached

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.files import Call
 from tests.harness.ranks import run_in_turn
 from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
@@ -20,8 +23,10 @@ from tests.integration.ranks.checkpoint_cases import (
     train_and_save,
     whole_tables,
 )
+from trainer.checkpoint import save_load
 from trainer.checkpoint.files import Commit, write_marker
 from trainer.checkpoint.resume import warm_start
+from trainer.checkpoint.state_dict import METERS, load_packed
 from trainer.protocol.run_dir import file_record
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -34,13 +39,18 @@ OTHER = Sharding(2, 1, ("row_wise",))
 def save_checkpoint(folder: Path) -> dict[str, Any]:
     """A committed checkpoint, made with moment scale 1; what this rank held."""
     result = train_and_save(SAVER, folder)
+    commit(folder)
+    return result
+
+
+def commit(folder: Path) -> None:
+    """Put a marker for the files that are in `folder`."""
     if torch.distributed.get_rank() == 0:
         files = {path.name: file_record(path) for path in folder.iterdir()}
         write_marker(
             folder, Commit(3, 0, 96, 96, 2, 2, "intra_host", 0.0, moment_scale=1.0, files=files)
         )
     torch.distributed.barrier()
-    return result
 
 
 def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> dict[str, Any]:
@@ -54,6 +64,20 @@ def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> d
 def refusal(sharding: Sharding, warm: WarmStartSpec, rename: str = "") -> str:
     """The message with which a warm start is refused."""
     return refusal_of(lambda: start(sharding, warm, rename))
+
+
+def refusals_of_code(folder: Path, ran: Path) -> tuple[str, str]:
+    """How a warm start and a resume from pickles that would make the folder `ran` are refused."""
+    hostile = Call(os.mkdir, ran)
+    save_load.save(folder / "meters", {METERS: hostile})
+    save_load.save(folder / "metadata", {METERS: b""})
+    if torch.distributed.get_rank() == 0:
+        (folder / "metadata/.metadata").write_bytes(pickle.dumps(hostile))
+    commit(folder / "metadata")
+    return (
+        refusal(OTHER, WarmStartSpec(path=str(folder / "metadata"))),
+        refusal_of(lambda: load_packed(folder / "meters", METERS)),
+    )
 
 
 def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpec:
@@ -93,6 +117,15 @@ def test_tables_and_dense_part_come_along_whole_or_by_name(tmp_path: Path) -> No
         assert torch.equal(value, saved[0]["dense"][name]), name
     for name, value in by_name[0]["dense"].items():
         assert torch.equal(value, fresh[0]["dense"][name]), name
+
+
+def test_a_checkpoint_runs_no_code_and_every_rank_refuses_it(tmp_path: Path) -> None:
+    ((first, second),) = run_in_turn(2, (refusals_of_code, tmp_path, tmp_path / "ran"))
+    assert first == second, "every rank says the same"
+    assert "metadata is no description of a checkpoint: it holds posix.mkdir" in first[0]
+    assert "meters is refused: it holds posix.mkdir, which may run code" in first[1]
+    assert all(each.startswith("CheckpointRefused") for each in first)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow

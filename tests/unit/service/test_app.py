@@ -1,10 +1,19 @@
-"""What the health check of the image asks, by the settings of its service."""
+"""The server around the app, and what the health check of the image asks it."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from pathlib import Path
+from typing import Any
 
+import pytest
+import uvicorn
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from service.app import MAX_SOCKET_MESSAGE_BYTES, bind, server_config
 from service.healthcheck import health_url, main
+from service.settings import Settings
 from tests.harness.wait import free_port
 
 
@@ -27,3 +36,33 @@ def test_nobody_there_is_unhealthy_with_the_address(
     monkeypatch.setenv("SHARDLOOM_PORT", str(free_port()))
     assert main() == 1
     assert "/healthz does not answer" in capsys.readouterr().err
+
+
+def test_a_message_of_a_websocket_that_is_too_large_ends_it(tmp_path: Path) -> None:
+    asyncio.run(_talk(Settings(home=tmp_path)))
+
+
+async def _talk(settings: Settings) -> None:
+    port = free_port()
+    with bind("127.0.0.1", port) as listener:
+        server = uvicorn.Server(server_config(_echo, settings))
+        serving = asyncio.create_task(server.serve([listener]))
+        async with connect(f"ws://127.0.0.1:{port}", max_size=None) as socket:
+            await socket.send("x" * MAX_SOCKET_MESSAGE_BYTES)
+            assert len(await socket.recv()) == MAX_SOCKET_MESSAGE_BYTES
+            await socket.send("x" * (MAX_SOCKET_MESSAGE_BYTES + 1))
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1009
+        server.should_exit = True
+        await serving
+
+
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "websocket":
+        return
+    await receive()
+    await send({"type": "websocket.accept"})
+    while (message := await receive())["type"] == "websocket.receive":
+        await send({"type": "websocket.send", "text": message["text"]})

@@ -73,29 +73,50 @@ def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
     assert pieces[-1]["more_body"] is False
 
 
-def test_who_follows_too_much_at_once_is_refused_until_a_stream_ends(
-    open_guarded: GuardedApps,
+HELLOS: dict[str, Message] = {
+    "http": {"type": "http.response.start", "status": 200, "headers": []},
+    "websocket": {"type": "websocket.accept"},
+}
+
+
+@pytest.mark.parametrize("kind", HELLOS)
+def test_who_follows_too_much_at_once_is_refused_until_a_connection_ends(
+    open_guarded: GuardedApps, kind: str
 ) -> None:
     house = open_guarded(max_open_requests=2)
 
-    async def follow() -> list[int]:
+    async def follow() -> list[bool]:
         gate = AuthenticationMiddleware(stream, house.settings, house.security)
         wires = [Wire() for _ in range(4)]
-        begun = [asyncio.create_task(wire.connect(gate, key)) for wire in wires[:2]]
+        begun = [asyncio.create_task(wire.connect(gate, key, kind)) for wire in wires[:2]]
         while not all(wire.sent for wire in wires[:2]):
             await asyncio.sleep(0)
-        await wires[2].connect(gate, key)
+        refused = asyncio.create_task(wires[2].connect(gate, key, kind))
+        while not wires[2].sent:
+            await asyncio.sleep(0)
         end.set()
-        await asyncio.gather(*begun)
-        await wires[3].connect(gate, key)
-        return [wire.sent[0]["status"] for wire in wires]
+        await asyncio.gather(*begun, refused)
+        await wires[3].connect(gate, key, kind)
+        return [wire.sent[0] == HELLOS[kind] for wire in wires]
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(HELLOS[kind])
         await end.wait()
 
     key, end = house.keys["viewer"], asyncio.Event()
-    assert asyncio.run(follow()) == [200, 200, 429, 200]
+    assert asyncio.run(follow()) == [True, True, False, True]
+
+
+def test_who_opens_websockets_too_fast_is_refused(open_guarded: GuardedApps) -> None:
+    house = open_guarded(rate_limit_burst=2, rate_limit_per_s=0.001)
+
+    async def greet(scope: Any, receive: Any, send: Any) -> None:
+        await send(HELLOS["websocket"])
+
+    gate, wire = AuthenticationMiddleware(greet, house.settings, house.security), Wire()
+    for _ in range(3):
+        asyncio.run(wire.connect(gate, house.keys["viewer"], "websocket"))
+    assert wire.sent == [*[HELLOS["websocket"]] * 2, {"type": "websocket.close", "code": 1008}]
 
 
 def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from fastapi.testclient import TestClient
 from httpx_sse import EventSource
 
@@ -45,6 +48,7 @@ from tests.harness.service import (
     replace_attempt,
     shardloom,
 )
+from tests.harness.wait import scaled
 
 # ---- submit
 
@@ -298,6 +302,18 @@ def test_a_service_whose_reconciler_died_is_not_ready(api: Api) -> None:
     problem = problem_in(api.http.get("/readyz"), 503, "reconciler_died")
     assert "Restart the service" in problem["detail"]
     assert api.http.get("/healthz").status_code == 200
+
+
+def test_a_service_without_a_free_thread_is_healthy(api: Api) -> None:
+    async def ask() -> int:
+        threads = current_default_thread_limiter()
+        for _ in range(int(threads.total_tokens)):
+            threads.acquire_on_behalf_of_nowait(object())
+        transport = httpx.ASGITransport(api.http.app)
+        async with httpx.AsyncClient(transport=transport, base_url=LOOPBACK_URL) as http:
+            return (await asyncio.wait_for(http.get("/healthz"), scaled(5))).status_code
+
+    assert asyncio.run(ask()) == 200
 
 
 def test_health_readiness_and_cluster(api: Api) -> None:

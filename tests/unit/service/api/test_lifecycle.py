@@ -229,10 +229,21 @@ def test_a_change_is_made_of_the_version_that_was_read_and_of_no_other(api: Api)
 
 def test_a_tag_that_was_never_given_out_matches_nothing_and_a_star_anything(api: Api) -> None:
     path = f"/v1/jobs/{api.submit()}:cancel"
-    for tag in ("7", 'W/"7"', '"seven"', '"7", "8"', '"' + "9" * 40 + '"'):
+    for tag in ("7", 'W/"1"', 'W/"1", W/"2"', '"seven"', '"' + "9" * 40 + '"', ""):
         answer = api.http.post(path, headers={"If-Match": tag})
         problem_in(answer, 412, "version_unknown")
     assert api.http.post(path, headers={"If-Match": "*"}).status_code == 202
+
+
+def test_a_change_is_made_of_any_version_in_a_list_compared_strongly(api: Api) -> None:
+    job = api.submit()
+    read = etag(api, job)
+    for tags in ('"98", "99"', f'"98",W/{read} , "99"'):
+        answer = api.http.post(f"/v1/jobs/{job}:pause", headers={"If-Match": tags})
+        assert "asks for 98 or 99" in problem_in(answer, 412, "version_changed")["detail"]
+    tags = f'"x,y" ,"98",, {read}'
+    assert api.http.post(f"/v1/jobs/{job}:pause", headers={"If-Match": tags}).status_code == 202
+    assert etag(api, job) != read
 
 
 def test_the_sdk_sends_the_version_and_tells_of_a_conflict() -> None:

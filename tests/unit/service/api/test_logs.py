@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.api.sse import LATE_LINES_S, LogFollower
+from service.api.sse import LATE_LINES_S, LogFollower, StreamBatch
+from service.domain.lifecycle import decide
+from service.domain.models import JobStatus, Observation, ObservedState
 from service.jobs.logs import LogFilter, LogPosition
 from tests.harness.builders import NOW
 from tests.harness.clock import FakeClock
@@ -95,6 +97,13 @@ def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
 # ---- following
 
 
+def _succeed(api: Api, job_id: str) -> None:
+    """Let the first attempt of a job succeed at NOW, some time ago."""
+    job, attempt = api.store.get_job(job_id), api.store.get_attempt(f"{job_id}-a0")
+    done = decide(job, attempt, Observation(ObservedState.SUCCEEDED), NOW)
+    api.store.update_job(done.job, attempt=done.attempt)
+
+
 @settings(max_examples=examples(15))
 @given(cut=st.integers(0, 7), level=st.sampled_from([None, "warning"]))
 def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
@@ -103,8 +112,7 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     job = api.start()
     for source, text in (("rank-0", RANK_0), ("rank-3", RANK_3)):
         api.log(f"{job}-a0", source, text)
-    api.http.post(f"/v1/jobs/{job}:cancel")
-    api.poll(3)
+    _succeed(api, job)
     params = {"level": level} if level else {}
     *whole, end = api.follow(f"{job}/logs", **params)
     assert end.event == "end"
@@ -136,6 +144,24 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     assert _poll() == ["two"]
     clock.now += LATE_LINES_S
     assert [*_poll(), *_poll()] == ["three"]
+
+
+@pytest.mark.parametrize("is_one_wanted", [True, False])
+def test_a_stream_of_a_job_that_has_ended_waits_for_lines_of_workers_that_outlive_it(
+    api: Api, is_one_wanted: bool
+) -> None:
+    job_id = api.start()
+    _succeed(api, job_id)
+    attempt, clock = f"{job_id}-a0", FakeClock(NOW)
+    job, wanted = api.store.get_job(job_id), attempt if is_one_wanted else None
+    follower = LogFollower(api.store, api.settings, job, wanted, None, LogFilter(), clock)
+    assert follower.poll() == StreamBatch([])
+    clock.now += LATE_LINES_S - 1
+    api.log(attempt, "rank-0", "late\n")
+    assert len(follower.poll().items) == 1
+    assert follower.poll().ended is None
+    clock.now += 1
+    assert follower.poll().ended is JobStatus.SUCCEEDED
 
 
 # ---- download

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
+from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -27,7 +30,15 @@ from service.domain.models import JobStatus
 from service.errors import ServiceError
 from service.network import is_loopback
 from service.settings import Settings
-from tests.harness.service import HOST, LOOPBACK_URL, Api, Guarded, GuardedApps, problem_in
+from tests.harness.service import (
+    HOST,
+    LOOPBACK_URL,
+    Api,
+    Guarded,
+    GuardedApps,
+    problem_in,
+    with_checkpoint,
+)
 
 
 @pytest.fixture
@@ -170,6 +181,16 @@ def test_every_answer_carries_safe_headers(house: Guarded) -> None:
     assert "unsafe-eval" not in safe_headers("/v1/jobs", "http")["Content-Security-Policy"]
 
 
+def test_the_api_documents_itself_without_another_host(house: Guarded) -> None:
+    assert house.http.get("/docs/assets/swagger-ui.css").status_code == 401
+    page = house.send("GET", "/docs", "viewer")
+    assert "//" not in page.headers["content-security-policy"]
+    wanted = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)""", page.text)
+    assert "/openapi.json" in wanted
+    for path in wanted:
+        assert house.send("GET", path, "viewer").status_code == 200, path
+
+
 def test_a_request_has_an_id_in_answer_and_problem(api: Api) -> None:
     answer = api.http.get("/v1/jobs/none", headers={"X-Request-ID": "deploy-2026.11"})
     assert answer.headers["x-request-id"] == "deploy-2026.11"
@@ -234,6 +255,16 @@ def test_a_caller_that_asks_too_fast_is_told_when_to_come_again(
     assert refused.json()["code"] == "too_many_requests"
     assert int(refused.headers["retry-after"]) > 0
     assert house.send("GET", "/v1/whoami", "admin").status_code == 200
+
+
+def test_a_program_with_a_wrong_key_keeps_nobody_from_signing_in(house: Guarded) -> None:
+    house.keys["guess"] = "shl_000000000000_" + "a" * 43
+    answers = [house.send("GET", "/v1/whoami", "guess") for _ in range(30)]
+    assert answers[-1].status_code == 429
+    assert house.http.get("/v1/whoami").status_code == 401
+    assert _sign_in(house).get("/v1/whoami").json()["kind"] == "session"
+    wrong = [house.http.post("/login", data={"key": "shl_nothing"}) for _ in range(30)]
+    assert wrong[-1].status_code == 429
 
 
 # ---- sessions
@@ -351,6 +382,39 @@ def test_what_was_refused_may_be_asked_again_with_its_key(api: Api) -> None:
     problem_in(api.http.post(f"/v1/jobs/{job}:resume", headers=KEY), 409, "job_not_paused")
     api.http.post(f"/v1/jobs/{job}:pause")
     assert api.http.post(f"/v1/jobs/{job}:resume", headers=KEY).status_code == 202
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_request_whose_body_is_cut_off_is_never_handled(api: Api, has_key: bool) -> None:
+    job = with_checkpoint(api)
+    api.end(job)
+    api.poll(3)
+    version = api.store.get_job(job).version
+    for path in (f"/v1/jobs/{job}:restart", "/v1/jobs", "/v1/code"):
+        wire: list[Message] = [
+            {"type": "http.request", "body": b'{"step": ', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+        asyncio.run(_send(api, path, wire, KEY if has_key else {}))
+        assert not wire
+    assert api.store.get_job(job).version == version
+    again = api.http.post(f"/v1/jobs/{job}:restart", json={"step": 10}, headers=KEY)
+    assert again.status_code == 202, again.text
+
+
+async def _send(api: Api, path: str, wire: list[Message], headers: Mapping[str, str]) -> None:
+    """Send a request as a server does that reads these messages off the wire."""
+    sent = {"host": "127.0.0.1", "content-type": "application/json", **headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in sent.items()]
+    scope = {"type": "http", "method": "POST", "scheme": "http", "path": path, "headers": raw}
+
+    async def receive() -> Message:
+        return wire.pop(0)
+
+    async def ignore(message: Message) -> None:
+        assert message.get("status", 400) == 400
+
+    await api.http.app({**scope, "query_string": b""}, receive, ignore)
 
 
 def test_a_key_that_cannot_be_kept_is_refused(api: Api) -> None:

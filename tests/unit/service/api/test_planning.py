@@ -120,6 +120,7 @@ def test_room_is_counted_in_what_a_worker_asks_for() -> None:
     assert worker_bytes(on_gpus, hosts(8, gpus=2)) is None
     assert rooms(job(), hosts(8, 8, gpus=2)) == (2, 2)
     assert rooms(job(), hosts(8, 8, gpus=1)) == (8, 8)
+    assert rooms(job({"min": 2, "max": 6}), hosts(8, 8, gpus=1)) == (1, 1)
 
 
 def test_the_data_tells_how_large_its_tables_are(tmp_path: Path) -> None:

@@ -89,15 +89,12 @@ def test_no_answer_is_unreachable_everywhere(error: type[httpx.TransportError]) 
     with pytest.raises(BackendUnreachable):
         backend.check()
     assert backend.observe("job-1-a0").state is ObservedState.UNREACHABLE
-    assert backend.tail_driver_log("job-1-a0") == ""
 
 
 def test_every_status_of_ray_is_known() -> None:
     verdict = "Job entrypoint command failed with exit code 3"
-    # Ray adds the end of the log to it.
-    message = f"{verdict}, last available logs (truncated to 20,000 chars):\nRunning\n"
     for status in ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"):
-        body = {"status": status, "message": message}
+        body = {"status": status, "message": verdict}
         seen = _backend(_answers(200, body=body)).observe("job-1-a0")
         assert (seen.state, seen.message) == (ObservedState[status], verdict)
 
@@ -122,9 +119,20 @@ def test_nothing_is_concluded_from_a_strange_answer() -> None:
     assert "SHARDLOOM_RAY_AUTH_TOKEN" in seen.message
 
 
-def test_the_end_of_the_log_is_returned() -> None:
-    backend = _backend(_answers(200, body={"logs": "0123456789"}))
-    assert backend.tail_driver_log("job-1-a0", num_chars=3) == "789"
+def test_a_failure_ends_with_the_end_of_the_log_and_no_log_is_asked_for() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        title = "last available logs (truncated to 20,000 chars):"
+        log = "x" * 19_980 + "\nMemoryError\n"
+        return httpx.Response(200, json={"status": "FAILED", "message": f"exit 3, {title}\n{log}"})
+
+    message = _backend(answer).observe("job-1-a0").message
+    assert message.startswith("exit 3\nxxx")
+    assert message.endswith("xxx\nMemoryError")
+    assert len(message) == len("exit 3\n") + 2000
+    assert seen == ["/api/jobs/job-1-a0"]
 
 
 def _node(address: str, state: str = "ALIVE", **resources: float) -> dict[str, object]:

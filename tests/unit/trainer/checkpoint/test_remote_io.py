@@ -1,15 +1,25 @@
-"""Remote files of checkpoints: what went wrong with the storage is what is said."""
+"""Files of checkpoints: what went wrong with storage is what is said; nothing in them is run."""
 
 from __future__ import annotations
 
+import ast
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from trainer.checkpoint.remote_io import _RemoteFiles
+from tests.harness.files import Call
+from trainer.checkpoint import save_load
+from trainer.checkpoint.remote_io import RemoteReader, _RemoteFiles, reader_for
 from trainer.errors import StorageAwayError
 from trainer.storage import Location
+
+REPO = Path(__file__).parents[4]
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
 class FailingStream:
@@ -43,3 +53,66 @@ def test_an_archive_that_cannot_be_ended_hides_no_fault_of_the_store(
         ):
             for _ in range(100):
                 torch.save(tensor, output)
+
+
+def test_metadata_and_objects_of_a_checkpoint_run_nothing(tmp_path: Path) -> None:
+    folder, ran = tmp_path / "step-3", tmp_path / "ran"
+    state = {"weights": torch.ones(2), "meters": Call(os.mkdir, ran), "plain": b"bytes"}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    loaded: dict[str, Any] = {"weights": torch.zeros(2), "plain": b""}
+    save_load.load(folder, loaded)
+    assert loaded["plain"] == b"bytes"
+    assert torch.equal(loaded["weights"], torch.ones(2))
+    with pytest.raises(save_load.CheckpointRefused, match=r"step-3 is refused: it holds posix\."):
+        save_load.load(folder, {"meters": b""})
+    (folder / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, ran)))
+    for reader in (reader_for(folder), RemoteReader(Location.parse(str(folder)))):
+        with pytest.raises(pickle.UnpicklingError, match=r"step-3/\.metadata.*Name another"):
+            reader.read_metadata()
+    assert not ran.exists()
+
+
+def _unpicklings(source: str) -> list[str]:
+    """Calls and imports in `source` that unpickle without restriction."""
+    return [ast.unparse(node) for node in ast.walk(ast.parse(source)) if _unpickles(node)]
+
+
+def _unpickles(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):  # under another name the calls would not be found
+        return any(each.name in UNPICKLERS and each.asname for each in node.names)
+    if isinstance(node, ast.ImportFrom):
+        is_load = any(each.name == "load" for each in node.names)
+        return node.module in UNPICKLERS or (is_load and str(node.module).startswith("torch"))
+    if not isinstance(node, ast.Call):
+        return False
+    called, given = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
+    owner, _, name = called.rpartition(".")
+    if called == "torch.load":
+        return ast.unparse(given.get("weights_only", ast.Constant(False))) != "True"
+    if called == "dcp.load":
+        return not given.keys() >= {"planner", "storage_reader"}
+    is_free = owner in UNPICKLERS and name in ("load", "loads", "open", "Unpickler")
+    return is_free or called in ("torch.export.load", "torch.jit.load", "FileSystemReader")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pickle.load(file)",
+        "from pickle import loads",
+        "import pickle as p",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "torch.export.load(path)",
+        "dcp.load(state, checkpoint_id=path)",
+    ],
+)
+def test_the_test_below_finds(source: str) -> None:
+    assert _unpicklings(source)
+
+
+def test_service_and_trainer_unpickle_nothing_without_restriction() -> None:
+    paths = [path for part in ("service", "trainer") for path in (REPO / part).rglob("*.py")]
+    found = {path: _unpicklings(path.read_text("utf-8")) for path in paths}
+    assert {path: calls for path, calls in found.items() if calls} == {}
+    assert len(paths) > 100

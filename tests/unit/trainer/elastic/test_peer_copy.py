@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.harness.properties import examples
 from trainer.elastic.peer_copy import Chunk, LiveCopy, Piece, Superseded, chunks_of
+from trainer.parallel.row_store import FlatRows
 
 NUM_ROWS = 7
 WIDTH = 4
@@ -34,7 +35,7 @@ class Copy:
     @property
     def pieces(self) -> list[Piece]:
         """As they are served."""
-        return [Piece(tensor, 0) for tensor in self.tensors]
+        return [Piece(FlatRows(tensor), 0) for tensor in self.tensors]
 
 
 def _copy(draw: random.Random) -> Copy:
@@ -241,7 +242,7 @@ def test_a_commit_of_all_rows_completes_the_copy() -> None:
 
 def test_chunks_hold_every_row_once_within_the_size_asked_for() -> None:
     tensors = (torch.zeros(10, 3), 0), (torch.zeros(10), 0), (torch.zeros(1, 99), 10)
-    pieces = [Piece(*each) for each in tensors]
+    pieces = [Piece(FlatRows(tensor), first) for tensor, first in tensors]
     chunks = chunks_of(pieces, max_bytes=48)
     assert chunks[:3] == [Chunk(0, 0, 4), Chunk(0, 4, 8), Chunk(0, 8, 10)]
     assert chunks[3:] == [Chunk(1, 0, 10), Chunk(2, 0, 1)]

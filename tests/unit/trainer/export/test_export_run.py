@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import re
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from tests.harness.files import Call
 from tests.unit.trainer.export.conftest import Exports
 from tests.unit.trainer.export.export_case import (
     make_spec,
@@ -24,12 +30,14 @@ from tests.unit.trainer.export.export_case import (
 from trainer.data.decode import decode, layout_of
 from trainer.errors import ColumnError
 from trainer.export.artifact import (
+    PROGRAM,
     ArtifactError,
     BadRow,
     NoCheckpoint,
     NotEnoughMemory,
     NotExportable,
     read_manifest,
+    write_manifest,
 )
 from trainer.export.exporter import export
 from trainer.export.load import (
@@ -45,6 +53,8 @@ from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
+MODEL = "archive/models/model.json"
+CONSTANTS = "archive/data/constants/model_constants_config.json"
 DCN = {
     "arch": "dcn_v2",
     "dense_arch": {"layer_sizes": [16, 8]},
@@ -223,16 +233,6 @@ def test_an_export_replaces_nothing_and_says_what_changed_since(
         Predictor(copy)
 
 
-class Call:
-    """Unpickled it is what `function` returns; so do early Pythons 3.11 write members of enums."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 def test_a_checkpoint_that_debians_python_wrote_can_be_read(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +261,84 @@ def test_a_checkpoints_description_runs_nothing_and_gets_no_other_attribute(
         with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
             stored_weights(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def _pickled_constant(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    config = json.loads(records[CONSTANTS])
+    first = next(iter(config["config"].values()))
+    first["use_pickle"] = True
+    records[f"archive/data/constants/{first['path_name']}"] = call
+    records[CONSTANTS] = json.dumps(config).encode()
+
+
+def _pickled_examples(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    records["archive/data/sample_inputs/model.pt"] = call
+
+
+def _evaluated_size(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    size = json.dumps({"expr_str": f"__import__('pathlib').Path('{ran}').touch()"})
+    first = re.search(rb'{"expr_str": "[^"]*"', records[MODEL])
+    assert first is not None
+    records[MODEL] = records[MODEL].replace(first[0], size[:-1].encode())
+
+
+def _operator_that_writes(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    program = json.loads(records[MODEL])
+    graph = program["graph_module"]["graph"]
+    place = next(i for i, n in enumerate(graph["nodes"]) if n["target"].endswith("relu.default"))
+    given = {
+        "filename": {"as_string": str(ran)},
+        "shared": {"as_bool": True},
+        "size": {"as_int": 4},
+    }
+    node = {
+        "target": "torch.ops.aten.from_file.default",
+        "inputs": [{"name": name, "arg": arg, "kind": 1} for name, arg in given.items()],
+        "outputs": [{"as_tensor": {"name": "written"}}],
+        "name": "written",
+    }
+    graph["tensor_values"]["written"] = next(iter(graph["tensor_values"].values()))
+    graph["nodes"].insert(place, graph["nodes"][place] | node)
+    records[MODEL] = json.dumps(program).encode()
+
+
+def _guard(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    guard = f"__import__('pathlib').Path('{ran}').touch() is None"
+    program = json.loads(records[MODEL]) | {"guards_code": [guard]}
+    records[MODEL] = json.dumps(program).encode()
+
+
+@pytest.mark.parametrize(
+    ("edit", "refusal"),
+    [
+        (_pickled_constant, r"pickled objects \(data/constants/"),
+        (_pickled_examples, None),
+        (_evaluated_size, "__import__"),
+        (_operator_that_writes, r"torch\.ops\.aten\.from_file"),
+        (_guard, None),
+    ],
+)
+def test_a_program_runs_no_code_but_its_operators(
+    exported: Path, run_dir: RunDir, tmp_path: Path, edit: Any, refusal: str | None
+) -> None:
+    folder, ran, call = tmp_path / "export", tmp_path / "ran", io.BytesIO()
+    shutil.copytree(exported, folder)
+    torch.save(Call(Path.touch, ran), call)
+    with zipfile.ZipFile(folder / PROGRAM) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    edit(records, call.getvalue(), ran)
+    with zipfile.ZipFile(folder / PROGRAM, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    manifest = read_manifest(exported)
+    write_manifest(folder, **manifest.model_dump(exclude={"created", "files"}))
+    refused = ""
+    try:
+        assert Predictor(folder).predict(rows(3))["stars"].shape == (3,)
+    except ArtifactError as error:
+        refused = str(error)
+    assert not ran.exists()
+    assert re.search(rf"is refused: it holds .*{refusal}", refused) if refusal else not refused
 
 
 @pytest.fixture(scope="module")

@@ -258,4 +258,6 @@ def test_a_spec_says_what_it_needs() -> None:
     limit, sync = "resources.memory_bytes_per_worker=40000", "{mode: full, dtype: bf16}"
     found = need_of(movielens(limit, f"parallelism.sync={sync}"), [4], worker_bytes=100_000)
     assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
+    cached = movielens(limit, "parallelism.planner.compute_kernel=auto")
+    assert need_of(cached, [4]).worker_table_bytes is None, "host memory holds tables as well"
     assert not found.are_groups_independent

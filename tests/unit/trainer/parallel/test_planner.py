@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.harness.builders import spec_document
+from trainer.parallel import planner
 from trainer.parallel.mesh import ranks_per_host
+from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
+    make_plan,
     median_bandwidths,
     obstacle,
     partners,
@@ -25,6 +32,7 @@ from trainer.parallel.planner import (
     table_plans,
     uses_node_groups,
 )
+from trainer.parallel.sharding import sharders
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -117,6 +125,95 @@ def test_a_placed_plan_is_a_copy_on_the_ranks_of_a_group() -> None:
     places = [str(shard.placement) for shard in placed.sharding_spec.shards]
     assert places == ["rank:5/cpu", "rank:2/cpu"]
     assert plan.plan["tables"]["movies"].ranks == [0, 1]
+
+
+# Rows of 32 bytes, with a moment each; two workers. 29 MB, 2.9 GB, 29 GB.
+CACHED_ROWS = {"small": 800_000, "large": 80_000_000, "huge": 800_000_000}
+GB = 10**9
+
+
+def _gpu_spec(**planner_spec: Any) -> JobSpec:
+    tables = [{"name": n, "num_embeddings": k, "embedding_dim": 8} for n, k in CACHED_ROWS.items()]
+    features = [{"name": f"seen_{n}", "type": "id_list", "table": n} for n in CACHED_ROWS]
+    settings = {"bandwidths": "default", "storage_reservation": 0.1} | planner_spec
+    document = spec_document() | {
+        "features": [{"name": "age", "type": "dense"}, *features],
+        "embedding_tables": tables,
+        "parallelism": {"workers": 2, "shard_group_size": 2, "planner": settings},
+    }
+    return validate_spec(document)
+
+
+def _plan_on(device: str, spec: JobSpec, gpu_bytes: int, host_bytes: int = 64 * GB) -> ShardingPlan:
+    """The plan of two workers that have so much memory each; nothing is measured or exchanged."""
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=[f"seen_{table.name}"],
+        )
+        for table in spec.embedding_tables
+    ]
+    bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    groups: Any = SimpleNamespace(
+        rank=0,
+        device=torch.device(device),
+        ranks_per_host=2,
+        layout=SimpleNamespace(shard_group_size=2, world_size=2),
+        global_group=None,
+    )
+    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    with (
+        patch.object(planner, "least_memory_bytes", return_value=(gpu_bytes, host_bytes)),
+        patch.object(planner.dist, "broadcast_object_list"),
+    ):
+        return make_plan(torch.nn.Sequential(bags), spec, groups, sharders(spec, fused_params))
+
+
+def _kernels(plan: ShardingPlan) -> dict[str, tuple[str, float | None]]:
+    """How each table is computed, and the share of its rows that is cached, if any."""
+    return {
+        table: (
+            parameter.compute_kernel,
+            parameter.cache_params.load_factor
+            if parameter.compute_kernel == "fused_uvm_caching"
+            else None,
+        )
+        for module in plan.plan.values()
+        for table, parameter in module.items()
+    }
+
+
+def test_tables_that_do_not_fit_a_gpu_are_in_host_memory_with_what_is_left_for_their_cache() -> (
+    None
+):
+    auto = _gpu_spec(compute_kernel="auto")
+    flat = ("fused", None)
+    assert _kernels(_plan_on("cuda", auto, 20 * GB)) == dict.fromkeys(CACHED_ROWS, flat)
+    shares = []
+    for gpu_bytes in (6 * GB, 8 * GB, 10 * GB):
+        found = _kernels(_plan_on("cuda", auto, gpu_bytes))
+        kernel, share = found["huge"]
+        assert (kernel, found["small"]) == ("fused_uvm_caching", flat)
+        shares.append(share)
+    assert 0.01 < shares[0] < shares[1] < shares[2] < 1, "a cache takes what there is"
+    fixed = _gpu_spec(compute_kernel="auto", cache_load_factor=0.1)
+    assert _kernels(_plan_on("cuda", fixed, 10 * GB))["huge"] == ("fused_uvm_caching", 0.1)
+    with pytest.raises(PlanError, match=r"ddr=5\d{10}"):
+        _plan_on("cuda", auto, 10 * GB, host_bytes=16 * GB)
+
+
+def test_tables_are_cached_where_that_is_asked_for_and_there_are_gpus() -> None:
+    cached = _gpu_spec(compute_kernel="fused_uvm_caching")
+    found = _kernels(_plan_on("cuda", cached, 20 * GB))
+    assert found == dict.fromkeys(CACHED_ROWS, ("fused_uvm_caching", 0.2))
+    with pytest.raises(PlanError, match="CUDA only"):
+        _plan_on("cpu", cached, 64 * GB)
+    auto = _gpu_spec(compute_kernel="auto")
+    assert _kernels(_plan_on("cpu", auto, 64 * GB)) == dict.fromkeys(CACHED_ROWS, ("fused", None))
+    with pytest.raises(PlanError, match=r"planner\.compute_kernel auto"):
+        _plan_on("cuda", _gpu_spec(), 10 * GB)
 
 
 HOSTS = st.lists(st.sampled_from("abc"), max_size=9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.harness.builders import spec_document
 from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
+from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import OverflowWarning, apply_difference, exact_sync
 from trainer.spec import validate_spec
 
@@ -63,7 +64,7 @@ def _blocks(seed: int, shapes: list[tuple[int, int, bool]]) -> list[Block]:
     for num_rows, width, is_sparse in shapes:
         tensor = torch.rand(num_rows, width, generator=generator)
         picked = torch.rand(num_rows, generator=generator) < 0.5
-        blocks.append(Block(tensor, picked.nonzero().view(-1) if is_sparse else None))
+        blocks.append(Block(FlatRows(tensor), picked.nonzero().view(-1) if is_sparse else None))
     return blocks
 
 
@@ -104,10 +105,10 @@ def test_rows_packed_in_batches_are_written_back_where_they_were(
 def test_dtypes_and_wires_never_share_a_batch() -> None:
     base = torch.zeros(2, 4)
     blocks = [
-        Block(torch.ones(2, 4)),
-        Block(torch.ones(2, 4).half()),
-        Block(torch.ones(2, 4), None, base, torch.bfloat16),
-        Block(torch.ones(3, 4)),
+        Block(FlatRows(torch.ones(2, 4))),
+        Block(FlatRows(torch.ones(2, 4).half())),
+        Block(FlatRows(torch.ones(2, 4)), None, base, torch.bfloat16),
+        Block(FlatRows(torch.ones(3, 4))),
     ]
     found = list(_batches(blocks, 1000, 2))
     assert sorted(len(batch.blocks) for batch in found) == [1, 1, 2]
@@ -115,7 +116,7 @@ def test_dtypes_and_wires_never_share_a_batch() -> None:
 
 def test_the_base_of_a_split_block_is_split_with_it() -> None:
     tensor, base = torch.arange(40.0).view(10, 4), torch.arange(40.0).view(10, 4) / 2
-    block = Block(tensor, torch.tensor([1, 4, 7]), base[[1, 4, 7]], torch.float16)
+    block = Block(FlatRows(tensor), torch.tensor([1, 4, 7]), base[[1, 4, 7]], torch.float16)
     for part in block.split(4):
         assert part.base is not None
         rows = torch.empty(part.numel)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.harness.small_model import FusedKernel, fused_kernel, shards_of
 from trainer.parallel.model import TableShard
+from trainer.parallel.row_store import FlatRows
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
@@ -154,7 +155,7 @@ def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
         _lookup(kernel, [[[]], [[2, 7]], [[2]], [[]]]).sum().backward()
     rows = torch.tensor([0, 2, 7])  # row 0 was touched on another copy only
     for tensor, start in zip((shards[1].weight, shards[1].states["sum"]), before, strict=True):
-        block = agreed.block(tensor, rows)
+        block = agreed.block(FlatRows(tensor), rows)
         assert block.base is not None
         assert torch.equal(block.base, start[rows])
         assert not torch.equal(tensor[rows], start[rows])
@@ -164,13 +165,15 @@ def test_a_row_touched_before_its_mean_landed_has_the_mean_as_its_base() -> None
     kernel = _kernel()
     shards, agreed = _with_bases(kernel)
     weight = shards[1].weight
-    sent = agreed.block(weight, torch.tensor([2, 7]))  # a round takes off with these rows
+    sent = agreed.block(
+        shards[1].rows[0], torch.tensor([2, 7])
+    )  # a round takes off with these rows
     agreed.begin_window()
     _lookup(kernel, [[[]], [[7, 9]], [[]], [[]]]).sum().backward()
     untouched = weight[9].clone() + 0.1  # AdaGrad's first step is the learning rate
     sent.agree(torch.arange(8.0))
     agreed.landed([sent])
-    base = agreed.block(weight, torch.tensor([7, 9])).base
+    base = agreed.block(shards[1].rows[0], torch.tensor([7, 9])).base
     assert base is not None
     assert base[0].tolist() == [4, 5, 6, 7]
     torch.testing.assert_close(base[1], untouched)
@@ -184,7 +187,7 @@ def test_what_is_half_precision_or_row_wise_never_travels_as_a_change() -> None:
         TableShard("whole", kernel, 1, matrix, {"sum": torch.zeros(3, 4)}, 0, 0),
     ]
     found = wires(shards, torch.float16, include_moments=True)
-    assert {tensor.data_ptr(): wire for tensor, wire in found.values()} == {
+    assert {store.tensor.data_ptr(): wire for store, wire in found.values()} == {
         matrix.data_ptr(): torch.float16,
         shards[1].states["sum"].data_ptr(): torch.bfloat16,
     }

@@ -59,7 +59,9 @@ ROWS = "embedding_tables[0].num_embeddings"
 # 1000 rows of (8 * 4 + 4) bytes = 36 000. Two workers of 20 000 bytes less 15 % hold 34 000, as do
 # four of 10 000, which may be one group where that is not chosen yet.
 MANY = f"{ROWS}=1000; resources.memory_bytes_per_worker="
-WAYS = "embedding_tables[0].constraints.sharding_types"
+LIMITS = "embedding_tables[0].constraints"
+WAYS = f"{LIMITS}.sharding_types"
+CACHED = f"{LIMITS}.compute_kernel=fused_uvm_caching"
 DYNAMIC = (
     "embedding_tables[0].num_embeddings=64; embedding_tables[0].dynamic={}; "
     "parallelism.workers=2; parallelism.shard_group_size=2"
@@ -105,6 +107,15 @@ training.early_stopping={{patience: 1}}; data.split={{validation: null}}
     => training.early_stopping no_validation
 training.dense_precision=fp16 => training.dense_precision literal_error
 training.dense_precision=tf32; resources.device=cpu => training.dense_precision no_effect
+parallelism.planner.compute_kernel=dense => parallelism.planner.compute_kernel literal_error
+parallelism.planner.compute_kernel=auto; parallelism.planner.cache_load_factor=1
+    => parallelism.planner.cache_load_factor less_than
+parallelism.planner.cache_load_factor=0.5 => parallelism.planner.cache_load_factor no_effect
+{LIMITS}.cache_load_factor=0.5 => {LIMITS}.cache_load_factor no_effect
+{CACHED}; resources.device=cpu => {LIMITS}.compute_kernel needs_cuda 'users'
+parallelism.planner.compute_kernel=fused_uvm_caching; resources.device=cpu
+    => parallelism.planner.compute_kernel needs_cuda
+{CACHED}; {WAYS}=[data_parallel] => {WAYS} unsupported_sharding
 training.on_non_finite=ignore => training.on_non_finite -
 {EVERY}; checkpoint.every_steps=6 => checkpoint.every_steps accumulate_steps
 {EVERY}; training.report_every_steps=10 => training.report_every_steps accumulate_steps
@@ -230,6 +241,11 @@ def test_a_fault_names_its_field(fault: str) -> None:
 def test_tables_that_just_fit_are_accepted() -> None:
     assert changed(f"{MANY}22000").table_bytes == 36_000
     assert changed(f"{MANY}11000; {AUTO}").table_bytes == 36_000
+    # What may be in host memory is for the planner to say.
+    assert changed(f"{MANY}1; {CACHED}").may_cache
+    on_gpus = "parallelism.planner.compute_kernel=auto; resources.device=cuda"
+    assert changed(f"{MANY}1; {on_gpus}; {LIMITS}.cache_load_factor=0.5").may_cache
+    assert not changed(on_gpus, "resources.device=cpu").may_cache
 
 
 def test_text_that_no_answer_could_carry_is_refused() -> None:

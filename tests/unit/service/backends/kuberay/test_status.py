@@ -83,10 +83,12 @@ def test_a_lost_head_is_a_lost_host() -> None:
     assert observation_of(rayjob(lost)).reason is EndReason.HOST_LOST
 
 
-def test_the_drivers_log_is_no_part_of_the_verdict() -> None:
-    message = "Job failed, last available logs (truncated to 20,000 chars):\nsecret"
+def test_a_failure_ends_with_the_drivers_log_which_is_no_part_of_the_verdict() -> None:
+    log = "Ray head pod not found.\n"
+    message = f"Job failed, last available logs (truncated to 20,000 chars):\n{log}"
     seen = observation_of(rayjob(_status("Failed", "FAILED", reason="AppFailed", message=message)))
-    assert "secret" not in seen.message and seen.message.endswith("Job failed")
+    assert seen.message.endswith("(AppFailed): Job failed\nRay head pod not found.")
+    assert seen.reason is None
 
 
 # ---- why it waits

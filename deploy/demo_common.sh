@@ -2,6 +2,8 @@
 # What both demos share: where Shardloom keeps its files, and prepared ratings in $prepared.
 #   DATA=DIR   a MovieLens csv folder; default: ../shared/data/ml-latest-small, else generated
 set -euo pipefail
+# A log here holds the link that opens the dashboard.
+umask 077
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SHARDLOOM_HOME="${SHARDLOOM_HOME:-$PWD/.shardloom}"
 shardloom=.venv/bin/shardloom

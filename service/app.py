@@ -39,6 +39,7 @@ from service.auth.security import Security
 from service.backends.base import Backend
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
+from service.client.credentials import LOCAL_FILE_NAME, write_local_token
 from service.db.engine import WalCheckpointer
 from service.db.idempotency import IdempotencyStore
 from service.db.jobs import JobStore
@@ -47,7 +48,7 @@ from service.db.webhooks import WebhookStore
 from service.errors import ServiceError
 from service.files import make_private
 from service.jobs.export_runner import ExportRunner
-from service.network import is_loopback
+from service.network import is_loopback, local_url
 from service.observability import logging_setup
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
@@ -70,10 +71,10 @@ _GZIP_LEVEL = 4
 def check_address(settings: Settings, *, has_credentials: bool) -> None:
     """Raise `ServiceError` where the service would let anybody on the network in, or nobody."""
     where = f"SHARDLOOM_HOST={settings.host}"
-    if settings.auth == "local" and not is_loopback(settings.host):
+    if settings.auth != "required" and not is_loopback(settings.host):
         raise ServiceError(
-            f"{where} can be reached from the network, and SHARDLOOM_AUTH=local would let anybody "
-            "in: set SHARDLOOM_AUTH=required, or listen on 127.0.0.1"
+            f"{where} can be reached from the network, and SHARDLOOM_AUTH={settings.auth} is for "
+            "one machine: set SHARDLOOM_AUTH=required, or listen on 127.0.0.1"
         )
     if settings.auth == "required" and not has_credentials:
         raise ServiceError(
@@ -266,12 +267,27 @@ def serve(settings: Settings) -> None:
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)
         logger.info("Shardloom listens on %s", settings.service_url)
+        _tell_local_token(settings, security.authenticator.local_token)
         server = _Server(server_config(app, settings))
         # uvicorn has shut down in good order when it raises the signal again.
         with suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
         if not server.started:
             raise ServiceError("the app did not start; the log above says why")
+
+
+def _tell_local_token(settings: Settings, token: str | None) -> None:
+    """Let the service's own user in, by the token of this start; raises OSError."""
+    if settings.auth == "none":
+        logger.warning(
+            "SHARDLOOM_AUTH=none: whoever is on this machine may use the service, and run code as "
+            "its user"
+        )
+    if token is None:
+        (settings.home / LOCAL_FILE_NAME).unlink(missing_ok=True)
+        return
+    scheme = "https" if settings.ssl_certfile else "http"
+    write_local_token(settings.home, local_url(settings.host, settings.port, scheme), token)
 
 
 def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -398,7 +398,7 @@ class BehindProxy(ServiceError):
     title = "Misdirected request"
     template = (
         "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and this "
-        "service asks nobody for credentials: behind a proxy it wants SHARDLOOM_AUTH=required"
+        "service is for users of its own machine: behind a proxy it wants SHARDLOOM_AUTH=required"
     )
 
 

@@ -46,7 +46,7 @@ def _default_service_url(values: dict[str, Any]) -> str:
     return local_url(values["host"], values["port"], scheme)
 
 
-def _default_auth(values: dict[str, Any]) -> Literal["local", "required"]:
+def _default_auth(values: dict[str, Any]) -> Literal["none", "local", "required"]:
     return "local" if is_loopback(values["host"]) else "required"
 
 
@@ -140,9 +140,10 @@ class Settings(BaseSettings):
     stream_heartbeat_s: PositiveFloat = 15.0
     """Longest silence of a followed stream before a comment is sent."""
     # ---- who may call
-    auth: Literal["local", "required"] = Field(default_factory=_default_auth)
-    """`local` asks nobody for credentials and is for loopback addresses only; `required` wants an
-    API key, a token or a session. `local` on loopback by default."""
+    auth: Literal["none", "local", "required"] = Field(default_factory=_default_auth)
+    """`required` wants an API key, a token or a session. `local`, the default on loopback and for
+    that only, also takes the token that the service puts into `home` at each start, and gives it
+    all rights. `none`, for loopback too, lets in whoever is on this machine."""
     secret_key: SecretStr | None = None
     """Secret of at least 32 characters for tokens and stored secrets; several, separated by commas,
     are a rotation. The file `secret-key` under `home` by default."""
@@ -162,8 +163,8 @@ class Settings(BaseSettings):
     """Value of the claim -> project -> role, as in {"ml": {"*": "submitter"}}."""
     # ---- HTTP
     allowed_hosts: list[str] = []
-    """Names in the Host header that are answered, beside the loopback ones in local mode; with
-    `auth=required` any, if none is given."""
+    """Names in the Host header that are answered, beside the loopback ones; with `auth=required`
+    any, if none is given."""
     allowed_origins: list[str] = []
     """Sites whose pages may call the API, as in https://tools.example."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
@@ -189,7 +190,7 @@ class Settings(BaseSettings):
     """CA certificates (PEM), on the cluster's hosts, by which drivers check ours."""
     storage_roots: list[StorageRoot] | None = None
     """Folders, or URLs of them, below which data and checkpoints may lie; `runs_dir` always may. By
-    default anywhere in local mode, and nowhere else with `auth=required`."""
+    default anywhere, but nowhere else with `auth=required`."""
     checkpoint_root: StorageRoot | None = None
     """Folder, or URL of one, where jobs keep their checkpoints that name no other; run storage by
     default. A job keeps the one that it was submitted with."""

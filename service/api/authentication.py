@@ -170,7 +170,7 @@ class AuthenticationMiddleware:
             return
         if is_public:
             self._limit(self._sign_ins, _remote(scope))
-            principal = LOCAL if self._settings.auth == "local" else None
+            principal = LOCAL if self._settings.auth == "none" else None
         else:
             principal = await self._signed_in(connection)
         state["principal"] = principal

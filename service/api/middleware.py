@@ -166,7 +166,7 @@ def safe_headers(path: str, scheme: str) -> dict[str, str]:
 class TrustedHostMiddleware:
     """Serves only requests for our own host names, against DNS rebinding.
 
-    In local mode it refuses proxied requests as well: a proxy may let in anybody.
+    Without `auth=required` it refuses proxied requests as well: a proxy may let in anybody.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -182,7 +182,7 @@ class TrustedHostMiddleware:
         error: errors.ServiceError | None = None
         if not self._is_trusted(host):
             error = errors.ForeignHost(host)
-        elif self._settings.auth == "local" and any(name in headers for name in _PROXY_HEADERS):
+        elif self._settings.auth != "required" and any(name in headers for name in _PROXY_HEADERS):
             error = errors.BehindProxy()
         if error is None:
             await self._app(scope, receive, send)
@@ -192,7 +192,7 @@ class TrustedHostMiddleware:
             await refuse(error, scope, receive, send)
 
     def _is_trusted(self, host: str) -> bool:
-        """Whether a Host header names us; without a list, local mode trusts loopback only."""
+        """Whether a Host header names us; without a list only loopback, or any if `required`."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

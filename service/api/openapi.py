@@ -66,7 +66,7 @@ def _document_of(app: FastAPI) -> dict[str, Any]:
             if takes_key_here(method.upper(), path):
                 operation.setdefault("parameters", []).append(_KEY_HEADER)
             rule = rule_of(method.upper(), path)
-            # The second one says that local mode asks for none.
+            # The second one says that SHARDLOOM_AUTH=none asks for none.
             operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]
     return document
 

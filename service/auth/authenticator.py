@@ -18,6 +18,7 @@ from service.domain.auth import (
     ApiKey,
     Principal,
     Session,
+    code_expiry,
     fits,
     hash_of,
     key_id_of,
@@ -42,16 +43,19 @@ class Credentials:
 
 @dataclass
 class Authenticator:
-    """Maps credentials to principals; with `is_local`, all but attempt tokens map to `LOCAL`.
+    """Maps credentials to principals; with `is_open`, all but attempt tokens map to `LOCAL`.
 
-    `machine_token` is the token of the cluster's machines; `clock` gives Unix seconds.
+    `local_token` is what the service's own user has, who is `LOCAL` by it, and by the sessions of
+    links made with it, which end with the process. `machine_token` is the token of the cluster's
+    machines; `clock` gives Unix seconds.
     """
 
     keys: KeyStore
     master: MasterKeys
     verifier: TokenVerifier | None
-    is_local: bool
+    is_open: bool
     session_ttl_s: float
+    local_token: str | None = None
     machine_token: str | None = None
     clock: Callable[[], float] = time.time
 
@@ -59,11 +63,14 @@ class Authenticator:
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[float, ApiKey, str]] = {}
         self._noted_at: dict[str, float] = {}
+        # By the hash of their token; and when each code that was used would have expired.
+        self._local_sessions: dict[str, Session] = {}
+        self._used_codes: dict[str, float] = {}
 
     def is_quick(self, credentials: Credentials) -> bool:
         """Whether `principal_of` answers without asking database or provider."""
         is_attempt = (credentials.bearer or "").startswith(ATTEMPT_TOKEN_PREFIX)
-        return self.is_local or is_attempt or credentials == Credentials()
+        return is_attempt or credentials == Credentials() or self._is_local(credentials)
 
     def principal_of(self, credentials: Credentials) -> Principal:
         """The principal of these credentials; raises `NotSignedIn` where they are not valid."""
@@ -73,7 +80,7 @@ class Authenticator:
             if attempt_id is None:
                 raise NotSignedIn("the attempt's token does not count: was the secret key changed?")
             return Principal(attempt_id, "attempt")
-        if self.is_local:
+        if self._is_local(credentials):
             return LOCAL
         if bearer is not None:
             return self._bearer(bearer)
@@ -91,13 +98,39 @@ class Authenticator:
         self.keys.add_session(session, hash_of(token))
         return token, session
 
+    def sign_in_by_link(self, code: str) -> tuple[str, Session]:
+        """A session of `LOCAL` for a `login_code`; raises `NotSignedIn`, also the second time."""
+        now = self.clock()
+        expires_at = code_expiry(self.local_token or "", code) if self.local_token else 0.0
+        with self._lock:
+            is_used = code in self._used_codes
+            self._used_codes = {c: at for c, at in self._used_codes.items() if now < at}
+            if now >= expires_at or is_used:
+                raise NotSignedIn("the link was used before, or is too old")
+            self._used_codes[code] = expires_at
+            token = secrets.token_urlsafe(32)
+            session = Session(LOCAL.name, now, now + self.session_ttl_s)
+            self._local_sessions[hash_of(token)] = session
+        return token, session
+
     def sign_out(self, cookie: str) -> None:
+        self._local_sessions.pop(hash_of(cookie), None)
         self.keys.end_session(hash_of(cookie))
 
     def forget_key(self, key_id: str) -> None:
         """Notice at once that a key was revoked."""
         with self._lock:
             self._cache.pop(key_id, None)
+
+    def _is_local(self, credentials: Credentials) -> bool:
+        """Whether these are the credentials of the service's own user, or none are asked for."""
+        bearer, cookie = credentials.bearer, credentials.cookie
+        if self.is_open or self.local_token is None:
+            return self.is_open
+        if bearer is not None:
+            return hmac.compare_digest(bearer.encode(), self.local_token.encode())
+        session = None if cookie is None else self._local_sessions.get(hash_of(cookie))
+        return session is not None and self.clock() < session.expires_at
 
     def _bearer(self, bearer: str) -> Principal:
         if bearer.startswith(KEY_PREFIX):

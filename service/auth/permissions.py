@@ -30,7 +30,7 @@ def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
     """Folders (paths, or URLs) below which all lies that jobs may read; None: anything may be."""
     ours = (settings.runs_dir, *([settings.checkpoint_root] if settings.checkpoint_root else []))
     if settings.storage_roots is None:
-        return None if settings.auth == "local" else ours
+        return ours if settings.auth == "required" else None
     return (*ours, *settings.storage_roots)
 
 
@@ -170,7 +170,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a route requires. `is_secret`: local mode without credentials does not suffice."""
+    """What a route requires. `is_secret`: being the service's own user does not suffice."""
 
     scope: Scope
     role: Role = Role.VIEWER
@@ -231,7 +231,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
-    ("GET", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),
+    ("POST", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),
     ("GET", "/v1/projects"): _SEE_SOME,
     ("GET", "/v1/projects/{name}"): Rule(Scope.PROJECT),
     ("PUT", "/v1/projects/{name}"): _ADMINISTER,

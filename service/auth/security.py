@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -136,7 +137,8 @@ class Security:
             keys,
             master,
             TokenVerifier(settings) if has_provider else None,
-            is_local=settings.auth == "local",
+            is_open=settings.auth == "none",
+            local_token=secrets.token_urlsafe(32) if settings.auth == "local" else None,
             session_ttl_s=settings.session_ttl_s,
             machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,
         )

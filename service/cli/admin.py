@@ -17,6 +17,7 @@ from service.cli.common import (
     console,
     error_console,
     print_answer,
+    print_hint,
     print_json,
     print_line,
 )
@@ -97,6 +98,11 @@ def create_key(
             made = client.create_key(name, roles, expires_in_s=expires_in_s)
     hint = "shown this once: keep it where only its user can read it"
     print_line(made, made.key, f"key {made.id} of {made.name}, {hint}", as_json=as_json)
+    if not as_json:
+        print_hint(
+            "roles bound requests, not code: jobs of one Ray cluster share a trust domain "
+            "(docs/guides/operating.md, What is isolated)"
+        )
 
 
 @keys_app.command("list")

@@ -236,7 +236,8 @@ def describe(error: Exception) -> RenderableType:
             "or SHARDLOOM_URL",
         )
     if isinstance(error, errors.NotSignedIn):
-        return _message(str(error), "`shardloom login` keeps an API key for this service")
+        hint = "`shardloom login` keeps an API key for it; for your own one name its SHARDLOOM_HOME"
+        return _message(str(error), hint)
     if isinstance(error, errors.NotFound) and error.code == "job_not_found":
         return _message(str(error), "`shardloom ps --all` lists the jobs")
     return _message(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -23,7 +24,9 @@ from service.cli.common import (
 )
 from service.cli.machines import print_dim
 from service.cli.render import facts_grid, plain_table
+from service.client.credentials import local_token
 from service.client.errors import ShardloomError
+from service.domain.auth import login_code
 from service.local.join import JoinedMachine
 from service.local.ray_node import (
     NODE_IP,
@@ -157,6 +160,10 @@ def up(
     ray_dashboard_port: machines.DashboardPortOption = RAY_DASHBOARD_PORT,
     node_port: machines.NodePortOption = NODE_PORT,
     worker_ports: machines.WorkerPortsOption = WORKER_PORTS,
+    no_auth: Annotated[
+        bool,
+        typer.Option("--no-auth", help="Let anybody on this machine use the service as its owner."),
+    ] = False,
     no_keep_key: Annotated[
         bool,
         typer.Option(
@@ -172,6 +179,8 @@ def up(
     can join (`shardloom join`); the options from --host on are for that only.
     """
     home = StackHome.from_environment()
+    if head and no_auth:
+        raise typer.BadParameter("--no-auth is for this machine only, and others reach a head")
     if head:
         made = machines.head_of(
             host, cpus, gpus, node_port, worker_ports, ray_port, ray_dashboard_port
@@ -179,15 +188,15 @@ def up(
         _up_head(home, made, port, detach=detach, keeps_key=not no_keep_key)
         return
     _refuse_head_options(call)
-    stack = LocalStack(home)
+    stack = LocalStack(home, os.environ | ({"SHARDLOOM_AUTH": "none"} if no_auth else {}))
     if state := stack.running():
         console().print("Shardloom is already up")
-        console().print(_addresses(stack.home, state))
+        _print_addresses(home, state)
         return
     state = _start(stack, port, console())
     for _ in range(hosts - 1):
         console().print(Text(f"host {stack.add_host()} joined", style="dim"))
-    console().print(_addresses(stack.home, state))
+    _print_addresses(home, state)
     _stay(stack, state, detach=detach)
 
 
@@ -224,7 +233,7 @@ def _up_head(
             known = "\n`shardloom` on this machine knows it already" if keeps_key else ""
             console().print(Text.assemble((shown, "bold"), (known, "dim")))
         state = _start(stack, port, console())
-    console().print(_addresses(home, state))
+    _print_addresses(home, state)
     console().print(machines.how_to_join(home, state))
     _stay(stack, state, detach=detach)
 
@@ -262,6 +271,8 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
             )
         else:
             console().print(_status_page(client.base_url, is_alive, cluster, home, state))
+            if is_alive:
+                _print_link(client.base_url)
     if not is_alive:
         raise typer.Exit(UNAVAILABLE)
 
@@ -322,14 +333,24 @@ def _start_again(stack: LocalStack, state: StackState) -> StackState:
             error_console().print(f"Ray and its jobs go on; the next try is in {pause_s:.0f} s")
 
 
-def _addresses(home: StackHome, state: StackState) -> RenderableType:
+def _print_addresses(home: StackHome, state: StackState) -> None:
     grid = facts_grid()
     grid.add_row("dashboard", state.url)
     grid.add_row("API", f"{state.url}/v1  (docs: {state.url}/docs)")
     if state.ray_address:
         grid.add_row("Ray", f"{state.ray_address}")
     grid.add_row("files", str(home.root))
-    return grid
+    console().print(grid)
+    _print_link(state.url)
+
+
+def _print_link(url: str) -> None:
+    """Print what lets a browser in, where the service in this home gave its user a token."""
+    if token := local_token(url):
+        console().print(Text("this link opens the dashboard once, within an hour:", style="dim"))
+        link = f"{url}/login?code={login_code(token, time.time())}"
+        # Whole, or it could not be copied.
+        console().print(link, soft_wrap=True)
 
 
 def _status_page(

@@ -1,8 +1,10 @@
 """API keys and CA certificates of a service, found without any being on a command line.
 
 SHARDLOOM_API_KEY, or the file `credentials.json` (mode 0600) in $SHARDLOOM_HOME, which holds a key
-for each service by its URL and is written by `shardloom login`. A key goes only to the service that
-it is for. SHARDLOOM_CA_FILE names the certificates (PEM) by which to check a service's own.
+for each service by its URL and is written by `shardloom login`, or `local-token.json` beside it,
+which a service in local mode writes at each start. A key goes only to the service that it is for,
+and a token of an earlier start opens nothing. SHARDLOOM_CA_FILE names the certificates (PEM) by
+which to check a service's own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,24 @@ from service.files import home_dir, write_private
 API_KEY_VARIABLE = "SHARDLOOM_API_KEY"
 CA_FILE_VARIABLE = "SHARDLOOM_CA_FILE"
 FILE_NAME = "credentials.json"
+LOCAL_FILE_NAME = "local-token.json"
 
 
 def find_key(url: str) -> str | None:
     """The key for the service at a URL; None if there is none. Raises `CredentialsUnusable`."""
     if key := os.environ.get(API_KEY_VARIABLE, "").strip():
         return key
-    return _read(credentials_path()).get(origin_of(url))
+    return _read(credentials_path()).get(origin_of(url)) or local_token(url)
+
+
+def local_token(url: str) -> str | None:
+    """The token of the service at a URL that runs with this home; raises `CredentialsUnusable`."""
+    return _read(home_dir() / LOCAL_FILE_NAME).get(origin_of(url))
+
+
+def write_local_token(home: Path, url: str, token: str) -> None:
+    """Let the programs of a home folder's user find the token of the service there; OSError."""
+    write_private(home / LOCAL_FILE_NAME, json.dumps({origin_of(url): token}))
 
 
 def keep_key(url: str, key: str) -> Path:

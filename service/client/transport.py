@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import httpx
 from httpx_sse import EventSource, ServerSentEvent
 from pydantic import TypeAdapter, ValidationError
 
-from service.client.credentials import find_key, tls_context
+from service.client.credentials import find_key, local_token, tls_context
 from service.client.errors import (
     ProblemError,
     ServiceUnreachable,
@@ -116,6 +116,32 @@ def items_of_pages(read: Callable[[str | None], Page[Item]]) -> Iterator[Item]:
         yield from page.items
 
 
+class _KeyAuth(httpx.Auth):
+    """Sends the key given, or the one found for a service, if any.
+
+    Where that does not count it looks for the local token: a service that was started anew has
+    another one, and SHARDLOOM_API_KEY may be for another service.
+    """
+
+    def __init__(self, url: str, given: str | None) -> None:
+        self._url = url
+        self._may_change = given is None
+        self._key = given or find_key(url)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        response = yield self._with_key(request)
+        if response.status_code == httpx.codes.UNAUTHORIZED and self._may_change:
+            token = local_token(self._url)
+            if token is not None and token != self._key:
+                self._key = token
+                yield self._with_key(request)
+
+    def _with_key(self, request: httpx.Request) -> httpx.Request:
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+
 class Connection:
     """A connection to one service; close it, or use it as a context manager.
 
@@ -143,12 +169,11 @@ class Connection:
             raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
-        key = api_key or find_key(self.base_url)
         # A proxy from the environment has no business between us and our own machine.
         is_loopback = url.host in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            auth=_KeyAuth(self.base_url, api_key),
             timeout=timeout_s,
             transport=transport,
             trust_env=not is_loopback,

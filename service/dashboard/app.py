@@ -1,6 +1,7 @@
 """Mounts the dashboard under `/dashboard`; the sign-in page and the page for unknown paths.
 
-Signing in turns an API key into a session, kept in a cookie; its page is plain HTML without
+Signing in turns an API key, or a link of the service's own user, into a session, kept in a cookie;
+its page is plain HTML without
 scripts. NiceGUI keeps one application per process: of several apps in a process (as in tests), the
 one mounted last serves the dashboard.
 """
@@ -28,6 +29,7 @@ from service.dashboard.pages import JobPage, ListPage
 from service.dashboard.panels import PageTools
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
+from service.domain.auth import Session
 from service.errors import CsrfRefused, NotSignedIn
 
 router = APIRouter(include_in_schema=False)
@@ -44,11 +46,19 @@ _UNKNOWN_PAGE_CSP = (
 
 @router.get(LOGIN_PATH)
 def show_login(request: Request, context: ContextDep) -> Response:
-    """The form; whoever needs none is sent on."""
+    """The form; whoever needs none, or comes by a link of `shardloom up`, is sent on."""
     wanted = safe_target(request.query_params.get("next"))
-    if context.settings.auth == "local" or _is_signed_in(request, context):
+    if context.settings.auth == "none" or _is_signed_in(request, context):
         return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
-    return _page(wanted)
+    code, is_local = request.query_params.get("code"), context.settings.auth == "local"
+    if code is None:
+        return _page(wanted, is_local=is_local)
+    try:
+        token, session = context.security.authenticator.sign_in_by_link(code)
+    except NotSignedIn:
+        fault = "This link was used before, or is too old."
+        return _page(wanted, fault, HTTPStatus.UNAUTHORIZED, is_local=is_local)
+    return _entered(request, context, wanted, token, session)
 
 
 @router.post(LOGIN_PATH)
@@ -57,15 +67,26 @@ async def sign_in(request: Request, context: ContextDep) -> Response:
     form = await _form_of(request)
     wanted = safe_target(form.get("next"))
     authenticator = context.security.authenticator
-    if context.settings.auth == "local":
+    if context.settings.auth == "none":
         return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
     try:
         token, session = await run_in_threadpool(authenticator.sign_in, form.get("key", ""))
         principal = await run_in_threadpool(authenticator.principal_of, Credentials(cookie=token))
     except NotSignedIn:
-        return _page(wanted, "This key is unknown, expired or revoked.", HTTPStatus.UNAUTHORIZED)
+        fault, is_local = (
+            "This key is unknown, expired or revoked.",
+            context.settings.auth == "local",
+        )
+        return _page(wanted, fault, HTTPStatus.UNAUTHORIZED, is_local=is_local)
     # For the audit log: nobody was signed in when the request came.
     request.scope["state"]["principal"] = principal
+    return _entered(request, context, wanted, token, session)
+
+
+def _entered(
+    request: Request, context: Context, wanted: str, token: str, session: Session
+) -> Response:
+    """Give a browser its session, and send it on."""
     answer = RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
     max_age_s = int(session.expires_at - session.created_at)
     is_tls = request.url.scheme == "https"
@@ -73,7 +94,7 @@ async def sign_in(request: Request, context: ContextDep) -> Response:
         SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
     )
     # Scripts of our own pages send it back in a header.
-    csrf_token = authenticator.master.csrf_token(token)
+    csrf_token = context.security.master.csrf_token(token)
     answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
     return answer
 
@@ -117,8 +138,10 @@ async def _form_of(request: Request) -> dict[str, str]:
     return {name: values[-1].strip() for name, values in fields.items()}
 
 
-def _page(wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK) -> HTMLResponse:
-    html = _render("login.html", next=wanted, fault=fault)
+def _page(
+    wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK, *, is_local: bool
+) -> HTMLResponse:
+    html = _render("login.html", next=wanted, fault=fault, local="yes" if is_local else "")
     return HTMLResponse(html, status, headers={"Cache-Control": "no-store"})
 
 
@@ -136,7 +159,7 @@ def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
     # Starlette refuses to add middleware to an app that has answered a request.
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
-    set_rules(is_local=tools.settings.auth == "local", security=security)
+    set_rules(is_open=tools.settings.auth == "none", security=security)
     feed = ListFeed(tools.store, tools.placed)
 
     @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)

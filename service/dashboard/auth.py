@@ -21,21 +21,21 @@ from service.errors import Forbidden, NotSignedIn
 
 @dataclass
 class _Rules:
-    is_local: bool = True
+    is_open: bool = True
     security: Security | None = None
 
 
 _rules = _Rules()
 
 
-def set_rules(*, is_local: bool, security: Security | None) -> None:
+def set_rules(*, is_open: bool, security: Security | None) -> None:
     """Set the rules of the app that serves the pages from now on."""
-    _rules.is_local, _rules.security = is_local, security
+    _rules.is_open, _rules.security = is_open, security
 
 
 def reader() -> Principal:
     """The principal of the page being built or used; raises `NotSignedIn`."""
-    if _rules.is_local:
+    if _rules.is_open:
         return LOCAL
     principal = known_principal(ui.context.client.request)
     if principal is None:
@@ -75,8 +75,8 @@ def check_change(job: Job, what: str) -> None:
 
 
 def account_menu() -> None:
-    """Who is signed in, and the way out; nothing in local mode."""
-    if _rules.is_local or _rules.security is None:
+    """Who is signed in, and the way out; nothing for the user whose service it is."""
+    if _rules.security is None or reader().kind == "local":
         return
     cookie = ui.context.client.request.cookies.get(SESSION_COOKIE, "")
     ui.label(reader().name.removeprefix("key:")).classes("account-name")

@@ -1,7 +1,7 @@
 """`KeyStore`: API keys, browser sessions, secrets of jobs, the audit log.
 
-Of keys and sessions only hashes are stored, of secrets only ciphertext (`MasterKeys`). The audit
-log is append-only; the database refuses changes. Every method raises `StoreUnavailable`.
+Of keys, sessions and claims only hashes are stored, of secrets only ciphertext (`MasterKeys`). The
+audit log is append-only; the database refuses changes. Every method raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import fields
 from sqlalchemy import RowMapping, delete, insert, select, update
 
 from service.db.engine import Transactions
-from service.db.tables import api_keys, audit_log, job_secrets, jobs, sessions
+from service.db.tables import api_keys, attempts, audit_log, job_secrets, jobs, sessions
 from service.domain.auth import ApiKey, AuditFilter, AuditRecord, Session, parse_roles, role_names
 from service.errors import KeyNotFound
 
@@ -92,6 +92,13 @@ class KeyStore(Transactions):
         query = select(job_secrets).where(job_secrets.c.job_id == job_id)
         rows = self.rows(query.order_by(job_secrets.c.name))
         return {row["name"]: row["sealed"] for row in rows}
+
+    def claim_secrets(self, attempt_id: str, claim_hash: str) -> bool:
+        """Give the secrets of an attempt to its first claim; whether this is that one."""
+        claim = attempts.c.secrets_claim
+        is_first = claim.is_(None) | (claim == claim_hash)
+        statement = update(attempts).where(attempts.c.id == attempt_id, is_first)
+        return self.execute(statement.values(secrets_claim=claim_hash)) == 1
 
     def forget_orphans(self, before: float) -> int:
         """Delete secrets stored before a time whose job does not exist; how many."""

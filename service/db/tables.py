@@ -160,6 +160,8 @@ attempts = Table(
     Column("reported_evidence", JsonText),
     Column("collect_at", Float, index=True),
     Column("token_hash", String(64)),  # of earlier versions
+    # Hash of what the process made up that was given the job's secrets.
+    Column("secrets_claim", String(64)),
     UniqueConstraint("job_id", "index"),
 )
 streams = Table(

@@ -71,7 +71,7 @@ class Principal:
 
 
 LOCAL = Principal("local", "local", {ALL_PROJECTS: Role.ADMIN})
-"""The user of the service's own machine, in local mode."""
+"""The user whose service it is: who may read its home folder or, with `auth=none`, anybody."""
 
 
 def parse_roles(roles: Mapping[str, str]) -> dict[str, Role]:
@@ -108,7 +108,7 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class Session:
-    """A browser that signed in with a key. Times are Unix seconds."""
+    """A browser that signed in, with a key or as `LOCAL`. Times are Unix seconds."""
 
     key_id: str
     created_at: float
@@ -163,6 +163,27 @@ def hash_of(text: str) -> str:
 def fits(text: str, stored_hash: str) -> bool:
     """Whether a stored hash is that of a text, in constant time."""
     return hmac.compare_digest(hash_of(text), stored_hash)
+
+
+CODE_TTL_S = 3600.0
+
+
+def login_code(local_token: str, now: float) -> str:
+    """A code of a link that signs one browser in as `LOCAL`, for an hour from `now` on."""
+    text = f"{now + CODE_TTL_S:.0f}-{secrets.token_hex(8)}"
+    return f"{text}-{_code_mac(local_token, text)}"
+
+
+def code_expiry(local_token: str, code: str) -> float:
+    """When a `login_code` of this token expires (Unix seconds); 0 for any other text."""
+    text, _, mac = code.rpartition("-")
+    is_ours = hmac.compare_digest(mac.encode(), _code_mac(local_token, text).encode())
+    return float(text.partition("-")[0]) if is_ours else 0.0
+
+
+def _code_mac(local_token: str, text: str) -> str:
+    # Half of it is enough for what lives an hour, and the link stays short.
+    return hmac.new(local_token.encode(), text.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def principal_of(key: ApiKey, *, is_session: bool = False) -> Principal:

@@ -20,6 +20,7 @@ from service.domain.models import attempt_id
 from service.errors import RecordRefused
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
+from service.reconciler.submission import remove_token
 from service.settings import Settings
 from service.storage import in_time
 from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
@@ -76,6 +77,7 @@ class OutboxCollector:
         attempt = attempt_id(job_id, index)
         self.store.set_collection(attempt, self.clock() + _RETRY_S)
         self.collect(job_id, index)
+        in_time(self.settings.runs_dir, partial(remove_token, job_id, attempt, self.settings))
         self.store.set_collection(attempt, None)
 
     def _take(self, attempt: str, batch: EventBatch) -> None:

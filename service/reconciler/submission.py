@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 
 from service.auth.crypto import master_keys_of
@@ -14,7 +16,7 @@ from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
 from service.settings import Settings
-from trainer.protocol.untrusted import replace_untrusted
+from trainer.protocol.untrusted import open_folder, replace_untrusted
 from trainer.spec.job import JobSpec
 
 STOP_WAIT_S = 20
@@ -48,6 +50,9 @@ def submission_of(
     # How far the job's cluster can grow, if it does: the driver then asks for capacity.
     has_own = following.spec.resources.cluster == "own"
     most = following.spec.parallelism.world_size if has_own else settings.cluster_max_workers
+    if has_own:
+        # In a Secret. The environment of a Ray job is shown to all who may use the cluster.
+        optional["SHARDLOOM_ATTEMPT_TOKEN"] = _token_of(attempt, settings)
     if most:
         optional["SHARDLOOM_CLUSTER_MAX_WORKERS"] = str(most)
     if settings.otlp_endpoint:
@@ -64,8 +69,6 @@ def submission_of(
             "SHARDLOOM_ATTEMPT_ID": attempt.id,
             "SHARDLOOM_RUN_DIR": str(run_dir_of(settings, job.id).root),
             "SHARDLOOM_SERVICE_URL": settings.service_url,
-            # Derived from the attempt's id, so it need not be stored.
-            "SHARDLOOM_ATTEMPT_TOKEN": master_keys_of(settings).attempt_token(attempt.id),
             "SHARDLOOM_MAX_WORKER_FAILURES": str(failures_left),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
             "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
@@ -82,11 +85,27 @@ def submission_of(
 
 
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
-    """Write the spec that an attempt will run, atomically, and the code that it names.
+    """Write the spec that an attempt will run, atomically, the code that it names, and its token.
 
     Raises `CodeGone`, and OSError.
     """
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)
     content = spec.model_dump_json(indent=2).encode()
-    replace_untrusted(run_dir.attempt(attempt.id).spec_path, content, settings.runs_dir)
+    files = run_dir.attempt(attempt.id)
+    replace_untrusted(files.spec_path, content, settings.runs_dir)
+    if spec.resources.cluster == "shared":
+        token = _token_of(attempt, settings).encode()
+        replace_untrusted(files.token_path, token, settings.runs_dir, mode=0o600)
+
+
+def remove_token(job_id: str, attempt: str, settings: Settings) -> None:
+    """Remove the token of an attempt that has ended, if its driver never read it."""
+    files = run_dir_of(settings, job_id).attempt(attempt)
+    with suppress(OSError), open_folder(files.root, settings.runs_dir) as folder:
+        os.unlink(files.token_path.name, dir_fd=folder)
+
+
+def _token_of(attempt: Attempt, settings: Settings) -> str:
+    """Derived from the attempt's id, so it need not be stored."""
+    return master_keys_of(settings).attempt_token(attempt.id)

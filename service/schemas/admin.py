@@ -58,7 +58,7 @@ class WhoAmI(ApiModel):
     name: str = Field(examples=["key:ci"])
     kind: Literal["local", "key", "oidc", "session", "attempt", "machine"]
     roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
-    auth: Literal["local", "required"] = Field(description="What the service asks for.")
+    auth: Literal["none", "local", "required"] = Field(description="What the service asks for.")
 
 
 class CreateKey(RequestModel):
@@ -90,6 +90,14 @@ class NewKey(KeyOut):
     """A new API key. `key` is shown this once: only a hash of it is kept."""
 
     key: str
+
+
+class ClaimSecrets(RequestModel):
+    """Body of POST /v1/attempts/ID/secrets."""
+
+    claim: str = Field(
+        min_length=32, max_length=128, description="Random text that the driver makes once."
+    )
 
 
 class AttemptSecrets(ApiModel):

@@ -79,7 +79,7 @@ def serve(app: FastAPI) -> Iterator[str]:
 @pytest.fixture
 def dashboard(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[Dashboard]:
     """The dashboard over an empty store."""
-    settings = Settings(home=tmp_path)
+    settings = Settings(home=tmp_path, auth="none")
     sqlite_template.copy(settings.database_url)
     store = open_migrated(settings.database_url)
     app = FastAPI()

@@ -52,7 +52,7 @@ from trainer.protocol import code_archive
 from trainer.protocol.events import Event, EventBatch
 from trainer.protocol.run_dir import AttemptDir
 
-# In local mode the service answers for no other host.
+# Without `auth=required` the service answers for no other host.
 LOOPBACK_URL = "http://127.0.0.1:8700"
 HOST = "https://shardloom.example"
 
@@ -150,7 +150,7 @@ class _Served:
 
 
 class Api(_Served):
-    """An app in local mode, which asks nobody who they are."""
+    """An app that asks nobody who they are."""
 
     def submit(self, **changes: Any) -> str:
         """Id of a new job."""

@@ -58,6 +58,7 @@ class ServiceProcess:
             "SHARDLOOM_HOME": str(self.home),
             "SHARDLOOM_PORT": str(self.port),
             "SHARDLOOM_BACKEND": "fake",
+            "SHARDLOOM_AUTH": "none",
             "SHARDLOOM_DASHBOARD": "false",
             "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
             "SHARDLOOM_STREAM_POLL_S": "0.05",

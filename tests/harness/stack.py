@@ -33,8 +33,8 @@ class Stack:
 
     def __init__(self, home: Path) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDLOOM_")}
-        self._home, self._environment = home, kept
-        self._local = LocalStack(StackHome(home), kept)
+        self._home, self._environment = home, kept | {"SHARDLOOM_AUTH": "none"}
+        self._local = LocalStack(StackHome(home), self._environment)
         self._port = free_port()
 
     @contextmanager

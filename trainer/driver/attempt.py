@@ -1,7 +1,8 @@
 """An attempt as its driver knows it: context, secrets, and restarts of the workers.
 
-Secrets are fetched with the attempt's own token and handed to the workers within what Ray pickles,
-in an object that never shows its values. They are in no file, no log and no runtime environment.
+Secrets are fetched once, with the attempt's own token, and handed to the workers within what Ray
+pickles, in an object that never shows its values. They are in no file, no log and no runtime
+environment.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_urlsafe
 
 import httpx
 
@@ -24,6 +27,7 @@ from trainer.failures import Failure
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.job import JobSpec
 
@@ -50,11 +54,13 @@ def fetch_secrets(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> SecretEnv:
-    """Fetch secrets from a URL of the service; raises `AttemptFailed`."""
+    """Claim secrets at a URL of the service, which gives them once; raises `AttemptFailed`."""
+    # The same in every try: an answer may be lost.
+    claim = {"claim": token_urlsafe(32)}
     give_up_at = clock() + patience_s
     while True:
         try:
-            response = http.get(url)
+            response = http.post(url, json=claim)
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
         else:
@@ -62,7 +68,7 @@ def fetch_secrets(
                 return SecretEnv(dict(response.json()["secrets"]))
             cause = f"HTTP {response.status_code}"
             if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
-                raise _no_secrets(f"the service refuses the job's secrets ({cause})")
+                raise _no_secrets(f"the service refuses the job's secrets ({cause}, see its log)")
         if clock() >= give_up_at:
             raise _no_secrets(f"the service does not give the job's secrets ({cause})")
         logger.warning("waiting for the job's secrets: %s", cause)
@@ -75,7 +81,7 @@ def _no_secrets(message: str) -> AttemptFailed:
 
 @dataclass(frozen=True)
 class DriverContext:
-    """What the control plane tells a driver, by environment variables.
+    """What the control plane tells a driver, by environment variables and the file of its token.
 
     A failure in `end_on` ends the attempt without restarts, as the next attempt will differ. No
     worker is placed on a host in `avoided_hosts` before its time (Unix seconds), if there is room
@@ -97,10 +103,15 @@ class DriverContext:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> DriverContext:
-        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it."""
+        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it.
+
+        The token is in a file that is removed once read, or in a variable; raises OSError.
+        """
+        job_id, attempt_id = env["SHARDLOOM_JOB_ID"], env["SHARDLOOM_ATTEMPT_ID"]
+        files = RunDir(Path(env["SHARDLOOM_RUN_DIR"])).attempt(attempt_id)
         return cls(
-            job_id=env["SHARDLOOM_JOB_ID"],
-            attempt_id=env["SHARDLOOM_ATTEMPT_ID"],
+            job_id=job_id,
+            attempt_id=attempt_id,
             run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
             service_url=env.get("SHARDLOOM_SERVICE_URL"),
             max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
@@ -110,7 +121,7 @@ class DriverContext:
                 for each in env.get("SHARDLOOM_AVOIDED_HOSTS", "").split()
                 for host, _, until in [each.rpartition("=")]
             ),
-            token=env.get("SHARDLOOM_ATTEMPT_TOKEN", ""),
+            token=env.get("SHARDLOOM_ATTEMPT_TOKEN") or _take_token(files),
             ca_file=env.get("SHARDLOOM_CA_FILE"),
             cluster_max_workers=int(env.get("SHARDLOOM_CLUSTER_MAX_WORKERS", "0")) or None,
         )
@@ -138,6 +149,22 @@ class DriverContext:
             return self.files.pause_request_path.exists()
         except OSError:
             return False
+
+
+def _take_token(files: AttemptDir) -> str:
+    """Read and remove the attempt's token, "" if there is none; raises OSError."""
+    try:
+        token = read_untrusted(files.token_path, files.runs_dir).decode()
+    except FileNotFoundError:
+        return ""
+    except PermissionError as error:
+        raise PermissionError(
+            f"cannot read {files.token_path} ({error.strerror}), which only the service's own user "
+            "can: run Ray as that user"
+        ) from error
+    with suppress(OSError):
+        files.token_path.unlink()
+    return token
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ RUN_DIR/                         one per job
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
+    token                        what its driver shows the service, until it has read it (mode 0600)
     resolved-spec.json           the same with sizes and statistics from the data, and the layout
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
     logs/driver.log, rank-0.log  one per process; rank-0@OFFSET.log goes on where a file is full
@@ -87,6 +88,7 @@ class AttemptDir:
         # Trusted, other than what jobs make in it (`trainer.protocol.untrusted`).
         self.runs_dir = root.parents[2]
         self.spec_path = root / "spec.json"
+        self.token_path = root / "token"
         self.resolved_spec_path = root / "resolved-spec.json"
         self.outbox_dir = root / "outbox"
         self.logs_dir = root / "logs"

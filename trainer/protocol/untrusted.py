@@ -72,15 +72,17 @@ def read_untrusted(path: Path, within: Path, max_bytes: int = MAX_DOCUMENT_BYTES
     return content
 
 
-def replace_untrusted(path: Path, content: bytes, within: Path, *, make: bool = True) -> None:
+def replace_untrusted(
+    path: Path, content: bytes, within: Path, *, make: bool = True, mode: int = 0o666
+) -> None:
     """Replace a file below the trusted folder `within` in one step, durable when this returns.
 
-    Folders that are missing are made, unless `make` is false.
+    Folders that are missing are made, unless `make` is false. `mode` holds the most rights of it.
     """
     with open_folder(path.parent, within, make=make) as folder:
         partial = f".{path.name}.{secrets.token_hex(4)}.partial"
         try:
-            descriptor = _open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder, path)
+            descriptor = _open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder, path, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -101,12 +103,12 @@ def list_untrusted(path: Path, within: Path) -> list[Path]:
         return []
 
 
-def _open(name: str, flags: int, folder: int, path: Path) -> int:
+def _open(name: str, flags: int, folder: int, path: Path, mode: int = 0o666) -> int:
     if name == "..":
         raise NotRegular(errno.EPERM, "leads out of its folder", str(path))
     try:
         # Non-blocking: opening a pipe would wait for its other end.
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=folder)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         # ENXIO: a socket, or a pipe to write to. ENOTDIR: a link or a file in a folder's place.
         if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):

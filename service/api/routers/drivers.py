@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
@@ -9,10 +10,12 @@ from fastapi import APIRouter, Response
 
 from service.api.deps import ContextDep, PrincipalDep
 from service.auth.security import may_read_secrets
+from service.domain.auth import hash_of
 from service.errors import Forbidden
-from service.schemas.admin import AttemptSecrets
+from service.schemas.admin import AttemptSecrets, ClaimSecrets
 from trainer.protocol.events import EventAck, EventBatch
 
+logger = logging.getLogger(__name__)
 LATE_REPORTS_S = 3600.0
 """Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
 router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"])
@@ -33,11 +36,22 @@ def append_events(
     return ack
 
 
-@router.get("/secrets", summary="Secrets for the driver of an attempt")
-def get_secrets(attempt_id: str, context: ContextDep, response: Response) -> AttemptSecrets:
-    """Environment variables of the job, for an attempt that starts, with its own token."""
+@router.post("/secrets", summary="Secrets for the driver of an attempt")
+def claim_secrets(
+    attempt_id: str, body: ClaimSecrets, context: ContextDep, response: Response
+) -> AttemptSecrets:
+    """Environment variables of the job, for an attempt that starts, with its own token.
+
+    The first claim gets them, as often as it is sent; any other one is refused.
+    """
     attempt = context.store.get_attempt(attempt_id)
     if not may_read_secrets(context.store.get_job(attempt.job_id), attempt):
         raise Forbidden(f"attempt {attempt_id} does not start now: only its start needs secrets")
+    if not context.security.keys.claim_secrets(attempt_id, hash_of(body.claim)):
+        logger.warning("attempt %s: a second process asks for its secrets", attempt_id)
+        raise Forbidden(
+            f"the secrets of attempt {attempt_id} were given to another process: if that was not "
+            "its driver, somebody else has read its token, and the secrets want to be changed"
+        )
     response.headers["Cache-Control"] = "no-store"
     return AttemptSecrets(secrets=context.security.read_secrets(attempt.job_id))

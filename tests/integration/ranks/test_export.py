@@ -125,7 +125,7 @@ def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
 def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded(
     tmp_path: Path,
 ) -> None:
-    settings = Settings(home=tmp_path / "home", backend="fake", dashboard=False)
+    settings = Settings(home=tmp_path / "home", backend="fake", dashboard=False, auth="none")
     store = JobStore.open(settings.database_url)
     app = create_app(settings, store, FakeBackend(tmp_path / "cluster"))
     with TestClient(app, base_url="http://127.0.0.1:8700") as http:

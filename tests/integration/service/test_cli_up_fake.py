@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -100,6 +102,30 @@ def test_a_second_up_says_that_it_is_up_already(shardloom):
     assert done.returncode == 0
     assert "already up" in done.stdout
     assert f"http://127.0.0.1:{shardloom.port}" in done.stdout
+
+
+def test_only_the_user_of_its_home_may_use_a_service(shardloom):
+    url = f"http://127.0.0.1:{shardloom.port}"
+    assert httpx.get(f"{url}/v1/jobs").status_code == 401
+    page = httpx.get(f"{url}/dashboard/", headers={"Accept": "text/html"})
+    assert page.headers["location"].startswith("/login")
+    (link,) = re.findall(r"http\S+/login\S+", shardloom.read("status"))
+    with httpx.Client(follow_redirects=True) as browser:
+        assert browser.get(link).url.path == "/dashboard/"
+        assert browser.get(f"{url}/v1/jobs").status_code == 200
+    assert httpx.get(link).status_code == 401
+    token = shardloom.home / "local-token.json"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_service_without_access_control_says_so(tmp_path):
+    shardloom = Shell(tmp_path / "home", free_port())
+    with if_killed([sys.executable, "-m", "service.cli", "down"], shardloom.environment):
+        assert "login?code" not in shardloom("up", "--detach", "--no-auth").stdout
+        assert httpx.get(f"http://127.0.0.1:{shardloom.port}/v1/jobs").status_code == 200
+        log = (shardloom.home / "logs" / "service.log").read_text()
+        assert "whoever is on this machine may use the service" in log
+        shardloom("down")
 
 
 def test_status_tells_service_and_cluster(shardloom):

@@ -70,6 +70,7 @@ def _settings(home: Path) -> Settings:
     return Settings(
         home=home,
         backend="fake",
+        auth="none",
         dashboard=False,
         allowed_hosts=["testserver"],
         rate_limit_per_s=1e9,
@@ -125,7 +126,7 @@ Place = tuple[str | int, ...]
 def http(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     """A service whose faults come back as answers."""
     home = tmp_path_factory.mktemp("specs")
-    app = build_app(Settings(home=home, backend="fake", dashboard=False, rate_limit_per_s=1e9))
+    app = build_app(Settings(home=home, backend="fake", auth="none", dashboard=False))
     return TestClient(app, base_url="http://127.0.0.1:8700", raise_server_exceptions=False)
 
 

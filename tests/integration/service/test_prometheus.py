@@ -230,8 +230,8 @@ def _submit(replica: ServiceProcess, key: str) -> tuple[str, Driver]:
     with ShardloomClient(replica.url, api_key=key) as client:
         job = client.submit(spec_document(parallelism=SURVIVE, name="dlrm"))
     attempt_id = f"{job.id}-a0"
-    record = wait_for(lambda: replica.cluster.record(attempt_id), "the submission")
-    driver = Driver(replica, attempt_id, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
+    wait_for(lambda: replica.cluster.record(attempt_id), "the submission")
+    driver = Driver(replica, attempt_id, replica.attempt_files(job.id).token_path.read_text())
     now = time.time()
     goodput = {"goodput/share": 0.9, "goodput/lost_s/start": 30.0, "risk/steps_undurable": 5.0}
     driver.tell(

@@ -68,11 +68,12 @@ def test_submission_driver_and_ingest_are_told_to_a_collector(tmp_path: Path) ->
             writer = EventWriter(service.attempt_files(job).stream_path("driver"))
             writer.write(AttemptStarted(time=time.time(), world_size=2))
             writer.write(AttemptEnded(time=time.time(), reason="completed", message="done"))
+            token = service.attempt_files(job).token_path.read_text()
             environment = {**os.environ, **record.env}
             command = [sys.executable, "-c", _DRIVER]
             subprocess.run(command, env=environment, check=True, timeout=scaled(60))
             started = batch(AttemptStarted(time=time.time(), world_size=2), stream="driver")
-            service.post_events(f"{job}-a0", started, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
+            service.post_events(f"{job}-a0", started, token)
             wanted = {"submit job", "submit attempt", "ingest"}
             wait_for(lambda: {*_spans(collector)} >= wanted, f"the spans {wanted}")
         spans = _spans(collector)

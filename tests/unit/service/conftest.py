@@ -78,7 +78,7 @@ def house(store: JobStore, tmp_path: Path) -> House:
 @pytest.fixture
 def app_settings(tmp_path: Path) -> Settings:
     """Settings of an app without pages or a cluster."""
-    return Settings(home=tmp_path, backend="fake", dashboard=False, stream_poll_s=0.01)
+    return Settings(home=tmp_path, backend="fake", dashboard=False, stream_poll_s=0.01, auth="none")
 
 
 @pytest.fixture

@@ -25,12 +25,20 @@ from service.dashboard.app import safe_target
 from service.db.idempotency import ABANDONED_S, KEPT_S, IdempotencyStore, StoredResponse
 from service.db.jobs import JobStore
 from service.db.tables import answers
-from service.domain.auth import Principal
+from service.domain.auth import Principal, login_code
 from service.domain.models import JobStatus
 from service.errors import ServiceError
 from service.network import is_loopback
 from service.settings import Settings
-from tests.harness.service import HOST, Api, Guarded, GuardedApps, problem_in, with_checkpoint
+from tests.harness.service import (
+    HOST,
+    LOOPBACK_URL,
+    Api,
+    Guarded,
+    GuardedApps,
+    problem_in,
+    with_checkpoint,
+)
 
 
 @pytest.fixture
@@ -41,15 +49,16 @@ def house(open_guarded: GuardedApps) -> Guarded:
 # ---- where it listens, and for whom
 
 
-def test_only_loopback_is_open_without_credentials(tmp_path: Path) -> None:
+def test_only_loopback_has_other_modes_than_required(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "10.0.0.7", "shardloom.example"):
         settings = Settings(home=tmp_path, host=host)
         assert settings.auth == "required"
         check_address(settings, has_credentials=True)
         with pytest.raises(ServiceError, match="keys create NAME --admin"):
             check_address(settings, has_credentials=False)
-        with pytest.raises(ServiceError, match="let anybody in"):
-            check_address(Settings(home=tmp_path, host=host, auth="local"), has_credentials=True)
+        for auth in ("local", "none"):
+            with pytest.raises(ServiceError, match=f"SHARDLOOM_AUTH={auth} is for one machine"):
+                check_address(Settings(home=tmp_path, host=host, auth=auth), has_credentials=True)
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
         settings = Settings(home=tmp_path, host=host)
         assert settings.auth == "local"
@@ -63,6 +72,32 @@ def test_a_certificate_wants_its_key(tmp_path: Path) -> None:
     assert settings.service_url == "https://127.0.0.1:8700"
     with pytest.raises(ServiceError, match="go together"):
         check_address(settings, has_credentials=True)
+
+
+def test_local_mode_is_for_whoever_has_its_token(open_guarded: GuardedApps) -> None:
+    house = open_guarded(auth="local", dashboard=True)
+    other = TestClient(house.http.app, base_url=LOOPBACK_URL)
+    house.keys["own"] = house.security.authenticator.local_token or ""
+    browser = {"Host": "127.0.0.1", "Accept": "text/html"}
+
+    def open_page(path: str, client: TestClient) -> tuple[int, str]:
+        answer = client.get(path, headers=browser, follow_redirects=False)
+        return answer.status_code, answer.headers.get("location", answer.text)
+
+    for path in ("/v1/jobs", "/metrics", "/docs", "/v1/audit"):
+        for headers in ({}, {"Authorization": "Bearer x"}):
+            assert other.get(path, headers=headers).status_code == 401
+    assert open_page("/dashboard/", other) == (303, "/login?next=/dashboard/")
+    assert "shardloom status" in open_page("/login", other)[1]
+    own = house.send("GET", "/v1/whoami", "own", headers={"Host": "127.0.0.1"}).json()
+    assert (own["kind"], own["auth"], own["roles"]) == ("local", "local", {"*": "admin"})
+    link = f"/login?code={login_code(house.keys['own'], time.time())}&next=/docs"
+    assert open_page(link, house.http) == (303, "/docs")
+    assert open_page(link, other)[0] == 401
+    assert open_page("/v1/jobs", house.http)[0] == 200
+    headers = {"Host": "127.0.0.1", "Origin": "http://127.0.0.1:9999"}
+    refused = house.http.post("/v1/jobs/x:cancel", headers=headers)
+    assert refused.json()["code"] == "foreign_origin"
 
 
 def test_local_mode_answers_for_names_of_loopback_only(api: Api) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from sqlalchemy import delete, update
@@ -19,6 +20,7 @@ from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.tables import audit_log
 from service.domain.auth import (
+    CODE_TTL_S,
     LOCAL,
     ApiKey,
     AuditFilter,
@@ -27,9 +29,11 @@ from service.domain.auth import (
     fits,
     hash_of,
     key_id_of,
+    login_code,
     new_key_text,
 )
 from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
+from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
 from tests.harness.builders import audit_record, spec_document, workers_started
 from tests.harness.clock import FakeClock
@@ -55,8 +59,10 @@ def keys(store: JobStore) -> KeyStore:
     return KeyStore(store.engine)
 
 
-def _authenticator(keys: KeyStore, clock: FakeClock, *, is_local: bool = False) -> Authenticator:
-    return Authenticator(keys, MASTER, None, is_local=is_local, session_ttl_s=3600.0, clock=clock)
+def _authenticator(
+    keys: KeyStore, clock: FakeClock, *, is_open: bool = False, local_token: str | None = None
+) -> Authenticator:
+    return Authenticator(keys, MASTER, None, is_open, 3600.0, local_token, clock=clock)
 
 
 def _add(keys: KeyStore, **changes: float) -> str:
@@ -123,8 +129,38 @@ def test_a_session_lives_as_long_as_its_key_its_time_and_its_reader_want(
             authenticator.principal_of(Credentials(cookie=token))
 
 
-def test_local_mode_asks_nobody_but_knows_attempts(keys: KeyStore, clock: FakeClock) -> None:
-    authenticator = _authenticator(keys, clock, is_local=True)
+def test_local_mode_wants_its_token_or_a_key(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, local_token="t" * 43)
+    assert authenticator.principal_of(Credentials(bearer="t" * 43)) is LOCAL
+    assert authenticator.principal_of(Credentials(bearer=_add(keys))).name == "key:ci"
+    others = Credentials(), Credentials(bearer=""), Credentials("t" * 42), Credentials(cookie="t")
+    for credentials in others:
+        with pytest.raises(NotSignedIn):
+            authenticator.principal_of(credentials)
+
+
+def test_a_link_signs_one_browser_in_once_within_an_hour(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, local_token="t" * 43)
+    code, late = (login_code("t" * 43, clock.now) for _ in range(2))
+    cookie, session = authenticator.sign_in_by_link(code)
+    assert authenticator.principal_of(Credentials(cookie=cookie)) is LOCAL
+    longer = f"9{code}"
+    for spoilt in (code, login_code("s" * 43, clock.now), longer, "", "--", "ü"):
+        with pytest.raises(NotSignedIn):
+            authenticator.sign_in_by_link(spoilt)
+    clock.now += CODE_TTL_S
+    with pytest.raises(NotSignedIn):
+        authenticator.sign_in_by_link(late)
+    assert clock.now >= session.expires_at
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=cookie))
+    # A service that asks for keys has no links.
+    with pytest.raises(NotSignedIn):
+        _authenticator(keys, clock).sign_in_by_link(login_code("", clock.now))
+
+
+def test_an_open_service_asks_nobody_but_knows_attempts(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, is_open=True)
     assert authenticator.principal_of(Credentials()) is LOCAL
     assert authenticator.principal_of(Credentials(bearer="shl_x")) is LOCAL
     token = MASTER.attempt_token("job-1-a0")
@@ -295,27 +331,53 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     attempt_id = f"{job['id']}-a0"
     record = house.backend.record(attempt_id)
     assert record is not None
-    house.keys["driver"] = record.env["SHARDLOOM_ATTEMPT_TOKEN"]
+    token = run_dir_of(house.settings, job["id"]).attempt(attempt_id).token_path
+    assert token.stat().st_mode & 0o777 == 0o600
+    house.keys["driver"] = token.read_text()
+    # Whoever may use the Ray cluster reads what was submitted.
+    assert house.keys["driver"] not in str(record)
     path = f"/v1/attempts/{attempt_id}/secrets"
-    answer = house.send("GET", path, "driver")
+    claim = {"json": {"claim": "c" * 32}}
+    answer = house.send("POST", path, "driver", **claim)
     assert answer.json() == {"secrets": {"DB_PASSWORD": "hunter2hunter2"}}
     assert answer.headers["cache-control"] == "no-store"
     for caller in ("root", "viewer"):
-        assert house.send("GET", path, caller).status_code == 403
+        assert house.send("POST", path, caller, **claim).status_code == 403
     started = workers_started()
     body = {"stream": "driver", "first_seq": 0, "events": [started.model_dump(mode="json")]}
     events = path.replace("secrets", "events")
     assert house.send("POST", events, "driver", json=body).status_code == 200
-    assert house.send("GET", path, "driver").json()["detail"].startswith("attempt")
+    assert house.send("POST", path, "driver", **claim).json()["detail"].startswith("attempt")
     other = house.submit("submitter")
     house.poll()
-    assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403
+    path = f"/v1/attempts/{other}-a0/secrets"
+    assert house.send("POST", path, "driver", **claim).status_code == 403
     assert house.send("GET", "/v1/jobs", "driver").status_code == 403
     shown = house.send("GET", f"/v1/jobs/{job['id']}", "root")
     assert shown.json()["secret_names"] == ["DB_PASSWORD"]
     house.security.audit.flush()
     for text in (shown.text, str(record), *_contents(house.settings.home)):
         assert "hunter2hunter2" not in text
+
+
+def test_secrets_are_given_to_the_first_claim_only(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    job_id = house.send("POST", "/v1/jobs", "submitter", json=body).json()["id"]
+    house.poll()
+    attempt_id = f"{job_id}-a0"
+    house.keys["driver"] = house.security.master.attempt_token(attempt_id)
+
+    def ask(claim: str) -> httpx.Response:
+        path = f"/v1/attempts/{attempt_id}/secrets"
+        return house.send("POST", path, "driver", json={"claim": claim})
+
+    # The driver sends it again when an answer was lost, also to another replica.
+    driver, thief = "d" * 32, "t" * 32
+    assert [ask(driver).status_code for _ in range(2)] == [200, 200]
+    refused = ask(thief)
+    assert (refused.status_code, "hunter2" in refused.text) == (403, False)
+    house.poll()  # Stores the attempt again.
+    assert (ask(thief).status_code, ask(driver).status_code) == (403, 200)
 
 
 def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:
@@ -362,7 +424,9 @@ def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(
     attempt = house.store.get_attempt(attempt_id)
     assert attempt.end_reason is not None
     assert attempt.ended_at is not None
-    assert house.send("GET", f"/v1/attempts/{attempt_id}/secrets", "driver").status_code == 403
+    claim = {"claim": "c" * 32}
+    refused = house.send("POST", f"/v1/attempts/{attempt_id}/secrets", "driver", json=claim)
+    assert refused.status_code == 403
     assert house.send("POST", events, "driver", json=empty).status_code == 200
     clock = FakeClock(attempt.ended_at + drivers.LATE_REPORTS_S - 1)
     monkeypatch.setattr(drivers, "time", SimpleNamespace(time=clock))

@@ -95,7 +95,11 @@ def test_viewers_change_nothing_and_submitters_jobs_and_their_code_alone() -> No
     def changed_by(role: Role) -> set[str]:
         return {path for (way, path), rule in RULES.items() if way != "GET" and rule.role is role}
 
-    own = {"/login", "/logout", "/v1/attempts/{attempt_id}/events"}
+    own = {
+        "/login",
+        "/logout",
+        *(f"/v1/attempts/{{attempt_id}}/{x}" for x in ("events", "secrets")),
+    }
     assert changed_by(Role.VIEWER) == own
     others = {path for path in changed_by(Role.SUBMITTER) if not path.startswith("/v1/jobs")}
     assert others == {"/v1/code"}
@@ -118,4 +122,4 @@ def test_an_attempt_may_do_nothing_but_deliver_for_itself() -> None:
 
 def test_local_mode_may_do_everything_but_read_secrets() -> None:
     refused = [path for path, rule in RULES.items() if not allows(rule, LOCAL, {})]
-    assert refused == [("GET", "/v1/attempts/{attempt_id}/secrets")]
+    assert refused == [("POST", "/v1/attempts/{attempt_id}/secrets")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.api.planning import plan_of
+from service.auth.crypto import ATTEMPT_TOKEN_PREFIX
 from service.backends.base import check_cluster, cluster_text, hosts_for
 from service.domain.lifecycle import decide, start, submission_accepted
 from service.domain.models import (
@@ -211,6 +212,12 @@ def context_of(settings: Settings, cluster: str = "shared") -> DriverContext:
     return DriverContext.from_env(
         submission_of(job, attempt_of(job), NextAttempt(wanted), settings).env
     )
+
+
+def test_a_token_is_in_the_environment_of_a_cluster_of_its_own_only(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    assert context_of(settings, "own").token.startswith(ATTEMPT_TOKEN_PREFIX)
+    assert context_of(settings, "shared").token == ""
 
 
 def test_a_driver_knows_how_far_its_cluster_grows(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_keys_are_made_listed_and_revoked(house: Guarded, monkeypatch: pytest.Mo
     made = shardloom("keys", "create", "bot", "--role", "ads=submitter", "--expires-days", "30")
     assert made.exit_code == 0, made.output
     assert made.stdout.startswith("shl_")
+    assert "share a trust domain" in made.stderr
     listed = shardloom("keys", "list").stdout
     assert "ads=submitter" in listed
     assert "good for 30 days" in listed

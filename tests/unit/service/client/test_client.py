@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.client.client import ShardloomClient
+from service.client.credentials import write_local_token
 from service.client.errors import (
     Conflict,
     ExportFailed,
@@ -25,7 +27,7 @@ from service.client.errors import (
     TraceLost,
     UnexpectedAnswer,
 )
-from service.client.transport import RetryBudget, RetryPolicy
+from service.client.transport import DEFAULT_URL, RetryBudget, RetryPolicy
 from service.domain.models import JobStatus
 from service.domain.timeline import Trace
 from service.schemas.jobs import ResizeRequestOut, TraceRequested
@@ -57,8 +59,9 @@ class Script:
             raise answer
         return answer
 
-    def client(self, num_retries: int = 4) -> ShardloomClient:
+    def client(self, num_retries: int = 4, **options: Any) -> ShardloomClient:
         return ShardloomClient(
+            **options,
             transport=httpx.MockTransport(self),
             retry=RetryPolicy(num_retries=num_retries),
             sleep=self.clock.sleep,
@@ -91,6 +94,31 @@ def test_a_read_is_repeated_until_somebody_answers():
     assert script.client().get_job("ratings").status is JobStatus.RUNNING
     assert len(script.requests) == 3
     assert script.clock.slept[1] > script.clock.slept[0] * 0.99
+
+
+def test_a_service_that_was_started_anew_is_shown_its_new_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path))
+    write_local_token(tmp_path, DEFAULT_URL, "before")
+    refusal = httpx.Response(401, json=problem_body(401, "not_signed_in", "who?"))
+    script = Script(ok(job_body()), refusal, ok(job_body()), refusal)
+    client = script.client()
+    client.get_job("ratings")
+    write_local_token(tmp_path, DEFAULT_URL, "now")
+    client.get_job("ratings")
+    with pytest.raises(NotSignedIn):
+        client.get_job("ratings")
+    shown = [request.headers["Authorization"] for request in script.requests]
+    # The second one is sent again.
+    assert shown == [f"Bearer {token}" for token in ("before", "now", "now", "now")]
+    script = Script(refusal)
+    with pytest.raises(NotSignedIn), script.client(api_key="shl_given") as client:
+        client.get_job("ratings")
+    elsewhere = Script(ok(job_body()))
+    with elsewhere.client(base_url="http://127.0.0.2:8700") as client:
+        client.get_job("ratings")
+    assert "Authorization" not in elsewhere.requests[0].headers
 
 
 def test_a_job_whose_spec_newer_checks_refuse_is_still_shown() -> None:

@@ -245,7 +245,9 @@ def test_fragments_of_a_new_job_say_what_will_come() -> None:
 def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
     """A client of a started app that serves the dashboard over `store`."""
     app = FastAPI()
-    tools = PageTools(store, Settings(home=home), lambda: None, submit=lambda folder: None)
+    tools = PageTools(
+        store, Settings(home=home, auth="none"), lambda: None, submit=lambda folder: None
+    )
     mount(app, tools, security=None)
     with TestClient(app) as client:
         yield client
@@ -273,7 +275,7 @@ def test_each_app_of_a_process_shows_its_own_store(store: JobStore, tmp_path: Pa
 def test_an_unknown_path_is_a_page_to_a_browser_and_a_problem_to_a_program(
     store: JobStore, tmp_path: Path
 ) -> None:
-    settings = Settings(home=tmp_path, backend="fake")
+    settings = Settings(home=tmp_path, backend="fake", auth="none")
     app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
     http = TestClient(app, base_url=LOOPBACK_URL)
     browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -16,7 +16,7 @@ import pytest
 
 from service import storage
 from service.backends.fake import FakeBackend, Script
-from service.domain.lifecycle import request_cancel
+from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState
 from service.jobs.actions import cancel_job, pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
@@ -63,6 +63,17 @@ def test_the_driver_gets_its_command_environment_and_spec(house: House) -> None:
     assert record.env["SHARDLOOM_MAX_WORKER_FAILURES"] == "3"
     spec_path = run_dir / "attempts" / f"{job.id}-a0" / "spec.json"
     assert load_spec(spec_path.read_text()) == job.spec
+
+
+def test_a_token_that_no_driver_read_goes_with_its_attempt(house: House) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll()
+    assert house.files(job).token_path.exists()
+    house.poll(2)
+    assert house.status(job) is JobStatus.FAILED
+    house.now += LATE_RECORDS_S
+    house.poll()
+    assert not house.files(job).token_path.exists()
 
 
 def test_a_cluster_cut_off_for_a_day_changes_nothing(

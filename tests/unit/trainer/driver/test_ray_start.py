@@ -33,7 +33,7 @@ def test_a_node_that_cannot_come_is_given_up(patience_s: float, raylet_lives: bo
 def _environment(attempt: str) -> dict[str, str]:
     variables = {
         "SHARDLOOM_ATTEMPT_ID": attempt,
-        "SHARDLOOM_ATTEMPT_TOKEN": f"token of {attempt}",
+        "SHARDLOOM_AVOIDED_HOSTS": f"hosts of {attempt}",
         "SHARDLOOM_LOG_MAX_BYTES": "1000",
     }
     config = {"runtime_env": {"env_vars": variables}, "metadata": {"shardloom_job_id": "job-1"}}
@@ -48,7 +48,7 @@ def test_workers_of_all_attempts_get_one_environment() -> None:
     shared = json.loads(first[JOB_CONFIG])
     assert shared["runtime_env"] == {"env_vars": {"SHARDLOOM_LOG_MAX_BYTES": "1000"}}
     assert shared["metadata"] == {"shardloom_job_id": "job-1"}
-    assert first["SHARDLOOM_ATTEMPT_TOKEN"] == "token of job-1-a0"
+    assert first["SHARDLOOM_AVOIDED_HOSTS"] == "hosts of job-1-a0"
     outside_of_a_job = {"HOME": "/home/me"}
     share_environment(outside_of_a_job)
     assert outside_of_a_job == {"HOME": "/home/me"}

@@ -11,6 +11,7 @@ import pytest
 from trainer import failures
 from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
 from trainer.driver.main import with_secrets
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import MATCHED_STACKS, check_versions
 from trainer.protocol.worker_config import SecretEnv
 
@@ -23,9 +24,11 @@ class Service:
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
         self.now = 0.0
+        self.bodies: set[bytes] = set()
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         status = self.statuses.pop(0)
+        self.bodies.add(request.content)
         if not status:
             raise httpx.ConnectError("refused")
         return httpx.Response(status, json={"secrets": {"PASSWORD": "hunter2"}})
@@ -38,8 +41,12 @@ class Service:
         self.now += seconds
 
 
-def test_a_service_that_comes_back_gives_the_secrets() -> None:
-    assert Service(0, 503, 429, 200).fetch().values == {"PASSWORD": "hunter2"}
+def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:
+    services = Service(0, 503, 429, 200), Service(200)
+    for service in services:
+        assert service.fetch().values == {"PASSWORD": "hunter2"}
+        assert len(service.bodies) == 1
+    assert services[0].bodies != services[1].bodies
 
 
 def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:
@@ -65,11 +72,14 @@ def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:
 
 def test_the_token_of_an_attempt_is_sent_and_not_shown(tmp_path: Path) -> None:
     given = {"JOB_ID": "job-1", "ATTEMPT_ID": "job-1-a0", "RUN_DIR": str(tmp_path)}
-    given["ATTEMPT_TOKEN"] = "sla_token"
+    token_path = RunDir(tmp_path).attempt("job-1-a0").token_path
+    token_path.parent.mkdir(parents=True)
+    token_path.write_text("sla_token")
     context = DriverContext.from_env({f"SHARDLOOM_{name}": text for name, text in given.items()})
     assert "sla_token" not in repr(context)
     with context.connect(1.0) as http:
         assert http.headers["Authorization"] == "Bearer sla_token"
+    assert not token_path.exists()
 
 
 NEWEST = {name: f"{minor}.0" for name, minor in MATCHED_STACKS[0].items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from service.backends.base import Submission
 from service.backends.fake import FakeBackend, Script
 from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus, ObservedState
-from service.errors import StaleVersion
+from service.errors import LockLost, StaleVersion
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler
 from service.settings import Settings
@@ -116,7 +117,8 @@ class Duel:
 
         def run() -> None:
             while True:
-                reconciler._queue.admit()
+                with suppress(LockLost):
+                    reconciler._queue.admit()
                 reconciler.reconcile(job_id)
 
         return greenlet(run)

@@ -231,6 +231,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
+    ("GET", "/v1/attempts/{attempt_id}/lease"): _DELIVER,
     ("POST", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),
     ("GET", "/v1/projects"): _SEE_SOME,
     ("GET", "/v1/projects/{name}"): Rule(Scope.PROJECT),

@@ -100,6 +100,12 @@ class ClaimSecrets(RequestModel):
     )
 
 
+class AttemptLease(ApiModel):
+    """Whether an attempt is the newest of its job and has not ended."""
+
+    is_current: bool
+
+
 class AttemptSecrets(ApiModel):
     """Environment variables for the driver and the workers of an attempt."""
 

@@ -15,8 +15,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+
+import httpx
 
 from trainer import failures
 from trainer.data.inputs import resolve_inputs
@@ -317,6 +320,7 @@ def end_attempt(
     try:
         if mismatches := check_versions():
             raise AttemptFailed(Failure(failures.VERSION_MISMATCH, "; ".join(mismatches)))
+        check_lease(context)
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
         for sink in sinks:
@@ -347,6 +351,22 @@ def end_attempt(
         message=failure.message,
         evidence=dict(failure.evidence),
     )
+
+
+def check_lease(context: DriverContext) -> None:
+    """Raise `AttemptFailed` where the service has gone on without this attempt.
+
+    A busy head of Ray may start a driver long after it was asked to, when the job was cancelled or
+    tried again. Without an answer, or with one of an earlier service, the attempt goes on.
+    """
+    if not context.service_url:
+        return
+    url = f"{context.service_url}/v1/attempts/{context.attempt_id}/lease"
+    with context.connect(POST_TIMEOUT_S) as http, suppress(httpx.HTTPError, ValueError):
+        answer = http.get(url)
+        if answer.is_success and answer.json() == {"is_current": False}:
+            message = "it started too late: the service has ended this attempt already"
+            raise AttemptFailed(Failure(failures.CANCELLED, message))
 
 
 def with_secrets(context: DriverContext) -> DriverContext:

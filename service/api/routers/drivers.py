@@ -12,7 +12,7 @@ from service.api.deps import ContextDep, PrincipalDep
 from service.auth.security import may_read_secrets
 from service.domain.auth import hash_of
 from service.errors import Forbidden
-from service.schemas.admin import AttemptSecrets, ClaimSecrets
+from service.schemas.admin import AttemptLease, AttemptSecrets, ClaimSecrets
 from trainer.protocol.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,14 @@ def append_events(
         ack = context.store.append_events(attempt_id, batch, time.time(), late_s=late_s)
     context.telemetry.received_events(batch.events)
     return ack
+
+
+@router.get("/lease", summary="Whether an attempt is to run")
+def get_lease(attempt_id: str, context: ContextDep) -> AttemptLease:
+    """For a driver that starts: a submission may come after its job has ended or gone on."""
+    attempt = context.store.get_attempt(attempt_id)
+    newest = context.store.get_job(attempt.job_id).current_attempt_id
+    return AttemptLease(is_current=newest == attempt_id and attempt.end_reason is None)
 
 
 @router.post("/secrets", summary="Secrets for the driver of an attempt")

@@ -338,6 +338,8 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     assert house.keys["driver"] not in str(record)
     path = f"/v1/attempts/{attempt_id}/secrets"
     claim = {"json": {"claim": "c" * 32}}
+    lease = path.replace("secrets", "lease")
+    assert house.send("GET", lease, "driver").json() == {"is_current": True}
     answer = house.send("POST", path, "driver", **claim)
     assert answer.json() == {"secrets": {"DB_PASSWORD": "hunter2hunter2"}}
     assert answer.headers["cache-control"] == "no-store"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from tests.harness.builders import spec
@@ -56,6 +58,38 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(context: DriverContext) -> 
     assert failure is not None
     assert failure.reason == failures.BAD_SPEC
     assert "embedding_tables" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "goes_on"),
+    [
+        (200, {"is_current": False}, False),
+        (200, {"is_current": True}, True),
+        (404, {"title": "Not found"}, True),
+        (503, None, True),
+    ],
+)
+def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
+    context: DriverContext,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    body: object,
+    goes_on: bool,
+) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(status, json=body)
+
+    served = replace(context, service_url="http://service")
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(DriverContext, "connect", lambda self, timeout_s: client)
+    monkeypatch.setattr(main, "run_until_stopped", Mock(return_value=Failure("bad_spec", "ran")))
+    ended = main.end_attempt(served, EventWriter(context.files.stream_path("driver")))
+    assert asked == ["/v1/attempts/job-1-a0/lease"]
+    assert ended.reason == ("bad_spec" if goes_on else failures.CANCELLED)
+    assert main.run_until_stopped.called is goes_on  # type: ignore[attr-defined]
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

@@ -49,7 +49,7 @@ from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.schemas.jobs import JobDetail
 from service.settings import Settings
-from service.storage import in_time
+from service.storage import DEADLINE_S, in_time
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
@@ -215,16 +215,22 @@ def wants_stream(request: Request) -> bool:
 StreamDep = Annotated[bool, Depends(wants_stream)]
 
 
-def on_storage(handler: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """A handler that reads or writes run storage; raises `StorageUnavailable` where that hangs."""
+def on_storage(
+    deadline_s: float = DEADLINE_S,
+) -> Callable[[Callable[Given, Answer]], Callable[Given, Answer]]:
+    """For handlers that use run storage: they raise `StorageUnavailable` where that hangs."""
 
-    @functools.wraps(handler)
-    def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-        context = cast(Context, kwargs["context"])
-        with errors.reaching_storage():
-            return in_time(context.settings.runs_dir, partial(handler, *args, **kwargs))
+    def decorate(handler: Callable[Given, Answer]) -> Callable[Given, Answer]:
+        @functools.wraps(handler)
+        def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+            context = cast(Context, kwargs["context"])
+            call = partial(handler, *args, **kwargs)
+            with errors.reaching_storage():
+                return in_time(context.settings.runs_dir, call, deadline_s)
 
-    return handle
+        return handle
+
+    return decorate
 
 
 def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:

@@ -62,12 +62,14 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
 
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
 ARCHIVE_MEDIA_TYPE = "application/x-tar"
+# It looks for packages with a Python of its own.
+_EXPORT_S = 60.0
 
 
 @exports_router.post(
     "", summary="Export the model of a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
-@on_storage
+@on_storage(_EXPORT_S)
 def post_export(
     body: RequestExport, job: JobDep, context: ContextDep, response: Response
 ) -> ExportOut:
@@ -89,7 +91,7 @@ def post_export(
 
 
 @exports_router.get("", summary="Exports of a job")
-@on_storage
+@on_storage()
 def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
     """Exports in the order of asking, all on one page."""
     found = list_exports(run_dir_of(context.settings, job.id))
@@ -97,7 +99,7 @@ def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
 
 
 @exports_router.get("/{export_id}", summary="An export of a job")
-@on_storage
+@on_storage()
 def read_export(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
     """Where it stands, and its report once it is done."""
     return describe(get_export(context.settings, job.id, export_id))
@@ -106,7 +108,7 @@ def read_export(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
 @exports_router.delete(
     "/{export_id}", summary="Delete an export", status_code=status.HTTP_204_NO_CONTENT
 )
-@on_storage
+@on_storage()
 def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
     """It is gone at once, done or not; one that is being made is given up.
 
@@ -121,7 +123,7 @@ def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
     response_class=StreamingResponse,
     responses={200: {"content": {ARCHIVE_MEDIA_TYPE: {}}}},
 )
-@on_storage
+@on_storage()
 def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
     """The folder as a tar file; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
@@ -143,7 +145,7 @@ _CHUNK_BYTES = 1 << 18
 @traces_router.post(
     "", summary="Record the next steps of a running job", status_code=status.HTTP_202_ACCEPTED
 )
-@on_storage
+@on_storage()
 def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceRequested:
     """Ask the workers for a trace; it is listed once it is written.
 
@@ -166,7 +168,7 @@ def read_traces(job: JobDep, context: ContextDep) -> Page[Trace]:
     response_class=StreamingResponse,
     responses={200: {"content": {TRACE_MEDIA_TYPE: {}}}},
 )
-@on_storage
+@on_storage()
 def download_trace(
     name: str,
     job: JobDep,

@@ -55,6 +55,8 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 # Each label is a join of its own.
 _MAX_LABELS = 20
 _MAX_ALTERNATIVES = 20
+# Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
+_DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
 KeyHeader = Annotated[
     str | None,
@@ -267,7 +269,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
 
 
 @router.delete("/{job}", summary="Delete a job")
-@on_storage
+@on_storage(_DELETION_S)
 def delete(
     job: JobDep,
     context: ContextDep,
@@ -291,7 +293,7 @@ def delete(
     summary="Ask for another number of workers",
     status_code=status.HTTP_202_ACCEPTED,
 )
-@on_storage
+@on_storage()
 def resize(
     body: ResizeJob, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:
@@ -307,7 +309,7 @@ def resize(
 @router.post(
     "/{job}/drain", summary="Ask the workers to leave a host", status_code=status.HTTP_202_ACCEPTED
 )
-@on_storage
+@on_storage()
 def drain(
     body: DrainHost, job: JobDep, context: ContextDep, principal: PrincipalDep
 ) -> ResizeRequestOut:

@@ -75,7 +75,7 @@ FilterDep = Annotated[LogFilter, Depends(get_filter)]
     response_model=LogsOut,
     responses=_EVENT_STREAM,
 )
-@on_storage
+@on_storage()
 def get_logs(
     job: JobDep,
     context: ContextDep,
@@ -128,7 +128,7 @@ def _read_some(follower: LogFollower) -> list[LogPiece]:
     response_class=StreamingResponse,
     responses=_ARCHIVE,
 )
-@on_storage
+@on_storage()
 def download_logs(
     job: JobDep,
     context: ContextDep,

@@ -7,13 +7,15 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from service.api import deps
 from service.domain.models import JobStatus
 from service.jobs.run_storage import limit_growth
 from tests.harness.builders import batch, metrics, spec_document
-from tests.harness.service import Api, House
+from tests.harness.service import Api, House, problem_in
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -146,6 +148,18 @@ def test_logs_and_traces_of_an_attempt_that_is_a_link_are_not_shown(
     attempt.symlink_to(tmp_path / "host")
     assert SECRET not in api.http.get(f"/v1/jobs/{job_id}/logs").text
     assert api.http.get(f"/v1/jobs/{job_id}/traces/{trace}").status_code == 404
+
+
+def test_routes_of_files_say_that_storage_hangs_while_others_answer(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    hangs = TimeoutError(errno.ETIMEDOUT, "storage hangs", "/runs")
+    monkeypatch.setattr(deps, "in_time", Mock(side_effect=hangs))
+    for route in ("logs", "logs:download", "exports"):
+        problem = problem_in(api.http.get(f"/v1/jobs/{job_id}/{route}"), 503, "storage_unavailable")
+        assert "storage hangs" in problem["detail"]
+    assert api.http.get(f"/v1/jobs/{job_id}").is_success
 
 
 # What is no file of a job: packaged files, the service's own home, what the operator names.

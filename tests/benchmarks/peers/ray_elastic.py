@@ -14,6 +14,7 @@ trained again, and the bytes that were read from checkpoints.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -262,14 +262,11 @@ def main() -> None:
     """Run the actions and write what they cost."""
     config = json.loads(Path(sys.argv[1]).read_text())
     lab = Lab(config)
-    try:
-        results = [lab.do(action) for action in config["actions"]]
-        Path(config["folder"], "RESULT.json").write_text(json.dumps(results))
-    except Exception:
-        traceback.print_exc()  # here: Ray ends this process when its cluster goes away
-        raise
-    finally:
-        lab.close()
+    # After the traceback of what fails: Ray ends this process when its cluster goes away.
+    atexit.register(lab.close)
+    results = [lab.do(action) for action in config["actions"]]
+    Path(config["folder"], "RESULT.json").write_text(json.dumps(results))
+    lab.close()
     os._exit(0)  # the trainer's thread would wait for workers that are gone
 
 

@@ -136,11 +136,11 @@ _OTHER_CHARTS = (
     ),
     ChartSpec(
         "memory",
-        "Memory of the fullest worker",
+        "Worker memory",
         (
             Line("memory/peak_rss_bytes", "host, peak", VALIDATION_COLOUR),
-            Line("memory/peak_reserved_bytes", "GPU, peak of PyTorch", TRAIN_COLOUR),
-            Line("memory/gpu_used_bytes", "GPU, all", _PHASE_COLOURS["output_dist"]),
+            Line("memory/peak_reserved_bytes", "PyTorch, peak", TRAIN_COLOUR),
+            Line("memory/gpu_used_bytes", "GPU", _PHASE_COLOURS["output_dist"]),
         ),
         from_zero=True,
         is_optional=True,

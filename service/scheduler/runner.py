@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from service.backends.base import Backend, has_own_cluster
 from service.db.jobs import JobStore
@@ -30,6 +31,7 @@ from service.errors import (
 from service.jobs.run_storage import limit_growth
 from service.scheduler.policy import Admission, Capacity, Preemption, QueuePosition, Start, admit
 from service.settings import Settings
+from service.storage import in_time
 
 logger = logging.getLogger(__name__)
 _LOCK = "queue"
@@ -122,7 +124,8 @@ class SchedulerRunner:
 
     def _write_limits(self, elastic: Sequence[Job], limits: Mapping[str, int]) -> None:
         for job in elastic:
-            self._guarded(job, limit_growth, self.settings, job, limits.get(job.id))
+            write = partial(limit_growth, self.settings, job, limits.get(job.id))
+            self._guarded(job, in_time, self.settings.runs_dir, write)
 
     def _capacity(self) -> Capacity:
         """The capacity of the cluster, under the setting; up to 3 s old.

@@ -66,7 +66,9 @@ def send_from_rank_0(site: WorkerSite, receiver: int) -> tuple[float, int]:
         dist.send(buffer, receiver)
     if site.rank == receiver:
         dist.recv(buffer, 0)
-    return time.perf_counter() - started, sent_bytes() - sent
+    duration_s = time.perf_counter() - started
+    dist.barrier()  # a sender is done while the kernel still holds the end
+    return duration_s, sent_bytes() - sent
 
 
 def fail_on_the_last_rank(site: WorkerSite) -> None:

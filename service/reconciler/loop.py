@@ -377,7 +377,8 @@ class Reconciler:
         self._telemetry.attempt_stored(attempt, decision.attempt)
         if stored.status.is_terminal and not job.status.is_terminal:
             self._telemetry.job_ended(stored)
-            self._on_storage(partial(update_job_file, stored, self._settings))
+            with self._slot.aside():
+                update_job_file(stored, self._settings)
         return stored
 
     # ---- actions

@@ -7,15 +7,15 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from service.api import deps
 from service.domain.models import JobStatus
+from service.jobs import actions, run_storage
 from service.jobs.run_storage import limit_growth
-from tests.harness.builders import batch, metrics, spec_document
-from tests.harness.service import Api, House, problem_in
+from tests.harness.builders import batch, checkpoint, metrics, spec_document
+from tests.harness.service import Api, House, end, problem_in
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -26,6 +26,11 @@ from trainer.protocol.untrusted import (
 
 REPO = Path(__file__).parents[4]
 SECRET = "the secret of the host"
+
+
+def _hangs(*_: object) -> None:
+    """A call to storage that has not answered."""
+    raise TimeoutError(errno.ETIMEDOUT, "storage hangs", "/runs")
 
 
 def _pipe(path: Path, secret: Path) -> None:
@@ -154,12 +159,34 @@ def test_routes_of_files_say_that_storage_hangs_while_others_answer(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = api.start()
-    hangs = TimeoutError(errno.ETIMEDOUT, "storage hangs", "/runs")
-    monkeypatch.setattr(deps, "in_time", Mock(side_effect=hangs))
+    monkeypatch.setattr(run_storage, "in_time", _hangs)
     for route in ("logs", "logs:download", "exports"):
         problem = problem_in(api.http.get(f"/v1/jobs/{job_id}/{route}"), 503, "storage_unavailable")
         assert "storage hangs" in problem["detail"]
+    problem_in(api.http.post("/v1/code", content=b"x"), 503, "storage_unavailable")
     assert api.http.get(f"/v1/jobs/{job_id}").is_success
+
+
+def test_jobs_are_cancelled_and_restarts_refused_while_storage_hangs(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(40)))
+    for module in (run_storage, actions):
+        monkeypatch.setattr(module, "in_time", _hangs)
+    waiting = api.submit()
+    assert api.http.post(f"/v1/jobs/{waiting}:cancel").json()["status"] == "CANCELLED"
+    end(api, job_id)
+    problem_in(api.http.post(f"/v1/jobs/{job_id}:restart"), 503, "storage_unavailable")
+
+
+def test_a_download_is_cut_off_where_storage_hangs_on_the_way(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    api.log(f"{job_id}-a0", "driver", "a line\n")
+    monkeypatch.setattr(deps, "in_time", _hangs)
+    assert api.http.get(f"/v1/jobs/{job_id}/logs:download").content == b""
 
 
 # What is no file of a job: packaged files, the service's own home, what the operator names.

@@ -6,10 +6,11 @@ outlived its attempt (partitioned, then replaced) are stored and change nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.domain.membership import apply_event
+from service.domain.metrics import admitted
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -73,7 +74,7 @@ def _steer(result: IngestResult, event: events.Event) -> None:
     job = result.job
     match event:
         case events.Metrics():
-            job = replace(job, latest_metrics={**job.latest_metrics, **event.values})
+            job = _with_metrics(job, event.values)
         case events.Progress():
             before = job.progress
             told = event.model_dump(exclude={"kind", "time"})
@@ -90,11 +91,18 @@ def _steer(result: IngestResult, event: events.Event) -> None:
         case events.AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)
-            job = replace(job, latest_metrics={**job.latest_metrics, **event.final_metrics})
+            job = _with_metrics(job, event.final_metrics)
         case _:
             membership = apply_event(job.membership, result.attempt.id, event)
             job = replace(job, membership=membership)
     result.job = job
+
+
+def _with_metrics(job: Job, values: Mapping[str, float]) -> Job:
+    known = job.latest_metrics
+    kept = {*known, *admitted(known, values)}
+    newest = {name: value for name, value in values.items() if name in kept}
+    return replace(job, latest_metrics={**known, **newest})
 
 
 def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from service.domain.models import Attempt, Job
 from service.errors import reaching_storage
 from service.settings import Settings
@@ -100,7 +102,7 @@ def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """Every folder of a job with what `write_job` wrote there; None where that is unreadable."""
     for path in sorted(runs_dir.glob("*/job.json")):
         try:
-            document = json.loads(read_untrusted(path, runs_dir))
+            document = from_json(read_untrusted(path, runs_dir))
         except (OSError, ValueError):
             document = None
         yield path.parent, document if isinstance(document, dict) else None
@@ -178,7 +180,7 @@ def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
 
 def _checkpoint_path(run_dir: RunDir) -> str | None:
     try:
-        document = json.loads(read_untrusted(run_dir.job_path, run_dir.runs_dir))
+        document = from_json(read_untrusted(run_dir.job_path, run_dir.runs_dir))
         path = document["spec"]["checkpoint"]["path"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None

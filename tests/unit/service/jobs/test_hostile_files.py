@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from service.api import deps
+from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
-from service.jobs.run_storage import limit_growth
+from service.jobs.run_storage import limit_growth, run_dir_of
 from tests.harness.builders import batch, checkpoint, metrics, spec_document
 from tests.harness.service import Api, House, end, problem_in
+from trainer.export.requests import ask_for
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -187,6 +189,32 @@ def test_a_download_is_cut_off_where_storage_hangs_on_the_way(
     api.log(f"{job_id}-a0", "driver", "a line\n")
     monkeypatch.setattr(deps, "in_time", _hangs)
     assert api.http.get(f"/v1/jobs/{job_id}/logs:download").content == b""
+
+
+def test_documents_nested_without_end_are_damaged_ones(api: Api, tmp_path: Path) -> None:
+    nested = "[" * 100_000
+    (tmp_path / "manifest.json").write_text(nested)
+    spec = spec_document()
+    spec["data"]["path"] = str(tmp_path)
+    answer = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec})
+    assert answer.json()["fields"][0]["code"] == "unreadable_manifest"
+    job_id = api.start()
+    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    (folder.root / "failure.json").write_text(nested)
+    (shown,) = api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]
+    assert shown["status"] == "failed"
+
+
+def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> None:
+    job_id = api.start()
+    flood = {f"train/{number}": 1.0 for number in range(MAX_METRICS)} | {"x" * 1000: 1.0}
+    for step, values in enumerate(({"train/loss": 1.0}, flood, {"late": 1.0, "train/loss": 0.5})):
+        record = metrics(step).model_copy(update={"values": values})
+        api.post_events(f"{job_id}-a0", batch(record, first_seq=step))
+    shown = api.http.get(f"/v1/jobs/{job_id}").json()["latest_metrics"]
+    assert len(shown) == len(api.store.metric_names(job_id)) == MAX_METRICS
+    assert shown["train/loss"] == 0.5
+    assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
 
 
 # What is no file of a job: packaged files, the service's own home, what the operator names.

@@ -23,6 +23,8 @@ from service.domain.retries import spends_budget
 from service.domain.timeline import describe, level_of
 from trainer.protocol import events
 
+_MAX_MESSAGE_CHARS = 20_000
+
 
 @dataclass
 class IngestResult:
@@ -120,16 +122,27 @@ def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
 def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
     if event.reason in known:
-        return ReportedEnd(known[event.reason], event.message, now, event.evidence)
-    message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
+        return ReportedEnd(known[event.reason], _shown(event.message), now, event.evidence)
+    message = (
+        f"{_shown(event.message)} (reported as '{_shown(event.reason)}', a reason "
+        "unknown to this version)"
+    )
     return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
+
+
+def _shown(message: str) -> str:
+    """A message as long as lists of jobs can show: the whole one is in the job's logs."""
+    if len(message) <= _MAX_MESSAGE_CHARS:
+        return message
+    half = _MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} [...] {message[-half:]}"
 
 
 def _timeline_event(result: IngestResult, event: events.Event) -> TimelineEvent:
     membership = result.job.membership
     is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
-    level, message = level_of(event), describe(event, membership if is_own else None)
+    level, message = level_of(event), _shown(describe(event, membership if is_own else None))
     data = data if level is None else {"level": level, **data}
     job_id, attempt_id = result.job.id, result.attempt.id
     return TimelineEvent(0, job_id, attempt_id, event.time, event.kind, message, "driver", data)

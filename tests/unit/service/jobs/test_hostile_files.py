@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from service.api import deps
+from service.api import deps, views
 from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
 from service.jobs.run_storage import limit_growth, run_dir_of
-from tests.harness.builders import batch, checkpoint, metrics, spec_document
+from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, spec_document
 from tests.harness.service import Api, House, end, problem_in
 from trainer.export.requests import ask_for
 from trainer.protocol.untrusted import (
@@ -215,6 +215,21 @@ def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> 
     assert len(shown) == len(api.store.metric_names(job_id)) == MAX_METRICS
     assert shown["train/loss"] == 0.5
     assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
+
+
+def test_lists_show_the_newest_exports_and_messages_of_bounded_length(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    monkeypatch.setattr(views, "_MAX_EXPORTS", 2)
+    folders = [ask_for(run_dir_of(api.settings, job_id), "newest", "int8") for _ in range(3)]
+    shown = api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]
+    assert [each["id"] for each in shown] == [folder.id for folder in folders[1:]]
+    ended = attempt_ended("training_error").model_copy(update={"message": "a" + "x" * 10**6 + "z"})
+    api.post_events(f"{job_id}-a0", batch(ended))
+    reported = api.store.get_attempt(f"{job_id}-a0").reported_end
+    messages = [reported.message, api.store.list_timeline(job_id)[-1].message]
+    assert all(len(each) < 30_000 and "[...]" in each for each in messages)
 
 
 # What is no file of a job: packaged files, the service's own home, what the operator names.

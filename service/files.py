@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.protocol.run_dir import write_whole
+
 DEFAULT_HOME = "~/.shardloom"
 
 
@@ -22,11 +24,7 @@ def home_dir() -> Path:
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)
+    write_whole(path, text.encode(), mode=0o600)
 
 
 def create_once(path: Path, text: str, mode: int = 0o600) -> None:

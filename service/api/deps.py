@@ -12,7 +12,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
 from service.jobs.export_runner import ExportRunner
-from service.jobs.run_storage import run_dir_of, write_json
+from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
@@ -224,13 +224,17 @@ def on_storage(
         @functools.wraps(handler)
         def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
             context = cast(Context, kwargs["context"])
-            call = partial(handler, *args, **kwargs)
-            with errors.reaching_storage():
-                return in_time(context.settings.runs_dir, call, deadline_s)
+            return reach(context.settings, partial(handler, *args, **kwargs), deadline_s)
 
         return handle
 
     return decorate
+
+
+def streamed(context: Context, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """What is read from run storage while it is sent, each chunk within the deadline."""
+    read = partial(in_time, context.settings.runs_dir, partial(next, chunks, None))
+    return cast(Iterator[bytes], iter(read, None))
 
 
 def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
@@ -244,8 +248,7 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
     keys.keep_secrets(job_id, encrypted, time.time())
     path = run_dir_of(context.settings, job_id).secret_names_path
-    with errors.reaching_storage():
-        write_json(path, sorted(secrets), context.settings.runs_dir)
+    reach(context.settings, partial(write_json, path, sorted(secrets), context.settings.runs_dir))
 
 
 # A strong tag in a list; what others there are in it were never given out.

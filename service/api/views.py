@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from service.domain.membership import (
@@ -36,10 +37,23 @@ from service.schemas.jobs import (
 )
 from service.settings import Settings
 from trainer.export.artifact import ArtifactError
-from trainer.export.requests import ExportFolder
+from trainer.export.requests import ExportFolder, list_exports
+from trainer.protocol.run_dir import RunDir
+
+# A job may make any number.
+_MAX_EXPORTS = 200
 
 
-def describe_or_fail(folder: ExportFolder) -> ExportOut:
+def exports_of(run_dir: RunDir) -> list[ExportOut]:
+    """The newest exports of a job, oldest first; one that is being deleted is left out."""
+    found = []
+    for folder in list_exports(run_dir)[-_MAX_EXPORTS:]:
+        with suppress(OSError, ValueError):
+            found.append(_describe_or_fail(folder))
+    return found
+
+
+def _describe_or_fail(folder: ExportFolder) -> ExportOut:
     """Like `describe`, but an export that was damaged is shown as failed."""
     try:
         return describe(folder)

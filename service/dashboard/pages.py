@@ -33,8 +33,7 @@ from service.dashboard.snapshots import (
     load_job,
 )
 from service.domain.models import Checkpoint, Job, JobStatus, MetricPoint
-from service.errors import JobNotFound
-from service.jobs.run_storage import run_dir_of
+from service.errors import JobNotFound, StorageUnavailable
 from service.schemas import wording
 
 REFRESH_INTERVAL_S = 1.0
@@ -70,9 +69,14 @@ class JobPage:
         """Read the store in a thread and show what changed."""
         snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
         self._show(snapshot)
-        await self._exports.refresh()
-        job = snapshot.job
-        await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
+        job, fault = snapshot.job, ""
+        try:
+            await self._exports.refresh()
+            await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
+        except StorageUnavailable as error:
+            fault = f"Logs and exports cannot be read: {error}"
+        self._fault.set_text(fault)
+        self._fault.set_visibility(bool(fault))
 
     def _build_head(self) -> None:
         with ui.element("div").classes("crumbs"):
@@ -101,12 +105,14 @@ class JobPage:
 
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):
+            self._fault = ui.label().classes("notice tone-warn")
+            self._fault.set_visibility(False)
             with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
                 for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
                     ui.tab(name)
             with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
                 with ui.tab_panel("Logs"):
-                    self._logs = LogView(run_dir_of(self._tools.settings, self._job_id))
+                    self._logs = LogView(self._tools.settings, self._job_id)
                 with ui.tab_panel("Checkpoints"):
                     self._checkpoints = ui.html(sanitize=False)
                     self._exports = self._panel(ExportPanel)

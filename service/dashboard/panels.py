@@ -1,7 +1,7 @@
 """Panels of a job's page: lifecycle actions, exports, logs, groups, traces.
 
-Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads,
-and every change is authorized and audited first (`check_change`).
+Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads
+with a deadline (`reach`), and every change is authorized and audited first (`check_change`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from nicegui import ui
 
-from service.api.views import describe_or_fail
+from service.api.views import exports_of
 from service.dashboard import fragments
 from service.dashboard.auth import check_change, may_change, reader
 from service.dashboard.groups import groups_view
@@ -29,15 +29,20 @@ from service.domain.models import Job, JobStatus
 from service.domain.timeline import latest_resize_request, traces_of
 from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
 from service.jobs import actions
-from service.jobs.exports import delete_export, get_export, request_export
+from service.jobs.exports import (
+    REQUEST_EXPORT_S,
+    delete_export,
+    get_export,
+    request_export,
+)
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
 from service.jobs.profiling import request_trace
-from service.jobs.run_storage import run_dir_of
+from service.jobs.run_storage import reach, run_dir_of
 from service.schemas import wording
-from service.schemas.jobs import ExportOut
 from service.settings import Settings
-from trainer.export.requests import ExportFolder, list_exports
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from service.storage import DEADLINE_S
+from trainer.export.requests import ExportFolder
+from trainer.protocol.run_dir import AttemptDir
 
 MAX_LOG_LINES = 500
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
@@ -110,6 +115,16 @@ class Panel(ABC):
     @abstractmethod
     def _build(self) -> None:
         """Draw the panel, empty."""
+
+    async def _change_files(
+        self,
+        what: str,
+        change: Callable[[], object],
+        done: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """As `_change`, where files of the job change too."""
+        await self._change(what, partial(reach, self._settings, change, deadline_s), done)
 
     async def _change(self, what: str, change: Callable[[], object], done: str = "") -> None:
         """Authorize and audit a change, and make it in a thread; a notice says what came of it."""
@@ -209,8 +224,12 @@ class ExportPanel(Panel):
         self._list = ui.html(sanitize=False)
 
     async def refresh(self) -> None:
-        """Read run storage in a thread and show the state of the exports."""
-        found = await asyncio.to_thread(self._read)
+        """Read run storage in a thread and show the state of the exports, the newest first.
+
+        Raises `StorageUnavailable`.
+        """
+        read = partial(exports_of, self._run_dir)
+        found = (await asyncio.to_thread(reach, self._settings, read))[::-1]
         job, now = self._snapshot.job, time.time()
         self._list.set_content(fragments.render("exports.html", job=job, exports=found, now=now))
         self._doomed.set_options([each.id for each in found])
@@ -222,15 +241,6 @@ class ExportPanel(Panel):
         self._checkpoint.set_options(["newest", "best", *steps])
         self._button.set_enabled(bool(steps))
 
-    def _read(self) -> list[ExportOut]:
-        found = []
-        for folder in reversed(list_exports(self._run_dir)):
-            try:
-                found.append(describe_or_fail(folder))
-            except (ServiceError, OSError, ValueError):
-                continue  # it is being deleted
-        return found
-
     async def _delete(self) -> None:
         if self._doomed.value is None:
             ui.notify("Say which one.", type="warning")
@@ -241,7 +251,8 @@ class ExportPanel(Panel):
         def delete() -> None:
             delete_export(get_export(self._settings, self._snapshot.job.id, export_id))
 
-        await self._change(f"delete export {export_id}", delete, f"Export {export_id} is deleted.")
+        done = f"Export {export_id} is deleted."
+        await self._change_files(f"delete export {export_id}", delete, done)
 
     async def _export(self) -> None:
         self._dialog.close()
@@ -251,16 +262,16 @@ class ExportPanel(Panel):
         def export() -> None:
             self._submit(request_export(self._store, self._settings, job, checkpoint, quantize))
 
-        await self._change(
-            "export", export, "The export appears here; it takes seconds to minutes."
-        )
+        done = "The export appears here; it takes seconds to minutes."
+        await self._change_files("export", export, done, REQUEST_EXPORT_S)
 
 
 class LogView:
     """Follows one log of one attempt; switches to a new attempt by itself."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
+    def __init__(self, settings: Settings, job_id: str) -> None:
+        self._settings = settings
+        self._run_dir = run_dir_of(settings, job_id)
         self._attempt_id: str | None = None
         self._position: LogPosition | None = None
         self._suggested: str | None = None
@@ -271,7 +282,10 @@ class LogView:
         self._lines = ui.log(max_lines=MAX_LOG_LINES).classes("log-lines")
 
     async def refresh(self, attempt_id: str | None, *, is_final: bool) -> None:
-        """Show what is new; `is_final` says that nobody writes to the logs any more."""
+        """Show what is new; `is_final` says that nobody writes to the logs any more.
+
+        Raises `StorageUnavailable`.
+        """
         if attempt_id != self._attempt_id:
             self._attempt_id = attempt_id
             self._restart()
@@ -279,7 +293,8 @@ class LogView:
             self._hint.set_text("Logs appear once the job has been submitted to the cluster.")
             return
         files = self._run_dir.attempt(attempt_id)
-        self._show_sources(await asyncio.to_thread(list_sources, files))
+        look = partial(list_sources, files)
+        self._show_sources(await asyncio.to_thread(reach, self._settings, look))
         if self._source.value:
             await self._follow(files, attempt_id, self._source.value, is_final)
 
@@ -296,7 +311,8 @@ class LogView:
         self, files: AttemptDir, attempt_id: str, source: str, is_final: bool
     ) -> None:
         before = self._position
-        start, pieces = await asyncio.to_thread(_read, files, attempt_id, source, before, is_final)
+        read = partial(_read, files, attempt_id, source, before, is_final)
+        start, pieces = await asyncio.to_thread(reach, self._settings, read)
         # The reader may have picked another source while the thread was reading.
         if before is not self._position or source != self._source.value:
             return
@@ -378,7 +394,7 @@ class PlacementPanel(Panel):
             return
         self._resize_dialog.close()
         job_id, size = self._snapshot.job.id, int(self._size.value)
-        await self._change(
+        await self._change_files(
             "resize", lambda: actions.request_resize(self._store, self._run_dir, job_id, size)
         )
 
@@ -393,7 +409,7 @@ class PlacementPanel(Panel):
                     self._store, self._run_dir, job_id, host, undo=host in drained
                 )
 
-        await self._change("drain", drain)
+        await self._change_files("drain", drain)
 
 
 class TracePanel(Panel):
@@ -425,7 +441,7 @@ class TracePanel(Panel):
         self._dialog.close()
         job_id, num_steps = self._snapshot.job.id, int(self._steps.value)
         ranks = list(self._ranks.value)
-        await self._change(
+        await self._change_files(
             "trace",
             lambda: request_trace(self._store, self._run_dir, job_id, num_steps, ranks),
             "The trace appears here once it is written.",

@@ -31,13 +31,17 @@ from sqlalchemy import (
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import metric_names, metric_points
+from service.domain.metrics import admitted
 from service.domain.models import MetricPoint
 
 Points = Mapping[tuple[str, int], tuple[float, float]]
 
 
 def save_points(connection: Connection, job_id: str, attempt_index: int, points: Points) -> None:
-    """Store points (name, step) -> (value, time); those of a newer attempt are kept."""
+    """Store points (name, step) -> (value, time); those of a newer attempt are kept.
+
+    Of metrics beyond those that a job may have nothing is stored.
+    """
     if not points:
         return
     ids = _ids_of_names(connection, job_id, {name for name, _ in points})
@@ -50,7 +54,10 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
             "attempt_index": attempt_index,
         }
         for (name, step), (value, time) in points.items()
+        if name in ids
     ]
+    if not rows:
+        return
     _widen_bounds(connection, rows)
     insert = insert_for(connection, metric_points)
     new = insert.excluded
@@ -65,7 +72,7 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
 def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[str, int]:
     query = select(metric_names.c.name, metric_names.c.id).where(metric_names.c.job_id == job_id)
     ids = {row.name: row.id for row in connection.execute(query)}
-    new = [{"job_id": job_id, "name": name} for name in sorted(names - ids.keys())]
+    new = [{"job_id": job_id, "name": name} for name in admitted(ids, sorted(names))]
     if not new:
         return ids
     connection.execute(insert_for(connection, metric_names).on_conflict_do_nothing(), new)

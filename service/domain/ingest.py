@@ -6,10 +6,11 @@ outlived its attempt (partitioned, then replaced) are stored and change nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.domain.membership import apply_event
+from service.domain.metrics import admitted
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -21,6 +22,8 @@ from service.domain.models import (
 from service.domain.retries import spends_budget
 from service.domain.timeline import describe, level_of
 from trainer.protocol import events
+
+_MAX_MESSAGE_CHARS = 20_000
 
 
 @dataclass
@@ -73,7 +76,7 @@ def _steer(result: IngestResult, event: events.Event) -> None:
     job = result.job
     match event:
         case events.Metrics():
-            job = replace(job, latest_metrics={**job.latest_metrics, **event.values})
+            job = _with_metrics(job, event.values)
         case events.Progress():
             before = job.progress
             told = event.model_dump(exclude={"kind", "time"})
@@ -90,11 +93,18 @@ def _steer(result: IngestResult, event: events.Event) -> None:
         case events.AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)
-            job = replace(job, latest_metrics={**job.latest_metrics, **event.final_metrics})
+            job = _with_metrics(job, event.final_metrics)
         case _:
             membership = apply_event(job.membership, result.attempt.id, event)
             job = replace(job, membership=membership)
     result.job = job
+
+
+def _with_metrics(job: Job, values: Mapping[str, float]) -> Job:
+    known = job.latest_metrics
+    kept = {*known, *admitted(known, values)}
+    newest = {name: value for name, value in values.items() if name in kept}
+    return replace(job, latest_metrics={**known, **newest})
 
 
 def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
@@ -112,16 +122,27 @@ def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
 def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
     if event.reason in known:
-        return ReportedEnd(known[event.reason], event.message, now, event.evidence)
-    message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
+        return ReportedEnd(known[event.reason], _shown(event.message), now, event.evidence)
+    message = (
+        f"{_shown(event.message)} (reported as '{_shown(event.reason)}', a reason "
+        "unknown to this version)"
+    )
     return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
+
+
+def _shown(message: str) -> str:
+    """A message as long as lists of jobs can show: the whole one is in the job's logs."""
+    if len(message) <= _MAX_MESSAGE_CHARS:
+        return message
+    half = _MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} [...] {message[-half:]}"
 
 
 def _timeline_event(result: IngestResult, event: events.Event) -> TimelineEvent:
     membership = result.job.membership
     is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
-    level, message = level_of(event), describe(event, membership if is_own else None)
+    level, message = level_of(event), _shown(describe(event, membership if is_own else None))
     data = data if level is None else {"level": level, **data}
     job_id, attempt_id = result.job.id, result.attempt.id
     return TimelineEvent(0, job_id, attempt_id, event.time, event.kind, message, "driver", data)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from trainer.protocol.events import PHASES
 
+# Of one job; a table or a task of a model brings a few.
+MAX_METRICS = 2000
+_MAX_NAME_CHARS = 200
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
 # Causes of lost time in words, where the coordinator's names are other ones.
 _CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}
+
+
+def admitted(known: Collection[str], names: Iterable[str]) -> list[str]:
+    """Those of `names` that a job may have beside its `known` ones: it reports what it likes."""
+    new = [name for name in names if name not in known and len(name) <= _MAX_NAME_CHARS]
+    return new[: max(0, MAX_METRICS - len(known))]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -48,6 +49,7 @@ from service.jobs.run_storage import (
     write_json,
 )
 from service.settings import Settings
+from service.storage import in_time
 from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -132,7 +134,10 @@ def resume_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Ch
     resumed = _change(store, job_id, change, **by)
     if resumed.current_attempt_id is not None and not resumed.pause_requested:
         try:
-            withdraw_pause(settings, job_id, resumed.current_attempt_id)
+            in_time(
+                settings.runs_dir,
+                partial(withdraw_pause, settings, job_id, resumed.current_attempt_id),
+            )
         except OSError as error:
             # The driver then ends all the same, and another attempt follows at once.
             logger.warning("job %s: the pause could not be withdrawn: %s", job_id, error)
@@ -162,7 +167,7 @@ def restart_job(
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
         with errors.reaching_storage(f"cannot restore the files of job {job_id}: "):
             # A deletion which was cut off may have taken them.
-            restore_from_trash(settings, job_id)
+            in_time(settings.runs_dir, partial(restore_from_trash, settings, job_id))
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
     restarted = _change(store, job_id, change, **by)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from service.errors import CodeStoreFull, InvalidRequest
+from service.jobs.run_storage import reach
 from service.settings import Settings
 from trainer.protocol.code_archive import (
     MAX_UNPACKED_BYTES,
@@ -86,10 +88,14 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
     """Raise `SpecError` where a spec names code that was not uploaded.
 
     What was, but is gone since, comes back from `source`, the run folder of a job that has it.
-    Raises OSError where that fails.
+    Raises `StorageUnavailable` where that fails.
     """
-    code = spec.model.code
-    if code is None or _renewed(_upload_path(settings, code)):
+    if (code := spec.model.code) is not None:
+        reach(settings, partial(_check_kept, settings, code, source))
+
+
+def _check_kept(settings: Settings, code: str, source: RunDir | None) -> None:
+    if _renewed(_upload_path(settings, code)):
         return
     data = _read(settings, source.code_path(code), code) if source else None
     if data is None:

@@ -35,6 +35,8 @@ from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
 _DAY_S = 86400.0
+# Deadline of `request_export`, which looks for packages with a Python of its own.
+REQUEST_EXPORT_S = 60.0
 # A request that dies while it looks and asks keeps others from asking for this long.
 _LOCK_S = 60.0
 _CHUNK_BYTES = 2**18

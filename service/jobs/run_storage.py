@@ -4,7 +4,7 @@ Each file appears whole or not at all. Pause requests, rewinds and growth limits
 and its workers; `job.json` is for the service itself, should its database be lost
 (`service.reconciler.recover`). A folder that is to be deleted is renamed first, so that no job has
 it any more; there may be several of one job, where a deletion was cut off and its folder was made
-anew. All functions but `update_job_file` raise OSError.
+anew. All functions but `reach` and `update_job_file` raise OSError.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 from service.domain.models import Attempt, Job
+from service.errors import reaching_storage
 from service.settings import Settings
+from service.storage import DEADLINE_S, in_time
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import read_untrusted, replace_untrusted
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 _TRASH_PREFIX = ".deleted-"
 # Earlier versions gave the name no ending.
 _TRASHED = re.compile(rf"{re.escape(_TRASH_PREFIX)}(job-[0-9a-z]{{12}})(\.[0-9a-f]+)?")
@@ -32,6 +37,14 @@ _TRASHED = re.compile(rf"{re.escape(_TRASH_PREFIX)}(job-[0-9a-z]{{12}})(\.[0-9a-
 
 def run_dir_of(settings: Settings, job_id: str) -> RunDir:
     return RunDir(settings.runs_dir / job_id)
+
+
+def reach(
+    settings: Settings, call: Callable[[], _Result], deadline_s: float = DEADLINE_S
+) -> _Result:
+    """What `call` returns; raises `StorageUnavailable` where run storage fails or hangs."""
+    with reaching_storage():
+        return in_time(settings.runs_dir, call, deadline_s)
 
 
 def write_json(path: Path, document: Any, runs_dir: Path) -> None:
@@ -48,14 +61,18 @@ def write_job(job: Job, settings: Settings) -> None:
 def update_job_file(job: Job, settings: Settings) -> None:
     """Write anew what is kept of a job that has just ended, or goes on, if anything is.
 
-    A recovery then knows that nobody waits for it any more. Storage that fails is only logged:
-    what happens to a job does not depend on it.
+    A recovery then knows that nobody waits for it any more. Storage that fails or hangs is only
+    logged: what happens to a job does not depend on it.
     """
     path = run_dir_of(settings, job.id).job_path
-    try:
+
+    def update() -> None:
         if path.exists():
             # Its folder is not made: somebody may delete it in this moment.
             replace_untrusted(path, _content_of(job), settings.runs_dir, make=False)
+
+    try:
+        in_time(settings.runs_dir, update)
     except OSError as error:
         logger.warning(
             "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
@@ -85,7 +102,7 @@ def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """Every folder of a job with what `write_job` wrote there; None where that is unreadable."""
     for path in sorted(runs_dir.glob("*/job.json")):
         try:
-            document = json.loads(read_untrusted(path, runs_dir))
+            document = from_json(read_untrusted(path, runs_dir))
         except (OSError, ValueError):
             document = None
         yield path.parent, document if isinstance(document, dict) else None
@@ -163,7 +180,7 @@ def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
 
 def _checkpoint_path(run_dir: RunDir) -> str | None:
     try:
-        document = json.loads(read_untrusted(run_dir.job_path, run_dir.runs_dir))
+        document = from_json(read_untrusted(run_dir.job_path, run_dir.runs_dir))
         path = document["spec"]["checkpoint"]["path"]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None

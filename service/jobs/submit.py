@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic_core import from_json
 
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter
@@ -112,7 +113,7 @@ def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
 def _manifest_problem(path: Path) -> FieldProblem | None:
     again = "prepare the data again with `shardloom data prepare`"
     try:
-        manifest = json.loads(_read_manifest(path))
+        manifest = from_json(_read_manifest(path))
     except FileNotFoundError:
         message = f"{path} is missing, so the folder was never finished; {again}"
         return FieldProblem("data.path", "missing_manifest", message)

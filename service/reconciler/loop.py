@@ -10,7 +10,8 @@ backend for all attempts at once, and live jobs are reconciled in a thread pool,
 the same time, so that a slow backend delays that job alone; those that a user wants cancelled or
 paused have threads of their own. The threads take turns in computing (`_ComputeSlot`), as under the
 GIL eight that compute would delay a request eight times as long as one. No backend call happens
-inside a transaction, and calls to run storage have a deadline (`service.storage`).
+inside a transaction, and calls to run storage have a deadline (`service.storage`), but for those of
+housekeeping: nobody waits for its thread.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ _OBSERVE_ALL_FROM = 16
 _NUM_URGENT_THREADS = 4
 # A pass takes far less where the database and the cluster answer.
 _SCHEDULING_S = 0.2
+# What is cut off is found again by the next start.
+_APART_S = 2.0
 
 
 class Reconciler:
@@ -164,6 +167,7 @@ class Reconciler:
         self._observer = executor(1, "observe")
         self._scheduler = executor(1, "schedule")
         self._scheduled: Future[int] | None = None
+        self._apart: list[threading.Thread] = []
         self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
@@ -171,8 +175,7 @@ class Reconciler:
 
     def start(self) -> None:
         """Begin to reconcile, now and at every interval."""
-        deletions = self._pool.submit(finish_deletions, self._store, self._settings)
-        deletions.add_done_callback(partial(_log_failure, "finishing deletions failed"))
+        self._run_apart("deletions", partial(finish_deletions, self._store, self._settings))
         self._thread.start()
 
     def wake(self) -> None:
@@ -194,6 +197,8 @@ class Reconciler:
         for executor in (self._scheduler, self._observer, self._urgent, self._pool):
             executor.shutdown(cancel_futures=True)
         self._queue.close()
+        for thread in self._apart:
+            thread.join(_APART_S)
         try:
             self._store.release_leases(self._settings.replica_id)
         except StoreUnavailable as error:
@@ -237,8 +242,21 @@ class Reconciler:
                 self._busy[name] = late
                 late.add_done_callback(partial(self._release, name))
         if self._housekeeper.take_due():
-            done = self._pool.submit(self._housekeeper.run)
-            done.add_done_callback(partial(_log_failure, "housekeeping failed"))
+            self._run_apart("housekeeping", self._housekeeper.run)
+
+    def _run_apart(self, what: str, work: Callable[[], None]) -> None:
+        """Begin what goes through all of run storage: it may take hours, or hang."""
+
+        def run() -> None:
+            write_in_background()
+            try:
+                work()
+            except Exception as error:  # left for the next time
+                _log_error(f"cannot finish {what}", error)
+
+        self._apart = [thread for thread in self._apart if thread.is_alive()]
+        self._apart.append(threading.Thread(target=run, name=what, daemon=True))
+        self._apart[-1].start()
 
     def _schedule(self) -> None:
         """Let the queue be scheduled; what starts at once is reconciled in the same pass."""
@@ -377,7 +395,8 @@ class Reconciler:
         self._telemetry.attempt_stored(attempt, decision.attempt)
         if stored.status.is_terminal and not job.status.is_terminal:
             self._telemetry.job_ended(stored)
-            self._on_storage(partial(update_job_file, stored, self._settings))
+            with self._slot.aside():
+                update_job_file(stored, self._settings)
         return stored
 
     # ---- actions

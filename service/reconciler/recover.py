@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from service.db.jobs import JobStore
 from service.domain.lifecycle import finish
 from service.domain.models import Attempt, EndReason, Job, JobStatus, ReportedEnd, attempt_id
@@ -54,7 +52,7 @@ def recover_jobs(
         try:
             job = _known(store, folder.name) or _job_of(folder, document)
             end = _end_in(document)
-        except (KeyError, TypeError, ValueError, ValidationError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             found.refused[folder.name] = f"job.json cannot be used: {error}"
             continue
         if job.message != _MARK:

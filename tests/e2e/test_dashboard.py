@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from service import storage
+from service.dashboard import panels
 from service.domain.models import Job, JobStatus
+from service.jobs import run_storage
+from service.jobs.logs import list_sources
+from service.storage import in_time
 from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, open_job, start_job, tell
 from tests.harness.builders import (
     checkpoint,
@@ -22,10 +30,11 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.databases import store_job
+from tests.harness.wait import scaled
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import list_exports
 from trainer.protocol.events import Event
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 def submit(dashboard: Dashboard, name: str) -> Job:
@@ -222,6 +231,32 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page, running: Job) -> None:
 
 
 @pytest.mark.slow
+def test_a_page_whose_storage_hangs_says_so_follows_the_job_and_shows_logs_once_it_answers(
+    page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def hanging(files: AttemptDir) -> list[str]:
+        answers.wait(scaled(60))
+        return list_sources(files)
+
+    def soon(path: Path, call: Callable[[], object], deadline_s: float) -> object:
+        return in_time(path, call, 0.1)
+
+    monkeypatch.setattr(panels, "list_sources", hanging)
+    monkeypatch.setattr(run_storage, "in_time", soon)
+    open_job(page, running)
+    fault = page.get_by_text("Logs and exports cannot be read")
+    expect(fault).to_contain_text("storage has not answered", timeout=LIVE_MS)
+    expect(fault).to_contain_text("storage hangs", timeout=2 * LIVE_MS)
+    assert [*storage.hanging().values()] == [storage.MAX_HANGING]
+    tell(dashboard.store, running, progress(70))
+    expect(page.get_by_text("step 70 of 100")).to_be_visible(timeout=LIVE_MS)
+    answers.set()
+    expect(page.locator(".log-lines")).to_contain_text("step 40 loss", timeout=LIVE_MS)
+    expect(fault).not_to_be_visible(timeout=LIVE_MS)
+
+
 def test_the_theme_switch_is_remembered(page: Page) -> None:
     page.goto("/dashboard/")
     switch = page.get_by_role("button", name="Switch theme")

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
+from pydantic_core import from_json
 
 from trainer.export.artifact import MARKER, REPORT, Manifest, read_manifest
 from trainer.protocol import events
@@ -53,7 +54,9 @@ from trainer.spec.training import Quantization
 logger = logging.getLogger(__name__)
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 _ID = re.compile(r"x-[0-9a-f]{8}")
-_MAX_BYTES = 2**22
+# Of a document; there may be thousands.
+_MAX_BYTES = 2**16
+_LINE_BYTES = 2**12
 _DELETING = "deleting"
 
 
@@ -111,7 +114,7 @@ class ExportFolder:
     def message(self) -> str:
         """Why it failed, or the newest progress line."""
         try:
-            return str(json.loads(self._read("failure.json"))["message"])
+            return str(from_json(self._read("failure.json"))["message"])
         except (OSError, ValueError, KeyError, TypeError):
             return self._last_line("progress.txt")
 
@@ -120,8 +123,9 @@ class ExportFolder:
         return self._last_line("export.log")
 
     def _last_line(self, name: str) -> str:
-        with contextlib.suppress(OSError, IndexError):
-            return self._read(name).splitlines()[-1]
+        with contextlib.suppress(OSError, IndexError), self._open(name, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
+            return file.read(_LINE_BYTES).decode(errors="replace").splitlines()[-1]
         return ""
 
     def read_manifest(self) -> Manifest:
@@ -137,7 +141,7 @@ class ExportFolder:
     def read_report(self) -> dict[str, Any] | None:
         """The report of the export; None until it is done."""
         try:
-            report = json.loads(self._read(f"{self.artifact.name}/{REPORT}"))
+            report = from_json(self._read(f"{self.artifact.name}/{REPORT}"))
         except (OSError, ValueError):
             return None
         return report if isinstance(report, dict) else None

@@ -50,10 +50,15 @@ def file_record(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Put a file in place: whole and durable, or not at all; raises OSError."""
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Put a file in place: whole and durable, or not at all; raises OSError.
+
+    `mode` holds the most rights of it.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    # One that was cut off may have other rights.
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

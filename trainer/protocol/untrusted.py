@@ -2,7 +2,9 @@
 
 A job can put a pipe, a link or an endless file in the place of any file of its folder, at any
 moment. So a path is opened folder by folder below one that is trusted, and what it is, and how
-large, is asked of what was opened. All functions raise OSError.
+large, is asked of what was opened. All functions raise OSError. What is in a document is read by
+`pydantic_core.from_json`, to which one that is nested too deeply is a ValueError: `json` raises a
+RecursionError, which nobody expects.
 """
 
 from __future__ import annotations

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, on_storage
-from service.api.views import describe, describe_or_fail
+from service.api.deps import ContextDep, JobDep, on_storage, streamed
+from service.api.views import describe, exports_of
 from service.domain.timeline import Trace
-from service.errors import ExportPending, reaching_storage
+from service.errors import ExportPending
 from service.jobs.code_archives import keep_code
 from service.jobs.exports import (
+    REQUEST_EXPORT_S,
     archive,
     delete_export,
     get_export,
@@ -22,7 +24,7 @@ from service.jobs.exports import (
     request_export,
 )
 from service.jobs.profiling import find_trace, list_traces, request_trace
-from service.jobs.run_storage import run_dir_of
+from service.jobs.run_storage import reach, run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
     CodeOut,
@@ -31,7 +33,6 @@ from service.schemas.jobs import (
     RequestTrace,
     TraceRequested,
 )
-from trainer.export.requests import list_exports
 from trainer.protocol.run_dir import trace_name
 
 code_router = APIRouter(prefix="/v1/code", tags=["code"])
@@ -56,20 +57,18 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     507 where as much is kept as the settings allow.
     """
     data = await request.body()
-    with reaching_storage():
-        return CodeOut.model_validate(await run_in_threadpool(keep_code, context.settings, data))
+    keep = partial(keep_code, context.settings, data)
+    return CodeOut.model_validate(await run_in_threadpool(reach, context.settings, keep))
 
 
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
 ARCHIVE_MEDIA_TYPE = "application/x-tar"
-# It looks for packages with a Python of its own.
-_EXPORT_S = 60.0
 
 
 @exports_router.post(
     "", summary="Export the model of a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
-@on_storage(_EXPORT_S)
+@on_storage(REQUEST_EXPORT_S)
 def post_export(
     body: RequestExport, job: JobDep, context: ContextDep, response: Response
 ) -> ExportOut:
@@ -93,9 +92,8 @@ def post_export(
 @exports_router.get("", summary="Exports of a job")
 @on_storage()
 def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
-    """Exports in the order of asking, all on one page."""
-    found = list_exports(run_dir_of(context.settings, job.id))
-    return Page(items=[describe_or_fail(folder) for folder in found])
+    """The newest 200 exports in the order of asking, all on one page."""
+    return Page(items=exports_of(run_dir_of(context.settings, job.id)))
 
 
 @exports_router.get("/{export_id}", summary="An export of a job")
@@ -134,7 +132,8 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
         "Content-Encoding": "identity",
         "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.tar"',
     }
-    return StreamingResponse(chunks, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
+    sent = streamed(context, chunks)
+    return StreamingResponse(sent, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
 
 
 traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"])
@@ -181,7 +180,8 @@ def download_trace(
     run_dir = run_dir_of(context.settings, job.id)
     file = find_trace(context.store, run_dir, job.id, name, attempt)
     headers = {"Content-Disposition": f'attachment; filename="{job.name}-{name}"'}
-    return StreamingResponse(_chunks(file), media_type=TRACE_MEDIA_TYPE, headers=headers)
+    sent = streamed(context, _chunks(file))
+    return StreamingResponse(sent, media_type=TRACE_MEDIA_TYPE, headers=headers)
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

@@ -29,7 +29,6 @@ from service.backends.base import check_cluster, hosts_for
 from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
-from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.code_archives import check_code
 from service.jobs.run_storage import run_dir_of
@@ -248,8 +247,7 @@ def clone(
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
-    with reaching_storage():
-        check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, StreamDep, on_storage
+from service.api.deps import ContextDep, JobDep, StreamDep, on_storage, streamed
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.errors import InvalidRequest
 from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
@@ -148,7 +148,7 @@ def download_logs(
     chunks: Iterator[bytes] = as_zip(logs) if form == "zip" else as_gzip(logs)
     name = f"{attempt or job.id}-logs.{'zip' if form == 'zip' else 'txt.gz'}"
     return StreamingResponse(
-        chunks,
+        streamed(context, chunks),
         media_type=f"application/{form}",
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response, status
@@ -17,8 +18,8 @@ from service.errors import (
     NotAHead,
     ProjectNotFound,
     ReconcilerDied,
-    reaching_storage,
 )
+from service.jobs.run_storage import reach
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
@@ -112,8 +113,7 @@ def get_head(context: ContextDep) -> HeadFacts:
     settings = context.settings
     if settings.gcs_address is None:
         raise NotAHead
-    with reaching_storage():
-        storage = storage_id(settings.runs_dir)
+    storage = reach(settings, partial(storage_id, settings.runs_dir))
     return HeadFacts(
         gcs_address=settings.gcs_address,
         ray_address=settings.ray_address,

@@ -7,15 +7,17 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from service.api import deps
+from service.api import deps, views
+from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
-from service.jobs.run_storage import limit_growth
-from tests.harness.builders import batch, metrics, spec_document
-from tests.harness.service import Api, House, problem_in
+from service.jobs import actions, run_storage
+from service.jobs.run_storage import limit_growth, run_dir_of
+from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, spec_document
+from tests.harness.service import Api, House, end, problem_in
+from trainer.export.requests import ask_for
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -26,6 +28,11 @@ from trainer.protocol.untrusted import (
 
 REPO = Path(__file__).parents[4]
 SECRET = "the secret of the host"
+
+
+def _hangs(*_: object) -> None:
+    """A call to storage that has not answered."""
+    raise TimeoutError(errno.ETIMEDOUT, "storage hangs", "/runs")
 
 
 def _pipe(path: Path, secret: Path) -> None:
@@ -154,12 +161,75 @@ def test_routes_of_files_say_that_storage_hangs_while_others_answer(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = api.start()
-    hangs = TimeoutError(errno.ETIMEDOUT, "storage hangs", "/runs")
-    monkeypatch.setattr(deps, "in_time", Mock(side_effect=hangs))
+    monkeypatch.setattr(run_storage, "in_time", _hangs)
     for route in ("logs", "logs:download", "exports"):
         problem = problem_in(api.http.get(f"/v1/jobs/{job_id}/{route}"), 503, "storage_unavailable")
         assert "storage hangs" in problem["detail"]
+    problem_in(api.http.post("/v1/code", content=b"x"), 503, "storage_unavailable")
     assert api.http.get(f"/v1/jobs/{job_id}").is_success
+
+
+def test_jobs_are_cancelled_and_restarts_refused_while_storage_hangs(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(40)))
+    for module in (run_storage, actions):
+        monkeypatch.setattr(module, "in_time", _hangs)
+    waiting = api.submit()
+    assert api.http.post(f"/v1/jobs/{waiting}:cancel").json()["status"] == "CANCELLED"
+    end(api, job_id)
+    problem_in(api.http.post(f"/v1/jobs/{job_id}:restart"), 503, "storage_unavailable")
+
+
+def test_a_download_is_cut_off_where_storage_hangs_on_the_way(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    api.log(f"{job_id}-a0", "driver", "a line\n")
+    monkeypatch.setattr(deps, "in_time", _hangs)
+    assert api.http.get(f"/v1/jobs/{job_id}/logs:download").content == b""
+
+
+def test_documents_nested_without_end_are_damaged_ones(api: Api, tmp_path: Path) -> None:
+    nested = "[" * 100_000
+    (tmp_path / "manifest.json").write_text(nested)
+    spec = spec_document()
+    spec["data"]["path"] = str(tmp_path)
+    answer = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec})
+    assert answer.json()["fields"][0]["code"] == "unreadable_manifest"
+    job_id = api.start()
+    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    (folder.root / "failure.json").write_text(nested)
+    (shown,) = api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]
+    assert shown["status"] == "failed"
+
+
+def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> None:
+    job_id = api.start()
+    flood = {f"train/{number}": 1.0 for number in range(MAX_METRICS)} | {"x" * 1000: 1.0}
+    for step, values in enumerate(({"train/loss": 1.0}, flood, {"late": 1.0, "train/loss": 0.5})):
+        record = metrics(step).model_copy(update={"values": values})
+        api.post_events(f"{job_id}-a0", batch(record, first_seq=step))
+    shown = api.http.get(f"/v1/jobs/{job_id}").json()["latest_metrics"]
+    assert len(shown) == len(api.store.metric_names(job_id)) == MAX_METRICS
+    assert shown["train/loss"] == 0.5
+    assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
+
+
+def test_lists_show_the_newest_exports_and_messages_of_bounded_length(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = api.start()
+    monkeypatch.setattr(views, "_MAX_EXPORTS", 2)
+    folders = [ask_for(run_dir_of(api.settings, job_id), "newest", "int8") for _ in range(3)]
+    shown = api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]
+    assert [each["id"] for each in shown] == [folder.id for folder in folders[1:]]
+    ended = attempt_ended("training_error").model_copy(update={"message": "a" + "x" * 10**6 + "z"})
+    api.post_events(f"{job_id}-a0", batch(ended))
+    reported = api.store.get_attempt(f"{job_id}-a0").reported_end
+    messages = [reported.message, api.store.list_timeline(job_id)[-1].message]
+    assert all(len(each) < 30_000 and "[...]" in each for each in messages)
 
 
 # What is no file of a job: packaged files, the service's own home, what the operator names.

@@ -20,7 +20,7 @@ from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState
 from service.jobs.actions import cancel_job, pause_job, resume_job
 from service.observability.metrics import ServiceMetrics
-from service.reconciler import outbox
+from service.reconciler import loop, outbox
 from service.reconciler.loop import Reconciler, _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
 from service.storage import in_time
@@ -447,6 +447,29 @@ def test_hosts_and_storage_that_hang_delay_no_running_job(
     finally:
         release.set()
         reconciler.close()
+
+
+def test_a_service_stops_while_housekeeping_hangs_on_storage(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        begun.set()
+        release.wait(scaled(60))
+
+    monkeypatch.setattr(loop, "finish_deletions", hang)
+    monkeypatch.setattr(loop, "_APART_S", 0.01)
+    reconciler = house.reconciler()
+    reconciler.start()
+    try:
+        assert begun.wait(scaled(10))
+        closing = threading.Thread(target=reconciler.close)
+        closing.start()
+        closing.join(scaled(20))
+        assert not closing.is_alive()
+    finally:
+        release.set()
 
 
 def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() -> None:

@@ -31,6 +31,9 @@ def empty(house: House, tmp_path: Path) -> Iterator[House]:
     store.close()
 
 
+NESTED = "[" * 100_000
+
+
 def recover(house: House) -> Recovery:
     return recover_jobs(house.store, house.settings, lambda: house.now)
 
@@ -195,3 +198,21 @@ def test_known_jobs_are_left_and_damaged_folders_are_told(house: House) -> None:
     assert (found.recovered, found.known) == ([], [job.id])
     assert set(found.refused) == {damaged.name}
     assert house.store.get_job(job.id) == before
+
+
+def test_a_document_that_no_program_should_read_keeps_no_other_job_from_its_recovery(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "running")
+    for name, text in {
+        "job-000000000000": NESTED,
+        "job-000000000001": json.dumps(
+            json.loads((house.settings.runs_dir / job.id / "job.json").read_text())
+            | {"id": "job-000000000001", "created_at": 10**400}
+        ),
+    }.items():
+        folder = house.settings.runs_dir / name
+        folder.mkdir()
+        (folder / "job.json").write_text(text)
+    found = recover(empty)
+    assert (found.recovered, len(found.refused)) == ([job.id], 2)

@@ -289,7 +289,7 @@ def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows 
         tensors = wires(numbers.shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
     if spec.mode == "full":
         return TableBase(tensors) if tensors else SyncBase(), None
-    rows = RowBase(numbers, tensors) if tensors else None
+    rows = RowBase(numbers, tensors, spec.every_steps) if tensors else None
     return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 

@@ -1,4 +1,4 @@
-"""Small models, and batches for them, that tests train on every rank."""
+"""Small models, and batches for them, that tests train on every rank; and who reads on the host."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.wait import scaled
@@ -31,6 +32,7 @@ TABLE_ROWS = {"users": 37, "movies": 53, "genres": 11}
 FEATURES = {"user": "users", "movie": "movies", "history": "movies", "genres": "genres"}
 EMBEDDING_DIM = 8
 _CPU = torch.device("cpu")
+_HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
 
 
 @dataclass(frozen=True)
@@ -201,3 +203,17 @@ def form_groups(case: Any, device: torch.device = _CPU) -> MeshGroups:
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
     return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host would wait for a device to read a value or a size."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        is_mask = name.startswith("index") and any(
+            isinstance(each, torch.Tensor) and each.dtype == torch.bool
+            for each in (args[1] if isinstance(args[1], list) else ())
+        )
+        if is_mask or name in _HOST_READS:
+            raise AssertionError(f"{name} is read on the host")
+        return func(*args, **(kwargs or {}))

@@ -68,7 +68,7 @@ from trainer.parallel.sync import (
     weight_of,
     whole,
 )
-from trainer.parallel.touched_rows import RowNumbers, Saved, unite
+from trainer.parallel.touched_rows import RowNumbers, Window, unite
 from trainer.spec.parallelism import DivergenceCheckSpec, SyncSpec
 from trainer.spec.training import RecoverySpec
 
@@ -222,7 +222,7 @@ class Attempt:
     `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
     (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
     training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
-    `saved` their bases. `checksums` are those of its vote.
+    `ended` their bases. `checksums` are those of its vote.
     `error` says why this rank could not go through with it.
     """
 
@@ -232,7 +232,7 @@ class Attempt:
     moment_rows: torch.Tensor | None
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
-    saved: Saved = field(default_factory=dict)
+    ended: Window | None = None
     checksums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: str = ""
     result: RoundResult | None = None
@@ -332,7 +332,7 @@ class GroupSync:
         if self._touched:
             attempt.touched = self._touched.bits.clone()
             self._touched.clear()
-            attempt.saved = self._base.begin_window()
+            attempt.ended = self._base.begin_window(is_kept=True)
         self._await_verdict = self._start(partial(self._decide, attempt))
         return True
 
@@ -442,7 +442,7 @@ class GroupSync:
             self._drop_group()
             if self._touched and attempt.touched is not None:
                 self._touched.bits |= attempt.touched
-                self._base.resume_window(attempt.saved)
+                self._base.resume_window(attempt.ended)
         if result.standing == "current":
             self._stop_listening()
         elif self._joiner and result.standing == "initial":

@@ -227,8 +227,8 @@ class Block:
 class ReplicaCollectives:
     """The collectives of a sync over one replica group, by default of replicas of equal weight.
 
-    `num_bytes` counts what this rank sends; `num_overflows` how often something had to travel in
-    fp32 because a change was too large for fp16 on some replica.
+    `num_bytes` counts what this rank sends; `num_overflows` the syncs in which fp32 travelled in
+    the stead of fp16, because a change was too large for that on some replica.
     """
 
     def __init__(
@@ -278,25 +278,38 @@ class ReplicaCollectives:
         self._group.all_gather(out, mean)
         self.num_bytes += (self.num_replicas - 1) * mean.nbytes
 
-    def mean_of(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
-        """The mean of the replicas' `values` of `batch`, packed. Collective."""
-        if batch.wire is None:
+    def mean_of(self, batch: Batch, values: torch.Tensor, in_fp32: bool = False) -> torch.Tensor:
+        """The mean of the replicas' `values` of `batch`, packed. Collective.
+
+        What `any_overflow` says of the batches of a sync is `in_fp32`.
+        """
+        if batch.wire is None or (in_fp32 and batch.wire == torch.float16):
             return self._mean(values)
         base = batch.pack_base()
-        change = (values - base).to(batch.wire)
-        if batch.wire == torch.float16 and self._any_overflow(change):
-            self.num_overflows += 1
-            return self._mean(values)
-        return base + self._mean(change)
+        return base + self._mean((values - base).to(batch.wire))
+
+    def any_overflow(self, batches: Sequence[Batch], values: Sequence[torch.Tensor] = ()) -> bool:
+        """Whether a change that is to travel in fp16 is too large on some replica. Collective.
+
+        `values` of the batches are packed where they are not given. The answer is read on the host,
+        once for a sync, and only where something travels in fp16.
+        """
+        flags = []
+        for index, batch in enumerate(batches):
+            if batch.wire == torch.float16:
+                change = (values[index] if values else batch.pack()) - batch.pack_base()
+                flags.append(change.to(batch.wire).isfinite().all().logical_not())
+        if not flags:
+            return False
+        flag = torch.stack(flags).any().to(torch.uint8)
+        is_any = bool(self.gather(flag.view(1)).any())
+        self.num_overflows += is_any
+        return is_any
 
     def _mean(self, flat: torch.Tensor) -> torch.Tensor:
         mean = torch.empty_like(flat)
         self.average(flat, mean)
         return mean
-
-    def _any_overflow(self, change: torch.Tensor) -> bool:
-        flag = change.isfinite().all().logical_not().to(torch.uint8)
-        return bool(self.gather(flag.view(1)).any())
 
     def batches(self, blocks: Iterable[Block]) -> Iterator[Batch]:
         """`blocks` in portions of at most `chunk_bytes`, but at least a row, split where larger.
@@ -327,8 +340,10 @@ class ReplicaCollectives:
             else block
             for block in blocks
         ]
-        for batch in self.batches(packed):
-            mean = self.mean_of(batch, batch.pack())
+        batches = list(self.batches(packed))
+        in_fp32 = self.any_overflow(batches)
+        for batch in batches:
+            mean = self.mean_of(batch, batch.pack(), in_fp32)
             for block, part in batch.unpack(mean):
                 block.write(part)
                 block.agree(part)

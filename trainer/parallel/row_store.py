@@ -14,6 +14,8 @@ FBGEMM keeps that of rows in HBM and that of elements in host memory.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -69,9 +71,10 @@ class CachedRows:
     """Rows of a table behind the cache of its kernel, whose cached tables have their rows numbered
     one after the other; that of the first is `first`.
 
-    Writes, and forward passes, come from one thread. Another one may read meanwhile, on the same
-    stream: rows that forward passes move between its operations are read again. (What comes back to
-    its old slot is not seen to have moved; that takes two passes that fill a set of 32 slots.)
+    Writes, forward passes and reads of single rows come from one thread, and never read a size on
+    the host. Another thread may read all rows meanwhile, on the same stream: those that forward
+    passes move between its operations are read again. (What comes back to its old slot is not seen
+    to have moved; that takes two passes that fill a set of 32 slots.)
     """
 
     def __init__(
@@ -79,49 +82,129 @@ class CachedRows:
     ) -> None:
         self.tensor = tensor
         self._kernel = kernel
-        self._first = first
+        self.first = first
         # The rows of the widest cached table fill a row of the cache.
         self._cache = kernel.lxu_cache_weights[:, : tensor.shape[1]]
         assert self._cache.dtype == tensor.dtype, "TorchRec caches rows in the table's precision"
 
     def part(self, rows: slice) -> CachedRows:
         start, _, _ = rows.indices(len(self.tensor))
-        return CachedRows(self._kernel, self.tensor[rows], self._first + start)
+        return CachedRows(self._kernel, self.tensor[rows], self.first + start)
 
     def read(
         self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rows = self._all() if rows is None else rows
+        if rows is not None:
+            return self.read_at(rows, rows + self.first, self.tensor, out)
         if out is None:
-            out = self.tensor.new_empty(rows.numel(), self.tensor.shape[1])
-        places = torch.arange(rows.numel(), device=rows.device)
+            out = torch.empty_like(self.tensor)
+        places = self._all()
         while places.numel():
-            wanted = rows[places]
-            slots = self._slots(wanted)
-            is_cached = slots >= 0
-            out.index_copy_(0, places[is_cached], self._cache[slots[is_cached]])
-            out.index_copy_(0, places[~is_cached], self.tensor[wanted[~is_cached]])
-            places = places[self._slots(wanted) != slots]
+            linear = places + self.first
+            slots = self._slots(linear)
+            out.index_copy_(0, places, self._at(slots, places, self.tensor))
+            places = places[self._slots(linear) != slots]
         return out
+
+    def read_at(
+        self,
+        rows: torch.Tensor,
+        linear: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The rows [k, ...] whose numbers are `rows` in `table`, and `linear` in the cache's."""
+        return self._at(self._slots(linear), rows, table, out)
+
+    def _at(
+        self,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        is_cached = slots >= 0
+        # In the stead of what is in the other place one row is read, which is quick.
+        in_table = table.index_select(0, torch.where(is_cached, 0, rows))
+        in_cache = self._cache.index_select(0, slots.clamp(min=0))
+        return torch.where(is_cached[:, None], in_cache, in_table, out=out)
 
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         rows = self._all() if rows is None else rows
         values = values.to(self.tensor.device)
-        slots = self._slots(rows)
+        slots = self._slots(rows + self.first)
         is_cached = slots >= 0
-        self._cache.index_copy_(0, slots[is_cached], values[is_cached])
-        self.tensor.index_copy_(0, rows[~is_cached], values[~is_cached])
+        _write_some(self._cache, slots, values, is_cached)
+        _write_some(self.tensor, rows, values, ~is_cached)
 
-    def _slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """Which row of the cache holds each of `rows`, int64 [k]; -1 where none does."""
+    def _slots(self, linear: torch.Tensor) -> torch.Tensor:
+        """Which row of the cache holds each row, int64 [k], by its number there; -1 if none."""
         # On CUDA only: for the CPU FBGEMM has an operator of that name that answers at random.
         slots: torch.Tensor = torch.ops.fbgemm.lxu_cache_lookup(
-            rows + self._first, self._kernel.lxu_cache_state, self._kernel.total_cache_hash_size
+            linear, self._kernel.lxu_cache_state, self._kernel.total_cache_hash_size
         )
         return slots.long()
 
     def _all(self) -> torch.Tensor:
         return torch.arange(len(self.tensor), device=self.tensor.device)
+
+
+def _write_some(
+    tensor: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, is_meant: torch.Tensor
+) -> None:
+    """Set those of `rows` that are meant, without reading on the host how many there are.
+
+    The others repeat the first that is, or where none is write to a row what it holds.
+    """
+    if not rows.numel():
+        return
+    first = is_meant.int().argmax(0, keepdim=True)
+    is_any = is_meant.index_select(0, first)
+    place = torch.where(is_any, rows.index_select(0, first), 0)
+    held = tensor.index_select(0, place)
+    value = torch.where(is_any[:, None], values.index_select(0, first), held)
+    tensor.index_copy_(
+        0,
+        torch.where(is_meant, rows, place),
+        torch.where(is_meant[:, None], values, value),
+    )
+
+
+class JoinedRows:
+    """Rows of several tables that have a storage and a width in common, by numbers over all.
+
+    Those of table i begin at `first[i]`. They are read at once, whatever tables they are of.
+    """
+
+    def __init__(self, stores: Sequence[RowStore], first: Sequence[int]) -> None:
+        tensors = [store.tensor for store in stores]
+        self.tensor = tensors[0]
+        self.width = self.tensor.shape[1]
+        offsets = [tensor.storage_offset() for tensor in tensors]
+        # Tables of other widths may lie between, so rows are counted in what divides them all.
+        unit = math.gcd(self.width, *offsets)
+        num_elements = self.tensor.untyped_storage().nbytes() // self.tensor.itemsize
+        self._rows = self.tensor.as_strided(
+            ((num_elements - self.width) // unit + 1, self.width), (unit, 1), 0
+        )
+        self._step = self.width // unit
+        device = self.tensor.device
+        self._first = torch.tensor(first, device=device)
+        starts = zip(offsets, first, strict=True)
+        self._starts = torch.tensor([o // unit - f * self._step for o, f in starts], device=device)
+        cached = [store for store in stores if isinstance(store, CachedRows)]
+        self._cached = cached[0] if cached else None
+        self._linear = torch.tensor(
+            [store.first - f for store, f in zip(cached, first, strict=False)], device=device
+        )
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows [k, width] of numbers int64 [k]."""
+        table = torch.searchsorted(self._first, numbers, right=True) - 1
+        rows = numbers * self._step + self._starts[table]
+        if self._cached is None:
+            return self._rows.index_select(0, rows)
+        return self._cached.read_at(rows, numbers + self._linear[table], self._rows)
 
 
 def weight_rows(

@@ -5,7 +5,7 @@ Collectives, all on the *replica group* of the rank:
     touched_rows   1. all-to-all and all-gather: which rows any replica touched, a bit each
                    2. all-to-all and all-gather: means of the union's rows, with their moments
     full           all-to-all and all-gather: means of every row, with their moments
-    dtype fp16     before each exchange an all-gather of one byte: does a change overflow?
+    dtype fp16     before step 2 an all-gather of one byte: does a change overflow?
 
 What is always averaged whole (`extra`) goes along with the rows. Means are formed in fp32 and in a
 fixed order (`trainer.parallel.collectives`), so all replicas end bitwise equal, and touched_rows
@@ -289,7 +289,7 @@ def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows 
         tensors = wires(numbers.shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
     if spec.mode == "full":
         return TableBase(tensors) if tensors else SyncBase(), None
-    rows = RowBase(numbers, tensors) if tensors else None
+    rows = RowBase(numbers, tensors, spec.every_steps) if tensors else None
     return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 
@@ -329,9 +329,9 @@ class OverflowWarning:
         self._num_syncs = 0
         self._warn_at = 1
 
-    def count(self, num_exchanges: int) -> None:
-        """Count a sync of which `num_exchanges` exchanges had to travel in fp32."""
-        if not num_exchanges:
+    def count(self, num_overflows: int) -> None:
+        """Count a sync, of which some had to travel in fp32 if `num_overflows`."""
+        if not num_overflows:
             return
         self._num_syncs += 1
         if self._num_syncs < self._warn_at:
@@ -339,7 +339,7 @@ class OverflowWarning:
         self._warn_at *= 10
         self._warn(
             "parallelism.sync.dtype fp16: a change since the last sync was too large for fp16 on "
-            "some copy, so it travelled in fp32 with its neighbours (nothing is lost); syncs with "
+            "some copy, so all of the sync travelled in fp32 (nothing is lost); syncs with "
             f"such changes so far: {self._num_syncs}. Use bf16, a lower optimizer.sparse.lr, or "
             "sync more often"
         )
@@ -417,10 +417,11 @@ class PendingSync:
     @torch.no_grad()
     def form_means(self, before_each: Callable[[], None] = lambda: None) -> None:
         """Form the means of all batches; `before_each` is called before each. Collective."""
+        in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots or ())
         for index, batch in enumerate(self._batches):
             before_each()
             values = self._snapshots[index] if self._snapshots else batch.pack()
-            self.means.append(self.replicas.mean_of(batch, values))
+            self.means.append(self.replicas.mean_of(batch, values, in_fp32))
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""

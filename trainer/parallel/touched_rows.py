@@ -7,6 +7,7 @@ touched; hooks on the FBGEMM kernels set the bits, and `unite` forms the union o
 
 Changes that travel in bf16 or fp16 need their base. `RowBase` saves a row's values when it is first
 touched in a window, before they change; a row that this rank did not touch still holds them.
+Neither bits nor bases make the host wait for a GPU in a step.
 `TableBase` keeps a second copy of every table instead, for mode full: as much memory as the tables
 (and their element-wise moments) take. Only fp32 matrices travel as changes: tables and element-wise
 moments. Moments travel in bf16 even where weights travel in fp16, whose range squared gradients
@@ -15,9 +16,11 @@ leave.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TableShard
-from trainer.parallel.row_store import RowStore
+from trainer.parallel.row_store import JoinedRows, RowStore
 
 
 class RowNumbers:
@@ -42,12 +45,12 @@ class RowNumbers:
         sizes = [shard.weight.shape[0] for shard in self.shards]
         self.first = [0, *accumulate(sizes)][:-1]
         self.num_rows = sum(sizes)
-        self._ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
+        self.ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
 
     def by_shard(self, numbers: torch.Tensor) -> Iterator[tuple[TableShard, torch.Tensor]]:
         """(shard, its local rows) of sorted row `numbers`, int64 [n]; empty ones left out."""
         start = 0
-        ends = torch.searchsorted(numbers, self._ends).tolist()
+        ends = torch.searchsorted(numbers, self.ends).tolist()
         for shard, first, end in zip(self.shards, self.first, ends, strict=True):
             if end > start:
                 yield shard, numbers[start:end] - first
@@ -76,12 +79,15 @@ def looked_up(
 class TouchedRows:
     """One bit for each row of this rank, set when a training step looks the row up.
 
-    `on_first_touch` gets the row numbers (int64, sorted) of rows about to change for the first
-    time since `clear`, while they still hold their old values.
+    `on_first_touch` gets a kernel, as the number of its first row, and numbers of its rows (int64
+    [n]) before these change: those that change for the first time since `clear`, and on GPUs all
+    that were looked up, as often as they were, as the host would wait to learn which are new.
     """
 
     def __init__(
-        self, numbers: RowNumbers, on_first_touch: Callable[[torch.Tensor], None] | None = None
+        self,
+        numbers: RowNumbers,
+        on_first_touch: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         self.bits = torch.zeros(numbers.num_rows, dtype=torch.bool, device=numbers.device)
         self._on_first_touch = on_first_touch
@@ -103,10 +109,11 @@ class TouchedRows:
         with torch.no_grad():
             numbers = first + looked_up(kernel, inputs["indices"], inputs["offsets"])
             if self._on_first_touch is not None:
-                fresh = numbers[~self.bits[numbers]].unique()
-                if fresh.numel():
-                    self._on_first_touch(fresh)
+                self._on_first_touch(first, self._worth_saving(numbers))
             self.bits.index_fill_(0, numbers, True)
+
+    def _worth_saving(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers if numbers.is_cuda else numbers[~self.bits[numbers]].unique()
 
     def clear(self) -> None:
         self.bits.zero_()
@@ -146,8 +153,129 @@ def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]
 
 
-Saved = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
-"""(rows, their values) of tensors, by address."""
+class RowLog:
+    """What rows held before they changed: of those shards of a kernel that are stored alike.
+
+    `stores` are the tensors of each shard, by its place in `numbers`. `place_of`, int32 [rows + 1],
+    which logs share, says where a row's values are in `values`, [places + 1, columns] for each
+    tensor of a shard; -1 where it is not saved. The last place of each is for what is not kept.
+
+    No size is read on the host: of n rows given those that are saved already, or twice, are copied
+    too, to the last place. So there are places for each lookup of a window, but for no more rows
+    than there are; to begin with `num_steps` times those of the first step.
+    """
+
+    def __init__(
+        self,
+        numbers: RowNumbers,
+        stores: Mapping[int, Sequence[RowStore]],
+        place_of: torch.Tensor,
+        num_steps: int,
+    ) -> None:
+        first = [numbers.first[shard] for shard in stores]
+        self._rows = [JoinedRows(each, first) for each in zip(*stores.values(), strict=True)]
+        self._first, self._ends, self._num_steps = first[0], numbers.ends, num_steps
+        self._num_rows = sum(len(of_shard[0].tensor) for of_shard in stores.values())
+        is_here = [shard in stores for shard in range(len(numbers.shards))]
+        self._is_here = torch.tensor(is_here, device=numbers.device)
+        self._tensors = {  # (place in `values`, number of its first row) by address
+            store.tensor.data_ptr(): (index, numbers.first[shard])
+            for shard, of_shard in stores.items()
+            for index, store in enumerate(of_shard)
+        }
+        self._place_of = place_of
+        self._values: list[torch.Tensor] = []
+        self._num_places = self._num_given = 0
+        self._num_saved = torch.zeros((), dtype=torch.int64, device=numbers.device)
+
+    def clear(self) -> None:
+        """Forget what was saved. `place_of` is for the caller to clear."""
+        self._num_given = 0
+        self._num_saved.zero_()
+
+    def next_window(self, place_of: torch.Tensor) -> RowLog:
+        """An empty one beside this."""
+        log = copy.copy(self)
+        log._place_of, log._values, log._num_given = place_of, [], 0
+        log._num_saved = torch.zeros_like(self._num_saved)
+        return log
+
+    def numbers(self) -> torch.Tensor:
+        """Of the rows that are saved here, read on the host."""
+        numbers = (self._place_of[:-1] >= 0).nonzero().view(-1)
+        shard = torch.searchsorted(self._ends, numbers, right=True)
+        return numbers[self._is_here[shard]]
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self._tensors
+
+    def save(self, numbers: torch.Tensor, source: RowLog | None = None) -> None:
+        """Save the rows of these numbers, int64 [n], as they are now, or as they are in `source`.
+
+        Of others, of which `numbers` may have some, nothing is kept.
+        """
+        if not numbers.numel():
+            return
+        self._make_room(numbers.numel())
+        place_of, unkept = self._place_of, len(self._place_of) - 1
+        shard = torch.searchsorted(self._ends, numbers, right=True)
+        is_new = (place_of[numbers] < 0) & self._is_here[shard]
+        # Each writes its turn to its row; whose turn is there in the end stands for the others.
+        turns = torch.arange(numbers.numel(), dtype=place_of.dtype, device=place_of.device)
+        place_of.scatter_(0, torch.where(is_new, numbers, unkept), turns)
+        is_kept = is_new & (place_of[numbers] == turns)
+        counts = is_kept.cumsum(0)
+        places = torch.where(is_kept, self._num_saved + counts - 1, len(self._values[0]) - 1)
+        place_of.scatter_(0, torch.where(is_kept, numbers, unkept), places.to(place_of.dtype))
+        self._num_saved += counts[-1]
+        wanted = torch.where(is_kept, numbers, self._first)
+        for index, values in enumerate(self._values):
+            if source is None:
+                rows = self._rows[index].read(wanted)
+            else:
+                rows = source._values[index][source._place_of[wanted].clamp(min=0)]
+            values.index_copy_(0, places, rows)
+
+    def _make_room(self, num_given: int) -> None:
+        """Have places for so many more rows."""
+        self._num_given += num_given
+        needed, before = min(self._num_given, self._num_rows), self._values
+        if before and needed <= self._num_places:
+            return
+        expected = needed * 5 // 4 if self._num_places else needed * self._num_steps
+        if needed > self._num_places:
+            self._num_places = min(expected, self._num_rows)
+        num_places = self._num_places + 1
+        self._values = [rows.tensor.new_empty(num_places, rows.width) for rows in self._rows]
+        for new, old in zip(self._values, before, strict=False):
+            new[: len(old) - 1] = old[:-1]
+
+    def base(self, store: RowStore, rows: torch.Tensor) -> torch.Tensor:
+        """The `rows` of a tensor as they were saved, or as they are where they were not."""
+        live = store.read(rows)
+        if not self._values:
+            return live
+        index, first = self._tensors[store.tensor.data_ptr()]
+        places = self._place_of[rows + first]
+        saved = self._values[index].index_select(0, places.clamp(min=0))
+        return torch.where((places >= 0)[:, None], saved, live)
+
+    def agree(self, block: Block) -> None:
+        """Take the bases of a block for what its rows held, where they are saved."""
+        if not self._values:
+            return
+        assert block.rows is not None and block.base is not None
+        index, first = self._tensors[block.tensor.data_ptr()]
+        values, places = self._values[index], self._place_of[block.rows + first].long()
+        values.index_copy_(0, torch.where(places >= 0, places, len(values) - 1), block.base)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was saved between two syncs: logs by the number of their kernel's first row."""
+
+    place_of: torch.Tensor
+    logs: dict[int, list[RowLog]]
 
 
 class SyncBase:
@@ -163,14 +291,15 @@ class SyncBase:
     def landed(self, blocks: Sequence[Block]) -> None:
         """The replicas now agree on the bases of `blocks`, found after their snapshot."""
 
-    def begin_window(self) -> Saved:
+    def begin_window(self, is_kept: bool = False) -> Window | None:
         """The blocks of a sync are made: what is touched from here on belongs to the next.
 
-        Returns the bases of the window that has ended, for `resume_window`.
+        Returns, where they are to be kept, the bases of the window that has ended, for
+        `resume_window`.
         """
-        return {}
+        return None
 
-    def resume_window(self, saved: Saved) -> None:
+    def resume_window(self, ended: Window | None) -> None:
         """The sync before came to nothing: its window, with these bases, goes on."""
 
     def renew(self) -> None:
@@ -194,54 +323,82 @@ def wires(
 
 
 class RowBase(SyncBase):
-    """Bases of the rows touched in this window."""
+    """Bases of the rows touched in this window, as a rule of `num_steps` steps."""
 
     def __init__(
-        self, numbers: RowNumbers, tensors: dict[int, tuple[RowStore, torch.dtype]]
+        self,
+        numbers: RowNumbers,
+        tensors: dict[int, tuple[RowStore, torch.dtype]],
+        num_steps: int = 1,
     ) -> None:
         self._numbers = numbers
-        self._tensors = tensors
-        self._saved: Saved = {}
+        self._wires = {address: wire for address, (_, wire) in tensors.items()}
+        self._window = self._make_window(num_steps)
 
-    def save(self, row_numbers: torch.Tensor) -> None:
-        """Save the values of rows (int64, sorted numbers) that are about to change."""
-        for shard, rows in self._numbers.by_shard(row_numbers):
-            for store in shard.rows:
-                key = store.tensor.data_ptr()
-                if key in self._tensors:
-                    self._saved.setdefault(key, []).append((rows, store.read(rows)))
+    def _make_window(self, num_steps: int) -> Window:
+        """A log for the shards of each kernel whose tensors have the same storages and widths."""
+        alike: dict[tuple[Any, ...], dict[int, list[RowStore]]] = {}
+        kernel = 0
+        for index, shard in enumerate(self._numbers.shards):
+            kernel = kernel if shard.kernel_index else self._numbers.first[index]
+            stores = [each for each in shard.rows if each.tensor.data_ptr() in self._wires]
+            places = [
+                (t.untyped_storage().data_ptr(), t.shape[1])
+                for t in (each.tensor for each in stores)
+            ]
+            if stores:
+                alike.setdefault((kernel, *places), {})[index] = stores
+        size, device = self._numbers.num_rows + 1, self._numbers.device
+        window = Window(torch.full((size,), -1, dtype=torch.int32, device=device), {})
+        for (kernel, *_), of_shards in alike.items():
+            log = RowLog(self._numbers, of_shards, window.place_of, num_steps)
+            window.logs.setdefault(kernel, []).append(log)
+        return window
+
+    def save(self, kernel: int, row_numbers: torch.Tensor) -> None:
+        """Save rows (by number) of the kernel whose first row is `kernel`, before they change."""
+        for log in self._window.logs.get(kernel, []):
+            log.save(row_numbers)
 
     def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
         """The `rows` of a tensor of a shard; they must hold all that were touched."""
-        key = store.tensor.data_ptr()
-        _, wire = self._tensors.get(key, (store, None))
-        if wire is None:
+        log = self._log_of(store.tensor)
+        if log is None:
             return Block(store, rows)
         assert rows is not None, "rows of tables that travel as changes are always listed"
-        base = store.read(rows)
-        for saved_rows, values in self._saved.get(key, []):
-            base[torch.searchsorted(rows, saved_rows)] = values
-        return Block(store, rows, base, wire)
+        return Block(store, rows, log.base(store, rows), self._wires[store.tensor.data_ptr()])
+
+    def _log_of(self, tensor: torch.Tensor) -> RowLog | None:
+        return next((log for log in self._all_logs() if tensor in log), None)
+
+    def _all_logs(self) -> Iterator[RowLog]:
+        return chain.from_iterable(self._window.logs.values())
 
     def landed(self, blocks: Sequence[Block]) -> None:
         """Rows touched between a round's snapshot and its landing have its mean as their base."""
         for block in blocks:
-            if block.base is None or block.rows is None:
-                continue
-            for saved_rows, values in self._saved.get(block.tensor.data_ptr(), []):
-                place = torch.searchsorted(block.rows, saved_rows)
-                place.clamp_(max=block.num_rows - 1)
-                hit = block.rows[place] == saved_rows
-                values[hit] = block.base[place[hit]]
+            log = self._log_of(block.tensor)
+            if log is not None:
+                log.agree(block)
 
-    def begin_window(self) -> Saved:
-        ended, self._saved = self._saved, {}
+    def begin_window(self, is_kept: bool = False) -> Window | None:
+        if not is_kept:
+            self._window.place_of.fill_(-1)
+            for log in self._all_logs():
+                log.clear()
+            return None
+        ended = self._window
+        place_of = torch.full_like(ended.place_of, -1)
+        logs = {k: [log.next_window(place_of) for log in logs] for k, logs in ended.logs.items()}
+        self._window = Window(place_of, logs)
         return ended
 
-    def resume_window(self, saved: Saved) -> None:
-        # Of a row that was saved twice the last one counts, so the older ones go last.
-        for address, older in saved.items():
-            self._saved.setdefault(address, []).extend(older)
+    def resume_window(self, ended: Window | None) -> None:
+        assert ended is not None, "it is what `begin_window` returned"
+        newer, self._window = self._window, ended
+        for kernel, logs in ended.logs.items():
+            for log, since in zip(logs, newer.logs[kernel], strict=True):
+                log.save(since.numbers(), since)
 
 
 class TableBase(SyncBase):

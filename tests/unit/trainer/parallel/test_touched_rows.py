@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.harness.small_model import FusedKernel, fused_kernel, shards_of
 from trainer.parallel.model import TableShard
-from trainer.parallel.row_store import FlatRows
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
@@ -119,36 +120,55 @@ def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
 
 def _with_bases(
     kernel: FusedKernel,
-) -> tuple[list[TableShard], RowBase]:
+) -> tuple[list[TableShard], RowBase, TouchedRows]:
     shards = shards_of(kernel)
     numbers = RowNumbers(shards, CPU)
     bases = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
-    TouchedRows(numbers, bases.save)
-    return shards, bases
+    return shards, bases, TouchedRows(numbers, bases.save)
 
 
-def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
+def _train(kernel: FusedKernel, found: Bags) -> None:
+    _lookup(kernel, found).sum().backward()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["new rows", "all lookups"])
+@given(windows=st.lists(st.lists(bags(), min_size=1, max_size=3), min_size=2, max_size=3))
+def test_the_base_of_a_row_is_what_it_held_before_its_first_change(
+    waits: bool, windows: list[list[Bags]]
+) -> None:
+    """In a window whose sync succeeded, and in those that one which failed has joined."""
     kernel = _kernel()
-    shards, agreed = _with_bases(kernel)
-    before = [tensor.clone() for tensor in (shards[1].weight, shards[1].states["sum"])]
-    for _ in range(3):
-        _lookup(kernel, [[[]], [[2, 7]], [[2]], [[]]]).sum().backward()
-    rows = torch.tensor([0, 2, 7])  # row 0 was touched on another copy only
-    for tensor, start in zip((shards[1].weight, shards[1].states["sum"]), before, strict=True):
-        block = agreed.block(FlatRows(tensor), rows)
-        assert block.base is not None
-        assert torch.equal(block.base, start[rows])
-        assert not torch.equal(tensor[rows], start[rows])
+    shards, agreed, touched = _with_bases(kernel)
+    given = patch.object(TouchedRows, "_worth_saving", lambda _, rows: rows)
+    with nullcontext() if waits else given:
+        for steps, *later in (windows[:1], windows[1:]):
+            agreed.begin_window()
+            touched.clear()
+            before = [[tensor.clone() for tensor in shard.tensors] for shard in shards]
+            for found in steps:
+                _train(kernel, found)
+            for steps_since in later:
+                ended = agreed.begin_window(is_kept=True)
+                touched.clear()
+                for found in steps_since:
+                    _train(kernel, found)
+                agreed.resume_window(ended)
+            for shard, start in zip(shards, before, strict=True):
+                for store, expected in zip(shard.rows, start, strict=True):
+                    base = agreed.block(store, torch.arange(len(expected))).base
+                    assert base is not None
+                    assert torch.equal(base, expected)
 
 
 def test_a_row_touched_before_its_mean_landed_has_the_mean_as_its_base() -> None:
     kernel = _kernel()
-    shards, agreed = _with_bases(kernel)
+    shards, agreed, touched = _with_bases(kernel)
     weight = shards[1].weight
     sent = agreed.block(
         shards[1].rows[0], torch.tensor([2, 7])
     )  # a round takes off with these rows
     agreed.begin_window()
+    touched.clear()
     _lookup(kernel, [[[]], [[7, 9]], [[]], [[]]]).sum().backward()
     untouched = weight[9].clone() + 0.1  # AdaGrad's first step is the learning rate
     sent.agree(torch.arange(8.0))

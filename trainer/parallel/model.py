@@ -20,8 +20,8 @@ gradients travel as bf16. Lookups stay as they are: neither FBGEMM nor TorchRec 
 autocast. `tf32` is a setting of the process (`trainer.training.worker.prepare_process`).
 
 With `training.dense_compile` torch.compile takes the largest modules without tables in them, each
-by itself: lookups, whose sizes change with every batch, and their collectives stay as they are. Only
-calls in training are compiled; a validation would compile everything again, in the midst of a run.
+by itself: lookups, whose sizes change with every batch, and their collectives stay as they are.
+Only calls in training are compiled; a validation would compile all again, in the midst of a run.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 def _compile(network: nn.Module) -> None:
     plain = network.forward
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
     # nn.Module.compile does nothing for torch's own containers: their calls are never traced. And
     # all that it compiles shares one limit of variants, beyond which torch gives up.
-    @torch.compile(dynamic=False, isolate_recompiles=True)
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
+    compiler: Any = torch.compile  # mypy does not know all of its options
+    compiled = compiler(call, dynamic=False, isolate_recompiles=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (compiled if network.training else plain)(*args, **kwargs)

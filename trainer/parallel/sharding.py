@@ -329,9 +329,11 @@ def report_parts(model: nn.Module) -> Iterator[Part]:
     without a row; `admitted` and `evicted` count ids.
     """
     for table, ids in ids_by_table(model):
-        numbers = [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())]
+        free = ids.open_slots().double()
+        # Filled in on the device: a copy from the host would wait for it, as reading would.
+        counts = [torch.zeros_like(free) + each for each in (*astuple(ids.tally), ids.num_own_rows)]
         ids.tally = Tally()
-        yield Part(torch.tensor(numbers, dtype=torch.float64), partial(_dynamic_metrics, table))
+        yield Part(torch.cat([*counts, free]), partial(_dynamic_metrics, table))
 
 
 def _dynamic_metrics(table: str, totals: torch.Tensor, _: torch.Tensor) -> dict[str, float]:

@@ -16,6 +16,8 @@ lr g / sqrt(v + M g^2) where 1D moves by lr g / sqrt(v + g^2): the n-th lookup c
 that matters: from about the size of g on, new rows take SGD-like steps in 1D and 2D alike. The
 default eps is of that size because 1D is best there; `--sparse-eps 1e-8` shows the difference.
 
+The dense part in bf16 (`training.dense_precision`) is compared with 2D at c = M in fp32.
+
 A *gap* is relative: (NE of a variant - NE of the peer) / NE of the peer, from means over seeds.
 Runs are paired by seed, so the error of a gap is that of the paired differences.
 """
@@ -42,16 +44,19 @@ PEER = "1D"
 PARITY = 2e-4
 NOISE = "1D, ours"
 OVERLAPPED = "2D, c=M, overlapped"
+BF16 = "2D, c=M, dense bf16"
 _SEED_TIMEOUT_S = 3600.0
 
 
 def variants_of(world_size: int, shard_group_size: int, has_overlap: bool = False) -> list[Variant]:
-    """The peer, our engine in 1D, and 2D with c = M, 2 and 1, or with c = M and overlap."""
+    """The peer, our engine in 1D, and 2D with c = M, 2, 1 and in bf16, or c = M and overlap."""
     num_replicas = world_size // shard_group_size
     scales = [num_replicas] if has_overlap else sorted({num_replicas, 2, 1}, reverse=True)
     in_2d = [Variant(name_of_scale(c), shard_group_size, float(c)) for c in scales]
     if has_overlap:
         in_2d.append(replace(in_2d[0], name=OVERLAPPED, is_overlapped=True))
+    else:
+        in_2d.append(replace(in_2d[0], name=BF16, precision="bf16"))
     return [Variant(PEER, world_size, None), Variant(NOISE, world_size, 1.0), *in_2d]
 
 
@@ -107,7 +112,13 @@ def gap_of(ours: Sequence[float], peer: Sequence[float]) -> Gap:
     return Gap(fmean(relative), error, (min(relative), max(relative)))
 
 
-def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, better: str) -> Ratio:
+def ratio_of_gap(
+    ours: Sequence[float],
+    peer: Sequence[float],
+    goal: float,
+    better: str,
+    peer_name: str = "1D of stock TorchRec",
+) -> Ratio:
     """The size of a gap as benchmarks report it; `spread` is signed, of the single seeds."""
     gap = gap_of(ours, peer)
     return Ratio(
@@ -116,7 +127,7 @@ def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, bett
         better=better,
         ours=fmean(ours),
         peer=fmean(peer),
-        peer_name="1D of stock TorchRec",
+        peer_name=peer_name,
         unit="NE",
         spread=list(gap.spread),
     )
@@ -150,9 +161,12 @@ def document_of(
 ) -> dict[str, Any]:
     """The report as the JSON file holds it."""
     ne = final_ne(results)
-    ratios = {
-        "gap_scaled": ratio_of_gap(ne[name_of_scale(num_replicas)], ne[PEER], PARITY, "lower")
-    }
+    scaled = name_of_scale(num_replicas)
+    ratios = {"gap_scaled": ratio_of_gap(ne[scaled], ne[PEER], PARITY, "lower")}
+    if BF16 in ne:
+        ratios["gap_bf16"] = ratio_of_gap(
+            ne[BF16], ne[scaled], PARITY, "lower", f"{scaled}, dense part in fp32"
+        )
     if OVERLAPPED in ne:
         ratios["gap_overlapped"] = ratio_of_gap(ne[OVERLAPPED], ne[PEER], PARITY, "lower")
     if name_of_scale(1) in ne:

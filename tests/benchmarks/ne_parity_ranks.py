@@ -39,6 +39,7 @@ from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
+from trainer.spec.training import DensePrecision
 from trainer.training.metrics import TaskMeter
 
 _GROUP_TIMEOUT_S = 600.0
@@ -49,13 +50,15 @@ _EVALUATION_BATCH = 8192
 class Variant:
     """One way to train the same thing; `moment_scale` None is the stock peer in 1D.
 
-    Syncs of an `is_overlapped` one overlap with as many steps as the settings say.
+    Syncs of an `is_overlapped` one overlap with as many steps as the settings say; `precision` is
+    that of the dense part.
     """
 
     name: str
     shard_group_size: int
     moment_scale: float | None
     is_overlapped: bool = False
+    precision: DensePrecision = "fp32"
 
 
 @dataclass
@@ -199,6 +202,7 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
                 },
                 "tasks": [{"name": "click", "loss": "bce", "metrics": ["ne"]}],
             },
+            "training": {"dense_precision": variant.precision},
             "optimizer": {
                 "sparse": {"lr": settings.sparse_lr, "eps": settings.sparse_eps},
                 "dense": {"name": "adam", "lr": settings.dense_lr},

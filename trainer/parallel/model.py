@@ -18,6 +18,10 @@ of T: its expectation stays, its variance is M times as high.
 With `training.dense_precision: bf16` the forward pass runs under torch.autocast, and DDP's
 gradients travel as bf16. Lookups stay as they are: neither FBGEMM nor TorchRec has kernels for
 autocast. `tf32` is a setting of the process (`trainer.training.worker.prepare_process`).
+
+With `training.dense_compile` torch.compile takes the largest modules without tables in them, each
+by itself: lookups, whose sizes change with every batch, and their collectives stay as they are.
+Only calls in training are compiled; a validation would compile all again, in the midst of a run.
 """
 
 from __future__ import annotations
@@ -90,6 +94,45 @@ def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch
     yield from module.named_buffers(prefix, recurse=False)
     for name, child in module.named_children():
         yield from dense_part(child, f"{prefix}.{name}" if prefix else name)
+
+
+def compile_networks(module: nn.Module) -> None:
+    """Let torch.compile take what `module` trains outside of its tables; names stay the same.
+
+    The first step compiles, which takes a minute or so. Call it once tables are sharded.
+    """
+    for network in _networks(module):
+        _compile(network)
+
+
+def _networks(module: nn.Module) -> list[nn.Module]:
+    """The largest modules below `module` in which no table is, once each."""
+    found: dict[nn.Module, None] = {}
+    for child in module.children():
+        # Containers are not called themselves.
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if is_container or any(isinstance(each, ShardedModule) for each in child.modules()):
+            found |= dict.fromkeys([] if isinstance(child, ShardedModule) else _networks(child))
+        else:
+            found[child] = None
+    return list(found)
+
+
+def _compile(network: nn.Module) -> None:
+    plain = network.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    # nn.Module.compile does nothing for torch's own containers: their calls are never traced. And
+    # all that it compiles shares one limit of variants, beyond which torch gives up.
+    compiler: Any = torch.compile  # mypy does not know all of its options
+    compiled = compiler(call, dynamic=False, isolate_recompiles=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if network.training else plain)(*args, **kwargs)
+
+    network.forward = forward
 
 
 class MeshShardingEnv(ShardingEnv2D):

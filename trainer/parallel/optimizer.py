@@ -22,7 +22,7 @@ over all rows. Batches of equal weight are added as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from trainer.parallel.collectives import Part
 from trainer.parallel.model import TwoDParallel
 from trainer.spec.training import (
     DenseOptimizerSpec,
@@ -287,15 +288,18 @@ class Optimizers:
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.dense.params.values() if p.grad is not None]
 
-    def metrics(self) -> dict[str, float]:
-        """Rates of the current step in the spec's units; the norm that was clipped last, if any."""
-        values = {
+    def rates(self) -> dict[str, float]:
+        """Rates of the current step in the spec's units."""
+        return {
             "optimizer/lr_sparse": self._spec.sparse.lr * self._factor,
             "optimizer/lr_dense": self._spec.dense.lr * self._factor,
         }
+
+    def parts(self) -> Iterator[Part]:
+        """The norm that was clipped last, if any; the highest of groups that train apart."""
         if self._gradient_norm is not None:
-            values["optimizer/gradient_norm"] = self._gradient_norm.item()
-        return values
+            norm = self._gradient_norm.double().reshape(1)
+            yield Part(norm[:0], _gradient_norm, peaks=norm)
 
     def init_state(self) -> None:
         """Create the state that is made at the first step, because DCP fills existing tensors only.
@@ -345,6 +349,10 @@ class Optimizers:
             if name != "step" and state.shape[:1] == parameter.shape[:1]
         ]
         return [torch.atleast_1d(parameter.data) for parameter, _ in parameters], states
+
+
+def _gradient_norm(_: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
+    return {"optimizer/gradient_norm": peaks.item()}
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -12,6 +12,7 @@ pass.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
@@ -54,9 +55,9 @@ from trainer.models.managed_collision import BucketedIds, Tally, mix
 from trainer.models.networks import build_model
 from trainer.parallel.collectives import Part
 from trainer.parallel.mesh import MeshGroups
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.model import TwoDParallel, compile_networks
 from trainer.parallel.optimizer import fused_optimizer_params
-from trainer.parallel.planner import make_plan, table_plans
+from trainer.parallel.planner import PlanError, make_plan, table_plans
 from trainer.parallel.row_store import weight_rows
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
@@ -74,6 +75,8 @@ def build_parallel_model(
     Dense parameters start from the seed alone; each shard from the seed and its own index, and
     the copies of a shard are made equal.
     """
+    if spec.training.dense_compile:
+        _check_compiler(groups.device)
     torch.manual_seed(spec.training.seed)
     model = build_model(spec, groups.device)
     table_sharders = sharders(
@@ -89,7 +92,30 @@ def build_parallel_model(
         spec.parallelism.dense_policy,
         spec.training.dense_precision,
     )
+    if spec.training.dense_compile:
+        compile_networks(parallel.module)
     return parallel, table_plans(plan, spec)
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise `PlanError` where torch.compile has nothing to compile with."""
+    # They take seconds to import.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        missing = "a C++ compiler"
+    else:
+        if device.type == "cpu" or has_triton():
+            return
+        missing = "Triton"
+    raise PlanError(
+        f"training.dense_compile needs {missing} on the host of every worker, and there is none "
+        f"on {socket.gethostname()}; install it in the image of the workers, or set it to false"
+    )
 
 
 def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
@@ -303,9 +329,11 @@ def report_parts(model: nn.Module) -> Iterator[Part]:
     without a row; `admitted` and `evicted` count ids.
     """
     for table, ids in ids_by_table(model):
-        numbers = [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())]
+        free = ids.open_slots().double()
+        # Filled in on the device: a copy from the host would wait for it, as reading would.
+        counts = [torch.zeros_like(free) + each for each in (*astuple(ids.tally), ids.num_own_rows)]
         ids.tally = Tally()
-        yield Part(torch.tensor(numbers, dtype=torch.float64), partial(_dynamic_metrics, table))
+        yield Part(torch.cat([*counts, free]), partial(_dynamic_metrics, table))
 
 
 def _dynamic_metrics(table: str, totals: torch.Tensor, _: torch.Tensor) -> dict[str, float]:

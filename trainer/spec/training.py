@@ -162,6 +162,14 @@ class TrainingSpec(SpecModel):
             "in fp32, whatever it was."
         ),
     ] = "fp32"
+    dense_compile: Annotated[
+        bool,
+        Field(
+            description="torch.compile the network around the tables, for training only: the first "
+            "step compiles. Each worker's host needs a C++ compiler, with CUDA Triton too. Names "
+            "in checkpoints, and exports, are the same; losses are within rounding."
+        ),
+    ] = False
     early_stopping: EarlyStoppingSpec | None = None
     on_non_finite: Literal["fail", "skip"] = "fail"
     trace: TraceSpec | None = None

@@ -93,12 +93,15 @@ class TaskMeter:
         # Sums of weighted losses and of weights that the metrics have taken in.
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
         self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
-        self._tasks = {
-            f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(
-                task, batch_size, self._losses.device
-            )
-            for task in tasks
-        }
+
+        def metrics_on(device: torch.device) -> dict[str, _TaskMetrics]:
+            names = (f"{task.name}/" if len(tasks) > 1 else "" for task in tasks)
+            each = (_TaskMetrics(task, batch_size, device) for task in tasks)
+            return dict(zip(names, each, strict=True))
+
+        self._tasks = metrics_on(self._losses.device)
+        # Make values of the sums of all ranks, which come to the host: no device is waited for.
+        self._totals = metrics_on(torch.device("cpu"))
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -115,26 +118,29 @@ class TaskMeter:
 
     @torch.no_grad()
     def part(self, prefix: str) -> Part:
-        """Values since the last report, named `PREFIX/NAME`; reading it starts over.
+        """Values since the last part, named `PREFIX/NAME`.
 
         No values where no row that counts came in: an error of 0 would look like a perfect model.
         """
         self._update_metrics()
-        return Part(self._flat_sums(), lambda totals, _: self._read(prefix, totals))
+        taken = self._flat_sums()
+        self._losses.zero_()
+        for task in self._tasks.values():
+            task.reset()
+        return Part(taken, lambda totals, _: self._read(prefix, totals))
 
     @torch.no_grad()
     def _read(self, prefix: str, totals: torch.Tensor) -> dict[str, float]:
         found = self._split(totals)
-        for name, own in self._sums().items():
-            own.copy_(found[name])
-        values = {}
-        if totals[1]:
-            values[f"{prefix}/loss"] = (totals[0] / totals[1]).item()
-            for name, task in self._tasks.items():
-                values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
-        self._losses.zero_()
-        for task in self._tasks.values():
-            task.reset()
+        loss, weight = found["loss"].tolist()
+        if not weight:
+            return {}
+        values = {f"{prefix}/loss": loss / weight}
+        for prefix_of_task, task in self._totals.items():
+            for name, total in task.sums():
+                total.copy_(found[prefix_of_task + name])
+            named = task.compute().items()
+            values |= {f"{prefix}/{prefix_of_task}{name}": value for name, value in named}
         return values
 
     def _flat_sums(self) -> torch.Tensor:

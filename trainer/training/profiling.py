@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
@@ -68,6 +68,9 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
+    def is_past(self, mark: float) -> bool:
+        return True
+
     def elapsed_s(self, start: float, end: float) -> float:
         return end - start
 
@@ -79,6 +82,10 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has passed `mark`; does not wait."""
+        return mark.query()
 
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Seconds from `start` to `end`; waits until the device has passed `end`."""
@@ -157,12 +164,16 @@ class PhaseTimes:
         self._marks = [self._clock.mark()]
 
     def read(self, num_steps: int) -> dict[Phase, float]:
-        """Mean seconds per step by phase in this window of `num_steps`; starts the next one."""
+        """Mean seconds per step by phase in this window of `num_steps`; starts the next one.
+
+        What the device has not done yet counts there, as waiting for it would empty its queue.
+        """
         self._mark_end()
-        self._add_up(len(self._ended))
+        self._current = "other"
+        self._add_up(sum(1 for _ in takewhile(self._clock.is_past, self._marks[1:])))
         steps = max(num_steps, 1)
         means = {phase: seconds / steps for phase, seconds in self._seconds.items()}
-        self.restart()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         return means
 
     def _mark_end(self) -> None:

@@ -388,13 +388,14 @@ class Session:
             self.lookups.part(),
             *self.quarantine.parts(),
             *sharding.report_parts(self.model),
+            *self.optimizers.parts(),
             phase_part(phases),
             memory_part(self.groups.device),
             self.loss_guard.part(),
             self._stop_part(),
         ]
         found = PendingParts(parts, self.groups.device, self._report_group)
-        own = self.optimizers.metrics() | self.read_speed(phases["sync"])
+        own = self.optimizers.rates() | self.read_speed(phases["sync"])
         self._pending = PendingReport(time.time(), found, own)
         self.tracer.poll()
 

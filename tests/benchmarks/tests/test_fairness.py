@@ -22,7 +22,7 @@ from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
-from tests.benchmarks.ne_parity import NOISE, PARITY, PEER, gap_of, name_of_scale, variants_of
+from tests.benchmarks.ne_parity import BF16, NOISE, PARITY, PEER, gap_of, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.peers.pandas_loader import epochs_over
@@ -243,7 +243,12 @@ def results_of(ne_by_variant: dict[str, list[float]]) -> list[SeedResult]:
 
 def test_the_report_compares_means_over_seeds_with_the_peer():
     results = results_of(
-        {PEER: [0.8, 0.82], name_of_scale(4): [0.8001, 0.8199], name_of_scale(1): [0.81, 0.83]}
+        {
+            PEER: [0.8, 0.82],
+            name_of_scale(4): [0.8001, 0.8199],
+            name_of_scale(1): [0.81, 0.83],
+            BF16: [0.8002, 0.82],
+        }
     )
     document = ne_parity.document_of(SMALL, 4, results, {})
     scaled, unscaled = document["ratios"]["gap_scaled"], document["ratios"]["gap_unscaled"]
@@ -252,8 +257,11 @@ def test_the_report_compares_means_over_seeds_with_the_peer():
     assert (scaled["goal"], scaled["better"]) == (PARITY, "lower")
     assert unscaled["value"] == pytest.approx(0.01 / 0.81)
     assert unscaled["better"] == "higher"
+    bf16 = document["ratios"]["gap_bf16"]
+    assert bf16["value"] == pytest.approx(0.0001 / 0.81), "against fp32, not against the peer"
+    assert (bf16["goal"], bf16["better"]) == (PARITY, "lower")
     assert document["teacher_ne"] == 0.7
-    assert len(document["runs"]) == 6
+    assert len(document["runs"]) == 8
 
 
 def test_numbers_that_do_not_fit_are_refused(capsys):
@@ -400,6 +408,12 @@ def test_every_variant_learns_and_none_beats_the_teacher(trained):
     for curve in trained.curves.values():
         assert curve.ne[1] < curve.ne[0]
         assert curve.ne[1] > trained.teacher_ne
+
+
+def test_the_dense_part_of_the_variant_in_bf16_is_computed_in_bf16(trained):
+    half, full = (trained.curves[name].ne for name in (BF16, name_of_scale(2)))
+    assert half != full
+    assert half == pytest.approx(full, rel=2e-3)
 
 
 def test_the_moment_scale_makes_a_difference_and_the_smaller_one_learns_slower(trained):

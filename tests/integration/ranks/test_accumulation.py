@@ -18,6 +18,7 @@ from tests.integration.ranks.test_optimizers import (
     scheduled_spec,
     tables_of,
 )
+from trainer.parallel.collectives import reduce_parts
 from trainer.parallel.optimizer import Optimizers, factor
 from trainer.parallel.sharding import build_parallel_model
 from trainer.spec import validate_spec
@@ -92,7 +93,7 @@ def train_accumulated() -> dict[str, Any]:
         "dense": dense_parameters(model),
         "plain_dense": {name: parameter.detach() for name, parameter in dense.items()},
         "norms": plain.norms,
-        "metrics": optimizers.metrics(),
+        "metrics": reduce_parts(list(optimizers.parts()), torch.device("cpu")),
     }
 
 

@@ -1,7 +1,10 @@
-"""`training.dense_precision: bf16`: what is computed in it, what stays fp32, what is learned."""
+"""`training.dense_precision: bf16`: what is computed in it, what stays fp32, what is learned; and
+`training.dense_compile`.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from tests.harness.sessions import make_config, open_session, snapshot
 from tests.harness.small_model import Case, spec_of
 from tests.integration.ranks import test_session_events
 from tests.integration.ranks.test_movielens_arch import example_config
+from trainer.checkpoint.state_dict import state_to_save
+from trainer.parallel.planner import PlanError
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.training.worker import prepare_process, train
 
@@ -122,3 +127,49 @@ def test_cuda_takes_tf32_for_fp32_numbers_only_where_that_is_asked_for(tmp_path:
     (tf32,), *others = run_in_turn(1, *calls)
     assert tf32 == ["tf32"] * 3
     assert others == [[["ieee"] * 3]] * 2
+
+
+def train_counting(config: WorkerConfig) -> tuple[dict[str, float], list[str], int]:
+    """Train to the end; the metrics, the names in a checkpoint, and how much was compiled."""
+    session = open_session(config)
+    metrics = train(session)
+    names = list(state_to_save(session.model, session.optimizers.combined))
+    return metrics, names, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled_networks_learn_the_same_under_the_same_names(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    configs = [
+        make_config(
+            small_movielens,
+            tmp_path / str(is_compiled),
+            *ONE,
+            "training.max_steps=20",
+            "training.report_every_steps=20",
+            "training.validate_every_steps=10",
+            f"training.dense_compile={str(is_compiled).lower()}",
+        )
+        for is_compiled in (False, True)
+    ]
+    ((plain,), (compiled,)) = run_in_turn(1, *((train_counting, each) for each in configs))
+    num_networks = 4  # dense, interaction, dropout, over: once, and not for validations
+    assert [plain[2], compiled[2]] == [0, num_networks]
+    assert compiled[1] == plain[1]
+    for metric in ("train/loss", "validation/rmse"):
+        assert compiled[0][metric] == pytest.approx(plain[0][metric], rel=1e-4)
+
+
+def build_without_compiler(config: WorkerConfig) -> str:
+    import torch._inductor.config as inductor
+
+    with inductor.patch({"cpp.cxx": ("missing-compiler",)}), pytest.raises(PlanError) as raised:
+        open_session(config)
+    return str(raised.value)
+
+
+def test_hosts_without_a_compiler_are_named(small_movielens: Path, tmp_path: Path) -> None:
+    config = make_config(small_movielens, tmp_path, *ONE, "training.dense_compile=true")
+    ((message,),) = run_in_turn(1, (build_without_compiler, config))
+    assert "training.dense_compile needs a C++ compiler" in message
+    assert socket.gethostname() in message

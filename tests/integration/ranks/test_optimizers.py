@@ -133,7 +133,7 @@ def train_beside_plain(name: str, groups: MeshGroups) -> dict[str, Any]:
         "tables": tables_of(model.state_dict()),
         "plain": {name: table.detach() for name, table in plain.tables.items()},
         "dense_names": list(dense.params),
-        "rates": optimizers.metrics(),
+        "rates": optimizers.rates(),
         "whole": [[t.shape for t in group] for group in optimizers.synced_whole(dense=False)],
         "whole_and_dense": [len(group) for group in optimizers.synced_whole(dense=True)],
     }

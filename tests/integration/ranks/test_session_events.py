@@ -363,6 +363,7 @@ def train_without_host_reads(config: WorkerConfig) -> int:
     with ExitStack() as patches:
         for kind, name in (
             (TaskMeter, "update"),
+            (TaskMeter, "part"),
             (LookupCounter, "_count"),
             (TouchedRows, "_mark_lookups"),
             (ReplicaSync, "tick"),

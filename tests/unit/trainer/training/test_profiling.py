@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,10 @@ class FakeTime(FakeClock):
     """A clock that moves only when told to, and times phases."""
 
     mark = FakeClock.__call__
+    device_time = math.inf
+
+    def is_past(self, mark: float) -> bool:
+        return mark <= self.device_time
 
     def elapsed_s(self, start: float, end: float) -> float:
         return end - start
@@ -127,6 +132,19 @@ def test_times_are_means_over_the_steps_of_a_window() -> None:
         clock.now += 0.5
     clock.now += 1.0
     assert _nonzero(times.read(0)) == {"dense": 2.5, "input_dist": 4.0, "other": 1.0}
+
+
+def test_what_the_device_has_not_done_yet_counts_in_the_next_window() -> None:
+    clock = FakeTime()
+    times = PhaseTimes(clock)
+    for phase in ("dense", "backward"):
+        with times.during(phase):
+            clock.now += 3.0
+    clock.device_time = clock.now - 1.0
+    assert _nonzero(times.read(1)) == {"dense": 3.0}
+    clock.now += 2.0
+    clock.device_time = math.inf
+    assert _nonzero(times.read(1)) == {"backward": 3.0, "other": 2.0}
 
 
 def test_a_pause_is_left_out_whatever_happens_in_it() -> None:

@@ -16,7 +16,8 @@ DEV_STAMP := .venv/.installed-dev-$(STACK)
 # Two processes: most tests wait. Files stay together; the long ones begin (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
-.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock sbom images docs bench clean
+.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock sbom images \
+	dashboards chart manifests docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -59,7 +60,6 @@ fuzz: setup-dev ## ask the REST API 10 000 made-up questions; takes some minutes
 lint: setup-dev ## check style, types, layers and generated files
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m deploy.observability.build --check
 
 format: setup-dev ## mend what ruff can mend
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -72,6 +72,15 @@ sbom: setup-dev ## write the images' bills of materials into deploy/sbom
 
 images: setup-dev ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
 	@deploy/build_images.sh
+
+dashboards: setup-dev ## write rules and dashboards into k8s/chart/files, for the chart and compose
+	@$(BIN)/python -m deploy.observability.build
+
+chart: dashboards ## lint the Helm chart and package it into dist/
+	@$(BIN)/python -m deploy.chart package
+
+manifests: setup-dev ## render the chart with each of k8s/examples into build/k8s
+	@$(BIN)/python -m deploy.chart render
 
 docs: setup-dev ## build the documentation site in site/; broken links fail
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"

@@ -147,6 +147,9 @@ class Settings(BaseSettings):
     secret_key: SecretStr | None = None
     """Secret of at least 32 characters for tokens and stored secrets; several, separated by commas,
     are a rotation. The file `secret-key` under `home` by default."""
+    first_key: SecretStr | None = None
+    """Text of an administrator's API key (`shl_`, 12 characters of a-z and 0-9, `_`, 43 of A-Z,
+    a-z, 0-9, `-` and `_`), which the service writes to its database once; revoked it stays so."""
     session_ttl_s: PositiveFloat = 12 * 3600.0
     """Seconds after which a browser must sign in again."""
     oidc_issuer: str | None = None

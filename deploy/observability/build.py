@@ -1,13 +1,14 @@
-"""Writes what is made from code: `python -m deploy.observability.build`; `--check` only compares.
+"""Writes what Kubernetes and Grafana take of ours: `python -m deploy.observability.build [FOLDER]`.
 
-All of it goes to `k8s/base/observability`, because kustomize reads nothing above its root: the
-dashboards, which compose.yaml mounts from there, and the rules as a PrometheusRule. It is kept in
-git, so that `kubectl apply -k` and compose work without Python; `make lint` checks it.
+    FOLDER/rules.yaml             the groups of deploy/observability/rules, for a PrometheusRule
+    FOLDER/dashboards/NAME.json   Grafana's dashboards
+
+By default into the chart's folder `files`, from which compose.yaml mounts the dashboards as well.
+They are outputs: git ignores them, a packaged chart has them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -20,19 +21,20 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from deploy.observability.dashboards import dashboards
 
 FOLDER = Path(__file__).parent
-REPO = FOLDER.parents[1]
-KUBERNETES = REPO / "k8s" / "base" / "observability"
+CHART_FILES = FOLDER.parents[1] / "k8s" / "chart" / "files"
 RULE_FILES = ("recording.yaml", "alerts.yaml")
-_MADE = "# Made by `python -m deploy.observability.build` of deploy/observability/rules.\n"
 
 
-def built_files() -> Mapping[Path, str]:
-    """What every made file should contain."""
-    files = {KUBERNETES / "rules.yaml": _prometheus_rule()}
-    for name, builder in dashboards().items():
-        text = json.dumps(json.loads(JSONEncoder().encode(builder.build())), indent=1) + "\n"
-        files[KUBERNETES / "dashboards" / name] = text
-    return files
+def built_files() -> Mapping[str, str]:
+    """What every made file contains, by its path in the folder."""
+    groups = yaml.safe_dump({"groups": rule_groups()}, sort_keys=False, width=100)
+    documents = {
+        f"dashboards/{name}": json.dumps(
+            json.loads(JSONEncoder().encode(builder.build())), indent=1
+        )
+        for name, builder in dashboards().items()
+    }
+    return {"rules.yaml": groups, **documents}
 
 
 def rule_groups() -> list[dict[str, Any]]:
@@ -44,39 +46,13 @@ def rule_groups() -> list[dict[str, Any]]:
     return groups
 
 
-def _prometheus_rule() -> str:
-    document = {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "shardloom"},
-        "spec": {"groups": rule_groups()},
-    }
-    return _MADE + yaml.safe_dump(document, sort_keys=False, width=100)
-
-
-def stale_files() -> list[Path]:
-    """Made files that differ from what the code says."""
-    return [
-        path
-        for path, text in built_files().items()
-        if not path.exists() or path.read_text() != text
-    ]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write what differs; with `--check` name it and fail instead."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if some differ")
-    is_check = parser.parse_args(arguments).check
-    stale = stale_files()
-    built = built_files()
-    for path in stale:
-        if not is_check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(built[path])
-        print(f"{'differs' if is_check else 'written'}: {path.relative_to(REPO)}")
-    return int(is_check and bool(stale))
+def write_files(folder: Path) -> None:
+    """Write all of them below a folder."""
+    for name, text in built_files().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_files(Path(sys.argv[1]) if len(sys.argv) > 1 else CHART_FILES)

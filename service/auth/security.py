@@ -9,17 +9,27 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import IntegrityError
 
 from service.auth.authenticator import Authenticator
 from service.auth.crypto import MasterKeys, master_keys_of
 from service.auth.oidc import TokenVerifier
 from service.db.auth import KeyStore
 from service.db.engine import migrate, open_engine
-from service.domain.auth import ApiKey, AuditRecord, hash_of, new_key_text, parse_roles
+from service.domain.auth import (
+    ApiKey,
+    AuditRecord,
+    hash_of,
+    key_id_of,
+    new_key_text,
+    parse_roles,
+)
 from service.domain.models import Attempt, Job, JobStatus
+from service.errors import ServiceError
 from service.files import make_private
 from service.settings import Settings
 
@@ -117,6 +127,21 @@ def create_first_key(
         return key, text
     finally:
         engine.dispose()
+
+
+def write_first_key(keys: KeyStore, text: str, now: float) -> None:
+    """Write the key that the settings give, unless it is there; raises `ServiceError`."""
+    key_id = key_id_of(text)
+    if key_id is None:
+        raise ServiceError(
+            "SHARDLOOM_FIRST_KEY does not read as an API key: it is shl_, 12 characters of a-z and "
+            "0-9, _, and 43 of A-Z, a-z, 0-9, - and _ (k8s/make-secrets.sh makes one)"
+        )
+    if keys.find_key(key_id) is None:
+        roles = parse_roles({"*": "admin"})
+        key = ApiKey(key_id, "first", roles, now, "SHARDLOOM_FIRST_KEY", None)
+        with suppress(IntegrityError):  # another replica was faster
+            keys.add_key(key, hash_of(text))
 
 
 @dataclass(frozen=True)

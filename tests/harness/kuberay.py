@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
-
-import yaml
 
 from service.backends.base import Submission
 from service.backends.kuberay.manifest import ClusterOptions
 from tests.harness.builders import spec
-from tests.unit.k8s.rendering import FOLDER
+from tests.unit.k8s.rendering import ray_cluster
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SurviveSpec, WorkersSpec
 
@@ -18,8 +17,9 @@ ATTEMPT = "job-0123456789ab-a0"
 
 
 def template(*groups: dict[str, Any]) -> dict[str, Any]:
-    """The RayCluster of k8s/base, with these worker groups if any are given."""
-    manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
+    """The RayCluster of the example `spot`, with these worker groups if any are given."""
+    manifest = copy.deepcopy(ray_cluster("spot"))
+    del manifest["metadata"]["namespace"]
     if groups:
         manifest["spec"]["workerGroupSpecs"] = list(groups)
     return manifest

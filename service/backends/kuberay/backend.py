@@ -123,7 +123,7 @@ def template_in(path: Path) -> Manifest:
     for document in documents:
         if isinstance(document, dict) and document.get("kind") == "RayCluster":
             return document
-    raise BackendUnreachable(f"{path} has no RayCluster; see k8s/base/raycluster.yaml")
+    raise BackendUnreachable(f"{path} has no RayCluster; see k8s/chart/templates/raycluster.yaml")
 
 
 def live_template(api: KubeApi, name: str) -> Manifest:

@@ -248,7 +248,7 @@ def _forbidden(message: str, verb: str, resource: Resource, namespace: str) -> s
     return (
         f"the service may not {verb} {resource.plural} in namespace {namespace}: grant the verb "
         f"'{verb}' on '{resource.plural}' to its service account, as "
-        f"k8s/components/own-clusters does ({message})"
+        f"the chart does with ownClusters.enabled ({message})"
     )
 
 

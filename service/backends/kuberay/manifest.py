@@ -138,7 +138,7 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         raise SubmissionRefused(
             f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
             f"{error}); the template is no usable RayCluster, compare it with "
-            "k8s/base/raycluster.yaml"
+            "k8s/chart/templates/raycluster.yaml"
         ) from error
 
 
@@ -161,8 +161,6 @@ JOB = "shardloom.io/job"
 PROJECT = "shardloom.io/project"
 JOB_NAME = "shardloom.io/job-name"
 PRIORITY = "shardloom.io/priority"
-# On pods of the shared cluster alone: what keeps its head from eviction goes by it.
-SHARED = "shardloom.io/shared"
 SUBMITTED = "shardloom.io/submitted"
 LET_GO = "shardloom.io/let-go"
 SECRET = "shardloom.io/secret"
@@ -270,7 +268,7 @@ def rayjob_of(
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SubmissionRefused(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
-            "compare it with k8s/base/raycluster.yaml"
+            "compare it with k8s/chart/templates/raycluster.yaml"
         ) from error
     resources = submission.spec.resources
     queue = resources.queue or options.queue
@@ -349,7 +347,6 @@ def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: s
         head["spec"]["restartPolicy"] = "Never"
     for pod in (head, *(group["template"] for group in spec["workerGroupSpecs"])):
         labels = pod.setdefault("metadata", {}).setdefault("labels", {})
-        labels.pop(SHARED, None)
         labels |= _own_labels(submission)
         container = pod["spec"]["containers"][0]
         container["envFrom"] = [*container.get("envFrom", []), source]

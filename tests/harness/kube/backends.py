@@ -1,4 +1,4 @@
-"""KubeRay backends on a namespace, with the rights that k8s/components/own-clusters gives."""
+"""KubeRay backends on a namespace, with the rights that the chart gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes import client
 
 from service.backends.base import Submission
@@ -22,17 +21,16 @@ from service.domain.models import Observation, ObservedState
 from tests.harness import kuberay
 from tests.harness.kube.cluster import KubeCluster
 from tests.harness.wait import scaled, wait_for
-from tests.unit.k8s.rendering import FOLDER
+from tests.unit.k8s.rendering import FULL, build, one
 
 # Of one request: on a slow machine a server may take its time.
 TIMEOUT_S = scaled(10.0)
 
 
 def rules() -> list[dict[str, Any]]:
-    """What the component lets the service do."""
-    text = (FOLDER / "components" / "own-clusters" / "rights.yaml").read_text()
-    role, _ = yaml.safe_load_all(text)
-    return role["rules"]
+    """What the chart lets the service do."""
+    found: list[dict[str, Any]] = one(build(FULL), "Role", "shardloom-own-clusters")["rules"]
+    return found
 
 
 def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
@@ -47,7 +45,7 @@ def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
 
 
 def template() -> dict[str, Any]:
-    """The RayCluster of the base, in whatever namespace; its operator is left out of it."""
+    """The RayCluster of an example, in whatever namespace; its operator is left out of it."""
     manifest = kuberay.template()
     # Frozen: it is a template here, and nobody's cluster.
     manifest["spec"]["suspend"] = True
@@ -79,7 +77,7 @@ class KubeRayBackends:
         clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> KubeRayBackend:
-        """Another replica, with the rights of the component if not others."""
+        """Another replica, with the rights of the chart if not others."""
         number = len(self._opened)
         token = self.cluster.token_for(f"replica-{number}", rules() if allowed is None else allowed)
         config = self.cluster.kubeconfig(self._folder / f"config-{number}", token)

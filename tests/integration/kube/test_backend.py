@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from service.backends.base import Submission
 from service.backends.kuberay import watch
@@ -37,7 +38,7 @@ from tests.harness.kube.cluster import KubeCluster
 from tests.harness.kube.operator import KueueStandIn, RayJobOperator, operator_for
 from tests.harness.kube.server import KubeApiServer
 from tests.harness.wait import wait_for
-from tests.unit.k8s.rendering import FOLDER
+from tests.unit.k8s.rendering import build
 
 PENDING, RUNNING = ObservedState.PENDING, ObservedState.RUNNING
 NOT_FOUND, UNREACHABLE = ObservedState.NOT_FOUND, ObservedState.UNREACHABLE
@@ -273,11 +274,13 @@ def test_a_cluster_without_its_template_keeps_jobs_waiting(backends: KubeRayBack
 
 
 def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
-    base = FOLDER / "base" / "raycluster.yaml"
+    base = tmp_path / "objects.yaml"
+    base.write_text(yaml.safe_dump_all(build("gpu")))
     assert template_in(base)["metadata"]["name"] == "shardloom-ray"
     with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
         template_in(tmp_path / "missing.yaml")
-    other = FOLDER / "base" / "service.yaml"
+    other = tmp_path / "none.yaml"
+    other.write_text("kind: Service")
     with pytest.raises(BackendUnreachable, match="has no RayCluster"):
         template_in(other)
 

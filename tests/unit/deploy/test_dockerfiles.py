@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import yaml
 
 from deploy.sbom import IMAGES, default_of
 from tests.conftest import REPO
 from tests.unit.deploy.dockerfiles import DOCKERFILES, context_files, expand, instructions_of
+from tests.unit.k8s.pods import pods
+from tests.unit.k8s.rendering import settings_of
 
 SERVICE, TRAINER = (REPO / "deploy" / f"Dockerfile.{name}" for name in ("service", "trainer"))
 every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -29,10 +30,6 @@ def _last_stage(path: Path) -> list[tuple[str, str]]:
 def _environment(path: Path) -> dict[str, str]:
     said = " ".join(value for name, value in _last_stage(path) if name == "ENV")
     return dict(re.findall(r"(\w+)=(\S+)", said))
-
-
-def _manifests(name: str) -> list[dict[str, object]]:
-    return list(yaml.safe_load_all((REPO / "k8s" / "base" / name).read_text()))
 
 
 @every_dockerfile
@@ -97,9 +94,7 @@ def test_packages_come_from_locks_with_hashes_only() -> None:
 
 
 def test_the_service_pod_finds_its_ports_paths_command_and_settings_in_the_image() -> None:
-    deployment = _manifests("service.yaml")[0]
-    pod = deployment["spec"]["template"]["spec"]  # type: ignore[index]
-    (container,) = pod["containers"]
+    (container,) = pods("gpu", "service")[0].containers
     said = " ".join(value for _, value in instructions_of(SERVICE))
     command = next(value for name, value in _last_stage(SERVICE) if name == "CMD")
     assert container["command"] == json.loads(command)
@@ -107,11 +102,7 @@ def test_the_service_pod_finds_its_ports_paths_command_and_settings_in_the_image
     assert [str(port["containerPort"]) for port in container["ports"]] == exposed
     for mount in container["volumeMounts"]:
         assert mount["mountPath"] == "/tmp" or mount["mountPath"] in said
-    settings = dict(
-        line.split("=", 1)
-        for line in (REPO / "k8s/base/settings.env").read_text().splitlines()
-        if "=" in line and not line.startswith("#")
-    )
+    settings = settings_of("gpu")
     image = _environment(SERVICE)
     shared = image.keys() & settings.keys()
     assert {"SHARDLOOM_HOME", "SHARDLOOM_RUNS_DIR", "SHARDLOOM_TRAINER_PYTHON"} <= shared
@@ -119,9 +110,7 @@ def test_the_service_pod_finds_its_ports_paths_command_and_settings_in_the_image
 
 
 def test_the_ray_pods_find_their_paths_and_ports_in_the_image() -> None:
-    (cluster,) = _manifests("raycluster.yaml")
-    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]  # type: ignore[index]
-    (container,) = head["containers"]
+    container = pods("gpu", "ray-head")[0].containers[0]
     said = " ".join(value for _, value in instructions_of(TRAINER))
     for mount in container["volumeMounts"]:
         assert mount["mountPath"] == "/tmp" or mount["mountPath"] in said
@@ -130,3 +119,10 @@ def test_the_ray_pods_find_their_paths_and_ports_in_the_image() -> None:
     health = next(value for name, value in _last_stage(TRAINER) if name == "HEALTHCHECK")
     probe = container["livenessProbe"]["httpGet"]
     assert f":{probe['port']}{probe['path']}" in health
+
+
+def test_the_cuda_image_has_what_nccl_loads_for_rdma() -> None:
+    # Without libibverbs and the adapters' drivers NCCL takes TCP, and says nothing.
+    (step,) = [text for name, text in _last_stage(TRAINER) if "apt-get install" in text]
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1", "rdma-core"} <= set(step.split())
+    assert 'if [ "$VARIANT" = cpu ]; then exit 0; fi' in step

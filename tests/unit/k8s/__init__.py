@@ -1,1 +1,1 @@
-"""The manifests in k8s/: they build, are valid, keep our policies and fit each other."""
+"""The chart in k8s/: what it renders is valid, keeps our policies and fits each other."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.unit.k8s.rendering import FOLDER, Manifest, build, build_folder
+from tests.unit.k8s.rendering import Manifest, build, ray_cluster
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Pod:
 
 
 def pods(variant: str, component: str = "") -> list[Pod]:
-    """The pods of a variant and of the Job of the first key; with `component`, those of it."""
-    found = pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
+    """The pods of a variant, those of its cluster template too; with `component`, those of it."""
+    manifests = build(variant)
+    found = pods_of(manifests if "own-only" not in variant else (*manifests, ray_cluster(variant)))
     return [pod for pod in found if component in ("", pod.component)]
 
 

@@ -1,10 +1,8 @@
-"""What `kubectl apply -k` would send: our kustomizations, built by kustomize itself."""
+"""What `helm install` sends: the chart, rendered by Helm with examples and options."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import atexit
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -13,71 +11,103 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.chart import EXAMPLES, copy_whole, render, values_of
+from service.jobs.actions import merged
+
 Manifest = dict[str, Any]
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "k8s"
-# What people apply: each a folder of ours, and components that are added to it.
-VARIANTS = {
-    "base": ("base",),
-    "dev": ("overlays/dev",),
-    "gpu": ("overlays/gpu",),
-    "spot": ("overlays/spot",),
-    "multi-rack": ("overlays/multi-rack",),
-    "gpu+kueue": ("overlays/gpu", "components/kueue"),
-    "spot+kueue": ("overlays/spot", "components/kueue"),
-    "gpu+own-clusters": ("overlays/gpu", "components/own-clusters"),
-    "spot+volcano": ("overlays/spot", "components/volcano"),
+_QUEUES = ("", "+kueue", "+volcano")
+# Every example with every queue and with own clusters; a platform's other choices with `gpu`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kueue": {"queue": {"kind": "kueue"}},
+    "volcano": {"queue": {"kind": "volcano"}},
+    "own": {"ownClusters": {"enabled": True}},
+    "own-only": {"ownClusters": {"enabled": True}, "ray": {"shared": False}},
+    "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
+    "no-data": {"storage": {"data": {"enabled": False}, "roots": ["s3://ads/data"]}},
+    "owner": {"storage": {"setOwner": True}},
+    "theirs": {
+        "images": {
+            "service": {"digest": "sha256:" + "0" * 64},
+            "pullSecrets": ["pull"],
+        },
+        "ray": {"redis": {"address": "rediss://redis.example:6379"}},
+        "storage": {
+            "runs": {"existingClaim": "their-runs"},
+            "data": {"existingClaim": "their-data"},
+        },
+        "serviceAccounts": {
+            "rayWorker": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/ads"}}
+        },
+        "ingress": {"enabled": False},
+        "gateway": {
+            "enabled": True,
+            "host": "shardloom.example.com",
+            "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
+        },
+        "networkPolicies": {
+            # EKS Pod Identity, and a store on a port of its own.
+            "extraEgress": [
+                {
+                    "to": [{"ipBlock": {"cidr": "169.254.170.23/32"}}],
+                    "ports": [{"protocol": "TCP", "port": 80}],
+                },
+                {
+                    "to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
+                    "ports": [{"protocol": "TCP", "port": 9000}],
+                },
+            ]
+        },
+    },
 }
-GPU_VARIANTS = tuple(name for name in VARIANTS if name != "dev")
+NAMES = [path.stem for path in sorted(EXAMPLES.glob("*.yaml"))]
+VARIANTS = [
+    f"{name}{queue}{own}" for name in NAMES for queue in _QUEUES for own in ("", "+own")
+] + [f"gpu+{option}" for option in ("own-only", "embedded", "no-data", "owner", "theirs")]
+GPU_VARIANTS = tuple(each for each in VARIANTS if not each.startswith("dev"))
 # The variant that has all of ours beside queues of the platform.
-FULL = "gpu+own-clusters"
-# Those that `make test` builds; together they have nearly all that the others have.
-_FIRST = ("dev", FULL, "spot+kueue")
+FULL = "gpu+own"
+# Those that `make test` checks by schemas; together they have nearly all that the others have.
+_FIRST = ("dev", FULL, "gpu+theirs", "multi-rack+kueue", "spot+volcano")
 _MARKED = [
     pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow) for name in VARIANTS
 ]
 
 every_variant = pytest.mark.parametrize("variant", _MARKED)
 every_gpu_variant = pytest.mark.parametrize(
-    "variant", [each for each in _MARKED if each.values != ("dev",)]
+    "variant", [each for each in _MARKED if each.values[0] in GPU_VARIANTS]
 )
 
 
 @cache
-def build(variant: str) -> tuple[Manifest, ...]:
-    """Every object of a variant; skips the test where there is no kustomize."""
-    folder, *components = VARIANTS[variant]
-    if not components:
-        return build_folder(FOLDER / folder)
-    with tempfile.TemporaryDirectory() as made:
-        # As a user's own overlay would name them: kustomize wants relative paths.
-        def relative(path: str) -> str:
-            return os.path.relpath(FOLDER / path, Path(made).resolve())
+def chart() -> Path:
+    """A whole copy of the chart, with rules and dashboards, for as long as the tests run."""
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    return copy_whole(Path(made.name))
 
-        text = yaml.safe_dump(
-            {"resources": [relative(folder)], "components": [relative(each) for each in components]}
-        )
-        (Path(made) / "kustomization.yaml").write_text(text)
-        return build_folder(Path(made))
+
+def values(variant: str) -> dict[str, Any]:
+    """The values of an example, and of the options that are added to it."""
+    example, *options = variant.split("+")
+    found = values_of(example)
+    for option in options:
+        found = merged(found, OPTIONS[option])
+    return found
 
 
 @cache
-def build_folder(folder: Path) -> tuple[Manifest, ...]:
-    """Every object of a kustomization; skips the test where there is no kustomize."""
-    done = subprocess.run([*_command(), str(folder)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, "kustomize warns: " + done.stderr
+def build(variant: str) -> tuple[Manifest, ...]:
+    """Every object of a variant."""
+    return objects_of(values(variant))
+
+
+def objects_of(wanted: dict[str, Any]) -> tuple[Manifest, ...]:
+    """Every object that the chart makes of values."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return tuple(yaml.load_all(done.stdout, loader))
-
-
-def _command() -> list[str]:
-    if shutil.which("kubectl"):
-        return ["kubectl", "kustomize"]
-    if shutil.which("kustomize"):
-        return ["kustomize", "build"]
-    pytest.skip("needs kubectl or kustomize on PATH to build the manifests")
+    return tuple(each for each in yaml.load_all(render(chart(), wanted), loader) if each)
 
 
 def of_kind(manifests: tuple[Manifest, ...], kind: str) -> list[Manifest]:
@@ -92,12 +122,14 @@ def one(manifests: tuple[Manifest, ...], kind: str, name: str) -> Manifest:
 
 
 def ray_cluster(variant: str) -> Manifest:
-    """The RayCluster of a variant."""
+    """The RayCluster of a variant, or the template that it has in its place."""
+    if "own-only" in variant:
+        text = one(build(variant), "ConfigMap", "shardloom-raycluster")["data"]["raycluster.yaml"]
+        found: Manifest = yaml.safe_load(text)
+        return found
     return one(build(variant), "RayCluster", "shardloom-ray")
 
 
 def settings_of(variant: str) -> dict[str, str]:
     """The ConfigMap with the settings of the service."""
-    maps = of_kind(build(variant), "ConfigMap")
-    (found,) = [each for each in maps if each["metadata"]["name"].startswith("shardloom-settings")]
-    return dict(found["data"])
+    return dict(one(build(variant), "ConfigMap", "shardloom-settings")["data"])

@@ -1,4 +1,4 @@
-"""The commands that the manifests run, run: migration, first key, making of secrets."""
+"""The commands that the manifests run, run: migration, making of secrets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from service.auth.security import create_first_key
-from service.db.engine import newest_revision, open_engine, stored_revision
+from service.auth.security import write_first_key
+from service.db.auth import KeyStore
+from service.db.engine import migrate, newest_revision, open_engine, stored_revision
+from service.domain.auth import role_names
+from service.errors import ServiceError
 from tests.unit.k8s.pods import pods
 from tests.unit.k8s.rendering import FOLDER, ROOT
 
@@ -47,7 +50,7 @@ def _variables(folder: Path) -> dict[str, str]:
 
 def _output_of(component: str, variables: dict[str, str]) -> str:
     """What the command of a Job prints."""
-    (pod,) = pods("base", component)
+    (pod,) = pods("gpu", component)
     (container,) = pod.containers
     program, *arguments = container["command"]
     done = _run([str(Path(sys.executable).with_name(program)), *arguments], **variables)
@@ -62,17 +65,6 @@ def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: P
         assert str(newest_revision()) in _output_of("migrate", variables)
     with open_engine(variables["SHARDLOOM_DATABASE_URL"]).connect() as connection:
         assert stored_revision(connection) == newest_revision()
-
-
-def test_the_first_key_job_makes_an_administrator_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variables = _variables(tmp_path)
-    key = _output_of("first-key", variables)
-    assert len(key.split()) == 1 and len(key) > 30
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert create_first_key("second", {"*": "admin"}, None) is None
 
 
 def _make_secrets(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -104,13 +96,32 @@ def test_secrets_are_made_of_files_and_never_stand_on_a_command_line(tmp_path: P
     keys = [
         (made / "shardloom-service/secret_key").read_text(),
         (made / "shardloom-ray-token/auth_token").read_text(),
+        (made / "shardloom-redis/password").read_text(),
     ]
-    assert all(len(key) >= 32 and key.isalnum() for key in keys) and len(set(keys)) == 2
+    assert all(len(key) >= 32 and key.isalnum() for key in keys) and len(set(keys)) == 3
     calls = (made / "calls").read_text() + done.stdout + done.stderr
     assert not [each for each in ("hunter2", "the-secret", *keys) if each in calls]
 
 
-def test_the_database_of_the_dev_overlay_gets_a_password_of_its_own(tmp_path: Path) -> None:
+def test_the_first_key_is_an_administrator_s_until_it_is_revoked(tmp_path: Path) -> None:
+    assert _make_secrets(tmp_path / "made").returncode == 0
+    text = (tmp_path / "made/shardloom-first-key/key").read_text()
+    engine = open_engine(_variables(tmp_path)["SHARDLOOM_DATABASE_URL"])
+    migrate(engine)
+    keys = KeyStore(engine)
+    with pytest.raises(ServiceError, match="SHARDLOOM_FIRST_KEY does not read as an API key"):
+        write_first_key(keys, "admin", 1.0)
+    for _ in range(2):  # each start of each replica
+        write_first_key(keys, text, 1.0)
+    (key,) = keys.list_keys()
+    assert role_names(key.roles) == {"*": "admin"} and key.expires_at is None
+    keys.revoke_key(key.id, 2.0)
+    write_first_key(keys, text, 3.0)
+    assert not keys.has_usable_key(3.0)
+    engine.dispose()
+
+
+def test_the_database_of_the_dev_example_gets_a_password_of_its_own(tmp_path: Path) -> None:
     assert _make_secrets(tmp_path / "made").returncode == 0
     password = (tmp_path / "made/shardloom-database/password").read_text()
     url = (tmp_path / "made/shardloom-database/url").read_text()
@@ -120,5 +131,5 @@ def test_the_database_of_the_dev_overlay_gets_a_password_of_its_own(tmp_path: Pa
 def test_secrets_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     done = _make_secrets(tmp_path / "made", SECRET_IS_THERE="0")
     assert done.returncode == 0
-    assert done.stdout.count("stays as it is") == 3
+    assert done.stdout.count("stays as it is") == 5
     assert "create secret" not in (tmp_path / "made/calls").read_text()

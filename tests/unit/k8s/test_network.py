@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_address, ip_network
 from typing import Any, Literal
 
 from tests.unit.k8s.pods import pods, selects
-from tests.unit.k8s.rendering import Manifest, build, every_variant, of_kind
+from tests.unit.k8s.rendering import FULL, Manifest, build, every_variant, of_kind
 
 Direction = Literal["ingress", "egress"]
-# What stands at the other end: the labels of a pod of ours, or the name of another namespace.
+# What stands at the other end: the labels of a pod of ours, the name of another namespace, or an
+# address outside.
 Peer = Mapping[str, str] | str
 
 
@@ -47,11 +49,18 @@ def _has_port(rule: Mapping[str, Any], port: int) -> bool:
 
 def _is_peer(peer: Mapping[str, Any], end: Peer) -> bool:
     if "ipBlock" in peer:
-        return True  # a pod's address may lie in it, as far as we know
+        return isinstance(end, str) and end[0].isdigit() and _is_in(peer["ipBlock"], end)
     if isinstance(end, str):
         wanted = peer.get("namespaceSelector")
         return wanted is not None and selects(wanted, {"kubernetes.io/metadata.name": end})
     return "namespaceSelector" not in peer and selects(peer["podSelector"], end)
+
+
+def _is_in(block: Mapping[str, Any], address: str) -> bool:
+    inside = ip_address(address) in ip_network(block["cidr"])
+    return inside and not any(
+        ip_address(address) in ip_network(each) for each in block.get("except", [])
+    )
 
 
 def _may_connect(variant: str, source: str, target: str, port: int) -> bool:
@@ -68,6 +77,8 @@ def test_every_pod_is_closed_but_for_what_a_policy_of_its_own_allows(variant: st
     (deny,) = [each for each in policies if each["metadata"]["name"] == "default-deny"]
     assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     for component, labels in _labels(variant).items():
+        if component == "owner":
+            continue  # it talks to nobody
         selectors = [each["spec"]["podSelector"] for each in policies]
         assert any(each and selects(each, labels) for each in selectors), component
 
@@ -78,11 +89,9 @@ def test_every_rule_says_who_is_at_the_other_end(variant: str) -> None:
         for rule in policy["spec"].get("ingress", []):
             assert rule["from"] and all("ipBlock" not in each for each in rule["from"])
         for rule in policy["spec"].get("egress", []):
+            # To addresses only through ports that are named.
             assert rule["to"]
-            # To anywhere only through ports that are named, and never to the cloud's metadata.
-            for peer in rule["to"]:
-                if "ipBlock" in peer:
-                    assert rule["ports"] and "169.254.0.0/16" in peer["ipBlock"]["except"]
+            assert rule.get("ports") or all("ipBlock" not in each for each in rule["to"])
 
 
 # Source, target and port of connections; a name that is no component is another namespace.
@@ -93,16 +102,24 @@ _NEEDED = (
     ("ray-worker", "ray-head", 6379),
     ("ray-head", "ray-worker", 40_000),
     ("ray-worker", "ray-worker", 29_500),
-    ("ingress-nginx", "service", 8700),
+    ("ingress", "service", 8700),
     ("monitoring", "service", 8700),
     ("monitoring", "ray-worker", 8080),
     ("kuberay-system", "ray-head", 8265),
+    # Names, by NodeLocal DNSCache and on OpenShift; object stores; the API server.
+    ("ray-worker", "169.254.20.10", 53),
+    ("service", "openshift-dns", 5353),
+    ("ray-worker", "52.0.0.1", 443),
+    ("ray-head", "10.0.0.1", 6443),
 )
 _FORBIDDEN = (
     ("default", "service", 8700),
     ("default", "ray-head", 8265),
     ("default", "ray-head", 6379),
-    ("ingress-nginx", "ray-head", 8265),
+    ("ingress", "ray-head", 8265),
+    ("ray-worker", "169.254.169.254", 80),
+    ("service", "169.254.169.254", 443),
+    ("ray-worker", "10.0.0.1", 6443),
     ("monitoring", "ray-head", 8265),
     ("migrate", "service", 8700),
     ("migrate", "ray-head", 8265),
@@ -118,7 +135,28 @@ def test_what_must_talk_can_talk_and_nothing_else(variant: str) -> None:
 
 
 def test_the_database_is_open_to_what_needs_it_and_closed_to_code_of_users() -> None:
-    for source in ("service", "migrate", "first-key"):
-        assert _may_connect("dev", source, "postgresql", 5432), source
-    for source in ("ray-head", "ray-worker", "default", "ingress-nginx"):
+    assert _may_connect("dev", "service", "postgresql", 5432)
+    for source in ("ray-head", "ray-worker", "default", "ingress"):
         assert not _may_connect("dev", source, "postgresql", 5432), source
+    for source in ("service", "migrate"):
+        assert _may_connect("gpu", source, "10.0.0.7", 5432), source
+    assert not _may_connect("gpu", "ray-worker", "10.0.0.7", 5432)
+
+
+def test_the_heads_state_is_open_to_heads_alone() -> None:
+    assert _may_connect("gpu", "ray-head", "redis", 6379)
+    assert _may_connect("gpu+theirs", "ray-head", "10.0.0.7", 6379)
+    for source in ("ray-worker", "service", "migrate", "default"):
+        assert not _may_connect("gpu", source, "redis", 6379), source
+
+
+def test_more_may_be_opened_for_cloud_identities_and_stores_on_ports_of_their_own() -> None:
+    for source in ("service", "ray-head", "ray-worker"):
+        for address, port in (("169.254.170.23", 80), ("10.9.0.4", 9000)):
+            assert _may_connect("gpu+theirs", source, address, port)
+            assert not _may_connect("gpu", source, address, port)
+
+
+def test_without_own_clusters_the_service_cannot_reach_the_api_server() -> None:
+    assert _may_connect(FULL, "service", "10.0.0.1", 6443)
+    assert not _may_connect("gpu", "service", "10.0.0.1", 6443)

@@ -6,27 +6,35 @@ As strict as the API server's `fieldValidation: Strict`: unknown fields are erro
 from __future__ import annotations
 
 import copy
+import json
 from itertools import product
 
+import helm_python
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 
+from deploy.chart import CHART, problems
+from service.jobs.actions import merged
 from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
 from tests.unit.k8s.rendering import (
-    FOLDER,
     FULL,
     Manifest,
     build,
-    build_folder,
+    chart,
     every_variant,
+    objects_of,
     one,
     ray_cluster,
 )
 
-_CLUSTER_WIDE = {"Namespace", "ResourceFlavor", "ClusterQueue", "Queue"}
-# The schemas of Prometheus' operator, Kueue and Volcano are not at hand here.
-_WITHOUT_SCHEMA = ("monitoring.coreos.com/", "kueue.x-k8s.io/", "scheduling.volcano.sh/")
+_CLUSTER_WIDE = {"ResourceFlavor", "ClusterQueue", "Queue"}
+# The schemas of Prometheus' operator, Kueue, Volcano and the Gateway API are not at hand here.
+_WITHOUT_SCHEMA = (
+    *("monitoring.coreos.com/", "kueue.x-k8s.io/", "scheduling.volcano.sh/"),
+    "gateway.networking.k8s.io/",
+)
 # The oldest version that docs/guides/kubernetes.md names, and the newest the package knows.
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
 
@@ -60,8 +68,9 @@ def _pods_of_ray(cluster: Manifest) -> list[Manifest]:
 
 @every_variant
 def test_objects_of_kubernetes_are_valid(variant: str) -> None:
-    manifests = (*build(variant), *build_folder(FOLDER / "bootstrap"))
-    known = [m for m in manifests if not m["apiVersion"].startswith((*_WITHOUT_SCHEMA, "ray.io/"))]
+    known = [
+        m for m in build(variant) if not m["apiVersion"].startswith((*_WITHOUT_SCHEMA, "ray.io/"))
+    ]
     for manifest, version in product([*known, *_pods_of_ray(ray_cluster(variant))], VERSIONS):
         _check_kubernetes(manifest, version)
 
@@ -94,3 +103,53 @@ def test_objects_are_in_the_namespace_and_there_once(variant: str) -> None:
     for manifest in build(variant):
         namespace = manifest["metadata"].get("namespace")
         assert namespace == (None if manifest["kind"] in _CLUSTER_WIDE else "shardloom"), manifest
+
+
+# ---- values
+
+
+def test_helm_finds_nothing_to_complain_of_in_the_chart() -> None:
+    assert problems(chart()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"images": {"registry": ""}}, "images.registry: set the registry and folder"),
+        ({"images": {"regsitry": "x.example"}}, "at '/images': additional properties 'regsitry'"),
+        ({"ray": {"groups": []}}, "at '/ray/groups': minItems"),
+        ({"ray": {"groups": [{"name": "gpu", "gpu": 8}]}}, "at '/ray/groups/0': additional"),
+        ({"ray": {"groups": [{"name": "g", "maxHosts": "4"}]}}, "at '/ray/groups/0/maxHosts': got"),
+        ({"ray": {"groups": [{"gpus": 8}]}}, "at '/ray/groups/0': missing property 'name'"),
+        ({"ray": {"faultTolerance": "rocksdb"}}, "at '/ray/faultTolerance': value must be one of"),
+        ({"ray": {"redis": {"address": "redis"}}}, "at '/ray/redis/address': 'redis' does not"),
+        ({"ray": {"shared": False}}, "ray.shared: false leaves jobs without any cluster"),
+        ({"ingress": {"enabled": True, "host": "a.b"}}, "at '/ingress/tlsSecret': minLength"),
+        ({"gateway": {"enabled": True, "host": "a.b"}}, "at '/gateway/parentRefs': minItems"),
+        ({"service": {"settings": {"PORT": "1"}}}, "at '/service/settings'"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_path(wrong: Manifest, said: str) -> None:
+    values = merged({"images": {"registry": "registry.example/ads"}}, wrong)
+    with pytest.raises(helm_python.HelmError) as refused:
+        objects_of(values)
+    assert said in str(refused.value)
+
+
+def test_every_value_has_a_schema_that_allows_nothing_else() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values.keys() == schema["properties"].keys()
+
+    def check(node: Manifest, at: Manifest, path: str) -> None:
+        if "$ref" in at:
+            at = {**schema["$defs"][at["$ref"].rpartition("/")[2]], **at}
+        if "properties" in at:
+            assert at["additionalProperties"] is False, path
+            assert node.keys() <= at["properties"].keys(), path
+            for name, value in node.items():
+                if isinstance(value, dict):
+                    check(value, at["properties"][name], f"{path}/{name}")
+
+    for name, value in values.items():
+        check(value, schema["properties"][name], f"/{name}")

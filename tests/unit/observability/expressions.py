@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
+from deploy.observability.build import built_files
+
 REPO = Path(__file__).parents[3]
 FOLDER = REPO / "deploy" / "observability"
-KUBERNETES = REPO / "k8s" / "base" / "observability"
 _STRING = re.compile(r'"[^"]*"')
 _BY = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\([^)]*\)")
 _MATCHERS = re.compile(r"\{[^}]*\}")
@@ -35,8 +36,11 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 def dashboard_documents() -> dict[str, dict[str, Any]]:
     """Every dashboard by the name of its file."""
-    files = sorted((KUBERNETES / "dashboards").glob("*.json"))
-    return {file.name: json.loads(file.read_text()) for file in files}
+    return {
+        path.removeprefix("dashboards/"): json.loads(text)
+        for path, text in built_files().items()
+        if path.startswith("dashboards/")
+    }
 
 
 def dashboard_queries(job_id: str = "job-0000000000ab") -> Iterator[tuple[str, str]]:

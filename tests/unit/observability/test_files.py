@@ -1,4 +1,4 @@
-"""Dashboards, rules and the collector fit each other; `make lint` compares them with the code."""
+"""Dashboards, rules and the collector fit each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.observability.dashboards import dashboards
-from tests.unit.observability.expressions import FOLDER, KUBERNETES, dashboard_documents, rules
+from tests.unit.k8s.rendering import build, one
+from tests.unit.observability.expressions import FOLDER, dashboard_documents, rules
 
 
 def _yaml(path: str) -> Any:
@@ -20,8 +21,7 @@ def _yaml(path: str) -> Any:
 
 def test_alerts_find_the_service_under_the_same_name_everywhere() -> None:
     # The operator calls the job of a ServiceMonitor by the name of the Service.
-    objects = yaml.safe_load_all((KUBERNETES.parent / "service.yaml").read_text())
-    (service,) = [each["metadata"]["name"] for each in objects if each["kind"] == "Service"]
+    service = one(build("gpu"), "Service", "shardloom")["metadata"]["name"]
     assert service == _yaml("prometheus.yml")["scrape_configs"][0]["job_name"]
     named = {each for rule in rules() for each in re.findall(r'job="([^"]+)"', rule["expr"])}
     assert named == {service}

@@ -1,0 +1,177 @@
+{{- define "shardloom.labels" -}}
+app.kubernetes.io/name: shardloom
+app.kubernetes.io/part-of: shardloom
+{{- end }}
+
+{{- define "shardloom.meta" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "shardloom.labels" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .component }}
+  app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+  app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+  helm.sh/chart: shardloom-{{ .root.Chart.Version }}
+{{- end }}
+
+{{- define "shardloom.podLabels" -}}
+{{ include "shardloom.labels" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- /* An image of ours: .root, .image (of values), .suffix of the tag by default. */}}
+{{- define "shardloom.image" -}}
+{{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images REPOSITORY=...), as in registry.example/shardloom" -}}
+{{- $image := get .root.Values.images .image -}}
+{{ $registry }}/{{ $image.name }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- /* What every pod of ours has; .user is whom it runs as. */}}
+{{- define "shardloom.pod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .user | default 1000 }}
+  runAsGroup: {{ .user | default 1000 }}
+  fsGroup: {{ .user | default 1000 }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{- define "shardloom.container" -}}
+# What a pod that ends has said last is in its status.
+terminationMessagePolicy: FallbackToLogsOnError
+securityContext: {{- include "shardloom.lockedDown" . | nindent 2 }}
+{{- end }}
+
+{{- define "shardloom.lockedDown" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "shardloom.env" -}}
+{{- range $name, $value := . }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "shardloom.secretEnv" -}}
+- name: {{ .name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .secret }}
+      key: {{ .key }}
+      {{- if .optional }}
+      optional: true
+      {{- end }}
+{{- end }}
+
+{{- define "shardloom.claims" -}}
+- name: runs
+  persistentVolumeClaim:
+    claimName: {{ .Values.storage.runs.existingClaim | default "shardloom-runs" }}
+{{- if .Values.storage.data.enabled }}
+- name: data
+  persistentVolumeClaim:
+    claimName: {{ .Values.storage.data.existingClaim | default "shardloom-data" }}
+{{- end }}
+{{- end }}
+
+{{- define "shardloom.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: runs
+  mountPath: /var/lib/shardloom/runs
+{{- if .Values.storage.data.enabled }}
+- name: data
+  mountPath: /var/lib/shardloom/data
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- /* A token for Kubernetes, for the one container that mounts it. */}}
+{{- define "shardloom.kubernetesToken" -}}
+name: kubernetes-token
+projected:
+  defaultMode: 288
+  sources:
+    - serviceAccountToken:
+        path: token
+        expirationSeconds: 3600
+    - configMap:
+        name: kube-root-ca.crt
+        items:
+          - {key: ca.crt, path: ca.crt}
+    - downwardAPI:
+        items:
+          - path: namespace
+            fieldRef:
+              fieldPath: metadata.namespace
+{{- end }}
+
+{{- define "shardloom.kubernetesTokenMount" -}}
+name: kubernetes-token
+mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+readOnly: true
+{{- end }}
+
+{{- /* The worker groups as JSON, each with what ray.hosts says. */}}
+{{- define "shardloom.groups" -}}
+{{- $groups := list }}
+{{- range .Values.ray.groups }}
+{{- $groups = append $groups (mergeOverwrite (deepCopy $.Values.ray.hosts) .) }}
+{{- end }}
+{{- dict "groups" $groups | toJson }}
+{{- end }}
+
+{{- /* Most workers that the groups can hold: a GPU each, or a CPU. */}}
+{{- define "shardloom.maxWorkers" -}}
+{{- $most := 0 }}
+{{- range (include "shardloom.groups" . | fromJson).groups }}
+{{- $each := ternary .gpus .cpus (gt (int .gpus) 0) }}
+{{- $most = add $most (mul (int .maxHosts) (int $each)) }}
+{{- end }}
+{{- $most }}
+{{- end }}
+
+{{- /* Resources of a host of a group, as Kubernetes names them. */}}
+{{- define "shardloom.hostLimits" -}}
+cpu: {{ .cpus | quote }}
+memory: {{ .memoryGiB }}Gi
+{{- with .diskGiB }}
+ephemeral-storage: {{ . }}Gi
+{{- end }}
+{{- with .gpus }}
+nvidia.com/gpu: {{ . | quote }}
+{{- end }}
+{{- if .rdma.resource }}
+{{ .rdma.resource }}: {{ .rdma.count | quote }}
+{{- end }}
+{{- end }}
+
+{{- /* Whom a peer is: a namespace in a list of names. */}}
+{{- define "shardloom.namespaces" -}}
+- namespaceSelector:
+    matchExpressions:
+      - key: kubernetes.io/metadata.name
+        operator: In
+        values: {{ toJson . }}
+{{- end }}
+
+{{- define "shardloom.rayPods" -}}
+matchExpressions:
+  - key: app.kubernetes.io/component
+    operator: In
+    values: [ray-head, ray-worker]
+{{- end }}

@@ -153,6 +153,11 @@ class CoordinatorClient:
             local_s=local_s,
         )
 
+    def advance(self) -> None:
+        """Note that the same phase gets on, as with each part of a long exchange."""
+        beat = self._heartbeat
+        self._heartbeat = beat.model_copy(update={"progress": beat.progress + 1})
+
     def is_aborted(self, number: int) -> bool:
         return number <= self._aborted_round
 
@@ -356,7 +361,7 @@ class HeartbeatReporter:
         self.enter("train", step)
 
     def enter(self, phase: str, step: int) -> None:
-        """Another phase than training begins, or makes progress."""
+        """A phase begins, or makes progress: one other than training may take longer."""
         if self._client:
             step_time_s = median(self._times_s) if self._times_s else 0.0
             self._client.progress(phase, step, step_time_s, self.local_s)

@@ -98,6 +98,7 @@ class GroupSession(Session):
             rank=groups.rank,
             num_ranks=groups.layout.world_size,
             pin=self._copies_batches,
+            on_slow_read=self._note_slow_read,
         )
         self.group_sync = GroupSync(
             self.model,

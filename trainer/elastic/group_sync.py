@@ -102,7 +102,7 @@ class CrossGroupProcessGroup:
 
     Collective over the group; every method may raise `ExchangeError`, after which the group is
     only good for `drop`. One operation takes at most `timeout_s`, and less when
-    `is_aborted` becomes true.
+    `is_aborted` becomes true. `advance` is called after each: together they may take long.
     """
 
     def __init__(
@@ -112,8 +112,10 @@ class CrossGroupProcessGroup:
         device: torch.device,
         timeout_s: float,
         is_aborted: IsAborted,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica = replica
+        self._advance = advance
         self._device = device
         self._timeout_s = timeout_s
         self._is_aborted = is_aborted
@@ -174,6 +176,7 @@ class CrossGroupProcessGroup:
                 self._check(deadline, "answer")
             self._is_stuck = False
             work.wait()
+            self._advance()
         except RuntimeError as error:
             return _first_line(error)
         return ""
@@ -548,6 +551,7 @@ class GroupSync:
                 self._device,
                 self._timeout_s,
                 lambda: self._is_closed or self._client.is_aborted(self._round),
+                self._client.advance,
             )
         return self._group
 

@@ -35,8 +35,9 @@ class MembershipPolicy:
 
     The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
-    voted `vote_timeout_s` after the first vote of its round, or that makes no progress for longer
-    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A
+    voted `vote_timeout_s` after the first vote on its shard, or that makes no progress for longer
+    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). With
+    `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
     coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
     `rows_per_step` are those that the whole job takes at once.
     """
@@ -49,6 +50,7 @@ class MembershipPolicy:
     recovery_grace_s: float = 3.0
     hang_factor: float = 20.0
     min_hang_s: float = 60.0
+    holds_suspicions: bool = True
     straggler_factor: float = 1.5
     replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainer import failures
@@ -113,7 +113,7 @@ class SyncRounds(GroupRegistry):
         self._number = 0
         self._has_opened = False
         self._formed: tuple[tuple[int, int], ...] | None = None
-        self._deadlines: dict[int, float] = {}
+        self._deadlines: dict[int, dict[int, float]] = {}  # by round and shard
         self._refusals: Counter[int] = Counter()
         self._report = Report()
         self._skipped: list[Lease] = []
@@ -278,7 +278,7 @@ class SyncRounds(GroupRegistry):
         if opened is None or vote.round != opened.number:
             self._answer_late(group, rank, vote, now)
             return
-        self._set_deadline(vote.round, now)
+        self._set_deadlines(vote.round, [rank], now)
         if not vote.ok:
             self._refusals[group.group] += 1
             self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
@@ -335,8 +335,14 @@ class SyncRounds(GroupRegistry):
             group.demote()
         self._end_round("copies of a shard differed", now)
 
-    def _set_deadline(self, number: int, now: float) -> None:
-        self._deadlines.setdefault(number, now + self._policy.vote_timeout_s)
+    def _set_deadlines(self, number: int, shards: Iterable[int], now: float) -> None:
+        """Ranks that hold one of `shards` must vote in time: a copy of it has, or the round ended.
+
+        Shards are unequal, and who averages a small one says nothing of the others.
+        """
+        deadlines = self._deadlines.setdefault(number, {})
+        for shard in shards:
+            deadlines.setdefault(shard, now + self._policy.vote_timeout_s)
         self._deadlines.pop(number - _DEADLINES_KEPT, None)
 
     def _answer_late(self, group: Group, rank: int, vote: Vote, now: float) -> None:
@@ -353,7 +359,7 @@ class SyncRounds(GroupRegistry):
         """A round has failed: answer who voted, and notify who may still wait for its peers."""
         ended, self._round, self._formed = self._round, None, None
         assert ended, "a round is open"
-        self._set_deadline(ended.number, now)
+        self._set_deadlines(ended.number, {voter.rank for voter in ended.voters}, now)
         self._run_metrics.record_incident(why, now)
         for voter in sorted(ended.voters):
             group, state = self._group(voter), self._rank(voter)

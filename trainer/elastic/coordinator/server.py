@@ -180,18 +180,20 @@ class Coordinator:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         connection = _Connection(writer)
+        is_broken = False
         try:
             while line := await reader.readline():
                 self._receive(connection, Numbered.model_validate_json(line))
-        except ConnectionError as error:
+        except OSError as error:
+            is_broken = True
             logger.info("%s: %s", connection.rank, error)
         except ValidationError:
             logger.exception("%s sent an invalid message", connection.rank)
         finally:
-            self._disconnect(connection)
+            self._disconnect(connection, is_broken)
             writer.close()
 
-    def _disconnect(self, connection: _Connection) -> None:
+    def _disconnect(self, connection: _Connection, is_broken: bool) -> None:
         """Forget a connection; the end of a rank's newest one is the end of the rank."""
         rank = connection.rank
         if rank is None or self._connections.get(rank) is not connection:
@@ -202,7 +204,7 @@ class Coordinator:
         if self._config.only_watches:
             self._membership.forget_rank(rank)
         else:
-            self._act(self._membership.on_disconnect(rank, self._now()))
+            self._act(self._membership.on_disconnect(rank, self._now(), is_broken))
 
     def _receive(self, connection: _Connection, line: Numbered) -> None:
         body, now = line.body, self._now()

@@ -250,6 +250,108 @@ def test_a_rank_that_does_not_vote_in_time_loses_its_group():
     world.run_to_commit(3)
 
 
+def beat_all(world: World, *but: int, progress: int | None = None) -> None:
+    """All ranks beat, and get on unless told how far they are, but those of some groups."""
+    for group in standings(world).keys() - set(but):
+        for rank in range(NUM_RANKS):
+            beat(world, group, rank, int(world.now * 10) if progress is None else progress)
+
+
+def test_a_coordinator_that_hears_nobody_gives_nobody_up():
+    world = running()
+    for group in range(3):  # the network of its host fails between their heartbeats
+        beat_all(world, *({0, 1, 2} - {group}))
+        tick(world, 0.1)
+    for _ in range(100):
+        tick(world, 0.2)
+    assert not world.told("group_lost")
+    held = [note.message for note in world.told("note") if note.level == "warning"]
+    assert "groups 0 (silent)" in held[0] and "network of the coordinator's host" in held[0]
+    beat_all(world)
+    tick(world, 0.2)
+    assert any("are fine" in note.message for note in world.told("note"))
+    world.run_to_commit(3)
+    assert not world.told("group_lost")
+
+
+def test_two_of_three_that_stay_silent_are_lost_but_not_at_once():
+    world = running()
+    for _ in range(8):
+        beat_all(world, 1, 2)
+        tick(world, 0.2)
+    assert standings(world).keys() == {0, 1, 2}
+    for _ in range(11):
+        beat_all(world, 1, 2)
+        tick(world, 0.2)
+    assert [(lost.group, lost.reason) for lost in world.told("group_lost")] == [
+        (1, "silent"),
+        (2, "silent"),
+    ]
+    world.run_to_commit(3)
+
+
+def test_the_last_copy_is_not_given_up_for_its_silence_but_if_the_driver_saw_it_end():
+    world = running(num_groups=2)
+    world.kill(1)
+    for _ in range(100):
+        tick(world, 0.2)
+    assert standings(world) == {0: "current"}
+    world.act(world.membership.drop(0, 0, "node_lost", world.now))
+    assert not standings(world)
+
+
+def test_all_that_wait_for_storage_are_given_up_one_wait_later_and_only_if_it_stays_away():
+    world = running(min_hang_s=20.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    for _ in range(60):
+        beat_all(world, progress=1)
+        tick(world, 0.4)
+    assert not world.told("group_lost")
+    beat_all(world, progress=2)
+    tick(world, 0.4)
+    for _ in range(130):
+        beat_all(world, progress=2)
+        tick(world, 0.4)
+    assert {lost.reason for lost in world.told("group_lost")} == {"hang"}
+
+
+def test_a_slow_shard_has_the_same_time_in_all_groups():
+    world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
+    for ranks in world.groups.values():
+        world.deliver(ranks[0])  # the other shard is larger
+    tick(world, 5.1)
+    assert not world.told("hang_found") and not world.told("note")
+    for group in (0, 1):
+        world.deliver(world.groups[group][1])
+    tick(world, 4.9)
+    assert not world.told("hang_found")
+    tick(world, 0.2)
+    assert [(found.group, found.rank) for found in world.told("hang_found")] == [(2, 1)]
+
+
+def test_votes_that_miss_on_most_copies_are_waited_for_once_more():
+    world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
+    world.deliver(world.groups[0][0])
+    tick(world, 5.1)
+    assert not world.told("hang_found")
+    for rank in world.ranks():
+        while rank.outbox:
+            world.deliver(rank)
+    assert world.status.ledger.commit == 3
+
+
+def test_a_connection_that_breaks_after_silence_is_no_end_of_its_rank():
+    world = running()
+    rank = RankId(1, 0, 0)
+    world.now += 0.8
+    assert world.membership.on_disconnect(rank, world.now, is_broken=True) == []
+    beat_all(world)
+    world.act(world.membership.on_disconnect(rank, world.now, is_broken=True))
+    assert [lost.reason for lost in world.told("group_lost")] == ["connection"]
+
+
 def test_a_newer_life_fences_the_older_one():
     world = running()
     old = world.groups.pop(1)

@@ -20,6 +20,8 @@ _UNTIMED_FACTOR = 10
 _SLOW_WINDOWS = 5
 _WINDOW_S = 10.0
 _FAILURE_WINDOW_S = 3600.0
+_CLEAR_FAULTS = 2
+_FAULTS = 5
 
 
 class RankId(NamedTuple):
@@ -150,6 +152,60 @@ class SuspicionFilter:
                 del self._held_since[group]
                 lost.add(group)
         return Judgement(frozenset(lost), frozenset(held), frozenset(cleared))
+
+
+@dataclass(frozen=True)
+class Guilty:
+    """A group that makes rounds fail; `num_accusers` could not reach it in the last one."""
+
+    group: int
+    num_accusers: int
+    error: str
+
+
+class FaultRecord:
+    """Finds the group that makes exchanges fail, by what the groups of failed rounds say.
+
+    Guilty is whom most others could not reach; where nobody is named, one of those that failed. On
+    a tie it is the newcomer. Twice is enough where one group is named most, else five times.
+    """
+
+    def __init__(self) -> None:
+        self._complaints: dict[int, dict[int, set[int]]] = {}
+        self._errors: dict[int, str] = {}
+        self._faults: Counter[int] = Counter()
+
+    def complain(self, number: int, accuser: int, accused: Iterable[int], error: str) -> None:
+        """A rank of group `accuser` could not go through with round `number`."""
+        named = self._complaints.setdefault(number, {}).setdefault(accuser, set())
+        named |= set(accused) - {accuser}
+        self._errors.setdefault(accuser, error)
+
+    def clear(self) -> None:
+        """A round was committed."""
+        self._complaints.clear()
+        self._errors.clear()
+        self._faults.clear()
+
+    def judge(self, joined_at: Mapping[int, float]) -> Guilty | None:
+        """Count the rounds that failed since the last call; whom to give up, if anybody.
+
+        `joined_at` are the groups that are there, and since when.
+        """
+        complaints, self._complaints = self._complaints, {}
+        for _, said in sorted(complaints.items()):
+            named = Counter(group for accused in said.values() for group in accused)
+            counts = {group: named[group] for group in joined_at.keys() & (named or said).keys()}
+            if not counts:
+                continue
+            guilty = max(counts, key=lambda group: (counts[group], joined_at[group], group))
+            is_clear = named and list(counts.values()).count(counts[guilty]) == 1
+            self._faults[guilty] += 1
+            if self._faults[guilty] >= (_CLEAR_FAULTS if is_clear else _FAULTS):
+                del self._faults[guilty]
+                accuser = next((each for each in said if guilty in said[each]), guilty)
+                return Guilty(guilty, named[guilty], self._errors.get(accuser, ""))
+        return None
 
 
 class HostRecord:

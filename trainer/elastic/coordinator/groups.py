@@ -58,7 +58,9 @@ class Group:
 
     `is_pristine` says that its state is still what the seed or a checkpoint made it. For a
     listener, `has_begun` says that it copies and has missed no committed round since, and
-    `must_restart` that it has missed one or holds what must not count.
+    `must_restart` that it has missed one or holds what must not count. `missed_round` is the newest
+    round that was committed without it although it was in it, and `num_suspended` counts how often
+    it was left out of one, since one with it had failed.
     """
 
     def __init__(self, hello: Hello, now: float) -> None:
@@ -72,6 +74,8 @@ class Group:
         self.must_restart = False
         self.leave_cause: str | None = None
         self.donor: int | None = None
+        self.missed_round = 0
+        self.num_suspended = 0
         self.copied_bytes = 0
         """What its ranks had copied when they arrived for its last round."""
 

@@ -11,7 +11,8 @@ if any rank received its result; the others receive it when they repeat their vo
 Nobody waits for ever: a round opens once every current group is ready for it. It ends with the
 first refusal, with the loss of any of its groups, or when all ranks agreed, and every rank that
 voted is answered then; one that neither votes nor moves is lost after a time. A listener is in the
-rounds that it has arrived for and delays none.
+rounds that it has arrived for, delays none for long, and ends none: without its vote a round
+commits all the same, and where one with it has failed the next is without it.
 
 Closed connections and what the driver knows (`drop`) are facts, which count at once. Silence and
 hangs are suspicions, which never take most of the copies at once (`SuspicionFilter`).
@@ -217,6 +218,7 @@ class Membership(SyncRounds):
                 for number, deadlines in self._deadlines.items()
             }
         self._judge_suspects(now)
+        self._end_if_agreed(now)
         self._find_stragglers(now)
         self._advance(now)
         if self._metrics_due is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trainer.elastic.coordinator import elastic_world
 from tests.unit.trainer.elastic.coordinator.elastic_world import (
     COPIED_BYTES,
     EPOCHS,
@@ -175,6 +176,83 @@ def test_a_group_that_refuses_again_and_again_is_lost():
     world.run_until(refuse)
     assert world.told("group_lost")[0].reason == "exchange"
     world.run_to_commit(3)
+
+
+@pytest.mark.parametrize("cut_off", [0, 2])
+def test_the_group_that_most_others_cannot_reach_is_lost_whoever_complains_first(cut_off):
+    world = running()
+    world.cut_off.add(cut_off)
+    world.run_until(lambda: world.told("group_lost"))
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason) == (cut_off, "exchange")
+    assert "2 other groups cannot reach it" in lost.message
+    world.run_to_commit(4)
+    assert standings(world).keys() == {0, 1, 2} - {cut_off}
+
+
+def test_of_two_groups_that_cannot_reach_each_other_the_newcomer_is_lost():
+    world = running(num_groups=2)
+    world.kill(0)
+    world.now += 1
+    world.start_group(0)
+    world.run_until(lambda: listening(world, 0))
+    world.copy_all()
+    world.run_until(lambda: standings(world)[0] == "current")
+    world.cut_off.add(1)
+    world.run_until(lambda: len(world.told("group_lost")) == 2)
+    assert world.told("group_lost")[1].group == 0
+
+
+def joining(**policy) -> World:
+    """A job of three groups, of which the last copies."""
+    world = running(**policy)
+    world.kill(2)
+    world.start_group(2)
+    world.run_until(lambda: listening(world, 2))
+    return world
+
+
+def test_a_listener_that_refuses_blocks_no_commit():
+    world = joining()
+
+    def refuse() -> bool:
+        for rank in world.groups[2]:
+            rank.will_refuse = True
+        return world.status.ledger.commit >= 5
+
+    world.run_until(refuse)
+    assert [each.cause for each in world.told("recovered")] == ["connection"]
+    assert standings(world)[2] == "listening"
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
+    world = joining(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: has_ready(world, 2, "vote"))
+    commit = world.status.ledger.commit
+    world.hung.add(2)
+    world.exchange(20)
+    assert world.status.ledger.commit == commit
+    tick(world, 1.1)
+    assert world.status.ledger.commit == commit + 1
+    world.hung.clear()
+    world.copy_all()
+    world.run_until(lambda: world.groups[2][0].copy is None)
+    assert standings(world)[2] == "listening", "it has missed a commit"
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_the_end():
+    world = joining()
+    world.cut_off.add(2)
+    world.run_to_commit(world.status.ledger.commit + 1)
+    world.run_until(lambda: 2 not in standings(world))
+    lost = world.told("group_lost")[-1]
+    assert (lost.group, lost.reason) == (2, "exchange")
+    assert "while it copied" in lost.message
+    assert standings(world) == {0: "current", 1: "current"}
 
 
 def test_a_lost_group_ends_the_round_and_others_train_its_rows():
@@ -469,6 +547,17 @@ def test_leaving_rows_out_stops_helping_where_every_interval_is_poisoned(last, f
     world.poison = {(0, row) for row in (0, 4, 8, last)}
     world.run_until(lambda: world.tend() or world.status.failure or world.end)
     assert fails == ("4 intervals in a row" in str(world.status.failure))
+
+
+def test_a_group_whose_loss_is_nan_whatever_it_trains_is_lost_and_the_job_goes_on(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS_PER_LEASE", 2)
+    world = running()
+    world.poisoned_groups.add(1)
+    world.run_until(lambda: world.copy_all() or world.told("group_lost"))
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason) == (1, "non_finite")
+    assert len(world.told("rows_skipped")) == 3, "what it held the last time is trained by others"
+    assert world.status.failure is None
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

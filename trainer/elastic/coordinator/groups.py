@@ -225,6 +225,10 @@ class GroupRegistry:
         )
 
     @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
     def _present(self) -> list[Group]:
         return [group for _, group in sorted(self._groups.items())]
 

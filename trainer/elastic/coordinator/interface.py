@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Message
 from trainer.failures import Failure
@@ -63,7 +64,7 @@ class MembershipPolicy:
             num_groups=num_groups,
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
-            recovery_grace_s=max(3.0, 2 * recovery.heartbeat_timeout_s),
+            recovery_grace_s=finding_s(recovery.heartbeat_timeout_s),
             on_non_finite=spec.training.on_non_finite,
             on_divergence=check.action if check else "fail",
             **recovery.model_dump(include={each.name for each in fields(cls)}),

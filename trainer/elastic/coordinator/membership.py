@@ -255,7 +255,12 @@ class Membership(SyncRounds):
         lost = self._groups.get(group)
         if lost and lost.incarnation == incarnation:
             self._lose(lost, reason, f"reported as lost: {reason}", now)
-            self._advance(now)
+        elif lost is None:
+            # A restarted coordinator need not wait for it, and nobody shall come back as it.
+            self._fences[group] = max(self._fences.get(group, 0), incarnation + 1)
+            if self._recovery:
+                self._recovery.lost.add(group)
+        self._advance(now)
         return self._take_effects()
 
     # --- losing groups

@@ -695,6 +695,20 @@ def test_nothing_is_answered_until_all_are_back():
     world.run_to_commit(4)
 
 
+def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
+    world = running(recovery_grace_s=60.0)
+    world.start_coordinator()
+    world.hung.add(2)
+    world.exchange(5)
+    world.wait(0.5)
+    assert world.status.phase == "recovering"
+    world.act(world.membership.drop(2, 0, "workers_lost", world.now))
+    world.run_to_commit(4)
+    world.hung.clear()
+    world.exchange(10)
+    assert all(rank.is_fenced for rank in world.groups[2])
+
+
 def test_who_comes_back_too_late_is_fenced():
     world = running()
     world.start_coordinator()

@@ -76,6 +76,8 @@ class Group:
         self.donor: int | None = None
         self.missed_round = 0
         self.num_suspended = 0
+        self.num_waiting = 0  # ranks that wait for the next round
+        self.is_inspected = False  # what they arrived with
         self.copied_bytes = 0
         """What its ranks had copied when they arrived for its last round."""
 
@@ -100,8 +102,14 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Whether all of its ranks wait for the next round."""
-        waiting = (isinstance(state.request, Arrive) for state in self.ranks.values())
-        return self.is_complete and all(waiting)
+        return self.num_waiting == self.num_ranks
+
+    def keep(self, rank: int, request: Arrive | Vote | None, request_id: int) -> None:
+        """A rank asks something, or with None was answered."""
+        state = self.ranks[rank]
+        self.num_waiting += isinstance(request, Arrive) - isinstance(state.request, Arrive)
+        self.is_inspected = False
+        state.request, state.request_id = request, request_id
 
     @property
     def has_exact_copy(self) -> bool:
@@ -277,7 +285,7 @@ class GroupRegistry:
     def _answer(self, group: Group, rank: int, body: Answer) -> None:
         state = group.ranks[rank]
         self._reply(group.rank_id(rank), state.request_id, body)
-        state.request = None
+        group.keep(rank, None, 0)
 
     def _emit(self, event: events.Event) -> None:
         self._effects.append(event)

@@ -163,7 +163,8 @@ class Membership(SyncRounds):
             return self._take_effects()
         if arrive.report and group.is_current and group.group == self._choose_leader():
             self._report = arrive.report
-        self._advance(now)
+        if group.is_ready:
+            self._advance(now)
         return self._take_effects()
 
     def on_vote(self, rank: RankId, request_id: int, vote: Vote, now: float) -> list[Effect]:
@@ -187,7 +188,7 @@ class Membership(SyncRounds):
             message = "this incarnation of the group is over: it was lost, or left"
             self._reply(rank, request_id, fenced(message))
             return None
-        state.request, state.request_id = request, request_id
+        group.keep(rank.rank, request, request_id)
         self._monitor.hear(rank, now)
         return group
 

@@ -154,7 +154,8 @@ class SyncRounds(GroupRegistry):
     def _open_if_ready(self, now: float) -> None:
         """Open the next round if all required groups wait for it. Raises `LeaseError`."""
         for group in self._present:
-            if group.is_ready and self._phase != "failed":
+            if group.is_ready and not group.is_inspected and self._phase != "failed":
+                group.is_inspected = True
                 self._inspect(group, now)
         if self._phase == "running" and not self._current:
             self._phase, self._start_since = "starting", None
@@ -478,8 +479,9 @@ class SyncRounds(GroupRegistry):
         for group in voters:
             result = self._result(group, ended.number, committed=True)
             update = {"standing": standings[group.group], "should_leave": group in leavers}
+            result = result.model_copy(update=update)
             for rank in group.ranks:
-                self._answer(group, rank, result.model_copy(update=update))
+                self._answer(group, rank, result)
         for late in (self._groups[number] for number in sorted(missing)):
             self._end_round_of(late, ended.number)
         recovered = self._run_metrics.commit(self._generation, self._ledger.commit, now)

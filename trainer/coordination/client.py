@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Expected = TypeVar("Expected", Welcome, Round, RoundResult)
 _MIN_BEAT_S = 0.05
-_BEATS_PER_TIMEOUT = 10
+_BEATS_PER_TIMEOUT = 5
+LOCATE_S = 2.0
+"""Longest time to ask where the coordinator is."""
 _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
 _UNCONFIRMED_FACTOR = 5
@@ -72,6 +74,18 @@ class Identity:
     host: str
 
 
+def finding_s(heartbeat_timeout_s: float) -> float:
+    """Seconds in which every rank finds a restarted coordinator, though its first try is in vain.
+
+    A try is to ask where it is, and to connect.
+    """
+    return 2 * (LOCATE_S + _connect_timeout_s(heartbeat_timeout_s) + _RETRY_S)
+
+
+def _connect_timeout_s(heartbeat_timeout_s: float) -> float:
+    return max(1.0, heartbeat_timeout_s)
+
+
 class CoordinatorClient:
     """The connection of one rank, kept up by a thread; another one sends heartbeats.
 
@@ -88,7 +102,7 @@ class CoordinatorClient:
         """
         self.identity, self._locate = identity, locate
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
-        self._connect_timeout_s = max(1.0, heartbeat_timeout_s)
+        self._connect_timeout_s = _connect_timeout_s(heartbeat_timeout_s)
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
@@ -152,6 +166,11 @@ class CoordinatorClient:
             step_time_s=step_time_s,
             local_s=local_s,
         )
+
+    def advance(self) -> None:
+        """Note that the same phase gets on, as with each part of a long exchange."""
+        beat = self._heartbeat
+        self._heartbeat = beat.model_copy(update={"progress": beat.progress + 1})
 
     def is_aborted(self, number: int) -> bool:
         return number <= self._aborted_round
@@ -356,7 +375,7 @@ class HeartbeatReporter:
         self.enter("train", step)
 
     def enter(self, phase: str, step: int) -> None:
-        """Another phase than training begins, or makes progress."""
+        """A phase begins, or makes progress: one other than training may take longer."""
         if self._client:
             step_time_s = median(self._times_s) if self._times_s else 0.0
             self._client.progress(phase, step, step_time_s, self.local_s)

@@ -1,4 +1,4 @@
-"""Failure detection: hangs, stragglers, bad hosts, copies that differ; pure policies.
+"""Failure detection: silence, hangs, stragglers, bad hosts, copies that differ; pure policies.
 
 Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
 none reads a clock or acts. State belongs to one attempt.
@@ -10,7 +10,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded
@@ -20,6 +20,8 @@ _UNTIMED_FACTOR = 10
 _SLOW_WINDOWS = 5
 _WINDOW_S = 10.0
 _FAILURE_WINDOW_S = 3600.0
+_CLEAR_FAULTS = 2
+_FAULTS = 5
 
 
 class RankId(NamedTuple):
@@ -87,6 +89,123 @@ def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
         for rank, each in mates.items():
             needed[rank] = max(step_s - (busiest_s - each.local_s), each.local_s)
     return needed
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that seems lost; `patience_s` is how long that is held back where it is doubtful."""
+
+    rank: RankId
+    reason: Literal["silent", "hang"]
+    phase: str
+    idle_s: float
+    patience_s: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Groups whose suspicion is confirmed, is held back from now on, or has proved wrong."""
+
+    lost: frozenset[int]
+    held: frozenset[int]
+    cleared: frozenset[int]
+
+
+class SuspicionFilter:
+    """Holds suspicions back that would take most of the copies at once, or the last one.
+
+    A fault that so many share is rather the coordinator's own network, or storage that all wait
+    for. Those held are watched: who is heard again is fine, and who is not for another
+    `patience_s`, while others are fine, is lost. Where no copy is fine it takes `alone_s`.
+    """
+
+    def __init__(self, alone_s: float) -> None:
+        self._alone_s = alone_s
+        self._held_since: dict[int, float] = {}
+
+    def judge(
+        self,
+        suspects: Mapping[int, Suspect],
+        doubtful: Collection[int],
+        copies: Collection[int],
+        now: float,
+    ) -> Judgement:
+        """`suspects` by group; `doubtful` are groups half way to it, and `copies` those that count.
+
+        The doubtful count as endangered, since groups do not fall silent in the same instant.
+        """
+        cleared = self._held_since.keys() - suspects.keys()
+        for group in cleared:
+            del self._held_since[group]
+        fine = set(copies) - suspects.keys() - set(doubtful)
+        is_mass = 2 * len(fine) < len(copies)
+        lost: set[int] = set()
+        held: set[int] = set()
+        for group, suspect in suspects.items():
+            since = self._held_since.get(group)
+            if since is None and is_mass:
+                self._held_since[group] = now
+                held.add(group)
+            elif since is None:
+                lost.add(group)
+            elif now >= since + (suspect.patience_s if fine else self._alone_s):
+                del self._held_since[group]
+                lost.add(group)
+        return Judgement(frozenset(lost), frozenset(held), frozenset(cleared))
+
+
+@dataclass(frozen=True)
+class Guilty:
+    """A group that makes rounds fail; `num_accusers` could not reach it in the last one."""
+
+    group: int
+    num_accusers: int
+    error: str
+
+
+class FaultRecord:
+    """Finds the group that makes exchanges fail, by what the groups of failed rounds say.
+
+    Guilty is whom most others could not reach; where nobody is named, one of those that failed. On
+    a tie it is the newcomer. Twice is enough where one group is named most, else five times.
+    """
+
+    def __init__(self) -> None:
+        self._complaints: dict[int, dict[int, set[int]]] = {}
+        self._errors: dict[int, str] = {}
+        self._faults: Counter[int] = Counter()
+
+    def complain(self, number: int, accuser: int, accused: Iterable[int], error: str) -> None:
+        """A rank of group `accuser` could not go through with round `number`."""
+        named = self._complaints.setdefault(number, {}).setdefault(accuser, set())
+        named |= set(accused) - {accuser}
+        self._errors.setdefault(accuser, error)
+
+    def clear(self) -> None:
+        """A round was committed."""
+        self._complaints.clear()
+        self._errors.clear()
+        self._faults.clear()
+
+    def judge(self, joined_at: Mapping[int, float]) -> Guilty | None:
+        """Count the rounds that failed since the last call; whom to give up, if anybody.
+
+        `joined_at` are the groups that are there, and since when.
+        """
+        complaints, self._complaints = self._complaints, {}
+        for _, said in sorted(complaints.items()):
+            named = Counter(group for accused in said.values() for group in accused)
+            counts = {group: named[group] for group in joined_at.keys() & (named or said).keys()}
+            if not counts:
+                continue
+            guilty = max(counts, key=lambda group: (counts[group], joined_at[group], group))
+            is_clear = named and list(counts.values()).count(counts[guilty]) == 1
+            self._faults[guilty] += 1
+            if self._faults[guilty] >= (_CLEAR_FAULTS if is_clear else _FAULTS):
+                del self._faults[guilty]
+                accuser = next((each for each in said if guilty in said[each]), guilty)
+                return Guilty(guilty, named[guilty], self._errors.get(accuser, ""))
+        return None
 
 
 class HostRecord:
@@ -181,31 +300,40 @@ class HeartbeatMonitor:
             watched.since = now
         return slept_s
 
-    def silent(self, now: float) -> list[RankId]:
-        """Ranks without a message for too long."""
-        return [r for r, each in self._ranks.items() if now - each.heard_at > self._silence_s]
+    def is_silent(self, rank: RankId, now: float, share: float = 1.0) -> bool:
+        """Whether a rank sent no message for this share of the time that it may be silent."""
+        watched = self._ranks.get(rank)
+        return watched is None or now - watched.heard_at > share * self._silence_s
 
-    def hangs(self, now: float, waiting: Collection[RankId] = ()) -> list[Hang]:
+    def silent(self, now: float, share: float = 1.0) -> list[RankId]:
+        """Ranks without a message for too long, or for a `share` of that."""
+        return [rank for rank in self._ranks if self.is_silent(rank, now, share)]
+
+    def hangs(self, now: float, waiting: Collection[RankId] = (), share: float = 1.0) -> list[Hang]:
         """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
 
         Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
         that ends. Outside of training, where a rank tells of no steps, it may stand still for
-        longer.
+        longer, and so may the ranks of its group, which wait for it. `share` is that of the limits.
         """
-        for rank in self._ranks.keys() & set(waiting):
+        waiting = self._ranks.keys() & set(waiting)
+        for rank in waiting:
             self._ranks[rank].since = now
         beats = {r: each.heartbeat for r, each in self._ranks.items() if each.heartbeat}
         known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
         median_s = statistics.median(known_s) if known_s else 0.0
-        limit_s = max(self._min_hang_s, self._hang_factor * median_s)
-        untimed_s = _UNTIMED_FACTOR * self._min_hang_s
+        limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
+        untimed_s = share * _UNTIMED_FACTOR * self._min_hang_s
         first: dict[int, Hang] = {}
+        excused: set[int] = set()
         for rank, beat in beats.items():
             hang = Hang(rank, beat.phase, now - self._ranks[rank].since)
             other = first.get(rank.group)
             if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang
-        return [h for h in first.values() if h.phase == "train" or h.idle_s > untimed_s]
+            if beat.phase != "train" and hang.idle_s <= untimed_s and rank not in waiting:
+                excused.add(rank.group)
+        return [hang for group, hang in first.items() if group not in excused]
 
     def stragglers(self, ranks: Collection[RankId], now: float) -> dict[RankId, float]:
         """Slowdown of those of `ranks` that are persistently slow; checked once per window.

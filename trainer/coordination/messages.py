@@ -239,8 +239,10 @@ Checksum = tuple[str, int]
 class Vote(Message):
     """Whether this rank holds the averages of `round`; it applies nothing before the verdict.
 
-    `checksums` are of all that must be equal on the copies, where that is to be compared: what the
-    round leaves alone, and the averages.
+    Without `ok`, `error` says why, and `suspects` are the groups that this rank could not reach.
+    One that `gave_up` as the round had failed for others knows nothing itself. `checksums` are of
+    all that must be equal on the copies, where that is to be compared: what the round leaves alone,
+    and the averages.
     """
 
     kind: Literal["vote"] = "vote"
@@ -248,6 +250,8 @@ class Vote(Message):
     commit: Count
     ok: bool
     error: str = ""
+    suspects: tuple[Count, ...] = ()
+    gave_up: bool = False
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -259,7 +263,8 @@ class RoundResult(Message):
     on; a listener whose `standing` is `initial` starts its copy over, and not before the next
     `Round`: until then its donor may not have applied this sync. After `should_leave` or
     `has_finished` the group ends. One that was not asked for (`Answered.id` 0) says that `round`
-    has failed, to ranks that may still be waiting in a collective of it.
+    has failed, to ranks that may still be waiting in a collective of it. To a listener that it was
+    committed without, a round was not committed.
     """
 
     kind: Literal["verdict"] = "verdict"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
@@ -36,6 +36,7 @@ from trainer.spec.job import JobSpec
 
 NUM_PREFETCHED = 4
 """Batches that are made ahead."""
+_SLOW_READ_S = 5.0
 
 
 def drop_padding_ids(
@@ -173,11 +174,14 @@ class _ReadAhead(ABC, Generic[StepType]):
         *,
         pin: bool,
         shuffle: bool = True,
+        on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
         """`pin` puts batches into page-locked memory, for a GPU to copy them from.
 
-        Rows are shuffled where the spec says so, too.
+        Rows are shuffled where the spec says so, too. `on_slow_read` is called by the consumer when
+        a batch has let it wait for seconds, as where storage is away.
         """
+        self._on_slow_read = on_slow_read
         self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
         self._rank = rank
         self._pin = pin
@@ -199,6 +203,8 @@ class _ReadAhead(ABC, Generic[StepType]):
         if not self._ahead:
             raise StopIteration
         step, made = self._ahead.popleft()
+        if wait([made], timeout=_SLOW_READ_S).not_done:
+            self._on_slow_read()
         batch = made.result()
         self._read_ahead()
         return batch, step
@@ -250,9 +256,10 @@ class TrainBatches(_ReadAhead[Step], Iterator[tuple[Batch, Step]]):
         position: DataPosition = START,
         *,
         pin: bool = False,
+        on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
         """Start reading ahead from `position`."""
-        super().__init__(source, spec, rank, world_size, pin=pin)
+        super().__init__(source, spec, rank, world_size, pin=pin, on_slow_read=on_slow_read)
         self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()
 
@@ -278,10 +285,17 @@ class LeaseBatches(_ReadAhead[_LeaseStep], Iterator[tuple[Batch, Lease, bool]]):
     """
 
     def __init__(
-        self, source: ParquetSource, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+        self,
+        source: ParquetSource,
+        spec: JobSpec,
+        rank: int,
+        num_ranks: int,
+        *,
+        pin: bool = False,
+        on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group."""
-        super().__init__(source, spec, rank, num_ranks, pin=pin)
+        super().__init__(source, spec, rank, num_ranks, pin=pin, on_slow_read=on_slow_read)
         self._planned: deque[_LeaseStep] = deque()
 
     def submit(self, lease: Lease) -> None:

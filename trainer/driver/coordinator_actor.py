@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -50,7 +51,8 @@ class CoordinatorActor(Coordinator):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
-        super().__init__(config)
+        # Ray restarts the process, and what it knew comes back with the ranks.
+        super().__init__(config, on_crash=lambda: os._exit(1))
         logger.info("the coordinator listens at %s", self.address)
 
     def get_address(self) -> str:

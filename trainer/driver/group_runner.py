@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from trainer import failures
+from trainer.coordination.client import finding_s
 from trainer.coordination.detection import HostRecord
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
+_FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
@@ -93,7 +95,8 @@ class GroupRun:
     """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
     `pids` go by host, once the coordinator knows the group. `was_current` stays true when the group
-    was current once. `leave_cause` is why it was asked to leave, `lost_at` when it was given up.
+    was current once. `leave_cause` is why it was asked to leave, `lost_at` when it was given up,
+    `absent_since` from when on a coordinator did not know it that had known it before.
     """
 
     group: int
@@ -104,6 +107,7 @@ class GroupRun:
     is_leaving: bool = False
     leave_cause: str | None = None
     lost_at: float | None = None
+    absent_since: float | None = None
     is_killed: bool = False
     pids: dict[str, set[int]] = field(default_factory=dict)
 
@@ -118,6 +122,7 @@ class GroupRun:
         return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
 
     def apply(self, status: GroupStatus) -> None:
+        self.absent_since = None
         self.was_current |= status.standing == "current"
         self.is_leaving |= status.leave_cause is not None
         for host, pid in status.processes:
@@ -254,6 +259,23 @@ class GroupRunLoop:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run:
                 run.is_leaving = True
+        self._lose_absent(status)
+
+    def _lose_absent(self, status: CoordinatorStatus) -> None:
+        """Give up groups that the coordinator had and has no more, whatever it told of that.
+
+        A restarted one does not have them all yet: they may take as long to find it.
+        """
+        now = self.config.clock()
+        present = {(each.group, each.incarnation) for each in status.groups}
+        grace_s = finding_s(self.config.attempt.spec.recovery.heartbeat_timeout_s) + _FOUND_S
+        for run in list(self.runs.values()):
+            if not run.pids or run.is_leaving or (run.group, run.incarnation) in present:
+                continue
+            run.absent_since = run.absent_since or now
+            if now - run.absent_since > grace_s and not self._has_finished:
+                message = f"the coordinator has not known {run.name} for {grace_s:.0f} s"
+                self._lose(run, Failure(failures.WORKERS_LOST, message))
 
     def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
         run = self.runs.get(group)

@@ -113,7 +113,7 @@ class HangMonitor:
         silence_s = max(WATCH_SILENCE_S, attempt.spec.recovery.heartbeat_timeout_s)
         self._coordinator = Coordinator(
             CoordinatorConfig(
-                policy=replace(policy, heartbeat_timeout_s=silence_s),
+                policy=replace(policy, heartbeat_timeout_s=silence_s, holds_suspicions=False),
                 book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
                 host=host,
                 attempt_dir=attempt.context.files.root,

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.manager import TrainState
-from trainer.coordination.client import CoordinatorClient, HeartbeatReporter, Identity, end_process
+from trainer.coordination.client import (
+    LOCATE_S,
+    CoordinatorClient,
+    HeartbeatReporter,
+    Identity,
+    end_process,
+)
 from trainer.coordination.messages import (
     Arrive,
     GroupState,
@@ -43,7 +49,6 @@ from trainer.training.session import Session
 from trainer.training.worker import groups_of, named_failures, prepare_process
 
 logger = logging.getLogger(__name__)
-_LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
 
 
 @dataclass
@@ -98,6 +103,7 @@ class GroupSession(Session):
             rank=groups.rank,
             num_ranks=groups.layout.world_size,
             pin=self._copies_batches,
+            on_slow_read=self._note_slow_read,
         )
         self.group_sync = GroupSync(
             self.model,
@@ -515,6 +521,6 @@ def locate(actor_name: str) -> str:
 
     coordinator = ray.get_actor(actor_name, namespace=ACTOR_NAMESPACE)
     try:
-        return str(ray.get(coordinator.get_address.remote(), timeout=_LOCATE_S))
+        return str(ray.get(coordinator.get_address.remote(), timeout=LOCATE_S))
     except RayError as error:
         raise ConnectionError(f"the coordinator's actor is away: {error}") from error

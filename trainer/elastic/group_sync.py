@@ -36,9 +36,11 @@ by itself later, in memory that nobody uses any more.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -79,12 +81,23 @@ if TYPE_CHECKING:
 _POLL = timedelta(milliseconds=20)
 _MEET_POLL_S = 0.001
 _DEVICE_POLL_S = 0.0002
+_PROBE_S = 1.0
+_PROBES_AT_ONCE = 32
 IsAborted = Callable[[], bool]
 MakeArrival = Callable[[], Arrive]
 
 
 class ExchangeError(RuntimeError):
-    """A group could not be formed, or one of its operations failed: a peer is gone, or slow."""
+    """A group could not be formed, or one of its operations failed: a peer is gone, or slow.
+
+    `suspects` are the places of peers that could not be reached. Who `gave_up` was told to.
+    """
+
+    def __init__(
+        self, message: str, suspects: Sequence[int] = (), *, gave_up: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.suspects, self.gave_up = tuple(suspects), gave_up
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,8 @@ class CrossGroupProcessGroup:
 
     Collective over the group; every method may raise `ExchangeError`, after which the group is
     only good for `drop`. One operation takes at most `timeout_s`, and less when
-    `is_aborted` becomes true.
+    `is_aborted` becomes true. `advance` is called after each: together they may take long. Where
+    one fails, the peers are named that take no connection at the `address` (host:port) of each.
     """
 
     def __init__(
@@ -112,28 +126,46 @@ class CrossGroupProcessGroup:
         device: torch.device,
         timeout_s: float,
         is_aborted: IsAborted,
+        advance: Callable[[], None] = lambda: None,
+        address: str = "",
     ) -> None:
         self.replica = replica
+        self._advance = advance
         self._device = device
         self._timeout_s = timeout_s
         self._is_aborted = is_aborted
         self._is_stuck = False  # an abandoned operation is still pending
         self._is_dropped = False
         own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
-        self._meet(own_keys)
+        self._keys = own_keys
+        self._meet(own_keys, address)
         self._backend: Gloo | Nccl | None = self._form(own_keys)
 
-    def _meet(self, store: dist.Store) -> None:
+    def _meet(self, store: dist.Store, address: str) -> None:
         """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
         here = [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
         try:
-            store.set(here[self.replica.index], "")
+            store.set(here[self.replica.index], address)
             while not store.check(here):
                 self._check(deadline, "meet")
                 time.sleep(_MEET_POLL_S)
+        except ExchangeError as error:
+            absent = [place for place, key in enumerate(here) if not store.check([key])]
+            raise ExchangeError(str(error), absent, gave_up=error.gave_up) from None
         except RuntimeError as error:
             raise ExchangeError(f"the replica group could not meet: {_first_line(error)}") from None
+
+    def _unreachable(self) -> list[int]:
+        """Places of the peers that take no connection: of whom a failed exchange tells nothing."""
+        peers = [place for place in range(self.replica.size) if place != self.replica.index]
+        try:
+            found = self._keys.multi_get([f"here{place}" for place in peers])
+        except RuntimeError:
+            return []
+        with ThreadPoolExecutor(max_workers=_PROBES_AT_ONCE) as probes:
+            can_connect = list(probes.map(_can_connect, [each.decode() for each in found]))
+        return [place for place, is_there in zip(peers, can_connect, strict=True) if not is_there]
 
     def _form(self, store: dist.Store) -> Gloo | Nccl:
         timeout = timedelta(seconds=self._timeout_s)
@@ -144,7 +176,8 @@ class CrossGroupProcessGroup:
                 return dist.ProcessGroupNCCL(store, self.replica.index, self.replica.size, options)
             return dist.ProcessGroupGloo(store, self.replica.index, self.replica.size, timeout)
         except RuntimeError as error:
-            raise ExchangeError(f"no replica group was formed: {_first_line(error)}") from None
+            message = f"no replica group was formed: {_first_line(error)}"
+            raise ExchangeError(message, self._unreachable()) from None
 
     def size(self) -> int:
         return self.replica.size
@@ -158,7 +191,12 @@ class CrossGroupProcessGroup:
     def _complete(self, start: Callable[[Any], dist.Work]) -> None:
         # The operation holds the sockets open: no frame of the error's traceback may hold it.
         if problem := self._problem_of(start):
-            raise ExchangeError(f"an exchange between the copies failed: {problem}")
+            gave_up = self._is_given_up
+            raise ExchangeError(
+                f"an exchange between the copies failed: {problem}",
+                [] if gave_up else self._unreachable(),
+                gave_up=gave_up,
+            )
 
     def _problem_of(self, start: Callable[[Any], dist.Work]) -> str:
         """Run an operation to its end; returns its error, empty if there is none."""
@@ -174,6 +212,7 @@ class CrossGroupProcessGroup:
                 self._check(deadline, "answer")
             self._is_stuck = False
             work.wait()
+            self._advance()
         except RuntimeError as error:
             return _first_line(error)
         return ""
@@ -188,9 +227,14 @@ class CrossGroupProcessGroup:
                 work.wait(_POLL)
         return work.is_completed()
 
+    @property
+    def _is_given_up(self) -> bool:
+        return self._is_dropped or self._is_aborted()
+
     def _check(self, deadline: float, verb: str) -> None:
-        if self._is_dropped or self._is_aborted():
-            raise ExchangeError("the round was given up, since a group was lost or is too slow")
+        if self._is_given_up:
+            message = "the round was given up, since a group was lost or is too slow"
+            raise ExchangeError(message, gave_up=True)
         if time.monotonic() > deadline:
             raise ExchangeError(
                 f"some rank did not {verb} within {self._timeout_s:g} s "
@@ -211,6 +255,15 @@ class CrossGroupProcessGroup:
             held.clear()
 
 
+def _can_connect(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _first_line(error: RuntimeError) -> str:
     return str(error).splitlines()[0]
 
@@ -223,7 +276,8 @@ class Attempt:
     (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
     training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
     `ended` their bases. `checksums` are those of its vote.
-    `error` says why this rank could not go through with it.
+    `error` says why this rank could not go through with it, `suspects` names the groups that it
+    could not reach, and who `gave_up` was told to.
     """
 
     round: Round
@@ -235,6 +289,8 @@ class Attempt:
     ended: Window | None = None
     checksums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     error: str = ""
+    suspects: tuple[int, ...] = ()
+    gave_up: bool = False
     result: RoundResult | None = None
 
 
@@ -382,7 +438,9 @@ class GroupSync:
             yield
         except ExchangeError as problem:
             self._drop_group()
-            attempt.error = str(problem)
+            attempt.error, attempt.gave_up = str(problem), problem.gave_up
+            members = attempt.round.members
+            attempt.suspects = tuple(members[place].group for place in problem.suspects)
         except BaseException:
             self._drop_group()
             raise
@@ -425,6 +483,8 @@ class GroupSync:
             commit=round_.commit,
             ok=not error,
             error=error,
+            suspects=attempt.suspects,
+            gave_up=attempt.gave_up,
             checksums=tuple((name, int(each)) for name, each in attempt.checksums),
         )
         attempt.result = self._client.vote(vote)
@@ -548,6 +608,8 @@ class GroupSync:
                 self._device,
                 self._timeout_s,
                 lambda: self._is_closed or self._client.is_aborted(self._round),
+                self._client.advance,
+                self.donor,
             )
         return self._group
 

@@ -214,14 +214,16 @@ class RetrySpec(SpecModel):
 class RecoverySpec(SpecModel):
     """How fast trouble is noticed, and what follows.
 
-    A group silent for `heartbeat_timeout_s` is lost. One operation of a sync takes at most
+    A group silent for `heartbeat_timeout_s` is lost. Where its processes end it is missed at once,
+    so this is about hosts that vanish; a rank that computes may be unable to send for over a
+    second. One operation of a sync takes at most
     `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
     at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
     straggler. A start waits `start_grace_s` for hosts and groups that are missing. A host with
     `exclude_host_after` failures is left out for `exclude_host_s`.
     """
 
-    heartbeat_timeout_s: PositiveFloat = 1.0
+    heartbeat_timeout_s: PositiveFloat = 5.0
     exchange_timeout_s: PositiveFloat = 5.0
     hang_factor: Annotated[float, Field(gt=1)] = 20.0
     min_hang_s: PositiveFloat = 60.0

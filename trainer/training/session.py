@@ -263,8 +263,14 @@ class Session:
             world_size=self.groups.layout.world_size,
             position=self.state.position,
             pin=self._copies_batches,
+            on_slow_read=self._note_slow_read,
         ) as loader:
             yield from self.pipeline.over(self.speed.awaited(loader))
+
+    def _note_slow_read(self) -> None:
+        """Data storage is slow or away, which is no hang for as long as training may stand still
+        outside of steps."""
+        self.heartbeat.enter("data_wait", self.state.step)
 
     @property
     def _copies_batches(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
-from trainer.coordination.client import CoordinatorClient, Identity, Refused
+from trainer.coordination.client import CoordinatorClient, CoordinatorLost, Identity, Refused
 from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.job_runner import HangMonitor
@@ -349,6 +350,51 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
         assert not members[0].vote(vote).committed
     finally:
         members[0].close()
+        coordinator.stop()
+
+
+def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, monkeypatch):
+    has_crashed = threading.Event()
+    config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path)
+    coordinator = Coordinator(config, on_crash=has_crashed.set)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S)
+    monkeypatch.setattr(coordinator._membership, "on_arrive", lambda *_: [][0])
+    try:
+        member.join("initial", "seed-0", Ledger(), "")
+        with ThreadPoolExecutor(1) as pool:
+            arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
+            assert has_crashed.wait(scaled(30))
+            member.close()
+            assert isinstance(arrival.exception(), CoordinatorLost)
+    finally:
+        coordinator.stop()
+
+
+def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
+    coordinator = start(0, scaled(2), 2, tmp_path)
+    members = [
+        CoordinatorClient(identity(g), lambda: coordinator.address, scaled(2)) for g in range(2)
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for generation in (1, 2, 3):
+                if generation == 1:
+                    (first, _) = meet(members, pool)
+                else:
+                    arrive = Arrive(standing="initial", commit=0)
+                    rounds = [pool.submit(member.arrive, arrive) for member in members]
+                    first = rounds[0].result(scaled(30))
+                assert first.generation == generation
+                members[0].store().set(f"gen{generation}/s0/here0", "")
+                vote = Vote(round=first.round, commit=1, ok=False, error="test", gave_up=True)
+                votes = [pool.submit(member.vote, vote) for member in members]
+                assert not any(each.result(scaled(30)).committed for each in votes)
+        store = members[0].store()
+        wait_until(lambda: not store.check(["gen1/s0/here0"]), "old keys are deleted")
+        assert store.check(["gen2/s0/here0", "gen3/s0/here0"])
+    finally:
+        for member in members:
+            member.close()
         coordinator.stop()
 
 

@@ -58,7 +58,9 @@ class Group:
 
     `is_pristine` says that its state is still what the seed or a checkpoint made it. For a
     listener, `has_begun` says that it copies and has missed no committed round since, and
-    `must_restart` that it has missed one or holds what must not count.
+    `must_restart` that it has missed one or holds what must not count. `missed_round` is the newest
+    round that was committed without it although it was in it, and `num_suspended` counts how often
+    it was left out of one, since one with it had failed.
     """
 
     def __init__(self, hello: Hello, now: float) -> None:
@@ -72,6 +74,10 @@ class Group:
         self.must_restart = False
         self.leave_cause: str | None = None
         self.donor: int | None = None
+        self.missed_round = 0
+        self.num_suspended = 0
+        self.num_waiting = 0  # ranks that wait for the next round
+        self.is_inspected = False  # what they arrived with
         self.copied_bytes = 0
         """What its ranks had copied when they arrived for its last round."""
 
@@ -96,8 +102,14 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Whether all of its ranks wait for the next round."""
-        waiting = (isinstance(state.request, Arrive) for state in self.ranks.values())
-        return self.is_complete and all(waiting)
+        return self.num_waiting == self.num_ranks
+
+    def keep(self, rank: int, request: Arrive | Vote | None, request_id: int) -> None:
+        """A rank asks something, or with None was answered."""
+        state = self.ranks[rank]
+        self.num_waiting += isinstance(request, Arrive) - isinstance(state.request, Arrive)
+        self.is_inspected = False
+        state.request, state.request_id = request, request_id
 
     @property
     def has_exact_copy(self) -> bool:
@@ -221,6 +233,10 @@ class GroupRegistry:
         )
 
     @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
     def _present(self) -> list[Group]:
         return [group for _, group in sorted(self._groups.items())]
 
@@ -269,7 +285,7 @@ class GroupRegistry:
     def _answer(self, group: Group, rank: int, body: Answer) -> None:
         state = group.ranks[rank]
         self._reply(group.rank_id(rank), state.request_id, body)
-        state.request = None
+        group.keep(rank, None, 0)
 
     def _emit(self, event: events.Event) -> None:
         self._effects.append(event)

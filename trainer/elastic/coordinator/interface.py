@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Message
 from trainer.failures import Failure
@@ -35,8 +36,9 @@ class MembershipPolicy:
 
     The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
-    voted `vote_timeout_s` after the first vote of its round, or that makes no progress for longer
-    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A
+    voted `vote_timeout_s` after the first vote on its shard, or that makes no progress for longer
+    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). With
+    `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
     coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
     `rows_per_step` are those that the whole job takes at once.
     """
@@ -49,6 +51,7 @@ class MembershipPolicy:
     recovery_grace_s: float = 3.0
     hang_factor: float = 20.0
     min_hang_s: float = 60.0
+    holds_suspicions: bool = True
     straggler_factor: float = 1.5
     replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"
@@ -61,7 +64,7 @@ class MembershipPolicy:
             num_groups=num_groups,
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
-            recovery_grace_s=max(3.0, 2 * recovery.heartbeat_timeout_s),
+            recovery_grace_s=finding_s(recovery.heartbeat_timeout_s),
             on_non_finite=spec.training.on_non_finite,
             on_divergence=check.action if check else "fail",
             **recovery.model_dump(include={each.name for each in fields(cls)}),

@@ -11,17 +11,21 @@ if any rank received its result; the others receive it when they repeat their vo
 Nobody waits for ever: a round opens once every current group is ready for it. It ends with the
 first refusal, with the loss of any of its groups, or when all ranks agreed, and every rank that
 voted is answered then; one that neither votes nor moves is lost after a time. A listener is in the
-rounds that it has arrived for and delays none.
+rounds that it has arrived for, delays none for long, and ends none: without its vote a round
+commits all the same, and where one with it has failed the next is without it.
+
+Closed connections and what the driver knows (`drop`) are facts, which count at once. Silence and
+hangs are suspicions, which never take most of the copies at once (`SuspicionFilter`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.coordination.client import remembering
-from trainer.coordination.detection import RankId
+from trainer.coordination.detection import RankId, Suspect, SuspicionFilter
 from trainer.coordination.messages import (
     Arrive,
     Heartbeat,
@@ -39,6 +43,8 @@ from trainer.elastic.coordinator.rounds import SyncRounds
 from trainer.protocol import events
 
 _METRICS_EVERY_S = 10.0
+# Who is half way to being lost may well be so for the same cause.
+_DOUBTFUL_SHARE = 0.5
 
 
 @dataclass
@@ -73,6 +79,7 @@ class Membership(SyncRounds):
         self._unwelcomed: list[tuple[RankId, int]] = []
         self._has_settled = False
         self._metrics_due: float | None = None
+        self._suspicions = SuspicionFilter(policy.min_hang_s)
 
     # --- messages
 
@@ -156,7 +163,8 @@ class Membership(SyncRounds):
             return self._take_effects()
         if arrive.report and group.is_current and group.group == self._choose_leader():
             self._report = arrive.report
-        self._advance(now)
+        if group.is_ready:
+            self._advance(now)
         return self._take_effects()
 
     def on_vote(self, rank: RankId, request_id: int, vote: Vote, now: float) -> list[Effect]:
@@ -180,13 +188,18 @@ class Membership(SyncRounds):
             message = "this incarnation of the group is over: it was lost, or left"
             self._reply(rank, request_id, fenced(message))
             return None
-        state.request, state.request_id = request, request_id
+        group.keep(rank.rank, request, request_id)
         self._monitor.hear(rank, now)
         return group
 
-    def on_disconnect(self, rank: RankId, now: float) -> list[Effect]:
-        """The connection of a rank is closed, which ends its group."""
+    def on_disconnect(self, rank: RankId, now: float, is_broken: bool = False) -> list[Effect]:
+        """The connection of a rank is closed, which ends its group.
+
+        One that broke after silence says nothing: that is the network, and the rank may come back.
+        """
         group, state = self._group(rank), self._rank(rank)
+        if is_broken and self._monitor.is_silent(rank, now, _DOUBTFUL_SHARE):
+            return []
         if group and state:
             message = f"rank {rank.rank} on {state.hello.host} ended: its connection was closed"
             self._lose(group, "connection", message, now)
@@ -200,11 +213,13 @@ class Membership(SyncRounds):
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; call it several times per heartbeat time-out."""
         slept_s = self._monitor.wake(now)
-        self._deadlines = {number: at + slept_s for number, at in self._deadlines.items()}
-        for rank in self._monitor.silent(now):
-            message = f"rank {rank.rank} was silent for {self._policy.heartbeat_timeout_s} s"
-            self._lose_rank(rank, "silent", message, now)
-        self._end_hangs(now)
+        if slept_s:
+            self._deadlines = {
+                number: {shard: at + slept_s for shard, at in deadlines.items()}
+                for number, deadlines in self._deadlines.items()
+            }
+        self._judge_suspects(now)
+        self._end_if_agreed(now)
         self._find_stragglers(now)
         self._advance(now)
         if self._metrics_due is None:
@@ -241,7 +256,12 @@ class Membership(SyncRounds):
         lost = self._groups.get(group)
         if lost and lost.incarnation == incarnation:
             self._lose(lost, reason, f"reported as lost: {reason}", now)
-            self._advance(now)
+        elif lost is None:
+            # A restarted coordinator need not wait for it, and nobody shall come back as it.
+            self._fences[group] = max(self._fences.get(group, 0), incarnation + 1)
+            if self._recovery:
+                self._recovery.lost.add(group)
+        self._advance(now)
         return self._take_effects()
 
     # --- losing groups
@@ -251,24 +271,62 @@ class Membership(SyncRounds):
         if self._recovery:
             self._recovery.lost.add(group.group)
 
-    def _lose_rank(self, rank: RankId, reason: str, message: str, now: float) -> None:
-        group = self._group(rank)
-        if group:
-            self._lose(group, reason, message, now)
-
-    def _end_hangs(self, now: float) -> None:
-        if self._is_over:
+    def _judge_suspects(self, now: float) -> None:
+        """Lose the groups that are silent or hang, but not most of the copies at once."""
+        suspects = self._suspects(now)
+        if not self._policy.holds_suspicions:
+            for suspect in suspects.values():
+                self._lose_suspect(suspect, now)
             return
-        for hang in self._monitor.hangs(now, rank_ids(self._present, waiting=True)):
-            self._lose_hung(hang.rank, hang.phase, hang.idle_s, now)
+        doubtful = self._suspects(now, _DOUBTFUL_SHARE) if suspects else {}
+        copies = [group.group for group in self._current or self._present]
+        judgement = self._suspicions.judge(suspects, doubtful, copies, now)
+        if judgement.held:
+            self._note_held([suspects[group] for group in sorted(judgement.held)], len(copies), now)
+        back = sorted(judgement.cleared & self._groups.keys())
+        if back:
+            message = f"groups {', '.join(map(str, back))} are fine: they get on again"
+            self._emit(events.Note(time=now, message=message))
+        for group in sorted(judgement.lost):
+            self._lose_suspect(suspects[group], now)
+
+    def _suspects(self, now: float, share: float = 1.0) -> dict[int, Suspect]:
+        """By group a rank that is silent, hangs, or does not vote, for a `share` of what it may."""
+        policy = self._policy
+        found: dict[int, Suspect] = {}
+        for rank in self._monitor.silent(now, share):
+            silence_s = policy.heartbeat_timeout_s
+            found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
+        if self._is_over:
+            return found
+        for hang in self._monitor.hangs(now, rank_ids(self._present, waiting=True), share):
+            suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
+            found.setdefault(hang.rank.group, suspect)
+        late_s = policy.vote_timeout_s
         for rank in rank_ids(self._present, waiting=False):
             state = self._rank(rank)
-            if state and state.round and self._deadlines.get(state.round, math.inf) < now:
-                self._lose_hung(rank, "sync", self._policy.vote_timeout_s, now)
+            deadlines = self._deadlines.get(state.round or 0, {}) if state else {}
+            if deadlines.get(rank.rank, math.inf) - (1 - share) * late_s < now:
+                found.setdefault(rank.group, Suspect(rank, "hang", "sync", late_s, late_s))
+        return found
 
-    def _lose_hung(self, rank: RankId, phase: str, idle_s: float, now: float) -> None:
-        state = self._rank(rank)
-        if state is None:
+    def _note_held(self, held: Sequence[Suspect], num_copies: int, now: float) -> None:
+        groups = ", ".join(f"{each.rank.group} ({each.reason})" for each in held)
+        message = (
+            f"groups {groups} seem lost, and too few of {num_copies} copies are beyond doubt: "
+            "nobody is given up yet. The network of the coordinator's host, or storage that all "
+            "wait for, is the likelier cause"
+        )
+        self._emit(events.Note(time=now, level="warning", message=message))
+
+    def _lose_suspect(self, suspect: Suspect, now: float) -> None:
+        rank, phase, idle_s = suspect.rank, suspect.phase, suspect.idle_s
+        group, state = self._group(rank), self._rank(rank)
+        if group is None or state is None:
+            return
+        if suspect.reason == "silent":
+            message = f"rank {rank.rank} was silent for {idle_s} s"
+            self._lose(group, "silent", message, now)
             return
         host = state.hello.host
         self._emit(
@@ -278,7 +336,7 @@ class Membership(SyncRounds):
         )
         self._run_metrics.goodput.spend(rank.group, "hang", idle_s)
         message = f"rank {rank.rank} on {host} got nothing done for {idle_s:.1f} s in {phase!r}"
-        self._lose_rank(rank, "hang", message, now)
+        self._lose(group, "hang", message, now)
 
     def _find_stragglers(self, now: float) -> None:
         current = self._current

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainer import failures
-from trainer.coordination.detection import DivergentShard, RankId, differing_copies
+from trainer.coordination.detection import (
+    DivergentShard,
+    FaultRecord,
+    RankId,
+    differing_copies,
+)
 from trainer.coordination.messages import (
     GroupState,
     Lease,
@@ -32,9 +37,10 @@ from trainer.protocol import events
 
 _DEADLINES_KEPT = 16
 _LEASES_HELD = 2
-# A group that refused so many rounds since the last commit is lost: the fault is likely its own.
-_MAX_REFUSALS = 5
-# After so many skipped intervals in a row the data is not to blame, and the job fails.
+# A listener that makes so many rounds fail is lost.
+_MAX_SUSPENSIONS = 3
+_LISTENER_GRACE_S = 1.0  # so long a commit waits for the votes of listeners
+# After so many skipped intervals in a row of one group its data is not to blame.
 _MAX_SKIPS_IN_A_ROW = 3
 
 
@@ -46,7 +52,9 @@ class OpenRound:
     are these; `means` are over the ranks that count. `starts` and `promoted` are the groups that
     become current when it commits: those that begin the run, and those whose copy is then exact.
     It is exact (`Round.is_exact`) while somebody copies, and where a group asks for it.
-    `overlapping` are the groups that train on meanwhile: none where it is exact.
+    `overlapping` are the groups that train on meanwhile: none where it is exact. `listeners` hear
+    it and count for nothing: it commits `_LISTENER_GRACE_S` after `agreed_at`, when all others held
+    the averages; `undecided` are those that do not yet.
     """
 
     number: int
@@ -63,6 +71,22 @@ class OpenRound:
     promoted: frozenset[int]
     overlapping: frozenset[int]
     votes: dict[RankId, Vote] = field(default_factory=dict)
+    agreed_at: float | None = None
+    undecided: set[RankId] = field(init=False)
+
+    def __post_init__(self) -> None:
+        listeners = self.listeners
+        self.undecided = {voter for voter in self.voters if voter.group not in listeners}
+
+    @property
+    def listeners(self) -> frozenset[int]:
+        return frozenset(each.group for each in self.members if each.standing == "listening")
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Groups of which a rank does not hold the averages, as far as is known."""
+        ready = {voter for voter, vote in self.votes.items() if vote.ok}
+        return frozenset(voter.group for voter in self.voters - ready)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -107,21 +131,21 @@ class SyncRounds(GroupRegistry):
 
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         super().__init__(policy, book)
-        self._num_skips = 0  # in a row
+        self._num_skips: Counter[int] = Counter()  # in a row, by group
         self._start_since: float | None = None
         self._round: OpenRound | None = None
         self._number = 0
         self._has_opened = False
         self._formed: tuple[tuple[int, int], ...] | None = None
-        self._deadlines: dict[int, float] = {}
-        self._refusals: Counter[int] = Counter()
+        self._deadlines: dict[int, dict[int, float]] = {}  # by round and shard
+        self._faults = FaultRecord()
+        self._suspended: frozenset[int] = frozenset()  # listeners, until the next commit
         self._report = Report()
         self._skipped: list[Lease] = []
 
     def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
         """A group is lost, and the round that it was in with it."""
         super()._lose(group, reason, message, now)
-        self._refusals.pop(group.group, None)
         if self._round and group.group in self._round.groups:
             self._end_round(f"group {group.group} was lost", now)
 
@@ -130,14 +154,29 @@ class SyncRounds(GroupRegistry):
     def _open_if_ready(self, now: float) -> None:
         """Open the next round if all required groups wait for it. Raises `LeaseError`."""
         for group in self._present:
-            if group.is_ready and self._phase != "failed":
+            if group.is_ready and not group.is_inspected and self._phase != "failed":
+                group.is_inspected = True
                 self._inspect(group, now)
         if self._phase == "running" and not self._current:
             self._phase, self._start_since = "starting", None
         if self._phase != "failed":
+            self._lose_guilty(now)
             groups, starts = self._quorum(now)
             if groups:
                 self._open_round(groups, starts, now)
+
+    def _lose_guilty(self, now: float) -> None:
+        """Give up the group that makes rounds fail, once those who were in the last are back."""
+        able = [group for group in self._present if group.standing != "listening"]
+        if not all(group.is_ready for group in able):
+            return
+        guilty = self._faults.judge({group.group: group.joined_at for group in able})
+        if guilty:
+            message = (
+                f"its exchanges fail again and again ({guilty.num_accusers} other groups cannot "
+                f"reach it): {guilty.error}"
+            )
+            self._lose(self._groups[guilty.group], "exchange", message, now)
 
     def _inspect(self, group: Group, now: float) -> None:
         """Check what a ready group arrived with."""
@@ -157,14 +196,19 @@ class SyncRounds(GroupRegistry):
 
     def _skip(self, group: Group, now: float) -> None:
         """A group's loss became NaN: leave out the rows that it trained, and discard its state."""
-        self._num_skips += 1
-        if self._policy.on_non_finite == "fail" or self._num_skips > _MAX_SKIPS_IN_A_ROW:
-            again = f" in {self._num_skips} intervals in a row" if self._num_skips > 1 else ""
-            message = (
-                f"group {group.group}: the training loss became nan{again}; lower the learning "
-                "rate, or look for outliers in the rows that it trained"
-            )
-            self._fail("non_finite", message, now)
+        self._num_skips[group.group] += 1
+        num_skips = self._num_skips[group.group]
+        is_too_often = num_skips > _MAX_SKIPS_IN_A_ROW
+        others = [each for each in self._current if each is not group]
+        again = f" in {num_skips} intervals in a row" if num_skips > 1 else ""
+        message = f"group {group.group}: the training loss became nan{again}"
+        if is_too_often and not all(self._num_skips[each.group] for each in others):
+            del self._num_skips[group.group]
+            self._lose(group, "non_finite", f"{message}, and that of others did not", now)
+            return
+        if is_too_often or self._policy.on_non_finite == "fail":
+            advice = "lower the learning rate, or look for outliers in the rows that it trained"
+            self._fail("non_finite", f"{message}; {advice}", now)
             return
         for lease_id in group.arrivals[0].leases:
             lease = self._book.skip(lease_id)
@@ -189,7 +233,8 @@ class SyncRounds(GroupRegistry):
 
     def _quorum(self, now: float) -> tuple[list[Group], list[Group]]:
         """The groups of the next round and those of them that begin the run; none if too early."""
-        ready = [group for group in self._present if group.is_ready]
+        suspended = self._suspended if self._current else frozenset()
+        ready = [g for g in self._present if g.is_ready and g.group not in suspended]
         if self._phase == "starting":
             return self._starters(ready, now)
         may_open = self._phase == "finished" or all(group.is_ready for group in self._current)
@@ -276,18 +321,43 @@ class SyncRounds(GroupRegistry):
             state.round = None
         opened = self._round
         if opened is None or vote.round != opened.number:
+            self._note_complaint(group, vote)
             self._answer_late(group, rank, vote, now)
             return
-        self._set_deadline(vote.round, now)
-        if not vote.ok:
-            self._refusals[group.group] += 1
-            self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
-            if self._refusals[group.group] >= _MAX_REFUSALS:
-                message = f"it refused {_MAX_REFUSALS} rounds in a row: {vote.error}"
-                self._lose(group, "exchange", message, now)
-            return
+        self._set_deadlines(vote.round, [rank], now)
         opened.votes[group.rank_id(rank)] = vote
-        if opened.votes.keys() != opened.voters:
+        if vote.ok or group.standing == "listening":
+            opened.undecided.discard(group.rank_id(rank))
+            self._end_if_agreed(now)
+            return
+        self._note_complaint(group, vote)
+        self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
+        if set(opened.groups) - opened.listeners:
+            self._suspend(opened.listeners, now)
+
+    def _note_complaint(self, group: Group, vote: Vote) -> None:
+        if not (vote.ok or vote.gave_up or group.standing == "listening"):
+            self._faults.complain(vote.round, group.group, vote.suspects, vote.error)
+
+    def _suspend(self, listeners: Collection[int], now: float) -> None:
+        """An exchange with these listeners failed: they are not in the next one, nor for ever."""
+        self._suspended = frozenset(listeners) & self._groups.keys()
+        for number in sorted(self._suspended):
+            group = self._groups[number]
+            group.num_suspended += 1
+            if group.num_suspended >= _MAX_SUSPENSIONS:
+                message = f"exchanges with it failed {_MAX_SUSPENSIONS} times while it copied"
+                self._lose(group, "exchange", message, now)
+
+    def _end_if_agreed(self, now: float) -> None:
+        """Commit the round, or find that copies differ, once all hold the averages that must."""
+        opened = self._round
+        if opened is None or opened.undecided:
+            return
+        if opened.agreed_at is None:
+            opened.agreed_at = now
+        is_over = opened.votes.keys() == opened.voters
+        if not is_over and now < opened.agreed_at + _LISTENER_GRACE_S:
             return
         found = self._differing(opened)
         if found:
@@ -335,14 +405,21 @@ class SyncRounds(GroupRegistry):
             group.demote()
         self._end_round("copies of a shard differed", now)
 
-    def _set_deadline(self, number: int, now: float) -> None:
-        self._deadlines.setdefault(number, now + self._policy.vote_timeout_s)
+    def _set_deadlines(self, number: int, shards: Iterable[int], now: float) -> None:
+        """Ranks that hold one of `shards` must vote in time: a copy of it has, or the round ended.
+
+        Shards are unequal, and who averages a small one says nothing of the others.
+        """
+        deadlines = self._deadlines.setdefault(number, {})
+        for shard in shards:
+            deadlines.setdefault(shard, now + self._policy.vote_timeout_s)
         self._deadlines.pop(number - _DEADLINES_KEPT, None)
 
     def _answer_late(self, group: Group, rank: int, vote: Vote, now: float) -> None:
         """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self._ledger
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
+        is_newest &= group.missed_round != vote.round
         if group.is_current and not is_newest and vote.commit <= newest.commit:
             message = f"the others have committed sync {newest.commit} without it"
             self._lose(group, "stale", message, now)
@@ -353,33 +430,43 @@ class SyncRounds(GroupRegistry):
         """A round has failed: answer who voted, and notify who may still wait for its peers."""
         ended, self._round, self._formed = self._round, None, None
         assert ended, "a round is open"
-        self._set_deadline(ended.number, now)
+        self._set_deadlines(ended.number, {voter.rank for voter in ended.voters}, now)
         self._run_metrics.record_incident(why, now)
-        for voter in sorted(ended.voters):
-            group, state = self._group(voter), self._rank(voter)
-            if group is None or state is None:
-                continue
-            result = self._result(group, ended.number, committed=False)
+        for member in ended.members:
+            group = self._groups.get(member.group)
+            if group and group.incarnation == member.incarnation:
+                self._end_round_of(group, ended.number)
+
+    def _end_round_of(self, group: Group, number: int) -> None:
+        """Tell a group that a round was not committed with it."""
+        result = self._result(group, number, committed=False)
+        for rank, state in group.ranks.items():
             if isinstance(state.request, Vote):
-                self._answer(group, voter.rank, result)
-            elif state.round == ended.number:
-                self._reply(voter, 0, result)
+                self._answer(group, rank, result)
+            elif state.round == number:
+                self._reply(group.rank_id(rank), 0, result)
 
     # --- commits
 
     def _commit(self, ended: OpenRound, now: float) -> None:
-        """Every rank holds the averages: the sync counts."""
-        self._round = None
-        self._refusals.clear()
-        voters = [self._groups[group] for group in sorted(ended.groups)]
+        """Every rank that counts holds the averages: the sync counts."""
+        self._round, self._suspended = None, frozenset()
+        self._faults.clear()
+        missing = ended.missing
+        voters = [self._groups[group] for group in sorted(ended.groups - missing)]
+        for group in voters:
+            group.num_suspended = 0
         self._book.commit(ended.leases)
-        if ended.weight:
-            self._num_skips = 0
+        for member in ended.members:
+            if member.weight:
+                del self._num_skips[member.group]
         self._ledger = self._book.entered_in(self._next_ledger(ended))
         standings = {group.group: self._standing_after(group, ended, now) for group in voters}
         for group in self._present:
-            if group.group not in ended.groups:
+            if group not in voters:
                 group.must_restart |= group.has_begun
+        for number in missing:
+            self._groups[number].missed_round = ended.number
         has_finished = self._report.has_finished or self._phase == "finished"
         self._phase = "finished" if has_finished else "running"
         self._report = Report()
@@ -392,8 +479,11 @@ class SyncRounds(GroupRegistry):
         for group in voters:
             result = self._result(group, ended.number, committed=True)
             update = {"standing": standings[group.group], "should_leave": group in leavers}
+            result = result.model_copy(update=update)
             for rank in group.ranks:
-                self._answer(group, rank, result.model_copy(update=update))
+                self._answer(group, rank, result)
+        for late in (self._groups[number] for number in sorted(missing)):
+            self._end_round_of(late, ended.number)
         recovered = self._run_metrics.commit(self._generation, self._ledger.commit, now)
         self._run_metrics.remember(self._ledger)
         self._emit_membership(now)

@@ -85,9 +85,14 @@ class _Connection:
 class Coordinator:
     """A running server; its methods may be called from any thread but its own."""
 
-    def __init__(self, config: CoordinatorConfig) -> None:
-        """Start it. Raises OSError where the port cannot be had."""
-        self._config = config
+    def __init__(
+        self, config: CoordinatorConfig, on_crash: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start it. Raises OSError where the port cannot be had.
+
+        `on_crash` is called on its thread if an error, which is logged, has ended it.
+        """
+        self._config, self._on_crash = config, on_crash
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
         self._membership = Membership(config.policy, config.book, store_address)
@@ -99,6 +104,8 @@ class Coordinator:
         self._epoch_s = time.time() - time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._is_stopping = asyncio.Event()
+        self._error: Exception | None = None
+        self._generation = 0
         self._started: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -113,14 +120,16 @@ class Coordinator:
         return self._call(self._membership.status)
 
     def expect(self, groups: Collection[int]) -> None:
-        self._call(lambda: self._act(self._membership.expect(groups, self._now())))
+        self._call(lambda: self._take(lambda: self._membership.expect(groups, self._now())))
 
     def retire(self, group: int, cause: str) -> None:
-        self._call(lambda: self._act(self._membership.retire(group, cause, self._now())))
+        self._call(lambda: self._take(lambda: self._membership.retire(group, cause, self._now())))
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._call(
-            lambda: self._act(self._membership.drop(group, incarnation, reason, self._now()))
+            lambda: self._take(
+                lambda: self._membership.drop(group, incarnation, reason, self._now())
+            )
         )
 
     def stop(self) -> None:
@@ -145,6 +154,10 @@ class Coordinator:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+        except Exception:
+            # Nobody's loss would be noticed any more, and what it knows may contradict itself.
+            logger.exception("the coordinator has failed")
+            self._on_crash()
         finally:
             self._loop.close()
 
@@ -160,38 +173,55 @@ class Coordinator:
         port = server.sockets[0].getsockname()[1]
         ticking = asyncio.create_task(self._tick())
         self._started.put(f"{config.host}:{port}")
-        stopping = asyncio.create_task(self._is_stopping.wait())
-        await asyncio.wait({stopping, ticking}, return_when=asyncio.FIRST_COMPLETED)
-        self._is_stopping.set()
+        await self._is_stopping.wait()
         server.close()
-        has_failed = ticking.done()
+        ticking.cancel()
         await _end_tasks()
-        if has_failed:
-            ticking.result()  # raises: without a clock nobody's loss would be noticed
+        if self._error:
+            raise self._error
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
             for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
                 await asyncio.sleep(0)
-            self._act(self._membership.tick(self._now()))
+            self._take(lambda: self._membership.tick(self._now()))
+            self._delete_old_keys()
+
+    def _take(self, step: Callable[[], Iterable[Effect]]) -> None:
+        """Take a step of the membership and act on it; an error there ends the coordinator."""
+        try:
+            self._act(step())
+        except Exception as error:
+            self._error = self._error or error
+            self._is_stopping.set()
+
+    def _delete_old_keys(self) -> None:
+        """Delete what older generations left in the store, whose ranks may be one behind."""
+        newest, known = self._membership.generation, self._generation
+        if self._store is None or newest == known:
+            return
+        self._generation = newest
+        self._writing.submit(_delete_keys, self._store, newest - 1)
 
     async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         connection = _Connection(writer)
+        is_broken = False
         try:
             while line := await reader.readline():
                 self._receive(connection, Numbered.model_validate_json(line))
-        except ConnectionError as error:
+        except OSError as error:
+            is_broken = True
             logger.info("%s: %s", connection.rank, error)
         except ValidationError:
             logger.exception("%s sent an invalid message", connection.rank)
         finally:
-            self._disconnect(connection)
+            self._disconnect(connection, is_broken)
             writer.close()
 
-    def _disconnect(self, connection: _Connection) -> None:
+    def _disconnect(self, connection: _Connection, is_broken: bool) -> None:
         """Forget a connection; the end of a rank's newest one is the end of the rank."""
         rank = connection.rank
         if rank is None or self._connections.get(rank) is not connection:
@@ -202,22 +232,24 @@ class Coordinator:
         if self._config.only_watches:
             self._membership.forget_rank(rank)
         else:
-            self._act(self._membership.on_disconnect(rank, self._now()))
+            self._take(lambda: self._membership.on_disconnect(rank, self._now(), is_broken))
 
     def _receive(self, connection: _Connection, line: Numbered) -> None:
         body, now = line.body, self._now()
         if isinstance(body, Hello):
             connection.rank = RankId(body.group, body.incarnation, body.rank)
             self._connections[connection.rank] = connection
-            self._act(self._membership.on_hello(body, line.id, now))
-        elif connection.rank is None:
+            self._take(lambda: self._membership.on_hello(body, line.id, now))
+            return
+        rank = connection.rank
+        if rank is None:
             logger.warning("a connection began with %s and not with a hello", body.kind)
         elif isinstance(body, Heartbeat):
-            self._act(self._membership.on_heartbeat(connection.rank, body, now))
+            self._take(lambda: self._membership.on_heartbeat(rank, body, now))
         elif isinstance(body, Arrive):
-            self._act(self._membership.on_arrive(connection.rank, line.id, body, now))
+            self._take(lambda: self._membership.on_arrive(rank, line.id, body, now))
         elif isinstance(body, Vote):
-            self._act(self._membership.on_vote(connection.rank, line.id, body, now))
+            self._take(lambda: self._membership.on_vote(rank, line.id, body, now))
 
     def _act(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -243,6 +275,14 @@ async def _end_tasks() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+def _delete_keys(store: TCPStore, oldest: int) -> None:
+    """Delete the keys of generations before `oldest` (`gen7/...`)."""
+    for key in store.list_keys():
+        generation = key.partition("/")[0].removeprefix("gen")
+        if generation.isdecimal() and int(generation) < oldest:
+            store.delete_key(key)
 
 
 def _open_store(host: str) -> TCPStore:

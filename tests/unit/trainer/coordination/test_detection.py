@@ -51,6 +51,15 @@ def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
     assert [hang.rank for hang in detector.hangs(50)] == [A1]
 
 
+def test_ranks_that_wait_for_one_which_waits_for_storage_do_not_hang() -> None:
+    detector = monitor()
+    detector.beat(A0, STILL, 0)
+    waits = Heartbeat(progress=2, phase="data_wait", step=1)
+    detector.beat(A1, waits, 5)
+    assert detector.hangs(50) == []
+    assert [hang.rank for hang in detector.hangs(106)] == [A0]
+
+
 def test_a_group_that_is_gone_never_hangs() -> None:
     detector = monitor()
     detector.beat(A0, STILL, 0)

@@ -73,6 +73,17 @@ def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):
         assert found == counted
 
 
+def test_a_wait_for_storage_is_told(make_spec, train, monkeypatch):
+    monkeypatch.setattr("trainer.data.batches._SLOW_READ_S", 0.0)
+    is_back = threading.Event()
+    read = reader.RowReader.read
+    monkeypatch.setattr(reader.RowReader, "read", lambda *args: is_back.wait() and read(*args))
+    spec = make_spec(batch_size=10)
+    with LeaseBatches(train, spec, 0, 1, pin=False, on_slow_read=is_back.set) as batches:
+        batches.submit(lease(0, 0, 10))
+        assert next(batches)[2]
+
+
 def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, train):
     with LeaseBatches(train, make_spec(batch_size=10), 0, 1) as batches:
         assert next(batches, None) is None

@@ -246,6 +246,17 @@ def test_a_group_that_the_coordinator_lost_is_killed_and_replaced_at_once(
     assert world.look() is None
 
 
+def test_a_group_that_the_coordinator_has_no_more_is_lost_though_nothing_was_told_of_that(
+    world: World,
+) -> None:
+    world.train()
+    del world.standings[1, 0]
+    assert world.look() is None
+    assert not world.dropped, "a restarted coordinator waits for its groups, too"
+    world.look(60)
+    assert world.dropped == [(1, 0)]
+
+
 def test_a_coordinator_that_does_not_answer_means_nothing(world: World) -> None:
     world.train()
     world.answers = False

@@ -168,10 +168,26 @@ class SimRank:
         if round_.overlaps:
             assert all(member.standing == "current" for member in round_.members)
             self.ahead = self.next_leases
-        ok, self.will_refuse = not self.will_refuse, False
+        suspects = self.unreachable_in(round_)
+        ok, self.will_refuse = not (self.will_refuse or suspects), False
         is_spoilt = (self.id.group, self.id.rank) in self.world.spoilt
         checksums = (("users", is_spoilt * (1 + self.id.group)), ("averages", 7))
-        self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok, checksums=checksums))
+        self.ask(
+            Vote(
+                round=round_.round,
+                commit=round_.commit,
+                ok=ok,
+                error="" if ok else "refused",
+                suspects=suspects,
+                checksums=checksums,
+            )
+        )
+
+    def unreachable_in(self, round_: Round) -> tuple[int, ...]:
+        """Groups that it cannot exchange data with: those that are cut off, or else all others."""
+        others = {member.group for member in round_.members} - {self.id.group}
+        is_cut_off = self.id.group in self.world.cut_off
+        return tuple(sorted(others if is_cut_off else others & self.world.cut_off))
 
     def hear_verdict(self, verdict: RoundResult) -> None:
         voted = self.round
@@ -217,6 +233,7 @@ class SimRank:
     def train(self, leases: tuple[Lease, ...]) -> None:
         self.interval += leases
         self.is_poisoned |= any(self.world.is_poison(lease) for lease in self.interval)
+        self.is_poisoned |= bool(self.interval) and self.id.group in self.world.poisoned_groups
 
 
 class World:
@@ -244,6 +261,8 @@ class World:
         self.history: dict[tuple[int, int], dict[int, int]] = {}
         self.events: list[Event] = []
         self.poison: set[tuple[int, int]] = set()
+        self.poisoned_groups: set[int] = set()  # whatever they train
+        self.cut_off: set[int] = set()  # groups whose data link is dead
         self.hung: set[int] = set()
         self.spoilt: set[tuple[int, int]] = set()  # (group, rank) whose copy has a flipped bit
         self.end: Checkpoint | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trainer.elastic.coordinator import elastic_world
 from tests.unit.trainer.elastic.coordinator.elastic_world import (
     COPIED_BYTES,
     EPOCHS,
@@ -177,6 +178,83 @@ def test_a_group_that_refuses_again_and_again_is_lost():
     world.run_to_commit(3)
 
 
+@pytest.mark.parametrize("cut_off", [0, 2])
+def test_the_group_that_most_others_cannot_reach_is_lost_whoever_complains_first(cut_off):
+    world = running()
+    world.cut_off.add(cut_off)
+    world.run_until(lambda: world.told("group_lost"))
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason) == (cut_off, "exchange")
+    assert "2 other groups cannot reach it" in lost.message
+    world.run_to_commit(4)
+    assert standings(world).keys() == {0, 1, 2} - {cut_off}
+
+
+def test_of_two_groups_that_cannot_reach_each_other_the_newcomer_is_lost():
+    world = running(num_groups=2)
+    world.kill(0)
+    world.now += 1
+    world.start_group(0)
+    world.run_until(lambda: listening(world, 0))
+    world.copy_all()
+    world.run_until(lambda: standings(world)[0] == "current")
+    world.cut_off.add(1)
+    world.run_until(lambda: len(world.told("group_lost")) == 2)
+    assert world.told("group_lost")[1].group == 0
+
+
+def joining(**policy) -> World:
+    """A job of three groups, of which the last copies."""
+    world = running(**policy)
+    world.kill(2)
+    world.start_group(2)
+    world.run_until(lambda: listening(world, 2))
+    return world
+
+
+def test_a_listener_that_refuses_blocks_no_commit():
+    world = joining()
+
+    def refuse() -> bool:
+        for rank in world.groups[2]:
+            rank.will_refuse = True
+        return world.status.ledger.commit >= 5
+
+    world.run_until(refuse)
+    assert [each.cause for each in world.told("recovered")] == ["connection"]
+    assert standings(world)[2] == "listening"
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
+    world = joining(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: has_ready(world, 2, "vote"))
+    commit = world.status.ledger.commit
+    world.hung.add(2)
+    world.exchange(20)
+    assert world.status.ledger.commit == commit
+    tick(world, 1.1)
+    assert world.status.ledger.commit == commit + 1
+    world.hung.clear()
+    world.copy_all()
+    world.run_until(lambda: world.groups[2][0].copy is None)
+    assert standings(world)[2] == "listening", "it has missed a commit"
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_the_end():
+    world = joining()
+    world.cut_off.add(2)
+    world.run_to_commit(world.status.ledger.commit + 1)
+    world.run_until(lambda: 2 not in standings(world))
+    lost = world.told("group_lost")[-1]
+    assert (lost.group, lost.reason) == (2, "exchange")
+    assert "while it copied" in lost.message
+    assert standings(world) == {0: "current", 1: "current"}
+
+
 def test_a_lost_group_ends_the_round_and_others_train_its_rows():
     world = running()
     world.run_until(lambda: world.groups[0][0].round is not None)
@@ -248,6 +326,108 @@ def test_a_rank_that_does_not_vote_in_time_loses_its_group():
         world.wait(0.1)
     assert [found.phase for found in world.told("hang_found")] == ["sync"]
     world.run_to_commit(3)
+
+
+def beat_all(world: World, *but: int, progress: int | None = None) -> None:
+    """All ranks beat, and get on unless told how far they are, but those of some groups."""
+    for group in standings(world).keys() - set(but):
+        for rank in range(NUM_RANKS):
+            beat(world, group, rank, int(world.now * 10) if progress is None else progress)
+
+
+def test_a_coordinator_that_hears_nobody_gives_nobody_up():
+    world = running()
+    for group in range(3):  # the network of its host fails between their heartbeats
+        beat_all(world, *({0, 1, 2} - {group}))
+        tick(world, 0.1)
+    for _ in range(100):
+        tick(world, 0.2)
+    assert not world.told("group_lost")
+    held = [note.message for note in world.told("note") if note.level == "warning"]
+    assert "groups 0 (silent)" in held[0] and "network of the coordinator's host" in held[0]
+    beat_all(world)
+    tick(world, 0.2)
+    assert any("are fine" in note.message for note in world.told("note"))
+    world.run_to_commit(3)
+    assert not world.told("group_lost")
+
+
+def test_two_of_three_that_stay_silent_are_lost_but_not_at_once():
+    world = running()
+    for _ in range(8):
+        beat_all(world, 1, 2)
+        tick(world, 0.2)
+    assert standings(world).keys() == {0, 1, 2}
+    for _ in range(11):
+        beat_all(world, 1, 2)
+        tick(world, 0.2)
+    assert [(lost.group, lost.reason) for lost in world.told("group_lost")] == [
+        (1, "silent"),
+        (2, "silent"),
+    ]
+    world.run_to_commit(3)
+
+
+def test_the_last_copy_is_not_given_up_for_its_silence_but_if_the_driver_saw_it_end():
+    world = running(num_groups=2)
+    world.kill(1)
+    for _ in range(100):
+        tick(world, 0.2)
+    assert standings(world) == {0: "current"}
+    world.act(world.membership.drop(0, 0, "node_lost", world.now))
+    assert not standings(world)
+
+
+def test_all_that_wait_for_storage_are_given_up_one_wait_later_and_only_if_it_stays_away():
+    world = running(min_hang_s=20.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    for _ in range(60):
+        beat_all(world, progress=1)
+        tick(world, 0.4)
+    assert not world.told("group_lost")
+    beat_all(world, progress=2)
+    tick(world, 0.4)
+    for _ in range(130):
+        beat_all(world, progress=2)
+        tick(world, 0.4)
+    assert {lost.reason for lost in world.told("group_lost")} == {"hang"}
+
+
+def test_a_slow_shard_has_the_same_time_in_all_groups():
+    world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
+    for ranks in world.groups.values():
+        world.deliver(ranks[0])  # the other shard is larger
+    tick(world, 5.1)
+    assert not world.told("hang_found") and not world.told("note")
+    for group in (0, 1):
+        world.deliver(world.groups[group][1])
+    tick(world, 4.9)
+    assert not world.told("hang_found")
+    tick(world, 0.2)
+    assert [(found.group, found.rank) for found in world.told("hang_found")] == [(2, 1)]
+
+
+def test_votes_that_miss_on_most_copies_are_waited_for_once_more():
+    world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
+    world.deliver(world.groups[0][0])
+    tick(world, 5.1)
+    assert not world.told("hang_found")
+    for rank in world.ranks():
+        while rank.outbox:
+            world.deliver(rank)
+    assert world.status.ledger.commit == 3
+
+
+def test_a_connection_that_breaks_after_silence_is_no_end_of_its_rank():
+    world = running()
+    rank = RankId(1, 0, 0)
+    world.now += 0.8
+    assert world.membership.on_disconnect(rank, world.now, is_broken=True) == []
+    beat_all(world)
+    world.act(world.membership.on_disconnect(rank, world.now, is_broken=True))
+    assert [lost.reason for lost in world.told("group_lost")] == ["connection"]
 
 
 def test_a_newer_life_fences_the_older_one():
@@ -367,6 +547,17 @@ def test_leaving_rows_out_stops_helping_where_every_interval_is_poisoned(last, f
     world.poison = {(0, row) for row in (0, 4, 8, last)}
     world.run_until(lambda: world.tend() or world.status.failure or world.end)
     assert fails == ("4 intervals in a row" in str(world.status.failure))
+
+
+def test_a_group_whose_loss_is_nan_whatever_it_trains_is_lost_and_the_job_goes_on(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS_PER_LEASE", 2)
+    world = running()
+    world.poisoned_groups.add(1)
+    world.run_until(lambda: world.copy_all() or world.told("group_lost"))
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason) == (1, "non_finite")
+    assert len(world.told("rows_skipped")) == 3, "what it held the last time is trained by others"
+    assert world.status.failure is None
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -502,6 +693,20 @@ def test_nothing_is_answered_until_all_are_back():
     assert all(rank.ledger.commit <= 3 for rank in world.ranks())
     world.hung.clear()
     world.run_to_commit(4)
+
+
+def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
+    world = running(recovery_grace_s=60.0)
+    world.start_coordinator()
+    world.hung.add(2)
+    world.exchange(5)
+    world.wait(0.5)
+    assert world.status.phase == "recovering"
+    world.act(world.membership.drop(2, 0, "workers_lost", world.now))
+    world.run_to_commit(4)
+    world.hung.clear()
+    world.exchange(10)
+    assert all(rank.is_fenced for rank in world.groups[2])
 
 
 def test_who_comes_back_too_late_is_fenced():

@@ -107,7 +107,13 @@ def gap_of(ours: Sequence[float], peer: Sequence[float]) -> Gap:
     return Gap(fmean(relative), error, (min(relative), max(relative)))
 
 
-def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, better: str) -> Ratio:
+def ratio_of_gap(
+    ours: Sequence[float],
+    peer: Sequence[float],
+    goal: float,
+    better: str,
+    peer_name: str = "1D of stock TorchRec",
+) -> Ratio:
     """The size of a gap as benchmarks report it; `spread` is signed, of the single seeds."""
     gap = gap_of(ours, peer)
     return Ratio(
@@ -116,7 +122,7 @@ def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, bett
         better=better,
         ours=fmean(ours),
         peer=fmean(peer),
-        peer_name="1D of stock TorchRec",
+        peer_name=peer_name,
         unit="NE",
         spread=list(gap.spread),
     )

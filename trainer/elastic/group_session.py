@@ -319,6 +319,9 @@ class GroupSession(Session):
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
         self._hold(result.leases)
+        if self.spec.parallelism.moment_scale == "auto":
+            num_live = sum(each.standing != "listening" for each in self.group_sync.members)
+            self.optimizers.set_share(num_live / self.spec.parallelism.num_replicas)
 
     def _hold(self, leases: Sequence[Lease]) -> None:
         """Prefetch `leases` and no others: a lease given back is another group's now."""

@@ -34,6 +34,7 @@ from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
+from trainer.parallel.collectives import reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
@@ -262,6 +263,9 @@ class GroupSession(Session):
         self.checkpoints.poll()
         if self.is_report_due():
             self.report()
+        elif self.standing == "current" and not self._leases:
+            # It may wait for other groups: a request to stop is not seen in a report then.
+            reduce_parts([self._stop_part()], self.groups.device)
         if self.is_leader and not self._num_steps_ahead:
             self.lead()
 

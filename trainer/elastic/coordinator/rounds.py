@@ -34,6 +34,8 @@ _DEADLINES_KEPT = 16
 _LEASES_HELD = 2
 # A group that refused so many rounds since the last commit is lost: the fault is likely its own.
 _MAX_REFUSALS = 5
+# While groups are waited for, rounds only serve those that copy.
+_WAITING_ROUND_S = 1.0
 # After so many skipped intervals in a row the data is not to blame, and the job fails.
 _MAX_SKIPS_IN_A_ROW = 3
 
@@ -77,6 +79,7 @@ def form_round(
     members = tuple(group.as_member() for group in groups)
     weight = sum(member.weight for member in members)
     is_asked = any(arrival.needs_exact for group in current for arrival in group.arrivals)
+    has_listeners = 0 < len(current) < len(groups)
     is_exact = is_asked or len(current) < len(groups)
     sums: dict[str, float] = defaultdict(float)
     for group in current:
@@ -89,7 +92,7 @@ def form_round(
         commit=commit,
         members=members,
         weight=weight,
-        is_idle=not (weight or is_asked),
+        is_idle=not (weight or is_asked or has_listeners),
         is_exact=is_exact,
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
         leases=[lease for group in current for lease in group.arrivals[0].leases],
@@ -112,6 +115,7 @@ class SyncRounds(GroupRegistry):
         self._round: OpenRound | None = None
         self._number = 0
         self._has_opened = False
+        self._opened_at = 0.0
         self._formed: tuple[tuple[int, int], ...] | None = None
         self._deadlines: dict[int, float] = {}
         self._refusals: Counter[int] = Counter()
@@ -192,8 +196,12 @@ class SyncRounds(GroupRegistry):
         ready = [group for group in self._present if group.is_ready]
         if self._phase == "starting":
             return self._starters(ready, now)
-        may_open = self._phase == "finished" or all(group.is_ready for group in self._current)
-        return (ready, []) if may_open else ([], [])
+        if self._phase == "finished":
+            return ready, []
+        holds_rows = any(self._book.held(group.group) for group in self._current)
+        if self._is_short and not holds_rows and now < self._opened_at + _WAITING_ROUND_S:
+            return [], []
+        return (ready, []) if all(group.is_ready for group in self._current) else ([], [])
 
     def _starters(self, ready: list[Group], now: float) -> tuple[list[Group], list[Group]]:
         for group in [group for group in ready if not group.is_pristine]:
@@ -235,7 +243,7 @@ class SyncRounds(GroupRegistry):
             self._formed = formed
             self._generation += 1
         self._number += 1
-        self._has_opened = True
+        self._has_opened, self._opened_at = True, now
         opened = form_round(
             self._number,
             self._generation,
@@ -432,7 +440,12 @@ class SyncRounds(GroupRegistry):
         return group.leave_cause is not None and (not group.is_current or bool(others))
 
     def _hand_out(self) -> None:
-        """Lease rows to the groups that are current: to each its first before any its second."""
+        """Lease rows to the groups that are current: to each its first before any its second.
+
+        To none while there are too few of them.
+        """
+        if self._is_short:
+            return
         for num_held in range(_LEASES_HELD):
             for group in self._current:
                 if len(self._book.held(group.group)) <= num_held:

@@ -218,6 +218,9 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
         current, wanted = membership.num_current, membership.num_wanted
         text = f"{current} of {wanted} groups, generation {membership.generation}"
         tone = "good" if current >= wanted else "warn"
+        least = job.spec.parallelism.min_groups
+        if current < least:
+            text = f"waits for {least - current} more: {text}, min_groups {least}"
         facts.append(Fact("Training", f"{text}, commit {membership.commit:,}", tone))
         facts.append(_copies_fact(membership))
     recovery = membership.last_recovery

@@ -89,14 +89,14 @@ class _Trainee:
 
 def measure_seed(settings: Settings, variants: list[Variant], seed: int) -> SeedResult:
     """Train all variants of `seed` in turn. Runs on every rank of a gloo world."""
-    _silence_libraries()
+    silence_libraries()
     rows = rows_of_rank(settings, seed, dist.get_rank())
-    meter = _meter(settings)
+    meter = meter_of(settings)
     curves = {variant.name: _train(settings, variant, seed, rows, meter) for variant in variants}
     return SeedResult(curves, _teacher_ne(meter, rows.held_out))
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Drop what TorchRec and torch say about each other: it would bury the results."""
     warnings.simplefilter("ignore", FutureWarning)
     for name in ("torchrec", "torch.fx._symbolic_trace"):
@@ -115,7 +115,7 @@ def _train(
         trainee.end_step(step)
         if step in settings.evaluation_steps:
             curve.rows.append(step * settings.global_batch_size)
-            curve.ne.append(_held_out_ne(trainee.model, meter, rows.held_out))
+            curve.ne.append(held_out_ne(trainee.model, meter, rows.held_out))
     curve.elapsed_s = time.perf_counter() - started
     return curve
 
@@ -246,7 +246,7 @@ def _sharding_of(num_rows: int, variant: Variant) -> str:
     return "row_wise" if num_shards > 1 and num_shards**2 <= num_rows else "table_wise"
 
 
-def _meter(settings: Settings) -> TaskMeter:
+def meter_of(settings: Settings) -> TaskMeter:
     """NE by torchrec.metrics, summed over all ranks."""
     tasks = spec_of(settings, Variant("meter", settings.world_size, 1.0)).model.tasks
     # Sizes matter to windowed values alone, and NE here is over everything since the last reset.
@@ -254,7 +254,7 @@ def _meter(settings: Settings) -> TaskMeter:
 
 
 @torch.no_grad()
-def _held_out_ne(model: nn.Module, meter: TaskMeter, held_out: ClickRows) -> float:
+def held_out_ne(model: nn.Module, meter: TaskMeter, held_out: ClickRows) -> float:
     """NE over the held-out rows of all ranks. Collective."""
     model.eval()
     for batch in batches(held_out, _EVALUATION_BATCH):

@@ -9,6 +9,7 @@ place and are collective.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,10 +27,12 @@ from trainer.checkpoint.save_load import (
     of_first,
 )
 from trainer.checkpoint.state_dict import METERS, load_packed, load_state
+from trainer.errors import StorageError
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
 from trainer.spec.job import JobSpec
 
+logger = logging.getLogger(__name__)
 _FIELD = "checkpoint.warm_start"
 
 
@@ -57,16 +60,35 @@ def restore(
 ) -> Restored | None:
     """Load the newest intact checkpoint of the job, else what `checkpoint.warm_start` names.
 
-    None where there is neither. Collective over all ranks.
+    None where there is neither. One that retention of a running group removes while it is read is
+    followed by the next. Collective over all ranks.
     """
     group = checkpoints.group
     found = checkpoints.newest()
-    if found is None:
-        warm = warm_start(spec, model, optimizers, group)
-        if warm is None:
-            return None
-        message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
-        return Restored(f"warm-{warm.path.name}", message, is_warm_start=True)
+    while found is not None:
+        try:
+            return _load(spec, found, row_order, model, optimizers, group)
+        except (CheckpointError, StorageError):
+            read, found = found, checkpoints.newest()
+            # Half of it may have been loaded: only another one can be started from.
+            if found is None or found.path == read.path:
+                raise
+            logger.warning("checkpoint %s was removed while it was read", read.path.name)
+    warm = warm_start(spec, model, optimizers, group)
+    if warm is None:
+        return None
+    message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
+    return Restored(f"warm-{warm.path.name}", message, is_warm_start=True)
+
+
+def _load(
+    spec: JobSpec,
+    found: CommittedCheckpoint,
+    row_order: RowOrder,
+    model: TwoDParallel,
+    optimizers: Optimizers,
+    group: dist.ProcessGroup,
+) -> Restored:
     state = resumed_state(found.commit, row_order)
     optimizers.init_state()
     load_state(found.path, model, optimizers.combined, group=group)

@@ -40,6 +40,7 @@ from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
+from trainer.parallel.collectives import reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
@@ -268,6 +269,9 @@ class GroupSession(Session):
         self.checkpoints.poll()
         if self.is_report_due():
             self.report()
+        elif self.standing == "current" and not self._leases:
+            # It may wait for other groups: a request to stop is not seen in a report then.
+            reduce_parts([self._stop_part()], self.groups.device)
         if self.is_leader and not self._num_steps_ahead:
             self.lead()
 
@@ -325,6 +329,9 @@ class GroupSession(Session):
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
         self._hold(result.leases)
+        if self.spec.parallelism.moment_scale == "auto":
+            num_live = sum(each.standing != "listening" for each in self.group_sync.members)
+            self.optimizers.set_share(num_live / self.spec.parallelism.num_replicas)
 
     def _hold(self, leases: Sequence[Lease]) -> None:
         """Prefetch `leases` and no others: a lease given back is another group's now."""

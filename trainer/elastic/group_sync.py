@@ -23,6 +23,9 @@ exact; nothing is lost, as their rows count as differing until means are applied
 Where copies are compared (`divergence_check`), a vote carries checksums of the rows that the round
 leaves alone, which the last commit left equal, and of the averages.
 
+Buffers of modules, such as the running means of a BatchNorm, go along with the dense part: a joiner
+has those of the others with the first commit that it hears.
+
 A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
 those rows' weights where rows do not all count alike. A group that only listens, or whose loss
 became NaN, has weight 0.

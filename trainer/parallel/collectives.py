@@ -7,6 +7,9 @@ the elements. A stock all-reduce sums in an order that depends on where an eleme
 mean of an element depends on its M values alone. So a row has the same mean whether it travels
 alone or with its whole table, and for M a power of two the mean of M equal values is that value.
 Replicas may weigh differently; those of weight 0 get the means without counting in them.
+
+What is no floating-point number (counters, flags) has no mean: there the first replica that counts
+gives its values to all.
 """
 
 from __future__ import annotations
@@ -274,7 +277,12 @@ class ReplicaCollectives:
 
         `out` may be `flat` itself.
         """
-        mean = pairwise_mean(self.exchange(flat), self._weights).to(flat.dtype)
+        parts = self.exchange(flat)
+        if flat.is_floating_point():
+            mean = pairwise_mean(parts, self._weights).to(flat.dtype)
+        else:
+            weights = self._weights or [1.0]
+            mean = parts[next(i for i, weight in enumerate(weights) if weight)].clone()
         self._group.all_gather(out, mean)
         self.num_bytes += (self.num_replicas - 1) * mean.nbytes
 

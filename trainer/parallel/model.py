@@ -135,6 +135,21 @@ def _compile(network: nn.Module) -> None:
     network.forward = forward
 
 
+def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Buffers of the dense part that belong to its state, such as those of a BatchNorm.
+
+    As they are now: a module may replace its buffers.
+    """
+    if isinstance(module, ShardedModule):
+        return []
+    own = [
+        buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    return [*own, *(each for child in module.children() for each in stored_buffers(child))]
+
+
 class MeshShardingEnv(ShardingEnv2D):
     """ShardingEnv2D that finds a rank's shard in the mesh instead of computing it.
 

@@ -12,6 +12,12 @@ eps * sqrt(c), for AdaGrad and row-wise AdaGrad alike; SGD has no moments and c 
 Tables sharded data_parallel are whole on each rank and have ordinary gradients, so a torch
 optimizer with the same formula updates them after the backward pass.
 
+Where only M' of the M groups train, each of their steps is one of M' that are averaged and not one
+of M: for the same rows of data weights would move M / M' as far, and v grow M / M' as much. With
+the share s = M' / M learning rates are therefore multiplied by s; of the AdaGrads by sqrt(s), and
+gradients too, so that v grows as with all M. What is stored means the same at any M' that way:
+nothing is to be rescaled when a group is lost or joins, nor in a copy or a checkpoint.
+
 Accumulation makes the gradients of several batches those of one: their mean, weighted by what each
 batch weighs. Backward passes add gradients up, each the mean over its batch's rows. With
 S = sum(w_i g_i) and w the weight of the newest batch, what is held is S / w: before a batch of
@@ -34,7 +40,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from trainer.parallel.collectives import Part
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.model import TwoDParallel, stored_buffers
 from trainer.spec.training import (
     DenseOptimizerSpec,
     OptimizerSpec,
@@ -163,6 +169,7 @@ class DataParallelTables(KeyedOptimizer):
                 state[parameter][f"{names[id(parameter)]}.momentum1"] = view
         lr = self._inner.param_groups[0]["lr"]
         self._group: dict[str, Any] = {"params": list(self._updated), "lr": lr}
+        self.gradient_scale = 1.0
         super().__init__(parameters, state, [self._group])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -177,6 +184,7 @@ class DataParallelTables(KeyedOptimizer):
         for parameter, updated in copies:
             updated.copy_(parameter)
             updated.grad = None if parameter.grad is None else parameter.grad.float()
+        _scale_gradients(self._updated.values(), self.gradient_scale)
         self._inner.step(closure)
         for parameter, updated in copies:
             parameter.copy_(updated)
@@ -218,6 +226,11 @@ class Optimizers:
         self._window = GradientAccumulator()
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
+        self._share = 1.0
+        self._module = model.module
+        self._kernels = model.embedding_kernels()
+        for kernel in self._kernels:
+            kernel.register_forward_hook(self._scale_gradient_of)
         self._fused = model.fused_optimizer
         self.dense = dense_optimizer(model, spec.dense)
         tables = list(model.data_parallel_tables().values())
@@ -226,7 +239,7 @@ class Optimizers:
         self._shards = model.table_shards()
         self._tables = [shard.weight for shard in self._shards] + [p.data for p in tables]
         # Where a row of a table is cached, that is what counts.
-        self._tables += [each.lxu_cache_weights for each in model.embedding_kernels()]
+        self._tables += [each.lxu_cache_weights for each in self._kernels]
         self.combined = CombinedOptimizer(
             [
                 ("sparse_", self._fused),
@@ -241,15 +254,40 @@ class Optimizers:
         Those of the dense part only where it has taken its step.
         """
         self._factor = factor(step, total_steps, self._spec.schedule)
-        sparse_lr = self._spec.sparse.lr * self._factor * self._lr_scale
+        sparse, dense = self._spec.sparse, self._spec.dense
+        table_rate = self._share / self._gradient_scale(sparse.has_moments)
         for optimizer in (self._fused, *self._whole):
-            _set_lr(optimizer, sparse_lr)
-        _set_lr(self.dense, self._spec.dense.lr * self._factor)
+            _set_lr(optimizer, sparse.lr * self._factor * self._lr_scale * table_rate)
+        dense_rate = self._share / self._gradient_scale(dense.name == "adagrad")
+        _set_lr(self.dense, dense.lr * self._factor * dense_rate)
         # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
         for optimizer in (self._fused, *self._whole):
             optimizer.zero_grad()
         if not self._num_accumulated:
             self.dense.zero_grad()
+
+    def set_share(self, share: float) -> None:
+        """Train as one of M' groups instead of M, of which `share` is M' / M, from the next step.
+
+        See the top of the file. Groups need not change it at the same step.
+        """
+        self._share = share
+        scale = self._gradient_scale(self._spec.sparse.has_moments)
+        for optimizer in self._whole:
+            optimizer.gradient_scale = scale
+        if self._spec.sparse.max_gradient is not None:
+            bound = self._spec.sparse.max_gradient * scale
+            for kernel in self._kernels:
+                kernel.optimizer_args = kernel.optimizer_args._replace(max_gradient=bound)
+
+    def _gradient_scale(self, has_growing_moments: bool) -> float:
+        return math.sqrt(self._share) if has_growing_moments else 1.0
+
+    def _scale_gradient_of(self, kernel: nn.Module, _: Any, looked_up: torch.Tensor) -> None:
+        """Let the gradient of what a kernel `looked_up` reach it scaled."""
+        scale = self._gradient_scale(self._spec.sparse.has_moments)
+        if scale != 1 and looked_up.requires_grad:
+            looked_up.register_hook(lambda gradient: gradient * scale)
 
     def weigh(self, weight: torch.Tensor) -> None:
         """Say, before the backward pass, what the step's rows weigh in the mean of its window.
@@ -271,7 +309,7 @@ class Optimizers:
             self._step_dense()
         sparse = self._spec.sparse
         if self._tables and sparse.weight_decay:
-            scale = 1.0 - sparse.lr * self._factor * sparse.weight_decay
+            scale = 1.0 - sparse.lr * self._factor * self._share * sparse.weight_decay
             with torch.no_grad():
                 torch._foreach_mul_(self._tables, scale)
 
@@ -282,6 +320,8 @@ class Optimizers:
         if self._clip_norm is not None:
             parameters = list(self.dense.params.values())
             self._gradient_norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        scale = self._gradient_scale(self._spec.dense.name == "adagrad")
+        _scale_gradients(self.dense.params.values(), scale)
         self.dense.step()
         self._num_accumulated = 0
 
@@ -337,8 +377,9 @@ class Optimizers:
     def synced_whole(self, dense: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(weights, optimizer state) that every rank holds whole and a sync must average.
 
-        Data-parallel tables always, and the dense part when `dense` (it is averaged at syncs).
-        State that counts steps is equal everywhere and stays out. Scalars come as views [1].
+        Data-parallel tables always, and the dense part with its buffers when `dense` (it is
+        averaged at syncs). State that counts steps is equal everywhere and stays out. Scalars come
+        as views [1], flags as bytes.
         """
         optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
@@ -348,7 +389,17 @@ class Optimizers:
             for name, state in named.items()
             if name != "step" and state.shape[:1] == parameter.shape[:1]
         ]
-        return [torch.atleast_1d(parameter.data) for parameter, _ in parameters], states
+        weights = [torch.atleast_1d(parameter.data) for parameter, _ in parameters]
+        for buffer in stored_buffers(self._module) if dense else ():
+            values = torch.atleast_1d(buffer)
+            weights.append(values.view(torch.uint8) if values.dtype == torch.bool else values)
+        return weights, states
+
+
+def _scale_gradients(parameters: Iterable[torch.Tensor], scale: float) -> None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and scale != 1:
+        torch._foreach_mul_(gradients, scale)
 
 
 def _gradient_norm(_: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:

@@ -350,10 +350,13 @@ def apply_difference(
 ) -> torch.Tensor:
     """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
 
-    All of one shape and dtype; computed in at least fp32, in `current` where that is so precise. A
-    second moment stays non-negative: an AdaGrad's only grows after its snapshot, and Adam's loses a
+    All of one shape and dtype; computed in at least fp32, in `current` where that is so precise. Of
+    what is no floating-point number, what changed since the snapshot stays as it is. A second
+    moment stays non-negative: an AdaGrad's only grows after its snapshot, and Adam's loses a
     thousandth in each step between (`trainer.spec.validation.check_overlap`).
     """
+    if not current.is_floating_point():
+        return torch.where(current == snapshot, mean, current)
     moved = current.to(torch.promote_types(current.dtype, torch.float32))
     return moved.sub_(snapshot).add_(mean).to(current.dtype)
 

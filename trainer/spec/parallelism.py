@@ -150,6 +150,13 @@ class ParallelismSpec(SpecModel):
     sync: Annotated[SyncSpec, BeforeValidator(_unset)] = SyncSpec()
     dense: Literal["auto", "every_step", "at_sync"] = "auto"
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
+    min_groups: Annotated[
+        PositiveInt,
+        Field(
+            description="Where groups are failure domains: training waits while fewer of them hold "
+            "the state. It goes on when enough have copied it from those that do."
+        ),
+    ] = 1
     all_to_all: AllToAllSpec = AllToAllSpec()
     divergence_check: DivergenceCheckSpec | None = None
     planner: PlannerSpec = PlannerSpec()
@@ -243,6 +250,15 @@ class ParallelismSpec(SpecModel):
                     f"that fit: {nearest}",
                     field,
                 )
+        fewest = self.min_workers // group
+        if self.min_groups > fewest:
+            message = (
+                f"{self.min_groups} groups of {group} need {self.min_groups * group} workers, but "
+                f"there may be {self.min_workers}, so that training could wait for ever; raise "
+                f"{'workers' if isinstance(self.workers, int) else 'workers.min'}, or set at most "
+                f"{fewest}"
+            )
+            raise problem("min_groups", message, "min_groups")
         if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
             message = f"must be above 0 and at most {self.num_replicas}, the number of replicas M"
             raise problem("moment_scale", message, "moment_scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarks import ne_parity, prepare_pandas, quality, two_d
+from tests.benchmarks import ne_parity, ne_resize, prepare_pandas, quality, two_d
 from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal, with_waits
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
@@ -274,6 +275,27 @@ def test_numbers_that_do_not_fit_are_refused(capsys):
         with pytest.raises(SystemExit):
             ne_parity.parse(arguments)
         assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_steps", [11, 50, 600])
+def test_groups_that_come_and_go_train_every_batch_once_and_end_with_all(num_steps):
+    settings = replace(SMALL, num_steps=num_steps, sync_every=4)
+    turns = list(ne_resize.turns_of(settings, ne_resize.WALK))
+    trained = [number for turn in turns for group in range(4) for number in turn.of_group(group)]
+    assert trained == list(range(4 * num_steps))
+    assert [turn.num_live for turn in turns if turn.ends_phase] == list(ne_resize.WALK)
+    assert all(not turn.of_group(group) for turn in turns for group in range(turn.num_live, 4))
+    changes = [a != b for a, b in itertools.pairwise(ne_resize.WALK)]
+    assert sum(changes) == 10 and ne_resize.WALK[0] == ne_resize.WALK[-1] == 4
+
+
+def test_the_gap_of_a_resized_run_is_to_the_run_without_faults():
+    names = (ne_resize.FAULT_FREE, ne_resize.RESIZED, ne_resize.UNSCALED)
+    values = zip(names, (0.8, 0.79992, 0.808), strict=True)
+    curves = {name: Curve([1], [ne], 1.0) for name, ne in values}
+    ratios = ne_resize.document_of(SMALL, [curves], {})["ratios"]
+    assert ratios["ne_gap"]["value"] == pytest.approx(1e-4) and is_met(ratios["ne_gap"])
+    assert ratios["ne_gap_without_rescale"]["value"] == pytest.approx(0.01)
 
 
 LISTS = ["genres", "tokens", "history_movies", "history_liked", "history_disliked"]

@@ -292,6 +292,47 @@ def _delay_moments(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _sync_buffers(groups: Groups) -> list[list[float]]:
+    """[mean, count, flag] of a module of this rank after syncs: weighted, alone, overlapping."""
+    group = dist.get_rank()
+    life = Life(groups, group)
+    module = life.training.model.module
+    for name, value in (("mean", 0.0), ("count", 0), ("flag", False)):
+        module.register_buffer(name, torch.tensor(value))
+    module.register_buffer("constant", torch.tensor(float(group)), persistent=False)
+    life.join()
+    life.exchange()
+    found = []
+    for num_rows in (WEIGHTS[group], 8 * group):
+        life.train()
+        module.mean, module.count = torch.tensor(group + 1.0), torch.tensor(2**40 + group)
+        module.flag = torch.tensor(group == 0)
+        life.exchange(num_rows)
+        found.append([each.item() for each in (module.mean, module.count, module.flag)])
+    life.train()
+    assert life.begin(WEIGHTS[group], may_overlap=True)
+    module.mean += 1.0
+    module.count += 1
+    life.train()
+    life.finish()
+    found.append([each.item() for each in (module.mean, module.count, module.flag)])
+    assert module.constant.item() == group
+    life.end()
+    return found
+
+
+def test_module_buffers_become_means_or_those_of_a_copy_that_counts(tmp_path: Path) -> None:
+    coordinator = open_coordinator(2, tmp_path)
+    try:
+        ours, theirs = run_ranks(_sync_buffers, 2, Groups(coordinator.address, 1), fresh=True)
+    finally:
+        coordinator.stop()
+    count = 2**40
+    assert ours[0] == theirs[0] == [pytest.approx(1.75), count, True]
+    assert ours[1] == theirs[1] == [2.0, count + 1, False], "group 0 has trained nothing"
+    assert ours[2] == theirs[2] == [3.0, count + 2, False], "what changed meanwhile is kept"
+
+
 def _refuse() -> None:
     raise ExchangeError("a test lets it fail")
 

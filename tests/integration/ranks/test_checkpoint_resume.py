@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import (
@@ -19,11 +22,43 @@ from tests.harness.sessions import (
     told,
     train_session,
 )
+from trainer.checkpoint import resume
+from trainer.checkpoint.files import remove_folder
 from trainer.checkpoint.save_load import list_committed
 from trainer.protocol.events import Metrics, Note, WorkersStarted
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
 
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
+
+
+def _load_while_retention_works(config: WorkerConfig) -> dict[str, Any]:
+    """Load a session; the first checkpoint that it begins to read is removed meanwhile."""
+    load, removed = resume.load_state, []
+
+    def load_state(path: Path, *args: Any, **named: Any) -> None:
+        if not removed:
+            removed.append(path.name)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                remove_folder(path)
+            dist.barrier()
+        load(path, *args, **named)
+
+    with patch.object(resume, "load_state", load_state):
+        return load_session(config) | {"removed": removed}
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_followed_by_the_next(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = (*SHORT, "checkpoint.keep_last=3", "checkpoint.asynchronous=false")
+    config = make_config(small_movielens, tmp_path / "run", *settings)
+    run_ranks(train_session, 4, config)
+    steps = [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+    first, *_ = run_ranks(_load_while_retention_works, 4, next_run(config), fresh=True)
+    assert first["removed"] and f"{steps[-1]:08d}" in first["removed"][0]
+    assert first["state"].step == steps[-2]
 
 
 def _metrics_at(run_dir: Path, step: int) -> dict[str, float]:

@@ -79,8 +79,9 @@ def tables_of(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
 class PlainTraining:
     """The same model unsharded, its tables updated by the formulas written out."""
 
-    def __init__(self, spec: JobSpec, start: TwoDParallel) -> None:
+    def __init__(self, spec: JobSpec, start: TwoDParallel, share: float) -> None:
         self.spec = spec
+        self.share = share
         self.model = build_model(spec, torch.device("cpu"))
         self.model.network.sparse_arch.to_empty(device="cpu")
         weights = plain_values(start.state_dict())
@@ -106,26 +107,28 @@ class PlainTraining:
     def _update(self, ratio: float) -> None:
         for parameter in self.dense:
             dist.all_reduce(parameter.grad)
-            parameter -= self.spec.optimizer.dense.lr * ratio * parameter.grad / 2
+            rate = self.spec.optimizer.dense.lr * ratio * self.share
+            parameter -= rate * parameter.grad / 2
         sparse = self.spec.optimizer.sparse
-        lr, c = sparse.lr * ratio, self.spec.moment_scale
+        lr, c = sparse.lr * ratio * self.share, self.spec.moment_scale
         for name, table in self.tables.items():
             grad = table.grad
             if sparse.name == "sgd":
                 table -= lr * grad
             else:
-                squares = grad**2
+                squares = self.share * grad**2
                 by_row = squares.mean(1, keepdim=True).expand_as(squares)
                 self.moments[name] += squares if sparse.name == "adagrad" else by_row
                 table -= lr / ((self.moments[name] / c).sqrt() + sparse.eps) * grad
             table *= 1 - lr * sparse.weight_decay
 
 
-def train_beside_plain(name: str, groups: MeshGroups) -> dict[str, Any]:
+def train_beside_plain(name: str, groups: MeshGroups, share: float = 1.0) -> dict[str, Any]:
     """Tables of one rank after the run, and of the plain model; two tables are data-parallel."""
     spec = scheduled_spec(ALONE, name, data_parallel=("users", "genres"))
     model, optimizers = start(spec, groups)
-    plain = PlainTraining(spec, model)
+    optimizers.set_share(share)
+    plain = PlainTraining(spec, model, share)
     train(model, optimizers, range(1, NUM_STEPS + 1))
     plain.train()
     (_, dense) = optimizers.combined.optimizers[-1]
@@ -158,6 +161,7 @@ def train_all_alone() -> dict[str, dict[str, Any]]:
     return {
         name: train_beside_plain(name, groups)
         | {"half": [train_half(name, whole, groups) for whole in ((), ("users", "movies"))]}
+        | {"lone": train_beside_plain(name, groups, share=0.25)}
         for name in NAMES
     }
 
@@ -180,6 +184,16 @@ def test_each_update_uses_the_rate_of_its_step_however_a_table_is_sharded(
             "optimizer/lr_sparse": pytest.approx(0.2 * 0.1),
             "optimizer/lr_dense": pytest.approx(0.05 * 0.1),
         }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_alone_moves_weights_less_and_its_moments_grow_as_those_of_all(
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    for rank in trained_alone:
+        for table, expected in rank[name]["lone"]["plain"].items():
+            found = rank[name]["lone"]["tables"][table]
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -222,6 +222,7 @@ class GroupRegistry:
         self._fences: dict[int, int] = {}
         self._departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
         self._leader: int | None = None
+        self._was_short = False
         self._emitted_members: list[events.GroupMember] | None = None
         self._effects: list[Effect] = []
         self._run_metrics = RunMetrics(policy.rows_per_step)
@@ -243,6 +244,11 @@ class GroupRegistry:
     @property
     def _current(self) -> list[Group]:
         return [group for group in self._present if group.is_current]
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether too few groups hold the state for training to go on."""
+        return len(self._current) < self._policy.min_groups
 
     @property
     def _is_over(self) -> bool:
@@ -316,6 +322,15 @@ class GroupRegistry:
                 host_copies_alive=num_hosts,
             )
         )
+
+        is_short = self._phase == "running" and self._is_short
+        if is_short != self._was_short:
+            self._was_short = is_short
+            have = f"{num_copies} group(s) hold the state, parallelism.min_groups is"
+            least = self._policy.min_groups
+            verb, level = ("waits for more", "warning") if is_short else ("goes on", "info")
+            message = f"training {verb}: {have} {least}"
+            self._emit(events.Note(time=now, level=level, message=message))  # type: ignore[arg-type]
 
     def _emit_metrics(self, now: float) -> None:
         self._emit(self._run_metrics.as_event(self._ledger, self._generation, now))

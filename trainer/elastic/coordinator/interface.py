@@ -40,10 +40,12 @@ class MembershipPolicy:
     than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). With
     `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
     coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
-    `rows_per_step` are those that the whole job takes at once.
+    `rows_per_step` are those that the whole job takes at once. No rows are handed out while fewer
+    than `min_groups` groups hold the state.
     """
 
     num_groups: int
+    min_groups: int = 1
     rows_per_step: int = 1
     start_grace_s: float = 120.0
     heartbeat_timeout_s: float = 1.0
@@ -62,6 +64,8 @@ class MembershipPolicy:
         recovery, check = spec.recovery, spec.parallelism.divergence_check
         return cls(
             num_groups=num_groups,
+            # What was left to a choice may have come out smaller.
+            min_groups=min(spec.parallelism.min_groups, num_groups),
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
             recovery_grace_s=finding_s(recovery.heartbeat_timeout_s),

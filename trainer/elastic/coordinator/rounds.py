@@ -40,6 +40,8 @@ _LEASES_HELD = 2
 # A listener that makes so many rounds fail is lost.
 _MAX_SUSPENSIONS = 3
 _LISTENER_GRACE_S = 1.0  # so long a commit waits for the votes of listeners
+# While groups are waited for, rounds only serve those that copy.
+_WAITING_ROUND_S = 1.0
 # After so many skipped intervals in a row of one group its data is not to blame.
 _MAX_SKIPS_IN_A_ROW = 3
 
@@ -101,6 +103,7 @@ def form_round(
     members = tuple(group.as_member() for group in groups)
     weight = sum(member.weight for member in members)
     is_asked = any(arrival.needs_exact for group in current for arrival in group.arrivals)
+    has_listeners = 0 < len(current) < len(groups)
     is_exact = is_asked or len(current) < len(groups)
     sums: dict[str, float] = defaultdict(float)
     for group in current:
@@ -113,7 +116,7 @@ def form_round(
         commit=commit,
         members=members,
         weight=weight,
-        is_idle=not (weight or is_asked),
+        is_idle=not (weight or is_asked or has_listeners),
         is_exact=is_exact,
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
         leases=[lease for group in current for lease in group.arrivals[0].leases],
@@ -136,6 +139,7 @@ class SyncRounds(GroupRegistry):
         self._round: OpenRound | None = None
         self._number = 0
         self._has_opened = False
+        self._opened_at = 0.0
         self._formed: tuple[tuple[int, int], ...] | None = None
         self._deadlines: dict[int, dict[int, float]] = {}  # by round and shard
         self._faults = FaultRecord()
@@ -237,8 +241,12 @@ class SyncRounds(GroupRegistry):
         ready = [g for g in self._present if g.is_ready and g.group not in suspended]
         if self._phase == "starting":
             return self._starters(ready, now)
-        may_open = self._phase == "finished" or all(group.is_ready for group in self._current)
-        return (ready, []) if may_open else ([], [])
+        if self._phase == "finished":
+            return ready, []
+        holds_rows = any(self._book.held(group.group) for group in self._current)
+        if self._is_short and not holds_rows and now < self._opened_at + _WAITING_ROUND_S:
+            return [], []
+        return (ready, []) if all(group.is_ready for group in self._current) else ([], [])
 
     def _starters(self, ready: list[Group], now: float) -> tuple[list[Group], list[Group]]:
         for group in [group for group in ready if not group.is_pristine]:
@@ -280,7 +288,7 @@ class SyncRounds(GroupRegistry):
             self._formed = formed
             self._generation += 1
         self._number += 1
-        self._has_opened = True
+        self._has_opened, self._opened_at = True, now
         opened = form_round(
             self._number,
             self._generation,
@@ -522,7 +530,12 @@ class SyncRounds(GroupRegistry):
         return group.leave_cause is not None and (not group.is_current or bool(others))
 
     def _hand_out(self) -> None:
-        """Lease rows to the groups that are current: to each its first before any its second."""
+        """Lease rows to the groups that are current: to each its first before any its second.
+
+        To none while there are too few of them.
+        """
+        if self._is_short:
+            return
         for num_held in range(_LEASES_HELD):
             for group in self._current:
                 if len(self._book.held(group.group)) <= num_held:

@@ -146,6 +146,13 @@ def test_what_needs_attention_is_coloured() -> None:
     assert fewer == ("1 of each shard, on 1 host; survive needs 2", "warn")
 
 
+def test_a_job_that_waits_for_groups_says_so() -> None:
+    alone = membership_changed(group_member(0), generation=3)
+    told = scene(layout_chosen(), alone, parallelism=ELASTIC | {"workers": 6, "min_groups": 2})
+    text = "waits for 1 more: 1 of 3 groups, generation 3, min_groups 2, commit 3"
+    assert fact(view_of(told), "Training") == (text, "warn")
+
+
 def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_so() -> None:
     told = degraded()
     text = "30 steps (46.1k rows) since the newest checkpoint"

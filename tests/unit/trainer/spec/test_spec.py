@@ -136,6 +136,9 @@ parallelism.workers=5 => parallelism.workers not_divisible 4 or 6
 parallelism.workers={{min: 6, max: 2}} => parallelism.workers bounds min (6) is above max (2)
 parallelism.workers={{min: 3, max: 6}} => parallelism.workers.min not_divisible 2 or 4
 parallelism.workers={{min: 2, max: 5}} => parallelism.workers.max not_divisible 4 or 6
+parallelism.min_groups=0 => parallelism.min_groups greater_than
+parallelism.min_groups=3 => parallelism.min_groups min_groups wait for ever; raise workers
+parallelism.min_groups=2 => parallelism.min_groups no_effect
 parallelism.moment_scale=3 => parallelism.moment_scale moment_scale
 parallelism.moment_scale=-1 => parallelism.moment_scale -
 parallelism.moment_scale=0 => parallelism.moment_scale -

@@ -118,6 +118,48 @@ def test_fewer_groups_are_enough_once_no_more_are_expected():
     assert standings(world) == {0: "current"}
 
 
+def test_below_min_groups_nothing_is_trained_until_enough_have_copied_the_state():
+    world = running(3, min_groups=2)
+    world.kill(1)
+    world.kill(2)
+    for _ in range(5):  # what was leased is trained
+        world.wait(2)
+        world.exchange(50)
+    rows, commit = world.status.ledger.rows_done, world.status.ledger.commit
+    for _ in range(3):
+        world.wait(2)
+        world.exchange(50)
+    assert world.status.ledger.rows_done == rows < ROWS * EPOCHS
+    assert world.status.ledger.commit <= commit + 3, "a round a second at most, for who copies"
+    world.start_group(1)
+    for _ in range(10):
+        world.wait(2)
+        world.exchange(50)
+        world.copy_all()
+    assert standings(world) == {0: "current", 1: "current"}
+    assert world.status.ledger.rows_done > rows
+    notes = [event.message for event in world.events if event.kind == "note"]
+    assert [note.split(":")[0] for note in notes] == [
+        "training waits for more",
+        "training goes on",
+    ]
+
+
+def test_a_job_does_not_begin_below_min_groups():
+    world = begun_alone(start_grace_s=1.0, min_groups=2)
+    for _ in range(10):
+        world.wait(2)
+        world.exchange(50)
+    assert standings(world) == {0: "current"}
+    assert world.status.ledger.rows_done == 0
+    world.start_group(1)
+    for _ in range(10):
+        world.wait(2)
+        world.exchange(50)
+        world.copy_all()
+    assert world.status.ledger.rows_done > 0
+
+
 def with_rows_done(num_rows: int) -> Checkpoint:
     """The checkpoint of commit 7, by which so many rows were trained."""
     rows = (EpochRows(epoch=0, done=((0, num_rows),)),)

@@ -408,8 +408,10 @@ def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
 
     healthy = house.submit("running")
     house.poll(2)
-    for _ in range(200):
-        store_attempt(house.store, queued_job(), JobStatus.RUNNING)
+    for number in range(200):
+        # In a millisecond of its own each: ids are random within one.
+        job = queued_job(now=house.now + number / 1000)
+        store_attempt(house.store, job, JobStatus.RUNNING)
     settings = house.settings.model_copy(update={"reconcile_interval_s": 0.05})
     backend = HangingBackend(Path(house.backend.address))
     reconciler = Reconciler(house.store, backend, settings, ServiceMetrics())

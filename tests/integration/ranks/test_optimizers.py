@@ -79,7 +79,7 @@ def tables_of(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
 class PlainTraining:
     """The same model unsharded, its tables updated by the formulas written out."""
 
-    def __init__(self, spec: JobSpec, start: TwoDParallel, share: float) -> None:
+    def __init__(self, spec: JobSpec, start: TwoDParallel, share: float = 1.0) -> None:
         self.spec = spec
         self.share = share
         self.model = build_model(spec, torch.device("cpu"))

@@ -88,12 +88,10 @@ class PendingParts:
         self, parts: Sequence[Part], device: torch.device, group: dist.ProcessGroup
     ) -> None:
         self._parts = parts
-        self._found = _joined(parts, device)
-        self._copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            on_host = torch.empty_like(self._found, device="cpu", pin_memory=True)
-            self._found = on_host.copy_(self._found, non_blocking=True)
-            self._copied = torch.cuda.Event()
+        is_cuda = device.type == "cuda"
+        self._found = _joined(parts, torch.device("cpu"), pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None
+        if self._copied is not None:
             self._copied.record()
         self._done: Future[None] = Future()
         # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
@@ -115,10 +113,17 @@ class PendingParts:
         return _read(self._parts, self._found)
 
 
-def _joined(parts: Sequence[Part], device: torch.device) -> torch.Tensor:
-    """All sums, then all peaks."""
+def _joined(parts: Sequence[Part], device: torch.device, pin_memory: bool = False) -> torch.Tensor:
+    """All sums, then all peaks, copied to `device` behind what its stream is doing.
+
+    The host does not wait: numbers from a GPU are there once the stream is, if in pinned memory.
+    """
     numbers = [*(part.sums for part in parts), *(part.peaks for part in parts)]
-    return torch.cat([each.to(device) for each in numbers])
+    sizes = [len(each) for each in numbers]
+    joined = torch.empty(sum(sizes), dtype=torch.float64, device=device, pin_memory=pin_memory)
+    for place, each in zip(joined.split(sizes), numbers, strict=True):
+        place.copy_(each, non_blocking=True)
+    return joined
 
 
 def _all_reduce(

@@ -39,6 +39,7 @@ from trainer.parallel.row_store import FlatRows, RowStore
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
+    Rows,
     SyncBase,
     TableBase,
     TouchedRows,
@@ -139,7 +140,7 @@ def build_sync(
 class ReplicaSync(Sync):
     """Averages the rows that need it over the replica group.
 
-    Rows are given by number (`RowNumbers`), int64 and sorted; None stands for all rows.
+    Where it says rows, None stands for all of them.
     """
 
     def __init__(
@@ -254,29 +255,29 @@ class ReplicaSync(Sync):
             self._land(self._pending_moments)
             self._pending_moments = None
 
-    def _take_union(self) -> torch.Tensor | None:
+    def _take_union(self) -> Rows | None:
         """Rows that any replica touched; they count as untouched from here on. Collective."""
         if self._touched is None:
             return None
         unite(self._touched.bits, self._replicas)
         if self._spec.optimizer_state == "never":
             self._stale |= self._touched.bits
-        rows = self._touched.bits.nonzero().view(-1)
+        rows = self._numbers.of_bits(self._touched.bits)
         self._touched.clear()
         # A row that travels as a change needs its base, which is kept for single rows only.
         may_be_whole = self._spec.dtype == "fp32"
         is_dense = self._numbers.density(rows) > self._spec.full_above
         return None if may_be_whole and is_dense else rows
 
-    def _take_stale(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+    def _take_stale(self, rows: Rows | None) -> Rows | None:
         """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
         if rows is not None and self._spec.optimizer_state == "never":
-            rows = self._stale.nonzero().view(-1)
+            rows = self._numbers.of_bits(self._stale)
         if self._touched:
             self._stale.zero_()
         return rows
 
-    def _report(self, rows: torch.Tensor | None) -> SyncReport:
+    def _report(self, rows: Rows | None) -> SyncReport:
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)
         return SyncReport(num_bytes, self._numbers.density(rows))
@@ -308,7 +309,7 @@ def whole(tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
 
 def blocks_of(
     numbers: RowNumbers,
-    rows: torch.Tensor | None,
+    rows: Rows | None,
     stores_of: Callable[[TableShard], Iterable[RowStore]],
     block: Callable[[RowStore, torch.Tensor | None], Block],
 ) -> Iterator[Block]:

@@ -548,7 +548,7 @@ class GroupSync:
         round_ = attempt.round
         if len(round_.members) == 1 or round_.is_idle:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
+        replicas = ReplicaCollectives([self._group_of(round_)], self._device, _weights_in(round_))
         attempt.rows = self._touched_rows(replicas)
         weights, states = self._extra()
         block = self._exact_block if round_.is_exact else self._base.block
@@ -660,7 +660,7 @@ class GroupSync:
             return
         if attempt.pending is None or round_.is_exact:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
+        replicas = ReplicaCollectives([self._group_of(round_)], self._device, _weights_in(round_))
         rows = None if self._touched is None else self._numbers.of_bits(self._stale)
         pending = PendingSync(blocks_of(self._numbers, rows, moments_of, Block), replicas)
         wait = self._start(pending.form_means)

@@ -7,6 +7,9 @@ Collectives, all on the *replica group* of the rank:
     full           all-to-all and all-gather: means of every row, with their moments
     dtype fp16     before step 2 an all-gather of one byte: does a change overflow?
 
+Where all hosts have equally many replicas, a power of two, these exchange inside hosts, then across
+(`trainer.parallel.collectives`), in two groups that the replica group is cut into.
+
 What is always averaged whole (`extra`) goes along with the rows. Means are formed in fp32 and in a
 fixed order (`trainer.parallel.collectives`), so all replicas end bitwise equal, and touched_rows
 gives what full gives: bitwise for M a power of two; otherwise full lets rows that nobody touched
@@ -33,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
-from trainer.parallel.mesh import form_groups
+from trainer.parallel.mesh import form_groups, form_replica_levels
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.row_store import FlatRows, RowStore
 from trainer.parallel.touched_rows import (
@@ -150,7 +153,8 @@ class ReplicaSync(Sync):
         self._spec = spec
         self.is_exact = spec.is_always_exact and not spec.overlap
         self._extra = extra
-        self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
+        levels = form_replica_levels(model.groups) or (model.groups.replica_group,)
+        self._replicas = ReplicaCollectives([*map(WorldReplicaGroup, levels)], device)
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
@@ -162,9 +166,10 @@ class ReplicaSync(Sync):
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = SyncThread(device)
             groups = model.groups
-            self._background_group = WorldReplicaGroup(
-                form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout)
+            levels = form_replica_levels(groups) or (
+                form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout),
             )
+            self._background_levels = [*map(WorldReplicaGroup, levels)]
         self._pending: Deferred | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
         self._pending_moments: Deferred | None = None  # lands at the next sync
@@ -239,7 +244,7 @@ class ReplicaSync(Sync):
 
     def _start(self, blocks: Iterable[Block]) -> Deferred:
         assert self._background, "only a policy with a background defers means"
-        replicas = ReplicaCollectives(self._background_group, self._replicas.device)
+        replicas = ReplicaCollectives(self._background_levels, self._replicas.device)
         pending = PendingSync(blocks, replicas)
         return pending, self._background.submit(pending.form_means)
 

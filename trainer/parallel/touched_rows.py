@@ -150,9 +150,9 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
     """
     if not bits.numel():
         return
-    parts = replicas.exchange(pack_bits(bits, replicas.num_replicas)).unbind(0)
-    united = replicas.gather(functools.reduce(torch.bitwise_or, parts))
-    bits.copy_(unpack_bits(united.view(-1), bits.numel()))
+    packed = pack_bits(bits, replicas.num_replicas)
+    part = replicas.reduce_scatter(packed, lambda parts: functools.reduce(torch.bitwise_or, parts))
+    bits.copy_(unpack_bits(replicas.all_gather(part), bits.numel()))
 
 
 def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:

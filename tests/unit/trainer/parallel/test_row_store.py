@@ -230,7 +230,7 @@ class Halving:
 
 
 def _collectives() -> ReplicaCollectives:
-    replicas = ReplicaCollectives(Halving(), CPU)
+    replicas = ReplicaCollectives([Halving()], CPU)
     replicas.chunk_bytes = 300  # of several chunks a table
     return replicas
 

@@ -134,7 +134,7 @@ def touched_blocks() -> list[Block]:
 
 def sync(blocks: list[Block]) -> None:
     """Snapshot, averages and landing."""
-    pending = PendingSync(blocks, ReplicaCollectives(VirtualCopies(NUM_COPIES), DEVICE))
+    pending = PendingSync(blocks, ReplicaCollectives([VirtualCopies(NUM_COPIES)], DEVICE))
     pending.form_means()
     pending.land()
 

@@ -145,7 +145,7 @@ class SimulatedGroup:
     def sync(self, weights: list[float], num_batches: int) -> None:
         """Average all that the groups hold, by `weights`; so many batches were trained by now."""
         self.optimizers.set_num_steps(max(1, num_batches // NUM_GROUPS))
-        replicas = ReplicaCollectives(self._group, torch.device("cpu"), weights)
+        replicas = ReplicaCollectives([self._group], torch.device("cpu"), weights)
         tensors, states = self.optimizers.synced_whole(dense=True)
         of_rows = [
             block

@@ -10,7 +10,8 @@ batches, compute in fp32 and may send embeddings in fp16. What the ratio is made
 gradients at every step; rows that do otherwise say so, and stay outside of it.
 
 What is left of the sync is a ratio of its own: copies that are averaged every 16 steps, while they
-train on, over the same copies never averaged.
+train on, over the same copies never averaged. So is a full sync of eight copies that goes by hosts
+(`trainer.parallel.collectives`), over the same without regard to hosts.
 
 Needs root; skips with a message where hosts cannot be emulated. Timings are the wall clock's: the
 ranks share this machine's cores, so run it on a machine that does nothing else.
@@ -36,7 +37,7 @@ from tests.benchmarks.report import (
     main,
     run_pairs,
 )
-from tests.benchmarks.two_d_train import Schedule, measure, summary
+from tests.benchmarks.two_d_train import Schedule, measure, measure_sync, summary
 from tests.benchmarks.two_d_workload import BATCH_SIZE, IN_1D, WORLD_SIZE, TwoDLayout
 from tests.benchmarks.workload import OVER_LAYERS
 from tests.harness.emulated import EmulatedHosts, EmulationError, Link, missing_requirement
@@ -52,6 +53,11 @@ GOAL = Goal(
 )
 NO_SYNC = "the same copies without a sync"
 SYNC_GOAL = Goal("of_no_sync", "synced_samples_per_s", "samples/s", 0.95, "higher", NO_SYNC)
+ONE_LEVEL = "the same sync in one level"
+HOST_GOALS = (
+    Goal("sync_by_host", "host_sync_s", "s", 0.4, "lower", ONE_LEVEL),
+    Goal("bytes_by_host", "host_sync_bytes", "B", 0.4, "lower", ONE_LEVEL),
+)
 # Both sides: freed memory stays with the process, or each step gives pages back and faults them in.
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(10**9), "MALLOC_MMAP_THRESHOLD_": str(10**9)}
 
@@ -129,18 +135,27 @@ def run(num_pairs: int) -> BenchmarkReport:
         sync_runs = run_pairs(
             num_pairs, lambda: _speed_of(ranks, synced), lambda: _speed_of(ranks, unsynced)
         )
+        host_runs = run_pairs(
+            num_pairs, lambda: _sync_prices(ranks, True), lambda: _sync_prices(ranks, False)
+        )
     settings = _settings() | {"ours": label_of(best_ours), "peer": label_of(best_stock)}
     merged = [
-        Run(each.pair, each.side, each.values | more.values)
-        for each, more in zip(runs, sync_runs, strict=True)
+        Run(each.pair, each.side, each.values | more.values | last.values)
+        for each, more, last in zip(runs, sync_runs, host_runs, strict=True)
     ]
     return BenchmarkReport(
-        NAME, settings, [GOAL, SYNC_GOAL], merged, table_rows(stock | ours, best_stock)
+        NAME, settings, [GOAL, SYNC_GOAL, *HOST_GOALS], merged, table_rows(stock | ours, best_stock)
     )
 
 
 def _speed_of(ranks: HostRanks, side: Side) -> Mapping[str, float]:
     return {SYNC_GOAL.measured: _measure(ranks, side)["samples_per_s"]}
+
+
+def _sync_prices(ranks: HostRanks, is_by_host: bool) -> Mapping[str, float]:
+    prices = ranks.call(measure_sync, is_by_host)
+    sync_s, sent_bytes = map(max, zip(*prices, strict=True))
+    return dict(zip((goal.measured for goal in HOST_GOALS), (sync_s, sent_bytes), strict=True))
 
 
 def survey(ranks: HostRanks, sides: Sequence[Side]) -> dict[Side, Mapping[str, float]]:

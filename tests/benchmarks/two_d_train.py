@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from trainer.training.worker import layout_of
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120
+_NUM_SYNCS = 3
 _TOTAL_STEPS = 1_000_000  # of the schedule, which is constant
 
 
@@ -124,6 +126,30 @@ def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> Ran
         peak_bytes=memory_bytes("VmHWM"),
         lookup_imbalance=imbalance,
     )
+
+
+def measure_sync(site: WorkerSite, is_by_host: bool) -> tuple[float, int]:
+    """(seconds, bytes that its host sent to others) of a full sync of as many copies as ranks.
+
+    Medians of a few. It goes by hosts, or, as before, in one level.
+    """
+    spec = spec_of(TwoDLayout(dist.get_world_size(), "inter_host", "full", every_steps=1))
+    groups = build_groups(layout_of(spec), CPU, _COLLECTIVE_TIMEOUT_S, host=site.host)
+    model, _ = build_parallel_model(spec, groups)
+    if is_by_host:
+        sync = build_sync(model, spec)
+    else:
+        with patch("trainer.parallel.sync.form_replica_levels", return_value=()):
+            sync = build_sync(model, spec)
+    seconds, sent = [], []
+    for _ in range(_NUM_SYNCS):
+        dist.barrier()
+        started, before = time.perf_counter(), sent_bytes()
+        sync()
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+        sent.append(sent_bytes() - before)
+    return statistics.median(seconds), round(statistics.median(sent))
 
 
 def _warm_up(

@@ -73,7 +73,7 @@ from trainer.parallel.sync import (
     weight_of,
     whole,
 )
-from trainer.parallel.touched_rows import RowNumbers, Window, unite
+from trainer.parallel.touched_rows import RowNumbers, Rows, Window, unite
 from trainer.spec.parallelism import DivergenceCheckSpec, SyncSpec
 from trainer.spec.training import RecoverySpec
 
@@ -275,8 +275,8 @@ def _first_line(error: RuntimeError) -> str:
 class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
-    `standing` is that with which the group arrived. `rows` are the numbers of the rows in it
-    (int64, sorted), or None when it has all; `moment_rows` those of the moments in it. Where
+    `standing` is that with which the group arrived. `rows` are those in it, or None when it has
+    all; `moment_rows` those whose moments are in it. Where
     training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
     `ended` their bases. `checksums` are those of its vote.
     `error` says why this rank could not go through with it, `suspects` names the groups that it
@@ -285,8 +285,8 @@ class Attempt:
 
     round: Round
     standing: GroupState
-    rows: torch.Tensor | None
-    moment_rows: torch.Tensor | None
+    rows: Rows | None
+    moment_rows: Rows | None
     pending: PendingSync | None = None
     touched: torch.Tensor | None = None
     ended: Window | None = None
@@ -302,7 +302,7 @@ class DelayedMoments:
     """Means of the moments of `rows`, formed since a commit by the members of its `generation`."""
 
     generation: int
-    rows: torch.Tensor | None
+    rows: Rows | None
     pending: PendingSync
     wait: Callable[[], None]
 
@@ -548,7 +548,7 @@ class GroupSync:
         round_ = attempt.round
         if len(round_.members) == 1 or round_.is_idle:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
+        replicas = ReplicaCollectives([self._group_of(round_)], self._device, _weights_in(round_))
         attempt.rows = self._touched_rows(replicas)
         weights, states = self._extra()
         block = self._exact_block if round_.is_exact else self._base.block
@@ -562,23 +562,27 @@ class GroupSync:
         if self._check and (round_.is_exact or round_.commit % self._check.every_syncs == 0):
             attempt.checksums = self._checksums(attempt.rows)
 
-    def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
+    def _touched_rows(self, replicas: ReplicaCollectives) -> Rows | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
         if self._touched is None:
             return None
-        rows = _united(self._touched.bits, replicas)
+        rows = self._united(self._touched.bits, replicas)
         is_dense = self._numbers.density(rows) > self._spec.full_above
         return None if self._spec.dtype == "fp32" and is_dense else rows
 
-    def _stale_rows(
-        self, touched: torch.Tensor | None, replicas: ReplicaCollectives
-    ) -> torch.Tensor | None:
+    def _stale_rows(self, touched: Rows | None, replicas: ReplicaCollectives) -> Rows | None:
         """Rows whose moments differ where the rows `touched` are to be averaged. Collective."""
         if touched is None or self._touched is None or self._averages_state:
             return touched
-        return _united(self._stale | self._touched.bits, replicas)
+        return self._united(self._stale | self._touched.bits, replicas)
 
-    def _checksums(self, rows: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
+    def _united(self, bits: torch.Tensor, replicas: ReplicaCollectives) -> Rows:
+        """The rows whose `bits` any copy has set. Collective."""
+        united = bits.clone()
+        unite(united, replicas)
+        return self._numbers.of_bits(united)
+
+    def _checksums(self, rows: Rows | None) -> list[tuple[str, torch.Tensor]]:
         """Of each shard but its `rows`, which are averaged; without moments that may differ."""
         self._flush_caches()
         keep = torch.ones(self._numbers.num_rows, dtype=torch.bool, device=self._device)
@@ -594,8 +598,9 @@ class GroupSync:
         """A block that travels as it is; its base, where one is kept, becomes the mean."""
         return replace(self._base.block(store, rows), wire=None)
 
-    def _nothing(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self._device)
+    def _nothing(self) -> Rows:
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return Rows(none, [0] * (len(self._numbers.shards) + 1))
 
     def _group_of(self, round_: Round) -> CrossGroupProcessGroup:
         """The process group of the round's generation, formed where there is none yet."""
@@ -655,8 +660,8 @@ class GroupSync:
             return
         if attempt.pending is None or round_.is_exact:
             return
-        replicas = ReplicaCollectives(self._group_of(round_), self._device, _weights_in(round_))
-        rows = None if self._touched is None else self._stale.nonzero().view(-1)
+        replicas = ReplicaCollectives([self._group_of(round_)], self._device, _weights_in(round_))
+        rows = None if self._touched is None else self._numbers.of_bits(self._stale)
         pending = PendingSync(blocks_of(self._numbers, rows, moments_of, Block), replicas)
         wait = self._start(pending.form_means)
         self._delayed = DelayedMoments(round_.generation, rows, pending, wait)
@@ -681,16 +686,9 @@ class GroupSync:
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
 
 
-def _mark(bits: torch.Tensor, rows: torch.Tensor | None, value: bool) -> None:
+def _mark(bits: torch.Tensor, rows: Rows | None, value: bool) -> None:
     """Set the `bits` of `rows`, or all, to `value`."""
-    bits[slice(None) if rows is None else rows] = value
-
-
-def _united(bits: torch.Tensor, replicas: ReplicaCollectives) -> torch.Tensor:
-    """Numbers of the rows whose `bits` any copy has set, sorted. Collective."""
-    united = bits.clone()
-    unite(united, replicas)
-    return united.nonzero().view(-1)
+    bits[slice(None) if rows is None else rows.numbers] = value
 
 
 def _weights_in(round_: Round) -> list[float]:

@@ -44,7 +44,7 @@ from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.parallel.row_store import CachedRows, RowStore
-from trainer.parallel.touched_rows import RowNumbers
+from trainer.parallel.touched_rows import RowNumbers, Rows
 
 logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT_S = 60.0  # of a donor's connection to a joiner that requests nothing
@@ -363,14 +363,14 @@ class Joiner:
 
     @contextmanager
     def applying(
-        self, rows: torch.Tensor | None, moment_rows: torch.Tensor | None, is_idle: bool
+        self, rows: Rows | None, moment_rows: Rows | None, is_idle: bool
     ) -> Iterator[None]:
-        """While a commit of the weights of `rows` (int64 numbers) is applied, and of the moments of
-        `moment_rows`; or of everything when both are None.
+        """While a commit of the weights of `rows` is applied, and of the moments of `moment_rows`;
+        or of everything when both are None.
         """
         numbers = None
         if rows is not None and moment_rows is not None:
-            numbers = torch.cat([rows, self._numbers.num_rows + moment_rows])
+            numbers = torch.cat([rows.numbers, self._numbers.num_rows + moment_rows.numbers])
         with self._copy.applying(numbers):
             yield
         if self._commit is not None:

@@ -74,13 +74,35 @@ class MeshGroups:
 
 
 def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:
-    """How many ranks of a sharding group share a host, or None when that is not one number.
+    """How many ranks of a group share a host, or None when that is not one number.
 
-    `hosts[g][s]` is the host of shard s of group g. Layouts number positions host by host, so a
+    `hosts[g][s]` is the host of member s of group g. Layouts number positions host by host, so a
     host's ranks of one group stand together.
     """
     sizes = {count for group in hosts for count in Counter(group).values()}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def replicas_per_level(hosts: Sequence[Sequence[str]]) -> int | None:
+    """How many replicas of a replica group share a host, where a sync shall go by hosts, else None.
+
+    `hosts[s][g]` is the host of copy g of shard s. It does where all hosts have equally many, a
+    power of two, of replica groups that span hosts: `trainer.parallel.collectives` says why.
+    """
+    size = ranks_per_host(hosts)
+    if size is None or not 1 < size < len(hosts[0]) or size.bit_count() > 1:
+        return None
+    return size
+
+
+def form_replica_levels(groups: MeshGroups) -> tuple[dist.ProcessGroup, ...]:
+    """(intra-host, cross-host) groups of this rank's replica group, or () where a sync does not go
+    by hosts. Collective over the global group.
+    """
+    of_shards = groups.mesh.replica_groups
+    hosts = [[groups.sites[rank].host for rank in group] for group in of_shards]
+    size = replicas_per_level(hosts)
+    return () if size is None else _form_host_groups(of_shards, size, groups)
 
 
 def form_node_groups(groups: MeshGroups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -97,9 +119,17 @@ def form_node_groups(groups: MeshGroups) -> tuple[dist.ProcessGroup, dist.Proces
             "table_row_wise and grid_shard need equally many ranks of a sharding group on each "
             "host; use other sharding types, or workers and shard_group_size that fill hosts alike"
         )
+    return _form_host_groups(groups.mesh.sharding_groups, size, groups)
+
+
+def _form_host_groups(
+    whole: Sequence[Sequence[int]], size: int, groups: MeshGroups
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Of each of the `whole` groups, in which `size` ranks of a host stand together: these, and
+    those with the same place on each host.
+    """
     blocks = [
-        [group[start : start + size] for start in range(0, len(group), size)]
-        for group in groups.mesh.sharding_groups
+        [group[start : start + size] for start in range(0, len(group), size)] for group in whole
     ]
     intra = [block for of_group in blocks for block in of_group]
     cross = [ranks for of_group in blocks for ranks in zip(*of_group, strict=True)]

@@ -7,6 +7,9 @@ Collectives, all on the *replica group* of the rank:
     full           all-to-all and all-gather: means of every row, with their moments
     dtype fp16     before step 2 an all-gather of one byte: does a change overflow?
 
+Where all hosts have equally many replicas, a power of two, these exchange inside hosts, then across
+(`trainer.parallel.collectives`), in two groups that the replica group is cut into.
+
 What is always averaged whole (`extra`) goes along with the rows. Means are formed in fp32 and in a
 fixed order (`trainer.parallel.collectives`), so all replicas end bitwise equal, and touched_rows
 gives what full gives: bitwise for M a power of two; otherwise full lets rows that nobody touched
@@ -33,12 +36,13 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
-from trainer.parallel.mesh import form_groups
+from trainer.parallel.mesh import form_groups, form_replica_levels
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.row_store import FlatRows, RowStore
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
+    Rows,
     SyncBase,
     TableBase,
     TouchedRows,
@@ -139,7 +143,7 @@ def build_sync(
 class ReplicaSync(Sync):
     """Averages the rows that need it over the replica group.
 
-    Rows are given by number (`RowNumbers`), int64 and sorted; None stands for all rows.
+    Where it says rows, None stands for all of them.
     """
 
     def __init__(
@@ -149,7 +153,8 @@ class ReplicaSync(Sync):
         self._spec = spec
         self.is_exact = spec.is_always_exact and not spec.overlap
         self._extra = extra
-        self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
+        levels = form_replica_levels(model.groups) or (model.groups.replica_group,)
+        self._replicas = ReplicaCollectives([*map(WorldReplicaGroup, levels)], device)
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
@@ -161,9 +166,10 @@ class ReplicaSync(Sync):
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = SyncThread(device)
             groups = model.groups
-            self._background_group = WorldReplicaGroup(
-                form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout)
+            levels = form_replica_levels(groups) or (
+                form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout),
             )
+            self._background_levels = [*map(WorldReplicaGroup, levels)]
         self._pending: Deferred | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
         self._pending_moments: Deferred | None = None  # lands at the next sync
@@ -238,7 +244,7 @@ class ReplicaSync(Sync):
 
     def _start(self, blocks: Iterable[Block]) -> Deferred:
         assert self._background, "only a policy with a background defers means"
-        replicas = ReplicaCollectives(self._background_group, self._replicas.device)
+        replicas = ReplicaCollectives(self._background_levels, self._replicas.device)
         pending = PendingSync(blocks, replicas)
         return pending, self._background.submit(pending.form_means)
 
@@ -254,29 +260,29 @@ class ReplicaSync(Sync):
             self._land(self._pending_moments)
             self._pending_moments = None
 
-    def _take_union(self) -> torch.Tensor | None:
+    def _take_union(self) -> Rows | None:
         """Rows that any replica touched; they count as untouched from here on. Collective."""
         if self._touched is None:
             return None
         unite(self._touched.bits, self._replicas)
         if self._spec.optimizer_state == "never":
             self._stale |= self._touched.bits
-        rows = self._touched.bits.nonzero().view(-1)
+        rows = self._numbers.of_bits(self._touched.bits)
         self._touched.clear()
         # A row that travels as a change needs its base, which is kept for single rows only.
         may_be_whole = self._spec.dtype == "fp32"
         is_dense = self._numbers.density(rows) > self._spec.full_above
         return None if may_be_whole and is_dense else rows
 
-    def _take_stale(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+    def _take_stale(self, rows: Rows | None) -> Rows | None:
         """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
         if rows is not None and self._spec.optimizer_state == "never":
-            rows = self._stale.nonzero().view(-1)
+            rows = self._numbers.of_bits(self._stale)
         if self._touched:
             self._stale.zero_()
         return rows
 
-    def _report(self, rows: torch.Tensor | None) -> SyncReport:
+    def _report(self, rows: Rows | None) -> SyncReport:
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)
         return SyncReport(num_bytes, self._numbers.density(rows))
@@ -308,7 +314,7 @@ def whole(tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
 
 def blocks_of(
     numbers: RowNumbers,
-    rows: torch.Tensor | None,
+    rows: Rows | None,
     stores_of: Callable[[TableShard], Iterable[RowStore]],
     block: Callable[[RowStore, torch.Tensor | None], Block],
 ) -> Iterator[Block]:

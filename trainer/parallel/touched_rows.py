@@ -20,7 +20,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -31,6 +31,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TableShard
 from trainer.parallel.row_store import JoinedRows, RowStore
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a rank: their `numbers`, int64 and sorted, and `bounds`, which the host knows:
+    those of shard i are at places bounds[i] to bounds[i + 1].
+    """
+
+    numbers: torch.Tensor
+    bounds: list[int]
 
 
 class RowNumbers:
@@ -45,20 +55,29 @@ class RowNumbers:
         sizes = [shard.weight.shape[0] for shard in self.shards]
         self.first = [0, *accumulate(sizes)][:-1]
         self.num_rows = sum(sizes)
+        self._sizes = sizes
         self.ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
 
-    def by_shard(self, numbers: torch.Tensor) -> Iterator[tuple[TableShard, torch.Tensor]]:
-        """(shard, its local rows) of sorted row `numbers`, int64 [n]; empty ones left out."""
-        start = 0
-        ends = torch.searchsorted(numbers, self.ends).tolist()
-        for shard, first, end in zip(self.shards, self.first, ends, strict=True):
-            if end > start:
-                yield shard, numbers[start:end] - first
-            start = end
+    def of_bits(self, bits: torch.Tensor) -> Rows:
+        """The rows whose `bits`, bool [num_rows], are set. One read on the host, of `bounds`."""
+        counts = [of_shard.count_nonzero() for of_shard in bits.split(self._sizes)]
+        bounds = torch.stack([self.ends.new_zeros(()), *counts]).cumsum(0).tolist()
+        if bits.is_cuda:  # where the size is known; for the CPU that operator is 30 times slower
+            return Rows(torch.nonzero_static(bits, size=bounds[-1]).view(-1), bounds)
+        return Rows(bits.nonzero().view(-1), bounds)
 
-    def density(self, rows: torch.Tensor | None) -> float:
+    def by_shard(self, rows: Rows) -> Iterator[tuple[TableShard, torch.Tensor]]:
+        """(shard, its local rows) of `rows`; empty ones left out."""
+        for shard, first, bounds in zip(
+            self.shards, self.first, pairwise(rows.bounds), strict=True
+        ):
+            local = rows.numbers[slice(*bounds)]
+            if local.numel():
+                yield shard, local - first
+
+    def density(self, rows: Rows | None) -> float:
         """The share of all rows that `rows` are; None stands for all."""
-        return 1.0 if rows is None else rows.numel() / max(1, self.num_rows)
+        return 1.0 if rows is None else rows.numbers.numel() / max(1, self.num_rows)
 
 
 def looked_up(
@@ -131,9 +150,9 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
     """
     if not bits.numel():
         return
-    parts = replicas.exchange(pack_bits(bits, replicas.num_replicas)).unbind(0)
-    united = replicas.gather(functools.reduce(torch.bitwise_or, parts))
-    bits.copy_(unpack_bits(united.view(-1), bits.numel()))
+    packed = pack_bits(bits, replicas.num_replicas)
+    part = replicas.reduce_scatter(packed, lambda parts: functools.reduce(torch.bitwise_or, parts))
+    bits.copy_(unpack_bits(replicas.all_gather(part), bits.numel()))
 
 
 def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:

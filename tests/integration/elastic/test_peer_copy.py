@@ -29,7 +29,7 @@ from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import GroupState, Round, RoundMember
 from trainer.elastic.peer_copy import DonorServer, Joiner, PeerCopyError, pieces_of
-from trainer.parallel.touched_rows import RowNumbers
+from trainer.parallel.touched_rows import RowNumbers, Rows
 
 CPU = torch.device("cpu")
 DEADLINE_S = scaled(20)
@@ -77,7 +77,7 @@ def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
 def _hear(joiner: Joiner) -> None:
     """A commit without any row."""
     joiner.vote()
-    nothing = torch.empty(0, dtype=torch.int64)
+    nothing = Rows(torch.empty(0, dtype=torch.int64), [0, 0])
     with joiner.applying(nothing, nothing, is_idle=False):
         pass
 

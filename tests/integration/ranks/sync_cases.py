@@ -47,6 +47,7 @@ class SyncCase:
     shard_group_size: int
     tables: tuple[Table, ...] = (Table(40), Table(9, num_features=2))
     placement: str = "intra_host"
+    ranks_per_host: int = 8
     embedding_dim: int = 8
     optimizer: str = "row_wise_adagrad"
     lr: float = 0.1
@@ -197,7 +198,8 @@ class Training:
         self.spec = spec_of(case)
         layout = Layout(case.world_size, case.shard_group_size, case.placement)
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
+        host = f"host-{dist.get_rank() // case.ranks_per_host}"
+        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host=host)
         self.model, _ = build_parallel_model(self.spec, self.groups)
         self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
         self.copy = next(
@@ -306,7 +308,7 @@ def _check_sync(training: Training, touched: Sync, full: Sync) -> float:
     before = clones(tensors)
     report = touched()
     after_touched = clones(tensors)
-    _restore(tensors, before)
+    restore(tensors, before)
     full()
     after_full = clones(tensors)
     _check_against_stock(training, before, after_full)
@@ -315,7 +317,7 @@ def _check_sync(training: Training, touched: Sync, full: Sync) -> float:
     else:
         for ours, theirs in zip(after_touched, after_full, strict=True):
             assert_within_one_rounding(ours, theirs)
-    _restore(tensors, after_touched)
+    restore(tensors, after_touched)
     training.assert_copies_equal(tensors)
     return report.density
 
@@ -348,7 +350,8 @@ def check_resharded(before: SyncCase, after: SyncCase, folder: Path) -> tuple[fl
     return clean, density
 
 
-def _restore(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def restore(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Give tensors these values."""
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from tests.integration.ranks.sync_cases import (
     check_resharded,
     clones,
     random_case,
+    restore,
     untouched_rows,
 )
+from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup
+from trainer.parallel.mesh import form_replica_levels
 
 CASES_A_RUN = 10
 TABLES = (Table(300), Table(20, num_features=2), Table(6, sharding="data_parallel"))
@@ -217,6 +221,45 @@ def weight_decay_is_full(case: SyncCase) -> tuple[float, list[str]]:
     return report.density, training.warnings
 
 
+def syncs_by_level_change_no_bit(case: SyncCase) -> None:
+    """Host by host a sync has the result that it has without regard to hosts."""
+    training = Training(case)
+    assert form_replica_levels(training.groups)
+    by_level = training.build_sync()
+    with patch("trainer.parallel.sync.form_replica_levels", return_value=()):
+        flat = training.build_sync()
+    tensors = [*training.weights(), *training.moments()]
+    for _ in range(2):
+        training.train(2)
+        before, found = clones(tensors), []
+        for sync in (by_level, flat):
+            restore(tensors, before)
+            sync()
+            sync.finish()
+            found.append(clones(tensors))
+        assert_bitwise(*found)
+        assert any(not torch.equal(*pair) for pair in zip(before, found[0], strict=True))
+        training.assert_copies_equal(tensors)
+    by_level.close()
+    flat.close()
+
+
+def bytes_by_level(case: SyncCase, numel: int) -> dict[torch.dtype, int]:
+    """Bytes that a rank sends for the mean of `numel` numbers, which are those of one level."""
+    groups = Training(case).groups
+    levels = [*map(WorldReplicaGroup, form_replica_levels(groups))]
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        values, means = (torch.randn(numel) * 100).to(dtype), []
+        for over in ([WorldReplicaGroup(groups.replica_group)], levels):
+            replicas = ReplicaCollectives(over, groups.device)
+            means.append(torch.empty_like(values))
+            replicas.average(values, means[-1])
+        assert torch.equal(*means)
+        found[dtype] = replicas.num_bytes
+    return found
+
+
 def price_of_syncs(case: SyncCase) -> list[tuple[float, int]]:
     """(density, bytes) of a sync after a step, of one after none, and of a dense one."""
     training = Training(case)
@@ -338,3 +381,35 @@ def test_touched_rows_stay_exact_in_tables_loaded_at_another_layout(tmp_path: Pa
     for first, second in run_ranks(check_resharded, 4, before, after, tmp_path / "step"):
         assert first == 0
         assert 0 < second < 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_host", "sync"),
+    [
+        (4, 2, {"mode": "touched_rows", "full_above": 1.0}),
+        (4, 2, {"mode": "full", "dtype": "fp16"}),
+        (8, 4, {"mode": "touched_rows", "full_above": 1.0, "dtype": "bf16", "overlap": True}),
+        (8, 2, {"mode": "full", "optimizer_state": "every"}),
+    ],
+)
+def test_a_sync_host_by_host_changes_no_bit(
+    num_ranks: int, ranks_per_host: int, sync: dict[str, Any]
+) -> None:
+    case = replace(
+        CASE, world_size=num_ranks, ranks_per_host=ranks_per_host, tables=TABLES, sync=sync
+    )
+    run_ranks(syncs_by_level_change_no_bit, num_ranks, case)
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(4, 2), (8, 4)])
+def test_a_sync_host_by_host_sends_other_hosts_only_what_hosts_have_summed(
+    num_ranks: int, ranks_per_host: int
+) -> None:
+    case = replace(CASE, world_size=num_ranks, ranks_per_host=ranks_per_host)
+    part = 1000  # numbers for each rank
+    for found in run_ranks(bytes_by_level, num_ranks, case, part * num_ranks):
+        for dtype, num_bytes in found.items():
+            size = dtype.itemsize
+            inside = 2 * (ranks_per_host - 1) * part * num_ranks // ranks_per_host * size
+            others = num_ranks // ranks_per_host - 1
+            assert num_bytes == inside + others * part * (max(4, size) + size)

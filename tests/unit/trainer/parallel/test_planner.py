@@ -18,7 +18,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from tests.harness.builders import spec_document
 from trainer.parallel import planner
-from trainer.parallel.mesh import ranks_per_host
+from trainer.parallel.mesh import ranks_per_host, replicas_per_level
 from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
@@ -243,3 +243,11 @@ def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() ->
     assert ranks_per_host(["abcd"]) == 1
     assert ranks_per_host(["aab"]) is None
     assert ranks_per_host(["aaaa", "bbcc"]) is None
+
+
+def test_a_sync_goes_by_hosts_where_they_hold_equal_powers_of_two_of_its_copies() -> None:
+    assert replicas_per_level(["aabb", "aabb"]) == 2
+    assert replicas_per_level(["aabbcc"]) == 2
+    assert replicas_per_level(["aaaabbbb"]) == 4
+    for elsewhere in (["aaaa"], ["abcd"], ["aaabbb"], ["aaaabb"], ["aabb", "aaaa"]):
+        assert replicas_per_level(elsewhere) is None

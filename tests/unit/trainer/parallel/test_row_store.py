@@ -27,7 +27,7 @@ from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TableShard
 from trainer.parallel.row_store import CachedRows, FlatRows, RowStore
 from trainer.parallel.sync import PendingSync, blocks_of, whole
-from trainer.parallel.touched_rows import RowBase, RowNumbers, TableBase, wires
+from trainer.parallel.touched_rows import RowBase, RowNumbers, Rows, TableBase, wires
 
 CPU = torch.device("cpu")
 # Rows, columns and place of each table; the second is looked up by two features.
@@ -230,9 +230,14 @@ class Halving:
 
 
 def _collectives() -> ReplicaCollectives:
-    replicas = ReplicaCollectives(Halving(), CPU)
+    replicas = ReplicaCollectives([Halving()], CPU)
     replicas.chunk_bytes = 300  # of several chunks a table
     return replicas
+
+
+def _rows(shards: list[TableShard], at: torch.Tensor) -> Rows:
+    numbers = RowNumbers(shards, CPU)
+    return numbers.of_bits(torch.zeros(numbers.num_rows, dtype=torch.bool).index_fill(0, at, True))
 
 
 Action = Callable[[Pair], None]
@@ -244,7 +249,7 @@ def _both(pair: Pair, act: Callable[[list[TableShard], RowNumbers], None]) -> No
 
 
 def _sync_touched(pair: Pair) -> None:
-    rows = pair.numbers()
+    rows = _rows(pair.flat, pair.numbers())
     blocks = [blocks_of(RowNumbers(s, CPU), rows, _all, Block) for s in (pair.cached, pair.flat)]
     for each in blocks:
         _collectives().average_in_place(each)
@@ -260,7 +265,7 @@ def _all(shard: TableShard) -> tuple[RowStore, ...]:
 
 def _sync_overlapped(pair: Pair) -> None:
     """Snapshots are taken, training goes on, and the means land later."""
-    for rows in (pair.numbers(), None):
+    for rows in (_rows(pair.flat, pair.numbers()), None):
         pending = [
             PendingSync(blocks_of(RowNumbers(shards, CPU), rows, _all, Block), _collectives())
             for shards in (pair.cached, pair.flat)
@@ -284,12 +289,13 @@ def _sync_changes_of_rows(pair: Pair) -> None:
         with NoHostReads():
             bases[-1][1].save(0, torch.cat([some, some.flip(0), some]))
     for shards in (pair.cached, pair.flat):
-        for shard, local in RowNumbers(shards, CPU).by_shard(some):
+        for shard, local in RowNumbers(shards, CPU).by_shard(_rows(shards, some)):
             with NoHostReads():
                 shard.rows[0].write(torch.ones(local.numel(), shard.weight.shape[1]), local)
     pair.kernel.look_up()
     for numbers, base in bases:
-        _collectives().average_in_place(blocks_of(numbers, rows, _all, base.block))
+        touched = _rows(numbers.shards, rows)
+        _collectives().average_in_place(blocks_of(numbers, touched, _all, base.block))
 
 
 def _sync_changes_of_tables(pair: Pair) -> None:

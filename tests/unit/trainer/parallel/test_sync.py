@@ -72,7 +72,7 @@ SHAPES = st.lists(
 
 
 def _batches(blocks: list[Block], max_bytes: int, num_replicas: int) -> Iterator[Batch]:
-    replicas = ReplicaCollectives(Mock(size=lambda: num_replicas), torch.device("cpu"))
+    replicas = ReplicaCollectives([Mock(size=lambda: num_replicas)], torch.device("cpu"))
     replicas.chunk_bytes = max_bytes
     return replicas.batches(blocks)
 

@@ -269,11 +269,11 @@ class GroupSession(Session):
         self.checkpoints.poll()
         if self.is_report_due():
             self.report()
-        elif self.standing == "current" and not self._leases:
-            # It may wait for other groups: a request to stop is not seen in a report then.
-            reduce_parts([self._stop_part()], self.groups.device)
         if self.is_leader and not self._num_steps_ahead:
             self.lead()
+        elif not self.is_report_due() and self.standing == "current" and not self._leases:
+            # It may wait for other groups: a request to stop is not seen in a report then.
+            reduce_parts([self._stop_part()], self.groups.device)
 
     def _arrival(self) -> Arrive:
         interval = self._syncing
@@ -319,7 +319,7 @@ class GroupSession(Session):
             or self.is_finished
             or num_rows >= self.num_rows
             or self._is_validation_due(num_rows)
-            or self._is_due(self.spec.checkpoint.every_steps, num_rows)
+            or self._is_save_due(num_rows)
         )
 
     def _take(self, result: RoundResult) -> None:
@@ -390,7 +390,20 @@ class GroupSession(Session):
         """Whether the leader saves now, whatever validation says."""
         if self.is_finished:
             return not self._has_finished
-        return self._is_due(self.spec.checkpoint.every_steps, self.rows_agreed)
+        return self._is_save_due(self.rows_agreed)
+
+    def _is_save_due(self, num_rows: int) -> bool:
+        """Whether the leader saves once so many rows are agreed on.
+
+        A save counts for it when it is durable, as what an earlier leader began may be lost; and
+        while storage is busy or failed just now it trains on, since the others wait for it.
+        """
+        every = self.spec.checkpoint.every_steps
+        if not self.is_leader:
+            return self._is_due(every, num_rows)
+        step = num_rows // self.shape.rows_per_step
+        saved_step = max(self._led.saved_step, self.saves.saved_step)
+        return not self.saves.is_blocked and step // every > saved_step // every
 
     def _is_validation_due(self, num_rows: int) -> bool:
         """Whether the leader validates once so many rows are agreed on."""
@@ -402,7 +415,7 @@ class GroupSession(Session):
         return num_rows // self.shape.num_rows > self._led.epoch
 
     def _is_due(self, every_steps: int, num_rows: int) -> bool:
-        """Whether a multiple of `every_steps` is passed then that no leader has handled."""
+        """Whether a multiple of `every_steps` is passed then that no leader has begun to handle."""
         step = num_rows // self.shape.rows_per_step
         return step // every_steps > self._led.step // every_steps
 
@@ -416,13 +429,21 @@ class GroupSession(Session):
         Where copies may differ it waits for a sync after which they do not: the next, as all ask
         for that. Collective over the group. The others train on, and wait for it at the next sync.
         """
+        reduce_parts([self._stop_part(), self._save_part()], self.groups.device)
         if not self.group_sync.is_exact and self._is_leading_due(self.rows_agreed):
             return
         is_best = self.validate() if self.is_validation_step() else False
         if self.is_finished and not (self._has_finished or self.is_report_due()):
             self.report()  # the run ends between two reports
-        if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
+        is_wanted = is_best and self.spec.checkpoint.keep_best
+        if self.is_checkpoint_step() or (is_wanted and not self.saves.is_blocked):
             self.save_checkpoint(is_best)
+        elif is_wanted:
+            self.note(
+                "warning",
+                f"the best model so far, at step {self.state.step}, is not saved: storage is busy "
+                "with an earlier checkpoint, or has just failed",
+            )
         self._has_finished |= self.is_finished
         self._save_for_a_pause()
         self._report = Report(
@@ -430,7 +451,11 @@ class GroupSession(Session):
             plateau=self.state.plateau,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
-            led=LeaderProgress(step=self.state.step, epoch=self.state.position.epoch),
+            led=LeaderProgress(
+                step=self.state.step,
+                epoch=self.state.position.epoch,
+                saved_step=max(self._led.saved_step, self.saves.saved_step),
+            ),
             has_finished=self._has_finished,
         )
 

@@ -245,7 +245,7 @@ class CheckpointManager:
         started = time.perf_counter()
         files = save_load.save(folder, tensors, planner, self.group)
         commit = replace(commit, files=files)
-        save_load.write_commit(folder, commit, self.group)
+        save_load.write_commit(folder, commit, self._check_owner, self.group)
         duration_s = time.perf_counter() - started
         self.newest_commit = commit.commit
         if self._groups.rank == 0:
@@ -308,8 +308,8 @@ class CheckpointManager:
     def newest(self) -> save_load.CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
-        Raises `CheckpointError` on every rank where nothing can be written, and `StorageError`
-        where remote storage goes away meanwhile.
+        Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
+        the run folder, and `StorageError` where remote storage goes away meanwhile.
         """
         save_load.prepare_folder(self._folder, self.group)
         save_load.of_first(self._clean_up, self.group)
@@ -321,7 +321,20 @@ class CheckpointManager:
             self.newest_commit, self._saved_step = found.commit.commit, found.commit.step
         return found
 
+    def _check_owner(self) -> None:
+        """Raise `CheckpointError` where another attempt holds the run folder.
+
+        This one may not have noticed yet, as when its host stood still.
+        """
+        owner = RunDir(self._config.run_dir).lock_owner()
+        if owner not in (None, self._config.attempt_id):
+            raise CheckpointError(
+                f"attempt {self._config.attempt_id} may not save: run folder "
+                f"{self._config.run_dir} is {owner}'s by now, which goes on in its place"
+            )
+
     def _clean_up(self) -> None:
+        self._check_owner()
         for folder in save_load.remove_uncommitted(self._folder, self._is_garbage):
             self._set_aside(folder)
 

@@ -5,7 +5,8 @@ requests, which rank 0 reads at reports. `trainer.protocol.run_dir` has the path
 request replaces earlier ones: hosts that it does not name may be used again. The growth limit
 exists while another job waits for room that this one would grow into.
 
-After a rewind, what earlier attempts saved after the chosen checkpoint is *superseded*: it is not
+After a rewind, what earlier attempts saved after the chosen checkpoint, or in a later attempt than
+the one that saved it, is *superseded*: it is not
 resumed from, and is removed once an attempt of the new line has committed a checkpoint. Until then
 nothing is lost: without the file the newest checkpoint counts again.
 
@@ -99,7 +100,8 @@ class Rewind(BaseModel):
         chosen, saved = _step_and_attempt(self.checkpoint), _step_and_attempt(name)
         if chosen is None or saved is None or name == self.checkpoint:
             return False
-        return saved[0] >= chosen[0] and saved[1] < self.attempt_index
+        is_later = saved[0] >= chosen[0] or saved[1] > chosen[1]
+        return is_later and saved[1] < self.attempt_index
 
 
 def read_rewind(path: Path) -> Rewind | None:

@@ -2,6 +2,7 @@
 
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+  run.lock                       the attempt that holds this folder, see `trainer.driver.run_lock`
   skipped-rows.json              rows left out because the loss became NaN on them, if any
   sinks/mlflow.json              how far a sink has come, and what it remembers
   tensorboard/                   event files, where the spec asks for them and names no folder
@@ -28,7 +29,9 @@ RUN_DIR/                         one per job
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +132,7 @@ class RunDir:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.runs_dir = root.parent
+        self.lock_path = root / "run.lock"
         self.skipped_rows_path = root / "skipped-rows.json"
         self.job_path = root / "job.json"
         self.secret_names_path = root / "secret-names.json"
@@ -136,6 +140,12 @@ class RunDir:
         self.checkpoints_dir = root / "checkpoints"
         self.exports_dir = root / "exports"
         self.tensorboard_dir = root / "tensorboard"
+
+    def lock_owner(self) -> str | None:
+        """The attempt that holds the folder; None where nobody says so, or storage is away."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(self.lock_path.read_bytes())["name"])
+        return None
 
     def code_path(self, code: str) -> Path:
         """Archive of the user's code, by its id."""

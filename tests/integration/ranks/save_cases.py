@@ -143,6 +143,19 @@ def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
     return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
 
 
+def save_after_another_took_over(run_dir: Path) -> tuple[list[str], str]:
+    """Save as the lock names this attempt, then another; what a person is told, and a new start."""
+    saver = Saver.open(run_dir)
+    lock = RunDir(run_dir).lock_path
+    for step, owner in ((1, "job-t-a0"), (2, "job-t-a1")):
+        dist.barrier()
+        lock.write_text(json.dumps({"name": owner}))
+        dist.barrier()
+        saver.save(step)
+        saver.checkpoints.wait()
+    return saver.notes(), refusal_of(saver.checkpoints.newest)
+
+
 def close_in_the_middle(run_dir: Path) -> int:
     """End while a save is under way; how many checkpoints there are then."""
     saver = Saver.open(run_dir)

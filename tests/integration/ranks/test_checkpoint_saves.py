@@ -22,6 +22,7 @@ from tests.integration.ranks.save_cases import (
     close_in_the_middle,
     look_at_damage,
     open_unwritable,
+    save_after_another_took_over,
     save_in_trouble,
     save_while_training,
     save_with_file_limit,
@@ -88,6 +89,16 @@ def test_a_save_that_failed_is_made_again_at_a_sync(small_movielens: Path, tmp_p
     assert [step % 2 for step in first] == [0] * len(first)
     assert first[0] in (8, 10), "the save at step 6 failed, and is due again before step 12"
     assert first[-1] == 16
+
+
+def test_workers_whose_run_folder_another_attempt_took_save_and_clear_away_nothing(
+    tmp_path: Path,
+) -> None:
+    (notes, refusal), (_, other) = run_ranks(save_after_another_took_over, 2, tmp_path)
+    assert [each.commit.step for each in list_committed(RunDir(tmp_path).checkpoints_dir)] == [1]
+    (note,) = notes
+    for message in (note, refusal, other):
+        assert "is job-t-a1's by now" in message
 
 
 def test_an_end_waits_for_the_save_under_way(tmp_path: Path) -> None:

@@ -40,9 +40,11 @@ from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
-from trainer.parallel.collectives import reduce_parts
+from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
+from trainer.protocol import requests
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
 from trainer.training.loss import NON_FINITE_ADVICE
@@ -93,6 +95,9 @@ class GroupSession(Session):
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
+        self._num_copies = 0
+        self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
+        self._num_requests = 0
         self._is_syncing = False
         super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
@@ -269,11 +274,26 @@ class GroupSession(Session):
         self.checkpoints.poll()
         if self.is_report_due():
             self.report()
-        if self.is_leader and not self._num_steps_ahead:
-            self.lead()
+        if self.is_leader:
+            parts = [self._stop_part(), self._save_part(), self._request_part()]
+            reduce_parts(parts, self.groups.device)
         elif not self.is_report_due() and self.standing == "current" and not self._leases:
             # It may wait for other groups: a request to stop is not seen in a report then.
             reduce_parts([self._stop_part()], self.groups.device)
+        if self.is_leader and not self._num_steps_ahead:
+            self.lead()
+
+    def _request_part(self) -> Part:
+        """How many checkpoints the driver has asked for, as the first rank sees it."""
+        files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+        is_first = self.groups.rank == 0
+        number = requests.num_saves_wanted(files, self.config.run_index) if is_first else 0
+        return Part(torch.tensor([number], dtype=torch.float64), self._read_requests)
+
+    def _read_requests(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        if sums.item() > self._num_requests:
+            self._num_requests, self._urgent_step = int(sums.item()), self.state.step
+        return {}
 
     def _arrival(self) -> Arrive:
         interval = self._syncing
@@ -329,9 +349,17 @@ class GroupSession(Session):
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
         self._hold(result.leases)
+        self._count_copies()
         if self.spec.parallelism.moment_scale == "auto":
             num_live = sum(each.standing != "listening" for each in self.group_sync.members)
             self.optimizers.set_share(num_live / self.spec.parallelism.num_replicas)
+
+    def _count_copies(self) -> None:
+        """Save where one copy is left of several: its loss would cost all since the last save."""
+        before = self._num_copies
+        self._num_copies = sum(each.standing == "current" for each in self.group_sync.members)
+        if self._num_copies == 1 < before:
+            self._urgent_step = self.state.step
 
     def _hold(self, leases: Sequence[Lease]) -> None:
         """Prefetch `leases` and no others: a lease given back is another group's now."""
@@ -403,7 +431,8 @@ class GroupSession(Session):
             return self._is_due(every, num_rows)
         step = num_rows // self.shape.rows_per_step
         saved_step = max(self._led.saved_step, self.saves.saved_step)
-        return not self.saves.is_blocked and step // every > saved_step // every
+        is_due = step // every > saved_step // every or self._urgent_step > saved_step
+        return is_due and not self.saves.is_blocked
 
     def _is_validation_due(self, num_rows: int) -> bool:
         """Whether the leader validates once so many rows are agreed on."""
@@ -429,7 +458,6 @@ class GroupSession(Session):
         Where copies may differ it waits for a sync after which they do not: the next, as all ask
         for that. Collective over the group. The others train on, and wait for it at the next sync.
         """
-        reduce_parts([self._stop_part(), self._save_part()], self.groups.device)
         if not self.group_sync.is_exact and self._is_leading_due(self.rows_agreed):
             return
         is_best = self.validate() if self.is_validation_step() else False

@@ -1,7 +1,8 @@
-"""Request files of a run: resize, growth limit, rewind, stop.
+"""Request files of a run: resize, growth limit, rewind, stop, save.
 
-The service writes the first three, for the driver and (rewind) the workers; the driver writes stop
-requests, which rank 0 reads at reports. `trainer.protocol.run_dir` has the paths. The newest resize
+The service writes the first three, for the driver and (rewind) the workers; the driver writes the
+others, which rank 0 reads: stop requests at reports, save requests, in the domain `replica_group`,
+at syncs. `trainer.protocol.run_dir` has the paths. The newest resize
 request replaces earlier ones: hosts that it does not name may be used again. The growth limit
 exists while another job waits for room that this one would grow into.
 
@@ -126,6 +127,26 @@ class StopRequest(_Request):
 
     run_index: int = Field(ge=0)
     cause: str
+
+
+class SaveRequest(_Request):
+    """The leader of run `run_index` shall save soon, for the `number`-th time, and train on."""
+
+    run_index: int = Field(ge=0)
+    number: PositiveInt
+
+
+def ask_to_save(files: AttemptDir, request: SaveRequest) -> None:
+    write_whole(files.save_request_path, request.model_dump_json().encode())
+
+
+def num_saves_wanted(files: AttemptDir, run_index: int) -> int:
+    """Number of the newest request to save for this run; 0 where none can be read."""
+    try:
+        request = SaveRequest.model_validate_json(files.save_request_path.read_bytes())
+    except (OSError, ValidationError):
+        return 0
+    return request.number if request.run_index == run_index else 0
 
 
 def ask(files: AttemptDir, request: StopRequest) -> None:

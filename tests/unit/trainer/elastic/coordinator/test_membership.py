@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.trainer.elastic.coordinator import elastic_world
 from tests.unit.trainer.elastic.coordinator.elastic_world import (
@@ -31,7 +32,6 @@ from trainer.coordination.messages import (
     Report,
 )
 from trainer.data.position import DataPosition
-from trainer.elastic import group_session
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.groups import (
     Group,
@@ -879,7 +879,7 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
     session.ledger, session.total_steps = Ledger(led=led), 100
     session.validation_source, session._has_finished = object(), False
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
-    session.saves = SaveStanding()
+    session.saves, session._urgent_step = SaveStanding(), 0
     epoch, epoch_step = divmod(step, 40)
     session.state = TrainState(step=step, reached=DataPosition(epoch, epoch_step * 8))
     session._before = TrainState(step=step - 1, reached=session.state.position)
@@ -911,6 +911,27 @@ def test_a_save_counts_once_it_is_durable_and_busy_storage_is_not_waited_for() -
     assert not begun.is_checkpoint_step()
 
 
+def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable() -> None:
+    session: Any = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 42)
+    copies = [SimpleNamespace(standing="current")] * 2
+    session._num_copies, session._num_requests = 0, 0
+    session.group_sync = SimpleNamespace(members=copies[:1])
+    session._count_copies()
+    assert not session.is_checkpoint_step(), "a job of one group loses no copy"
+    for members in (copies, copies[:1]):
+        session.group_sync.members = members
+        session._count_copies()
+    assert session.is_checkpoint_step() and session._may_be_due_next
+    session.saves = SaveStanding(saved_step=42)
+    assert not session.is_checkpoint_step()
+    session.state = TrainState(step=43, reached=session.state.position)
+    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    assert session.is_checkpoint_step()
+    session.saves = SaveStanding(saved_step=43)
+    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    assert not session.is_checkpoint_step()
+
+
 @pytest.mark.parametrize(("step", "may_lead"), [(41, False), (46, True), (97, True)])
 def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     step: int, may_lead: bool
@@ -923,10 +944,7 @@ def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     assert session._may_overlap
 
 
-def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(group_session, "reduce_parts", lambda parts, device: {})
+def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:
     session: Any = leader(LeaderProgress(step=38, epoch=1, saved_step=38), 41, None)
     saves: list[bool] = []
 
@@ -935,8 +953,6 @@ def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_ma
         session.saves = SaveStanding(saved_step=session.state.step)
 
     session.save_checkpoint, session.final_metrics = save, {}
-    session._stop_part = session._save_part = lambda: None
-    session.groups = SimpleNamespace(device=None)
     session.checkpoints = SimpleNamespace(newest_commit=None)
     session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True)
     untrained = SimpleNamespace(num_rows=0)

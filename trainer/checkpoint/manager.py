@@ -1,7 +1,9 @@
 """The checkpoints of a run: saving beside the training, retention, and finding the one to resume.
 
 At most one save is under way, and one that is due meanwhile waits for it: were it left out, a slow
-disk would make checkpoints rarer than `checkpoint.every_steps` promises. The wait shows as
+disk would make checkpoints rarer than `checkpoint.every_steps` promises. (Where groups are failure
+domains it is put off instead, as others would wait for the leader.) A save that failed is due again
+at the next sync, later when it fails again and again. The wait shows as
 `checkpoint/stall_s` (seconds that training stood still for a save) beside `checkpoint/write_s`
 (seconds from there, or from its start, until the marker was on storage).
 """
@@ -42,6 +44,7 @@ from trainer.data.position import (
     step_start,
 )
 from trainer.errors import DataError
+from trainer.failures import restart_delay_s
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.protocol.requests import read_rewind
@@ -86,7 +89,7 @@ class TrainState:
     @property
     def ledger(self) -> Ledger:
         """What groups go on from."""
-        led = LeaderProgress(step=self.step, epoch=self.position.epoch)
+        led = LeaderProgress(step=self.step, epoch=self.position.epoch, saved_step=self.step)
         return ledger_of(self.position).model_copy(update={**_shared(self), "led": led})
 
 
@@ -101,6 +104,24 @@ class PendingSave:
     step: int
     stall_s: float
     end: futures.Future[float]
+
+
+@dataclass(frozen=True)
+class SaveStanding:
+    """How the saves of a run stand: one counts once its marker is on storage.
+
+    `saved_step` is the step of the newest that does, 0 for none. `has_failed` says that the newest
+    did not succeed, `is_blocked` that the next has to wait: for one that is under way, or for
+    storage to recover.
+    """
+
+    saved_step: int = 0
+    has_failed: bool = False
+    is_blocked: bool = False
+
+    @property
+    def is_due_again(self) -> bool:
+        return self.has_failed and not self.is_blocked
 
 
 class CheckpointManager:
@@ -127,6 +148,16 @@ class CheckpointManager:
         self._staging = Staging(self.group)
         self._pending: PendingSave | None = None
         self.newest_commit: int | None = None
+        self._saved_step = 0
+        self._num_failed = 0  # saves in a row
+        self._retry_at = 0.0
+
+    @property
+    def standing(self) -> SaveStanding:
+        """As this rank sees it: others may not know yet that a save has ended."""
+        is_early = self._num_failed > 0 and time.monotonic() < self._retry_at
+        is_blocked = self._pending is not None or is_early
+        return SaveStanding(self._saved_step, self._num_failed > 0, is_blocked)
 
     def save(
         self,
@@ -196,8 +227,14 @@ class CheckpointManager:
         except (CheckpointError, *FAULTS) as error:
             if must_succeed:
                 raise
-            self._report_error(str(error))
+            self._num_failed += 1
+            self._retry_at = time.monotonic() + restart_delay_s(self._num_failed)
+            if self._num_failed == 1:
+                self._report_error(str(error))
+            else:
+                logger.error("%s (%d times in a row)", error, self._num_failed)
             return
+        self._num_failed, self._saved_step = 0, pending.step
         values = {"checkpoint/stall_s": pending.stall_s, "checkpoint/write_s": write_s}
         self._emit_once(events.Metrics(time=time.time(), step=pending.step, values=values))
 
@@ -208,7 +245,7 @@ class CheckpointManager:
         started = time.perf_counter()
         files = save_load.save(folder, tensors, planner, self.group)
         commit = replace(commit, files=files)
-        save_load.write_commit(folder, commit, self.group)
+        save_load.write_commit(folder, commit, self._check_owner, self.group)
         duration_s = time.perf_counter() - started
         self.newest_commit = commit.commit
         if self._groups.rank == 0:
@@ -271,8 +308,8 @@ class CheckpointManager:
     def newest(self) -> save_load.CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
-        Raises `CheckpointError` on every rank where nothing can be written, and `StorageError`
-        where remote storage goes away meanwhile.
+        Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
+        the run folder, and `StorageError` where remote storage goes away meanwhile.
         """
         save_load.prepare_folder(self._folder, self.group)
         save_load.of_first(self._clean_up, self.group)
@@ -280,10 +317,24 @@ class CheckpointManager:
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
-        self.newest_commit = found.commit.commit if found else None
+        if found:
+            self.newest_commit, self._saved_step = found.commit.commit, found.commit.step
         return found
 
+    def _check_owner(self) -> None:
+        """Raise `CheckpointError` where another attempt holds the run folder.
+
+        This one may not have noticed yet, as when its host stood still.
+        """
+        owner = RunDir(self._config.run_dir).lock_owner()
+        if owner not in (None, self._config.attempt_id):
+            raise CheckpointError(
+                f"attempt {self._config.attempt_id} may not save: run folder "
+                f"{self._config.run_dir} is {owner}'s by now, which goes on in its place"
+            )
+
     def _clean_up(self) -> None:
+        self._check_owner()
         for folder in save_load.remove_uncommitted(self._folder, self._is_garbage):
             self._set_aside(folder)
 

@@ -83,10 +83,19 @@ def step_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
+def line_of(name: str) -> tuple[int, int]:
+    """(attempt, run in it) that wrote the checkpoint with this name; (0, 0) where it tells none."""
+    found = re.match(r"step-\d+-a(\d+)-r(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 def list_committed(
     checkpoints_dir: Folder, is_ignored: Callable[[str], bool] = lambda name: False
 ) -> list[CommittedCheckpoint]:
-    """Checkpoints that exist, oldest step first, but for those whose name `is_ignored`.
+    """Checkpoints that exist, oldest first, but for those whose name `is_ignored`.
+
+    Those of a later attempt, or a later run of its workers, are newer whatever their step: it went
+    on from an earlier one, and what the workers before saved since is of a line that was left.
 
     Raises `StorageError` where remote storage is away, as everything that lists checkpoints does.
     """
@@ -95,7 +104,9 @@ def list_committed(
         for folder in find_folders(checkpoints_dir)
         if not is_ignored(folder.name) and (commit := read_commit(folder)) is not None
     ]
-    return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
+    return sorted(
+        found, key=lambda each: (line_of(each.path.name), each.commit.step, each.commit.time)
+    )
 
 
 def superseded(
@@ -161,10 +172,23 @@ def save(
         _discard(folder, error)
 
 
-def write_commit(folder: Folder, commit: Commit, group: dist.ProcessGroup | None = None) -> None:
-    """Rank 0 puts the marker in place. Collective; raises `CheckpointError` on every rank."""
+def write_commit(
+    folder: Folder,
+    commit: Commit,
+    check: Callable[[], None],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Rank 0 puts the marker in place, unless `check` raises `CheckpointError`.
+
+    Collective; raises `CheckpointError` on every rank.
+    """
+
+    def write() -> None:
+        check()
+        write_marker(folder, commit)
+
     try:
-        of_first(lambda: write_marker(folder, commit), group)
+        of_first(write, group)
     except FAULTS as error:
         _discard(folder, error)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import socket
@@ -53,6 +54,7 @@ _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
 _EXIT_DROPPED = 70
+_RECORDER_S = 1.0  # the driver kills what is left of a lost group soon
 
 
 class Refused(Exception):
@@ -398,8 +400,24 @@ def report_heartbeats(address: str | None, identity: Identity) -> Iterator[Heart
 
 
 def end_process(message: str) -> None:
-    """End this worker, which was given up; for `CoordinatorClient.on_refusal`."""
-    # The main thread may hang for good; when the process ends its peers get an error at once.
+    """End this worker, which was given up, and log what its threads were doing.
+
+    For `CoordinatorClient.on_refusal`: the main thread may hang for good, and when the process ends
+    its peers get an error at once.
+    """
     logger.error("this worker is given up: %s", message)
+    faulthandler.dump_traceback(all_threads=True)
+    # A thread that hangs in NCCL may hold the recorder's lock.
+    recorder = threading.Thread(target=_log_collectives, name="flight-recorder", daemon=True)
+    recorder.start()
+    recorder.join(_RECORDER_S)
     sys.stderr.flush()
     os._exit(_EXIT_DROPPED)
+
+
+def _log_collectives() -> None:
+    """Log the collectives of NCCL that are under way, where there is NCCL (torch's recorder)."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is not None and hasattr(c10d, "ProcessGroupNCCL"):
+        found = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=True)
+        logger.error("NCCL's flight recorder, active collectives: %s", found.decode())

@@ -61,10 +61,14 @@ class EarlyStoppingState(Message):
 
 
 class LeaderProgress(Message):
-    """Up to which step and epoch a leader has done what it does for all groups."""
+    """Up to which step and epoch a leader has done what it does for all groups.
+
+    That a save was begun counts in `step`; `saved_step` is that of the newest durable checkpoint.
+    """
 
     step: Count = 0
     epoch: Count = 0
+    saved_step: Count = 0
 
 
 class Ledger(Message):

@@ -26,6 +26,7 @@ class Host:
     """A live host: `num_slots` workers of the job fit when it is empty, `num_free` more do now.
 
     `address` is what tells hosts apart; `node_id` is Ray's. `memory_bytes` is what Ray may use.
+    One that is draining is gone at `deadline` (Unix seconds; None where nobody said when).
     """
 
     address: str
@@ -34,6 +35,7 @@ class Host:
     node_id: str = ""
     memory_bytes: int = 0
     is_draining: bool = False
+    deadline: float | None = None
 
 
 def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
@@ -66,10 +68,13 @@ def read_hosts(demand: Mapping[str, float]) -> list[Host]:
 def hosts_of(
     nodes: Iterable[Mapping[str, Any]],
     free: Mapping[str, Mapping[str, float]],
-    draining: Collection[str],
+    draining: Mapping[str, int],
     demand: Mapping[str, float],
 ) -> list[Host]:
-    """`read_hosts` from what Ray says of its nodes; `free` and `draining` go by node id."""
+    """`read_hosts` from what Ray says of its nodes.
+
+    `free` and `draining` go by node id; the latter has deadlines in ms, 0 for none.
+    """
     found = (
         Host(
             address=node["NodeManagerAddress"],
@@ -78,6 +83,7 @@ def hosts_of(
             node_id=node["NodeID"],
             memory_bytes=int(node["Resources"].get("memory", 0)),
             is_draining=node["NodeID"] in draining,
+            deadline=draining.get(node["NodeID"], 0) / 1000 or None,
         )
         for node in nodes
         if node["Alive"]

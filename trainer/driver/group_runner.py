@@ -40,7 +40,7 @@ from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
 from trainer.protocol import events, requests
-from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
+from trainer.protocol.requests import ResizeRequest, ResizeRequests, SaveRequest, StopRequest
 from trainer.protocol.worker_config import GroupConfig
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,8 @@ class GroupRunLoop:
         self._emptiness = ShortageTimer(recovery.start_grace_s)
         self._size: int | None = None
         self._resize_cause = ""
+        self._leaving: frozenset[str] = frozenset()  # hosts about which a save was asked for
+        self._num_saves = 0
 
     def tick(self) -> Ended | None:
         """Poll once and act; how the run ended, if it did. Raises `Evicted`."""
@@ -348,8 +350,9 @@ class GroupRunLoop:
 
     def _reconcile(self) -> Ended | None:
         """Start and retire groups by the policy; ends a run that has room for none."""
-        request = self._requests.poll()
-        actions = decide(self._policy, self._view(request, self.config.read_hosts()))
+        request, hosts = self._requests.poll(), self.config.read_hosts()
+        self._save_before_loss(hosts)
+        actions = decide(self._policy, self._view(request, hosts))
         starts = [action for action in actions if isinstance(action, Start)]
         is_first = not self._next_incarnations
         if is_first and len(starts) < self._policy.least:
@@ -360,6 +363,33 @@ class GroupRunLoop:
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
         return self._check_shortage()
+
+    def _save_before_loss(self, hosts: Sequence[Host]) -> None:
+        """Have the leader save where Ray drains hosts of every group that trains, as if preempted.
+
+        Groups elsewhere may not be ready in time.
+        """
+        draining = {host.address: host.deadline for host in hosts if host.is_draining}
+        training = [run for run in self.runs.values() if run.was_current]
+        if not training or not all(draining.keys() & set(run.hosts) for run in training):
+            self._leaving = frozenset()
+            return
+        leaving = frozenset(draining.keys() & {host for run in training for host in run.hosts})
+        if leaving <= self._leaving:
+            return
+        self._leaving, self._num_saves = leaving, self._num_saves + 1
+        attempt = self.config.attempt
+        requests.ask_to_save(
+            attempt.context.files,
+            SaveRequest(run_index=self.run_index, number=self._num_saves),
+        )
+        deadlines = [each for host in leaving if (each := draining[host])]
+        notice = f", in {min(deadlines) - self.config.clock():.0f} s" if deadlines else ""
+        warn(
+            attempt.writer,
+            f"all groups are about to lose hosts ({', '.join(sorted(leaving))}{notice}): a "
+            "checkpoint is saved at once",
+        )
 
     def _seek_capacity(self, request: ResizeRequest) -> None:
         """Request missing room of the autoscaler; not directly after a loss."""

@@ -9,7 +9,8 @@ many clusters do not run, and where a renamed file may hide in a cache for a min
 
 Two that take over at the same moment both write and read again a little later; the one whose name
 stayed has it. An owner that was suspended so long that it was given up finds another's name at its
-next heartbeat, and knows that it has lost the folder.
+next heartbeat, and knows that it has lost the folder. Its workers save no more: they look for the
+owner's name before they put a marker in place.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from pydantic import BaseModel, ValidationError
 from trainer import failures
 from trainer.driver.attempt import AttemptFailed
 from trainer.failures import Failure
+from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-LOCK_FILE = "run.lock"
 BEAT_S = 2.0
 PATIENCE_S = 10.0
 _LOOK_S = 0.5
@@ -111,7 +112,7 @@ class RunLock:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._path = run_dir / LOCK_FILE
+        self._path = RunDir(run_dir).lock_path
         self._owner = Owner.here(name)
         self._patience_s = patience_s
         self._clock = clock

@@ -40,9 +40,11 @@ from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
-from trainer.parallel.collectives import reduce_parts
+from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
+from trainer.protocol import requests
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
 from trainer.training.loss import NON_FINITE_ADVICE
@@ -93,6 +95,9 @@ class GroupSession(Session):
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
+        self._num_copies = 0
+        self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
+        self._num_requests = 0
         self._is_syncing = False
         super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
@@ -269,11 +274,26 @@ class GroupSession(Session):
         self.checkpoints.poll()
         if self.is_report_due():
             self.report()
-        elif self.standing == "current" and not self._leases:
+        if self.is_leader:
+            parts = [self._stop_part(), self._save_part(), self._request_part()]
+            reduce_parts(parts, self.groups.device)
+        elif not self.is_report_due() and self.standing == "current" and not self._leases:
             # It may wait for other groups: a request to stop is not seen in a report then.
             reduce_parts([self._stop_part()], self.groups.device)
         if self.is_leader and not self._num_steps_ahead:
             self.lead()
+
+    def _request_part(self) -> Part:
+        """How many checkpoints the driver has asked for, as the first rank sees it."""
+        files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+        is_first = self.groups.rank == 0
+        number = requests.num_saves_wanted(files, self.config.run_index) if is_first else 0
+        return Part(torch.tensor([number], dtype=torch.float64), self._read_requests)
+
+    def _read_requests(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        if sums.item() > self._num_requests:
+            self._num_requests, self._urgent_step = int(sums.item()), self.state.step
+        return {}
 
     def _arrival(self) -> Arrive:
         interval = self._syncing
@@ -319,7 +339,7 @@ class GroupSession(Session):
             or self.is_finished
             or num_rows >= self.num_rows
             or self._is_validation_due(num_rows)
-            or self._is_due(self.spec.checkpoint.every_steps, num_rows)
+            or self._is_save_due(num_rows)
         )
 
     def _take(self, result: RoundResult) -> None:
@@ -329,9 +349,17 @@ class GroupSession(Session):
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
         self._hold(result.leases)
+        self._count_copies()
         if self.spec.parallelism.moment_scale == "auto":
             num_live = sum(each.standing != "listening" for each in self.group_sync.members)
             self.optimizers.set_share(num_live / self.spec.parallelism.num_replicas)
+
+    def _count_copies(self) -> None:
+        """Save where one copy is left of several: its loss would cost all since the last save."""
+        before = self._num_copies
+        self._num_copies = sum(each.standing == "current" for each in self.group_sync.members)
+        if self._num_copies == 1 < before:
+            self._urgent_step = self.state.step
 
     def _hold(self, leases: Sequence[Lease]) -> None:
         """Prefetch `leases` and no others: a lease given back is another group's now."""
@@ -390,7 +418,21 @@ class GroupSession(Session):
         """Whether the leader saves now, whatever validation says."""
         if self.is_finished:
             return not self._has_finished
-        return self._is_due(self.spec.checkpoint.every_steps, self.rows_agreed)
+        return self._is_save_due(self.rows_agreed)
+
+    def _is_save_due(self, num_rows: int) -> bool:
+        """Whether the leader saves once so many rows are agreed on.
+
+        A save counts for it when it is durable, as what an earlier leader began may be lost; and
+        while storage is busy or failed just now it trains on, since the others wait for it.
+        """
+        every = self.spec.checkpoint.every_steps
+        if not self.is_leader:
+            return self._is_due(every, num_rows)
+        step = num_rows // self.shape.rows_per_step
+        saved_step = max(self._led.saved_step, self.saves.saved_step)
+        is_due = step // every > saved_step // every or self._urgent_step > saved_step
+        return is_due and not self.saves.is_blocked
 
     def _is_validation_due(self, num_rows: int) -> bool:
         """Whether the leader validates once so many rows are agreed on."""
@@ -402,7 +444,7 @@ class GroupSession(Session):
         return num_rows // self.shape.num_rows > self._led.epoch
 
     def _is_due(self, every_steps: int, num_rows: int) -> bool:
-        """Whether a multiple of `every_steps` is passed then that no leader has handled."""
+        """Whether a multiple of `every_steps` is passed then that no leader has begun to handle."""
         step = num_rows // self.shape.rows_per_step
         return step // every_steps > self._led.step // every_steps
 
@@ -421,8 +463,15 @@ class GroupSession(Session):
         is_best = self.validate() if self.is_validation_step() else False
         if self.is_finished and not (self._has_finished or self.is_report_due()):
             self.report()  # the run ends between two reports
-        if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
+        is_wanted = is_best and self.spec.checkpoint.keep_best
+        if self.is_checkpoint_step() or (is_wanted and not self.saves.is_blocked):
             self.save_checkpoint(is_best)
+        elif is_wanted:
+            self.note(
+                "warning",
+                f"the best model so far, at step {self.state.step}, is not saved: storage is busy "
+                "with an earlier checkpoint, or has just failed",
+            )
         self._has_finished |= self.is_finished
         self._save_for_a_pause()
         self._report = Report(
@@ -430,7 +479,11 @@ class GroupSession(Session):
             plateau=self.state.plateau,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
-            led=LeaderProgress(step=self.state.step, epoch=self.state.position.epoch),
+            led=LeaderProgress(
+                step=self.state.step,
+                epoch=self.state.position.epoch,
+                saved_step=max(self._led.saved_step, self.saves.saved_step),
+            ),
             has_finished=self._has_finished,
         )
 

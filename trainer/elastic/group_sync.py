@@ -34,11 +34,15 @@ The ranks s of a generation are a bare backend (gloo, on GPUs NCCL) outside any 
 the coordinator's store, under keys of the generation. A rank that cannot go on drops the group at
 once, which closes its sockets: gloo does not report that a rank has given up, and the others would
 wait for it until the time-out. A pending gloo operation cannot be stopped, only abandoned: it ends
-by itself later, in memory that nobody uses any more.
+by itself later, in memory that nobody uses any more. Calls of NCCL may block: a thread aborts the
+group when one takes too long, and torch's watchdog, which would end this process as soon as a peer
+is gone, is told to leave that group alone.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 import threading
 import time
@@ -86,6 +90,11 @@ _MEET_POLL_S = 0.001
 _DEVICE_POLL_S = 0.0002
 _PROBE_S = 1.0
 _PROBES_AT_ONCE = 32
+_ABORT_S = 1.0
+# Read as a backend is made: else torch's watchdog ends the process at an error of a peer, or when
+# an abort takes long.
+_UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_NEVER = timedelta(days=1)
 IsAborted = Callable[[], bool]
 MakeArrival = Callable[[], Arrive]
 
@@ -111,6 +120,66 @@ class ReplicaRank:
     shard_index: int
     index: int
     size: int
+
+
+class AbortTimer:
+    """Calls `abort`, once, where a block that is timed goes on beyond its limit or is given up.
+
+    The thread that runs the block may hang in a call that only ends with `abort`.
+    """
+
+    def __init__(self, abort: Callable[[], None], is_given_up: IsAborted) -> None:
+        self._abort, self._is_given_up = abort, is_given_up
+        self._changed = threading.Condition()
+        self._deadline: float | None = None
+        self._is_closed = False
+        self.has_fired = False
+        threading.Thread(target=self._watch, name="abort timer", daemon=True).start()
+
+    @contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """Time the block; `deadline` is of `time.monotonic`."""
+        with self._changed:
+            self._deadline = deadline
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not (self._is_closed or self.has_fired):
+                deadline = self._deadline
+                self._changed.wait(None if deadline is None else _POLL.total_seconds())
+                if deadline is not None and deadline == self._deadline:
+                    self.has_fired = time.monotonic() > deadline or self._is_given_up()
+            is_due = self.has_fired
+        if is_due:
+            self._abort()
+
+
+def new_nccl(
+    store: dist.Store, replica: ReplicaRank, device: torch.device, timeout_s: float
+) -> Nccl:
+    """A backend none of whose calls blocks for good, and which never ends this process."""
+    # How long a call waits for NCCL; torch reads it once.
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NEVER  # the exchange's own limit counts, at which it is aborted
+    options.config.blocking = 0
+    before = {name: os.environ.get(name) for name in _UNWATCHED}
+    os.environ.update(_UNWATCHED)
+    try:
+        return dist.ProcessGroupNCCL(store, replica.index, replica.size, options)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class CrossGroupProcessGroup:
@@ -142,7 +211,9 @@ class CrossGroupProcessGroup:
         own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
         self._keys = own_keys
         self._meet(own_keys, address)
-        self._backend: Gloo | Nccl | None = self._form(own_keys)
+        self._backend: Gloo | Nccl | None = None
+        self._timer = AbortTimer(self._abort, lambda: self._is_given_up)
+        self._form(own_keys)
 
     def _meet(self, store: dist.Store, address: str) -> None:
         """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
@@ -170,17 +241,32 @@ class CrossGroupProcessGroup:
             can_connect = list(probes.map(_can_connect, [each.decode() for each in found]))
         return [place for place, is_there in zip(peers, can_connect, strict=True) if not is_there]
 
-    def _form(self, store: dist.Store) -> Gloo | Nccl:
-        timeout = timedelta(seconds=self._timeout_s)
+    def _form(self, store: dist.Store) -> None:
+        timeout, replica = timedelta(seconds=self._timeout_s), self.replica
         try:
             if self._device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                return dist.ProcessGroupNCCL(store, self.replica.index, self.replica.size, options)
-            return dist.ProcessGroupGloo(store, self.replica.index, self.replica.size, timeout)
+                self._backend = new_nccl(store, replica, self._device, self._timeout_s)
+                self._connect(self._backend)
+            else:
+                self._backend = dist.ProcessGroupGloo(store, replica.index, replica.size, timeout)
         except RuntimeError as error:
-            message = f"no replica group was formed: {_first_line(error)}"
-            raise ExchangeError(message, self._unreachable()) from None
+            gave_up = self._is_given_up
+            cause = self._failure("connect") if self._timer.has_fired else error
+            self.drop()
+            message = f"no replica group was formed: {_first_line(cause)}"
+            suspects = [] if gave_up else self._unreachable()
+            raise ExchangeError(message, suspects, gave_up=gave_up) from None
+
+    def _connect(self, backend: Nccl) -> None:
+        """Connect the ranks now: the first exchange would wait for that."""
+        with self._timer.until(time.monotonic() + self._timeout_s):
+            backend.eager_connect_single_device(self._device)
+        if self._timer.has_fired:
+            raise self._failure("connect")
+        options = dist.BarrierOptions()
+        options.device_ids = [self._device.index or 0]
+        if problem := self._problem_of(lambda backend: backend.barrier(options)):
+            raise ExchangeError(problem)
 
     def size(self) -> int:
         return self.replica.size
@@ -208,16 +294,22 @@ class CrossGroupProcessGroup:
             return "the group was dropped meanwhile"
         deadline = time.monotonic() + self._timeout_s
         try:
-            work = start(backend)
-            del backend  # it may be dropped meanwhile
-            self._is_stuck = True
-            while not self._is_over(work):
-                self._check(deadline, "answer")
-            self._is_stuck = False
-            work.wait()
-            self._advance()
+            with self._timer.until(deadline):
+                self._is_stuck = True
+                work = start(backend)
+                del backend  # it may be dropped meanwhile
+                while not self._is_over(work):
+                    self._check(deadline, "answer")
+                # NCCL's wait is for the stream, and says nothing of errors.
+                if self._device.type == "cuda" and (error := work.exception()):
+                    return _first_line(error)
+                work.wait()
+                self._is_stuck = False
         except RuntimeError as error:
-            return _first_line(error)
+            return str(self._failure("answer")) if self._timer.has_fired else _first_line(error)
+        if self._timer.has_fired:  # what was aborted may look like what succeeded
+            return str(self._failure("answer"))
+        self._advance()
         return ""
 
     def _is_over(self, work: dist.Work) -> bool:
@@ -235,27 +327,38 @@ class CrossGroupProcessGroup:
         return self._is_dropped or self._is_aborted()
 
     def _check(self, deadline: float, verb: str) -> None:
+        if self._is_given_up or time.monotonic() > deadline:
+            raise self._failure(verb)
+
+    def _failure(self, verb: str) -> ExchangeError:
         if self._is_given_up:
             message = "the round was given up, since a group was lost or is too slow"
-            raise ExchangeError(message, gave_up=True)
-        if time.monotonic() > deadline:
-            raise ExchangeError(
-                f"some rank did not {verb} within {self._timeout_s:g} s "
-                "(recovery.exchange_timeout_s)"
-            )
+            return ExchangeError(message, gave_up=True)
+        return ExchangeError(
+            f"some rank did not {verb} within {self._timeout_s:g} s (recovery.exchange_timeout_s)"
+        )
 
     def drop(self) -> None:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
         self._is_dropped = True
+        self._timer.close()
         held = [self._backend]
         self._backend = None
-        if held[0] is not None:
-            held[0].abort()
-        if self._is_stuck:
+        if held[0] is None:
+            return
+        aborting = threading.Thread(target=held[0].abort, name="abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+        if self._is_stuck or aborting.is_alive():
             # Its end waits for the operation's, which the rank must not.
             threading.Thread(target=held.clear, name="dropped group", daemon=True).start()
         else:
             held.clear()
+
+    def _abort(self) -> None:
+        backend = self._backend
+        if backend is not None:
+            backend.abort()
 
 
 def _can_connect(address: str) -> bool:

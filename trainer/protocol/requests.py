@@ -1,11 +1,13 @@
-"""Request files of a run: resize, growth limit, rewind, stop.
+"""Request files of a run: resize, growth limit, rewind, stop, save.
 
-The service writes the first three, for the driver and (rewind) the workers; the driver writes stop
-requests, which rank 0 reads at reports. `trainer.protocol.run_dir` has the paths. The newest resize
+The service writes the first three, for the driver and (rewind) the workers; the driver writes the
+others, which rank 0 reads: stop requests at reports, save requests, in the domain `replica_group`,
+at syncs. `trainer.protocol.run_dir` has the paths. The newest resize
 request replaces earlier ones: hosts that it does not name may be used again. The growth limit
 exists while another job waits for room that this one would grow into.
 
-After a rewind, what earlier attempts saved after the chosen checkpoint is *superseded*: it is not
+After a rewind, what earlier attempts saved after the chosen checkpoint, or in a later attempt than
+the one that saved it, is *superseded*: it is not
 resumed from, and is removed once an attempt of the new line has committed a checkpoint. Until then
 nothing is lost: without the file the newest checkpoint counts again.
 
@@ -99,7 +101,8 @@ class Rewind(BaseModel):
         chosen, saved = _step_and_attempt(self.checkpoint), _step_and_attempt(name)
         if chosen is None or saved is None or name == self.checkpoint:
             return False
-        return saved[0] >= chosen[0] and saved[1] < self.attempt_index
+        is_later = saved[0] >= chosen[0] or saved[1] > chosen[1]
+        return is_later and saved[1] < self.attempt_index
 
 
 def read_rewind(path: Path) -> Rewind | None:
@@ -124,6 +127,26 @@ class StopRequest(_Request):
 
     run_index: int = Field(ge=0)
     cause: str
+
+
+class SaveRequest(_Request):
+    """The leader of run `run_index` shall save soon, for the `number`-th time, and train on."""
+
+    run_index: int = Field(ge=0)
+    number: PositiveInt
+
+
+def ask_to_save(files: AttemptDir, request: SaveRequest) -> None:
+    write_whole(files.save_request_path, request.model_dump_json().encode())
+
+
+def num_saves_wanted(files: AttemptDir, run_index: int) -> int:
+    """Number of the newest request to save for this run; 0 where none can be read."""
+    try:
+        request = SaveRequest.model_validate_json(files.save_request_path.read_bytes())
+    except (OSError, ValidationError):
+        return 0
+    return request.number if request.run_index == run_index else 0
 
 
 def ask(files: AttemptDir, request: StopRequest) -> None:

@@ -2,6 +2,7 @@
 
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+  run.lock                       the attempt that holds this folder, see `trainer.driver.run_lock`
   skipped-rows.json              rows left out because the loss became NaN on them, if any
   sinks/mlflow.json              how far a sink has come, and what it remembers
   tensorboard/                   event files, where the spec asks for them and names no folder
@@ -20,6 +21,7 @@ RUN_DIR/                         one per job
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
     growth-limit.json            while it exists the attempt grows no further: {"max_workers"}
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
+    save-request.json            the leading group shall save: {"run_index", "number"}
     stopping-0                   workers of that run index do so
     pause-request.json           while it exists the attempt shall save and end: {"id"}
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
@@ -28,7 +30,9 @@ RUN_DIR/                         one per job
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +106,7 @@ class AttemptDir:
         self.resize_request_path = root / "resize-request.json"
         self.growth_limit_path = root / "growth-limit.json"
         self.stop_request_path = root / "stop-request.json"
+        self.save_request_path = root / "save-request.json"
         self.pause_request_path = root / "pause-request.json"
 
     def stopping_path(self, run_index: int) -> Path:
@@ -129,6 +134,7 @@ class RunDir:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.runs_dir = root.parent
+        self.lock_path = root / "run.lock"
         self.skipped_rows_path = root / "skipped-rows.json"
         self.job_path = root / "job.json"
         self.secret_names_path = root / "secret-names.json"
@@ -136,6 +142,12 @@ class RunDir:
         self.checkpoints_dir = root / "checkpoints"
         self.exports_dir = root / "exports"
         self.tensorboard_dir = root / "tensorboard"
+
+    def lock_owner(self) -> str | None:
+        """The attempt that holds the folder; None where nobody says so, or storage is away."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(self.lock_path.read_bytes())["name"])
+        return None
 
     def code_path(self, code: str) -> Path:
         """Archive of the user's code, by its id."""

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from trainer import fault_injection
 from trainer.checkpoint.files import RowOrder
-from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainState
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
@@ -43,7 +43,7 @@ from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync
+from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
@@ -125,6 +125,7 @@ class Session:
         self.final_metrics: dict[str, float] = {}
         self.rows_per_s = 0.0  # as last reported
         self.is_asked_to_stop = False  # as of the last report that has landed
+        self.saves = SaveStanding()  # likewise
         self.tracer = Tracer(
             files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
         )
@@ -399,6 +400,7 @@ class Session:
             memory_part(self.groups.device),
             self.loss_guard.part(),
             self._stop_part(),
+            self._save_part(),
         ]
         found = PendingParts(parts, self.groups.device, self._report_group)
         own = self.optimizers.rates() | self.read_speed(phases["sync"])
@@ -432,6 +434,16 @@ class Session:
 
     def _read_stop(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
         self.is_asked_to_stop = bool(sums.item())
+        return {}
+
+    def _save_part(self) -> Part:
+        """How the saves stand, as rank 0 sees it."""
+        found = vars(self.checkpoints.standing if self.groups.rank == 0 else SaveStanding(0))
+        return Part(torch.tensor(list(found.values()), dtype=torch.float64), self._read_saves)
+
+    def _read_saves(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        saved_step, has_failed, is_blocked = sums.tolist()
+        self.saves = SaveStanding(int(saved_step), bool(has_failed), bool(is_blocked))
         return {}
 
     def publish(self, values: dict[str, float], time_s: float) -> None:
@@ -538,7 +550,9 @@ class Session:
 
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
-        return self.state.step % self.spec.checkpoint.every_steps == 0 or self.is_finished
+        step = self.state.step
+        is_owed = self.saves.is_due_again and is_sync_step(step, self.spec.parallelism.sync)
+        return step % self.spec.checkpoint.every_steps == 0 or self.is_finished or is_owed
 
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.
@@ -551,6 +565,7 @@ class Session:
         started_s = time.perf_counter()
         self.heartbeat.enter("checkpoint", self.state.step)
         self.land_report()
+        self.saves = replace(self.saves, is_blocked=True)
         with self.off_the_clock():
             reduce_parts([self.loss_guard.part()], self.groups.device)
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)

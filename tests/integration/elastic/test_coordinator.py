@@ -23,7 +23,13 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
-from trainer.coordination.client import CoordinatorClient, CoordinatorLost, Identity, Refused
+from trainer.coordination.client import (
+    CoordinatorClient,
+    CoordinatorLost,
+    Identity,
+    Refused,
+    end_process,
+)
 from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.job_runner import HangMonitor
@@ -413,12 +419,16 @@ def attempt_of(config: WorkerConfig) -> Attempt:
     return Attempt(context, config.spec, EventWriter(context.files.stream_path("driver")))
 
 
-def take_steps(address: str, run_index: int, rank: int, num_steps: int, hangs_after: int) -> None:
+def take_steps(
+    log: Path, address: str, run_index: int, rank: int, num_steps: int, hangs_after: int
+) -> None:
     """A worker's process whose main thread stands still after some steps, if they come to that."""
     die_with_parent()
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
     identity = Identity(0, run_index, rank, 2, "127.0.0.2")
     member = CoordinatorClient(identity, lambda: address, scaled(1.0))
-    member.on_refusal = lambda message: os._exit(70)
+    member.on_refusal = end_process
     member.join("initial", f"run-{run_index}", Ledger(), donor="")
     for step in range(1, num_steps + 1):
         if step <= hangs_after:
@@ -427,13 +437,19 @@ def take_steps(address: str, run_index: int, rank: int, num_steps: int, hangs_af
     member.close()
 
 
+def log_of(attempt: Attempt, rank: int) -> Path:
+    return attempt.context.files.root / f"rank-{rank}.log"
+
+
 @contextmanager
 def watched(attempt: Attempt, run_index: int, *steps: tuple[int, int]) -> Iterator[tuple]:
     """Who watches the job, and its workers: for each (how many steps, after how many it hangs)."""
     watch = HangMonitor(attempt, "127.0.0.1")
     workers = [
         FORK_SERVER.Process(
-            target=take_steps, args=(watch.address, run_index, rank, *each), daemon=True
+            target=take_steps,
+            args=(log_of(attempt, rank), watch.address, run_index, rank, *each),
+            daemon=True,
         )
         for rank, each in enumerate(steps)
     ]
@@ -458,6 +474,7 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
         assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
         assert watch.check(5) is None  # the next life has nothing to do with it
         assert exit_codes(workers) == [70, 70]
+    assert "in take_steps" in log_of(attempt, 1).read_text(), "the stack of what hangs is logged"
     lines = attempt.context.files.stream_path("coordinator-0").read_bytes().splitlines()
     (found,) = [read_record(line, now=0.0) for line in lines]
     assert isinstance(found, HangFound)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.sessions import train_session
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
@@ -133,6 +134,26 @@ def save_in_trouble(run_dir: Path) -> dict[str, Any]:
     message = refusal_of(lambda: saver.save(5, is_last=True))
     saver.checkpoints.close()
     return {"waited_s": waited_s, "notes": notes, "message": message, "said": saver.said}
+
+
+def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
+    """Train to the end, where the save at `step` fails at once; the steps that were saved."""
+    _arm({"kind": "storage_error", "rank": 1, "step": step})
+    train_session(config)
+    return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+
+
+def save_after_another_took_over(run_dir: Path) -> tuple[list[str], str]:
+    """Save as the lock names this attempt, then another; what a person is told, and a new start."""
+    saver = Saver.open(run_dir)
+    lock = RunDir(run_dir).lock_path
+    for step, owner in ((1, "job-t-a0"), (2, "job-t-a1")):
+        dist.barrier()
+        lock.write_text(json.dumps({"name": owner}))
+        dist.barrier()
+        saver.save(step)
+        saver.checkpoints.wait()
+    return saver.notes(), refusal_of(saver.checkpoints.newest)
 
 
 def close_in_the_middle(run_dir: Path) -> int:

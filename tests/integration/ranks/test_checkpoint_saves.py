@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.harness.ranks import run_ranks
+from tests.harness.sessions import make_config
 from tests.integration.ranks.checkpoint_cases import Sharding, whole_tables
 from tests.integration.ranks.save_cases import (
     DAMAGE,
@@ -21,10 +22,12 @@ from tests.integration.ranks.save_cases import (
     close_in_the_middle,
     look_at_damage,
     open_unwritable,
+    save_after_another_took_over,
     save_in_trouble,
     save_while_training,
     save_with_file_limit,
     sweep_beside_another_group,
+    train_over_a_failed_save,
 )
 from trainer.checkpoint.save_load import list_committed
 from trainer.protocol.events import CheckpointCommitted, Metrics
@@ -76,6 +79,26 @@ def test_a_save_waits_for_the_one_before_and_a_failed_one_is_said(tmp_path: Path
     assert committed == [1, 2, 4]
     folders = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
     assert folders == ["step-00000002-a0-r0", "step-00000004-a0-r0"]
+
+
+def test_a_save_that_failed_is_made_again_at_a_sync(small_movielens: Path, tmp_path: Path) -> None:
+    settings = ("checkpoint.every_steps=6", "training.max_steps=16", "checkpoint.keep_last=9")
+    sync = ("parallelism.sync.every_steps=2", "training.report_every_steps=1")
+    config = make_config(small_movielens, tmp_path / "run", *settings, *sync)
+    first, *_ = run_ranks(train_over_a_failed_save, 4, config, 6)
+    assert [step % 2 for step in first] == [0] * len(first)
+    assert first[0] in (8, 10), "the save at step 6 failed, and is due again before step 12"
+    assert first[-1] == 16
+
+
+def test_workers_whose_run_folder_another_attempt_took_save_and_clear_away_nothing(
+    tmp_path: Path,
+) -> None:
+    (notes, refusal), (_, other) = run_ranks(save_after_another_took_over, 2, tmp_path)
+    assert [each.commit.step for each in list_committed(RunDir(tmp_path).checkpoints_dir)] == [1]
+    (note,) = notes
+    for message in (note, refusal, other):
+        assert "is job-t-a1's by now" in message
 
 
 def test_an_end_waits_for_the_save_under_way(tmp_path: Path) -> None:

@@ -104,6 +104,14 @@ def test_rows_done_out_of_turn_come_back_with_the_marker(epochs: list[Any], comm
     assert state_of(found).ledger == state.ledger
 
 
+def test_what_an_earlier_attempt_or_run_saved_is_older_whatever_its_step(tmp_path: Path) -> None:
+    names = ["step-00000300-a0-r1", "step-00000200-a1-r0", "step-00000110-a1-r1-g1i0"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        write_marker(tmp_path / name, commit(int(name[5:13])))
+    assert [each.path.name for each in list_committed(tmp_path)] == names
+
+
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 4), st.booleans())
 def test_retention_keeps_the_newest_and_the_best(
     best_flags: list[bool], keep_last: int, keep_best: bool

@@ -83,7 +83,8 @@ CHOSEN = Rewind(checkpoint="step-00000200-a1-r0", attempt_index=3)
 
 
 def test_a_rewind_leaves_what_earlier_attempts_saved_later() -> None:
-    for name in ("step-00000300-a1-r0", "step-00000300-a2-r1-g0i0", "step-00000200-a2-r0"):
+    later = ("step-00000300-a1-r0", "step-00000300-a2-r1-g0i0", "step-00000200-a2-r0")
+    for name in (*later, "step-00000100-a2-r0"):
         assert CHOSEN.supersedes(name)
     # The chosen one counts, those before, those of the new line, and what is no checkpoint.
     kept = ("step-00000200-a1-r0", "step-00000100-a0-r0", "step-00000300-a3-r0")

@@ -55,6 +55,8 @@ class World:
     room: CapacityManager | None = None
     actor_name: str = "coordinator"
     cloud: Cloud = field(default_factory=Cloud)
+    deadlines: dict[str, float] = field(default_factory=dict)
+    """When draining hosts are gone."""
 
     def __post_init__(self) -> None:
         self.files = self.attempt.context.files
@@ -117,7 +119,14 @@ class World:
     def read_hosts_of_all(self) -> list[Host]:
         taken = [run.node_ids[0] for run, future in self.runs.values() if not future.done()]
         return [
-            Host(address, slots, slots - taken.count(f"node-{address}"), f"node-{address}")
+            Host(
+                address,
+                slots,
+                slots - taken.count(f"node-{address}"),
+                f"node-{address}",
+                is_draining=address in self.deadlines,
+                deadline=self.deadlines.get(address),
+            )
             for address, slots in self.hosts.items()
         ]
 
@@ -419,6 +428,25 @@ def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> Non
         assert world.look() is None
     assert world.hosts_in_use == {0: "a", 2: "c", 3: "d"}
     assert not world.told(events.Resized)
+
+
+def test_a_checkpoint_is_asked_for_once_all_groups_are_about_to_lose_hosts(world: World) -> None:
+    world.train()
+    world.deadlines = {"a": world.now + 90, "b": world.now + 61}
+    world.look()
+    assert requests.num_saves_wanted(world.files, 0) == 0, "group 2 stays"
+    world.deadlines["c"] = world.now + 120
+    for _ in range(3):
+        assert world.look() is None
+    assert requests.num_saves_wanted(world.files, 0) == 1
+    assert requests.num_saves_wanted(world.files, 1) == 0
+    (note,) = [n for n in world.told(events.Note) if "about to lose" in n.message]
+    assert "(a, b, c, in 60 s)" in note.message
+    del world.deadlines["a"]
+    world.look()
+    world.deadlines["a"] = world.now + 60
+    world.look()
+    assert requests.num_saves_wanted(world.files, 0) == 2
 
 
 def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> None:

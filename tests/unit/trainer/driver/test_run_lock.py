@@ -11,9 +11,10 @@ import pytest
 from tests.harness.clock import FakeClock
 from trainer.driver import main, run_lock
 from trainer.driver.attempt import AttemptFailed, DriverContext
-from trainer.driver.run_lock import LOCK_FILE, Owner, RunLock, hold_run, is_gone
+from trainer.driver.run_lock import Owner, RunLock, hold_run, is_gone
 from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import RunDir
 
 
 def lock(run_dir: Path, name: str, clock: FakeClock | None = None) -> RunLock:
@@ -29,7 +30,7 @@ def meanwhile(happens: Callable[[], object]) -> FakeClock:
 
 def pretend(run_dir: Path, **changes: object) -> None:
     """Make the lock file that of another process, or of one on another machine."""
-    path = run_dir / LOCK_FILE
+    path = RunDir(run_dir).lock_path
     owner = Owner.model_validate_json(path.read_bytes()).model_copy(update=changes)
     path.write_bytes(owner.model_dump_json().encode())
 
@@ -70,14 +71,14 @@ def test_an_owner_elsewhere_that_stopped_beating_is_replaced(tmp_path: Path) -> 
     lock(tmp_path, "job-a1").acquire()
     assert not first.beat(), "the first learns that it lost the folder"
     first.release()
-    assert "job-a1" in (tmp_path / LOCK_FILE).read_text(), "and leaves it to the second"
+    assert "job-a1" in RunDir(tmp_path).lock_path.read_text(), "and leaves it to the second"
 
 
 def test_an_owner_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
     first = lock(tmp_path, "job-a0")
     first.acquire()
     lock(tmp_path, "job-a1", clock=meanwhile(first.release)).acquire()
-    assert "job-a1" in (tmp_path / LOCK_FILE).read_text()
+    assert "job-a1" in RunDir(tmp_path).lock_path.read_text()
 
 
 def test_of_two_that_take_over_the_one_whose_name_stays_has_it(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_of_two_that_take_over_the_one_whose_name_stays_has_it(tmp_path: Path) -
 
 def test_a_damaged_lock_counts_until_it_was_watched_for_a_while(tmp_path: Path) -> None:
     for content in (b"", b"\x00" * 99, b'{"name": "job-a'):
-        (tmp_path / LOCK_FILE).write_bytes(content)
+        RunDir(tmp_path).lock_path.write_bytes(content)
         fake = FakeClock()
         lock(tmp_path, "job-a1", clock=fake).acquire()
         assert fake.now >= 5
@@ -107,9 +108,9 @@ def test_processes_of_other_machines_are_never_judged_by_their_number() -> None:
 
 def test_the_folder_is_held_for_a_block_and_free_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inside"), hold_run(tmp_path, "job-a0", on_lost=int):
-        assert (tmp_path / LOCK_FILE).exists()
+        assert RunDir(tmp_path).lock_path.exists()
         raise ValueError("inside")
-    assert not (tmp_path / LOCK_FILE).exists()
+    assert not RunDir(tmp_path).lock_path.exists()
 
 
 def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
@@ -120,7 +121,7 @@ def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
     held = []
 
     def attempt(context: DriverContext, writer: EventWriter) -> Failure:
-        held.append("job-1-a1" in (tmp_path / LOCK_FILE).read_text())
+        held.append("job-1-a1" in RunDir(tmp_path).lock_path.read_text())
         return Failure(BAD_SPEC, "the end")
 
     monkeypatch.setattr(main, "check_versions", lambda: [])
@@ -134,4 +135,4 @@ def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
     first.release()
     assert main.end_attempt(context, writer).reason == BAD_SPEC
     assert held == [True]
-    assert not (tmp_path / LOCK_FILE).exists()
+    assert not RunDir(tmp_path).lock_path.exists()

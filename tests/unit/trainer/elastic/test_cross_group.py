@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness.wait import scaled
-from trainer.elastic.group_sync import CrossGroupProcessGroup, ExchangeError, ReplicaRank
+from trainer.elastic import group_sync
+from trainer.elastic.group_sync import (
+    CrossGroupProcessGroup,
+    ExchangeError,
+    ReplicaRank,
+    new_nccl,
+)
 
 CPU = torch.device("cpu")
 
@@ -64,3 +75,135 @@ def test_who_was_told_to_give_up_names_nobody():
     with pytest.raises(ExchangeError, match="given up") as failed:
         CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 2), dist.HashStore(), CPU, 20.0, lambda: True)
     assert failed.value.gave_up
+
+
+class FakeNccl:
+    """A backend, and the work that it starts, of which one `call` fails as `how` says.
+
+    Until it is aborted `hang` and `late` do not return; then `hang` is an error, and `late` looks
+    like a success.
+    """
+
+    def __init__(self, call: str = "", how: str = "") -> None:
+        self.call, self.how = call, how
+        self.has_begun, self.aborted, self.end = (threading.Event() for _ in range(3))
+
+    def _do(self, call: str) -> None:
+        if call != self.call:
+            return
+        self.has_begun.set()
+        if self.how == "error":
+            raise RuntimeError(f"NCCL failed to {call}")
+        self.aborted.wait()
+        if self.how == "hang":
+            raise RuntimeError("NCCL was aborted")
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._do("connect")
+
+    def start(self, *args: object) -> FakeNccl:
+        self._do("start")
+        return self
+
+    barrier = _allgather_base = alltoall_base = start
+
+    def is_completed(self) -> bool:
+        if self.call == "complete":
+            self.has_begun.set()
+        return self.call != "complete" or self.how == "error" or self.aborted.is_set()
+
+    def exception(self) -> RuntimeError | None:
+        is_failed = self.call == "complete" and self.how in ("error", "hang")
+        return RuntimeError("NCCL: remote error") if is_failed else None
+
+    def wait(self) -> None:
+        self._do("wait")
+
+    def abort(self) -> None:
+        self.aborted.set()
+        if self.call == "abort":
+            self.end.wait()
+
+
+def form_fake(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeNccl, timeout_s: float, is_aborted=lambda: False
+) -> CrossGroupProcessGroup:
+    monkeypatch.setattr(group_sync, "new_nccl", lambda *_: fake)
+    replica, device = ReplicaRank(1, 0, 0, 1), torch.device("cuda", 0)
+    return CrossGroupProcessGroup(replica, dist.HashStore(), device, timeout_s, is_aborted)
+
+
+def exchange(group: CrossGroupProcessGroup) -> None:
+    group.all_gather(torch.zeros(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("how", ["hang", "error", "late"])
+@pytest.mark.parametrize("call", ["connect", "start", "complete", "wait"])
+def test_whatever_call_of_nccl_fails_or_hangs_the_group_is_not_formed_and_aborted(
+    monkeypatch: pytest.MonkeyPatch, call: str, how: str
+) -> None:
+    fake = FakeNccl(call, how)
+    with pytest.raises(ExchangeError, match="no replica group was formed"):
+        form_fake(monkeypatch, fake, timeout_s=0.1)
+    assert fake.aborted.is_set()
+
+
+@pytest.mark.parametrize("how", ["hang", "error", "late"])
+@pytest.mark.parametrize("call", ["start", "complete", "wait"])
+def test_whatever_call_of_nccl_fails_or_hangs_an_exchange_fails_in_time(
+    monkeypatch: pytest.MonkeyPatch, call: str, how: str
+) -> None:
+    fake = FakeNccl()
+    group = form_fake(monkeypatch, fake, timeout_s=0.1)
+    exchange(group)
+    fake.call, fake.how = call, how
+    cause = "NCCL" if how == "error" else "did not answer within 0.1 s"
+    with pytest.raises(ExchangeError, match=cause) as failed:
+        exchange(group)
+    assert not failed.value.gave_up
+    with pytest.raises(ExchangeError):
+        group.drop()
+        exchange(group)
+    assert fake.aborted.is_set()
+
+
+@pytest.mark.parametrize("call", ["connect", "start", "complete", "wait"])
+def test_who_is_told_to_give_up_leaves_a_call_of_nccl_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    fake = FakeNccl(call, "hang")
+    with pytest.raises(ExchangeError, match="given up") as failed:
+        form_fake(monkeypatch, fake, 1e6, is_aborted=fake.has_begun.is_set)
+    assert failed.value.gave_up
+
+
+def test_an_abort_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_sync, "_ABORT_S", 0.01)
+    fake = FakeNccl("abort")
+    form_fake(monkeypatch, fake, 1e6).drop()
+    assert fake.aborted.is_set() and not fake.end.is_set()
+    fake.end.set()
+
+
+def test_torch_never_ends_the_process_for_the_sake_of_a_free_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, made = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Nccl:
+        Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+
+        def __init__(self, store: Any, index: int, size: int, options: Any) -> None:
+            made.append((options, dict(os.environ)))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    new_nccl(dist.HashStore(), ReplicaRank(1, 0, 0, 1), torch.device("cuda", 0), 20.0)
+    ((options, environment),) = made
+    assert options.config.blocking == 0
+    assert options._timeout > timedelta(hours=1), "the exchange's own limit comes first"
+    assert environment[name] == environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ[name] == "3", "groups that nobody watches keep torch's watchdog"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.trainer.elastic.coordinator import elastic_world
 from tests.unit.trainer.elastic.coordinator.elastic_world import (
@@ -19,7 +20,7 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
 )
 from tests.unit.trainer.spec.test_spec import changed
 from trainer import failures
-from trainer.checkpoint.manager import TrainState
+from trainer.checkpoint.manager import SaveStanding, TrainState
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Arrive,
@@ -860,7 +861,7 @@ def test_steps_are_at_risk_until_a_checkpoint_holds_them():
         assert chronicle.as_event(ledger, 1, 0.0).values["risk/steps_undurable"] == num_steps
 
 
-def leader(led: LeaderProgress, step: int, validate_every: int | None) -> GroupSession:
+def leader(led: LeaderProgress, step: int, validate_every: int | None = None) -> GroupSession:
     """A session of a leader that stands at `step` of 100, of 40 an epoch; what trains is left out.
 
     A sync every 4 steps, a checkpoint every 10.
@@ -878,6 +879,7 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None) -> GroupS
     session.ledger, session.total_steps = Ledger(led=led), 100
     session.validation_source, session._has_finished = object(), False
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
+    session.saves, session._urgent_step = SaveStanding(), 0
     epoch, epoch_step = divmod(step, 40)
     session.state = TrainState(step=step, reached=DataPosition(epoch, epoch_step * 8))
     session._before = TrainState(step=step - 1, reached=session.state.position)
@@ -886,21 +888,56 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None) -> GroupS
 
 @pytest.mark.parametrize("validate_every", [None, 10])
 def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int | None) -> None:
-    undone = leader(LeaderProgress(step=38, epoch=0), 41, validate_every)
+    undone = leader(LeaderProgress(step=38, epoch=0, saved_step=38), 41, validate_every)
     assert undone.is_validation_step() and undone.is_checkpoint_step()
-    done = leader(LeaderProgress(step=40, epoch=1), 41, validate_every)
+    done = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 41, validate_every)
     assert not done.is_validation_step() and not done.is_checkpoint_step()
     # A resumed run owes nothing for what its checkpoint holds.
     assert TrainState(step=40, reached=DataPosition(2, 5)).ledger.led == LeaderProgress(
-        step=40, epoch=2
+        step=40, epoch=2, saved_step=40
     )
+
+
+def test_a_save_counts_once_it_is_durable_and_busy_storage_is_not_waited_for() -> None:
+    begun = leader(LeaderProgress(step=40, epoch=1, saved_step=30), 41)
+    assert begun.is_checkpoint_step()  # whoever began it may be lost
+    begun.saves = SaveStanding(saved_step=30, is_blocked=True)
+    assert not begun.is_checkpoint_step() and not begun._is_leading_due(45 * 8)
+    begun.saves = SaveStanding(saved_step=30, has_failed=True)
+    assert begun.is_checkpoint_step()
+    begun.saves = SaveStanding(saved_step=40)
+    assert not begun.is_checkpoint_step()
+    begun.saves, begun.is_leader = SaveStanding(), False
+    assert not begun.is_checkpoint_step()
+
+
+def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable() -> None:
+    session: Any = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 42)
+    copies = [SimpleNamespace(standing="current")] * 2
+    session._num_copies, session._num_requests = 0, 0
+    session.group_sync = SimpleNamespace(members=copies[:1])
+    session._count_copies()
+    assert not session.is_checkpoint_step(), "a job of one group loses no copy"
+    for members in (copies, copies[:1]):
+        session.group_sync.members = members
+        session._count_copies()
+    assert session.is_checkpoint_step() and session._may_be_due_next
+    session.saves = SaveStanding(saved_step=42)
+    assert not session.is_checkpoint_step()
+    session.state = TrainState(step=43, reached=session.state.position)
+    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    assert session.is_checkpoint_step()
+    session.saves = SaveStanding(saved_step=43)
+    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    assert not session.is_checkpoint_step()
 
 
 @pytest.mark.parametrize(("step", "may_lead"), [(41, False), (46, True), (97, True)])
 def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     step: int, may_lead: bool
 ) -> None:
-    session: Any = leader(LeaderProgress(step=step - 1, epoch=step // 40), step, None)
+    led = LeaderProgress(step=step - 1, epoch=step // 40, saved_step=step - 1)
+    session: Any = leader(led, step, None)
     session.standing, session._leases = "current", ["a lease"]
     assert session._may_overlap is not may_lead
     session.is_leader = False
@@ -908,9 +945,14 @@ def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
 
 
 def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:
-    session: Any = leader(LeaderProgress(step=38, epoch=1), 41, None)
+    session: Any = leader(LeaderProgress(step=38, epoch=1, saved_step=38), 41, None)
     saves: list[bool] = []
-    session.save_checkpoint, session.final_metrics = saves.append, {}
+
+    def save(is_best: bool) -> None:
+        saves.append(is_best)
+        session.saves = SaveStanding(saved_step=session.state.step)
+
+    session.save_checkpoint, session.final_metrics = save, {}
     session.checkpoints = SimpleNamespace(newest_commit=None)
     session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True)
     untrained = SimpleNamespace(num_rows=0)

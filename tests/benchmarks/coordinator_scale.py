@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import re
-import resource
 import selectors
 import socket
 import statistics
@@ -47,7 +46,7 @@ from trainer.coordination.messages import (
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, raise_open_files
 
 NAME = "coordinator_scale"
 RUNS = 3
@@ -227,7 +226,7 @@ def simulate(address: str, groups: range, pipe: Connection) -> None:
 
 @dataclass(eq=False)
 class SimulatedRank:
-    """One connection; `verdict` is the newest of its group, as its rank 0 was told."""
+    """One connection, and what was read from it and not taken yet."""
 
     group: int
     rank: int
@@ -365,9 +364,9 @@ class SimulatedRanks:
         take: Callable[[SimulatedRank, bytes], None],
         waiting: set[SimulatedRank],
     ) -> None:
-        """Nobody is told two things at once, and a verdict may come while others wait for a round.
+        """Take the line of a rank that waits for one; another's stays in its buffer.
 
-        It stays in the buffer then.
+        Nobody is told two things at once, but a verdict may come while others wait for a round.
         """
         if rank not in waiting:
             return
@@ -392,12 +391,6 @@ def _hello_of(rank: SimulatedRank) -> Hello:
         standing="initial",
         ledger=Ledger(),
     )
-
-
-def raise_open_files() -> None:
-    """Let this process have as many open connections as it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -161,6 +162,7 @@ class Coordinator:
 
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
+        raise_open_files()
         self._config, self._on_crash = config, on_crash
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
@@ -328,6 +330,12 @@ class Coordinator:
         connection = self._connections.get(reply.to)
         if connection and not connection.transport.is_closing():
             connection.transport.write(self._encoder.lines_for(connection, reply))
+
+
+def raise_open_files() -> None:
+    """Let this process have as many connections as it may: the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _delete_keys(store: TCPStore, oldest: int) -> None:

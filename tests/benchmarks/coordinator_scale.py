@@ -46,7 +46,7 @@ from trainer.coordination.messages import (
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, raise_open_files
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
 
 NAME = "coordinator_scale"
 RUNS = 3
@@ -156,6 +156,7 @@ def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
         min_hang_s=_NEVER_S,
     )
     book = LeaseBook(10**9, 1, ROWS_PER_LEASE, num_lanes=NUM_RANKS)
+    prepare_process()  # as the actor does
     with TemporaryDirectory() as folder:
         attempt_dir = Path(folder, "runs", "job", "attempts", "a0")
         coordinator = Coordinator(CoordinatorConfig(policy, book, attempt_dir))
@@ -208,7 +209,7 @@ def ask_all(agents: Sequence[Connection], phase: str) -> list[Told]:
 def simulate(address: str, groups: range, pipe: Connection) -> None:
     """Body of a process of simulated ranks, until the other end of the pipe is closed."""
     die_with_parent()
-    raise_open_files()
+    prepare_process()
     ranks = SimulatedRanks(address, groups)
     phases: dict[str, Callable[[], Told]] = {
         "join": ranks.join,

@@ -8,6 +8,7 @@ are JSON lines (`trainer.coordination.messages`); a line that is none ends its c
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import queue
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
+_GC_THRESHOLDS = (200_000, 20, 1000)
 _BACKLOG = 4096  # all ranks may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
@@ -162,7 +164,6 @@ class Coordinator:
 
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
-        raise_open_files()
         self._config, self._on_crash = config, on_crash
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
@@ -332,8 +333,12 @@ class Coordinator:
             connection.transport.write(self._encoder.lines_for(connection, reply))
 
 
-def raise_open_files() -> None:
-    """Let this process have as many connections as it may: the usual limit is 1024."""
+def prepare_process() -> None:
+    """Let a process of thousands of connections have them (the usual limit is 1024).
+
+    Garbage is looked for less often: messages are in no cycles, and live for about a sync.
+    """
+    gc.set_threshold(*_GC_THRESHOLDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

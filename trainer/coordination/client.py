@@ -33,6 +33,7 @@ from trainer.coordination.messages import (
     Numbered,
     Rejection,
     Request,
+    Roster,
     Round,
     RoundResult,
     Vote,
@@ -118,6 +119,7 @@ class CoordinatorClient:
         self._is_welcome = False
         self._away_since = time.monotonic()
         self._aborted_round = -1
+        self._roster = Roster(members=())
         self._heartbeat = Heartbeat(progress=0, phase="start", step=0)
         self._store_address = ""
         self._store: tuple[str, Store] | None = None
@@ -268,7 +270,7 @@ class CoordinatorClient:
         while data := connection.recv(_RECV_BYTES):
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                self._take_answer(Answered.model_validate_json(line))
+                self._take_line(Answered.model_validate_json(line))
 
     def _introduce(self) -> None:
         with self._changed:
@@ -280,6 +282,15 @@ class CoordinatorClient:
                 self._welcome_id, self._next_id = self._next_id, self._next_id + 1
             hello = Numbered(id=self._welcome_id, body=self._hello)
         self._send(hello)
+
+    def _take_line(self, line: Answered) -> None:
+        if isinstance(line.body, Roster):
+            self._roster = line.body
+        elif isinstance(line.body, Round):
+            body = line.body.with_members(self._roster)
+            self._take_answer(line.model_copy(update={"body": body}))
+        else:
+            self._take_answer(line)
 
     def _take_answer(self, line: Answered) -> None:
         if isinstance(line.body, Rejection):

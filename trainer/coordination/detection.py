@@ -7,7 +7,7 @@ none reads a clock or acts. State belongs to one attempt.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -79,8 +79,10 @@ def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
     slowest one: the others wait for as long as it is busy on its own when they are not.
     """
     needed: dict[RankId, float] = {}
-    for group in {rank.group for rank in beats}:
-        mates = {rank: each for rank, each in beats.items() if rank.group == group}
+    groups: defaultdict[int, dict[RankId, Heartbeat]] = defaultdict(dict)
+    for rank, each in beats.items():
+        groups[rank.group][rank] = each
+    for mates in groups.values():
         if not all(each.local_s for each in mates.values()):
             needed |= {rank: each.step_time_s for rank, each in mates.items()}
             continue

@@ -204,14 +204,31 @@ class Arrive(Message):
         return max(self.weight, _LEAST_ROW_WEIGHT * self.num_rows)
 
 
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class RoundMember(Message):
     """One group in a round, by its place in the replica groups; weight 0 hears without counting."""
 
     group: Count
     incarnation: Count
-    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    weight: Weight
     standing: GroupState
     hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
+
+
+class Roster(Message):
+    """Who is in the rounds that this connection is told of from now on; their weights are 0 here.
+
+    It precedes the first round of a connection and any whose members differ in more than weights.
+    """
+
+    kind: Literal["roster"] = "roster"
+    members: tuple[RoundMember, ...]
+
+    @classmethod
+    def of(cls, members: tuple[RoundMember, ...]) -> Roster:
+        return cls(members=tuple(each.model_copy(update={"weight": 0.0}) for each in members))
 
 
 class Round(Message):
@@ -222,18 +239,32 @@ class Round(Message):
     nothing to average; with `is_exact` everything that differs is averaged, in full precision,
     whatever the policy. `donor` is where a listener copies its shard from. With `overlaps` all
     ranks of the group train on from here, and apply the averages when they have trained what they
-    hold.
+    hold. On the wire it has `weights` in the place of `members`: those of the newest `Roster`.
     """
 
     kind: Literal["round"] = "round"
     round: Count
     generation: Count
-    members: tuple[RoundMember, ...]
+    members: tuple[RoundMember, ...] = ()
+    weights: tuple[Weight, ...] = ()
     commit: Count
     is_idle: bool = False
     is_exact: bool = False
     overlaps: bool = False
     donor: str | None = None
+
+    def without_members(self) -> Round:
+        """As it travels after a `Roster` of its members."""
+        weights = tuple(each.weight for each in self.members)
+        return self.model_copy(update={"members": (), "weights": weights})
+
+    def with_members(self, roster: Roster) -> Round:
+        """As it was before it travelled."""
+        members = tuple(
+            each.model_copy(update={"weight": weight})
+            for each, weight in zip(roster.members, self.weights, strict=True)
+        )
+        return self.model_copy(update={"members": members, "weights": ()})
 
 
 Checksum = tuple[str, int]
@@ -291,7 +322,7 @@ class Rejection(Message):
 
 
 Request = Annotated[Hello | Heartbeat | Arrive | Vote, Field(discriminator="kind")]
-Answer = Annotated[Welcome | Round | RoundResult | Rejection, Field(discriminator="kind")]
+Answer = Annotated[Welcome | Roster | Round | RoundResult | Rejection, Field(discriminator="kind")]
 
 
 class Numbered(Message):

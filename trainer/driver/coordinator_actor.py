@@ -16,7 +16,7 @@ from trainer.driver.attempt import Attempt
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
-from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 from trainer.spec.job import JobSpec
@@ -51,6 +51,7 @@ class CoordinatorActor(Coordinator):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
+        prepare_process()
         # Ray restarts the process, and what it knew comes back with the ranks.
         super().__init__(config, on_crash=lambda: os._exit(1))
         logger.info("the coordinator listens at %s", self.address)

@@ -18,7 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarks import ne_parity, ne_resize, prepare_pandas, quality, two_d
+from tests.benchmarks import (
+    coordinator_scale,
+    ne_parity,
+    ne_resize,
+    prepare_pandas,
+    quality,
+    two_d,
+)
 from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal, with_waits
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
@@ -460,3 +467,9 @@ def test_the_quality_of_every_model_is_measured_on_the_same_rows(tmp_path):
     low, high = document["user_bootstrap"]["rmse_gain"]
     assert low < gain["value"] < high
     assert document["settings"]["num_held_out"] < document["settings"]["num_fitted"] / 5
+
+
+def test_simulated_ranks_sync_with_the_real_coordinator_and_hear_of_a_loss():
+    scale = coordinator_scale.measure(num_groups=3, num_syncs=2)
+    assert scale.cpu_s > 0 and scale.commit_s > 0 and scale.loss_s > 0
+    assert scale.sent_bytes > 3 * coordinator_scale.NUM_RANKS * 200

@@ -6,15 +6,18 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -30,7 +33,21 @@ from trainer.coordination.client import (
     Refused,
     end_process,
 )
-from trainer.coordination.messages import Arrive, GroupState, Ledger, Report, RoundResult, Vote
+from trainer.coordination.messages import (
+    Answer,
+    Answered,
+    Arrive,
+    GroupState,
+    Hello,
+    Ledger,
+    Numbered,
+    Report,
+    Request,
+    Roster,
+    Round,
+    RoundResult,
+    Vote,
+)
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.job_runner import HangMonitor
 from trainer.elastic.coordinator.interface import MembershipPolicy
@@ -236,6 +253,46 @@ def events_of(folder: Path, kind: str) -> list[Event]:
     ]
     found = [EVENT_ADAPTER.validate_json(line) for line in lines]
     return [event for event in found if event.kind == kind]
+
+
+def ask(lines: BinaryIO, body: Request, kind: str) -> list[Answer]:
+    """What a connection is told from a request to its answer of this kind."""
+    lines.write(Numbered(id=1, body=body).model_dump_json().encode() + b"\n")
+    lines.flush()
+    told: list[Answer] = []
+    while not told or told[-1].kind != kind:
+        told.append(Answered.model_validate_json(lines.readline()).body)
+    return told
+
+
+def test_members_travel_once_per_connection_and_their_weights_with_every_round(tmp_path: Path):
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    host, _, port = coordinator.address.rpartition(":")
+    hello = Hello(
+        **asdict(identity(0)), pid=1, donor="", origin="seed", standing="initial", ledger=Ledger()
+    )
+    with socket.create_connection((host, int(port)), scaled(10)) as connection:
+        lines = connection.makefile("rwb")
+        ask(lines, hello, "welcome")
+        roster, first = ask(lines, Arrive(standing="initial", commit=0), "round")
+        assert isinstance(roster, Roster) and isinstance(first, Round)
+        assert [each.hosts for each in first.with_members(roster).members] == [("host-0",)]
+        (result,) = ask(lines, Vote(round=1, commit=1, ok=True), "verdict")
+        assert isinstance(result, RoundResult) and result.committed
+        arrival = Arrive(standing="current", commit=1, leases=(result.leases[0].id,), num_rows=5)
+        # It is current now, which is a change; from here on its weight alone differs.
+        current, second = ask(lines, arrival, "round")
+        (result,) = ask(lines, Vote(round=2, commit=2, ok=True), "verdict")
+        arrival = arrival.model_copy(update={"commit": 2, "leases": (result.leases[0].id,)})
+        (third,) = ask(lines, arrival.model_copy(update={"num_rows": 3}), "round")
+        assert (second.weights, third.weights) == ((5.0,), (3.0,))
+        assert third.with_members(current).members[0].standing == "current"
+        # The same rank on a new connection is told anew.
+        with socket.create_connection((host, int(port)), scaled(10)) as again:
+            lines = again.makefile("rwb")
+            ask(lines, hello.model_copy(update={"round": 3}), "welcome")
+            assert ask(lines, arrival, "round") == [current, third]
+    coordinator.stop()
 
 
 def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path):

@@ -264,9 +264,9 @@ class GroupRegistry:
 
     def _choose_leader(self) -> int | None:
         """The leader: the same as long as it is current, else the lowest number that is."""
-        current = [group.group for group in self._current]
-        if self._leader not in current:
-            self._leader = min(current, default=None)
+        leader = self._groups.get(self._leader) if self._leader is not None else None
+        if leader is None or not leader.is_current:
+            self._leader = min((group.group for group in self._current), default=None)
         return self._leader
 
     def status(self) -> CoordinatorStatus:
@@ -440,11 +440,11 @@ def fenced(message: str) -> Rejection:
     return Rejection(reason="fenced", message=message)
 
 
-def rank_ids(groups: Iterable[Group], waiting: bool) -> list[RankId]:
-    """The ranks that wait for the coordinator, or those that do not."""
+def waiting_ranks(groups: Iterable[Group]) -> list[RankId]:
+    """The ranks that wait for the coordinator."""
     return [
         group.rank_id(rank)
         for group in groups
         for rank, state in group.ranks.items()
-        if (state.request is not None) == waiting
+        if state.request is not None
     ]

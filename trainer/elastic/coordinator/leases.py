@@ -11,6 +11,7 @@ free again. Raises `LeaseError`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
@@ -167,6 +168,8 @@ class LeaseBook:
         Raises `LeaseError` where it is about other data.
         """
         self._leases: dict[int, tuple[int, Lease]] = {}
+        self._held: defaultdict[int, dict[int, Lease]] = defaultdict(dict)  # by group
+        self._num_rows_leased = 0
         self._epoch = ledger.epoch
         self._rows_trained, self._rows_skipped = ledger.rows_trained, ledger.rows_skipped
         self._open = {each.epoch: self._begin(each.epoch, each.done) for each in ledger.open_epochs}
@@ -204,8 +207,7 @@ class LeaseBook:
 
         An epoch begins when all rows of the last are done.
         """
-        leased = sum(lease.num_rows for _, lease in self._leases.values())
-        num_rows = min(self._rows_per_lease, self.num_rows_left - leased)
+        num_rows = min(self._rows_per_lease, self.num_rows_left - self._num_rows_leased)
         if num_rows <= 0:
             return None
         spans = self._opened(self._epoch).take(group, num_rows, self._num_lanes)
@@ -222,11 +224,20 @@ class LeaseBook:
 
     def _enter(self, group: int, lease: Lease) -> None:
         self._leases[lease.id] = group, lease
+        self._held[group][lease.id] = lease
+        self._num_rows_leased += lease.num_rows
         self._next_id = max(self._next_id, lease.id + 1)
+
+    def _leave(self, lease_id: int) -> Lease:
+        """Nobody holds this lease any more."""
+        group, lease = self._leases.pop(lease_id)
+        del self._held[group][lease_id]
+        self._num_rows_leased -= lease.num_rows
+        return lease
 
     def held(self, group: int) -> tuple[Lease, ...]:
         """What `group` holds, in the order to train it."""
-        return tuple(lease for holder, lease in self._leases.values() if holder == group)
+        return tuple(self._held[group].values())
 
     def adopt(self, leases: Iterable[Lease], group: int) -> tuple[Lease, ...]:
         """Take over leases that `group` holds since before this book; returns those it may train.
@@ -267,7 +278,7 @@ class LeaseBook:
                 f"nobody holds lease {lease_id}: it was done or taken back before; a group that "
                 "still trains it has missed a verdict and must ask for its leases"
             )
-        _, lease = self._leases.pop(lease_id)
+        lease = self._leave(lease_id)
         for span in lease.spans:
             self._open[lease.epoch].done.add(*span)
         return lease
@@ -281,7 +292,7 @@ class LeaseBook:
         """Free all that `group` holds, since it is lost or leaves; returns how many rows."""
         returned = self.held(group)
         for lease in returned:
-            del self._leases[lease.id]
+            self._leave(lease.id)
             for span in lease.spans:
                 self._open[lease.epoch].release(*span)
         for each in self._open.values():

@@ -36,7 +36,7 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
-from trainer.elastic.coordinator.groups import Group, fenced, rank_ids
+from trainer.elastic.coordinator.groups import Group, fenced, waiting_ranks
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
 from trainer.elastic.coordinator.rounds import SyncRounds
@@ -78,6 +78,7 @@ class Membership(SyncRounds):
         self._recovery: Recovery | None = None
         self._unwelcomed: list[tuple[RankId, int]] = []
         self._has_settled = False
+        self._late: Group | None = None
         self._metrics_due: float | None = None
         self._suspicions = SuspicionFilter(policy.min_hang_s)
 
@@ -91,7 +92,8 @@ class Membership(SyncRounds):
             self._reply(rank, request_id, rejection)
             return self._take_effects()
         known = self._groups.get(hello.group)
-        if known and known.incarnation < hello.incarnation:
+        is_newer = known is not None and known.incarnation < hello.incarnation
+        if known and is_newer:
             message = f"incarnation {hello.incarnation} of the group has begun"
             self._lose(known, "replaced", message, now)
         if hello.members and not self._knows_run and not self._recovery:
@@ -105,7 +107,8 @@ class Membership(SyncRounds):
         group.add_rank(hello)
         self._monitor.hear(rank, now)
         self._unwelcomed.append((rank, request_id))
-        self._advance(now)
+        if is_newer or self._recovery:  # otherwise a hello makes no round possible
+            self._advance(now)
         self._welcome_all(veterans_only=self._recovery is not None)
         return self._take_effects()
 
@@ -163,9 +166,19 @@ class Membership(SyncRounds):
             return self._take_effects()
         if arrive.report and group.is_current and group.group == self._choose_leader():
             self._report = arrive.report
-        if group.is_ready:
+        if group.is_ready and (self._is_over or not self._is_held_up()):
             self._advance(now)
         return self._take_effects()
+
+    def _is_held_up(self) -> bool:
+        """Whether a current group has still to arrive; looks for one only when the last one has."""
+        late = self._late
+        is_late = late and self._groups.get(late.group) is late and late.is_current
+        if not is_late or (late and late.is_ready):
+            newest_first = reversed(self._groups.values())
+            unready = (each for each in newest_first if each.is_current and not each.is_ready)
+            self._late = next(unready, None)
+        return self._late is not None
 
     def on_vote(self, rank: RankId, request_id: int, vote: Vote, now: float) -> list[Effect]:
         """A rank holds the averages of a round, or could not form them."""
@@ -299,15 +312,18 @@ class Membership(SyncRounds):
             found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
         if self._is_over:
             return found
-        for hang in self._monitor.hangs(now, rank_ids(self._present, waiting=True), share):
+        for hang in self._monitor.hangs(now, waiting_ranks(self._present), share):
             suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
             found.setdefault(hang.rank.group, suspect)
         late_s = policy.vote_timeout_s
-        for rank in rank_ids(self._present, waiting=False):
-            state = self._rank(rank)
-            deadlines = self._deadlines.get(state.round or 0, {}) if state else {}
-            if deadlines.get(rank.rank, math.inf) - (1 - share) * late_s < now:
-                found.setdefault(rank.group, Suspect(rank, "hang", "sync", late_s, late_s))
+        for group in self._present:
+            for shard, state in group.ranks.items():
+                if state.round is None or state.request is not None:
+                    continue
+                deadline = self._deadlines.get(state.round, {}).get(shard, math.inf)
+                if deadline - (1 - share) * late_s < now:
+                    suspect = Suspect(group.rank_id(shard), "hang", "sync", late_s, late_s)
+                    found.setdefault(group.group, suspect)
         return found
 
     def _note_held(self, held: Sequence[Suspect], num_copies: int, now: float) -> None:
@@ -340,8 +356,8 @@ class Membership(SyncRounds):
 
     def _find_stragglers(self, now: float) -> None:
         current = self._current
-        hosts = {g.rank_id(rank): g.hosts[rank] for g in current for rank in range(g.num_ranks)}
-        for rank, slowdown in self._monitor.stragglers(hosts, now).items():
+        ranks = {group.rank_id(rank) for group in current for rank in group.ranks}
+        for rank, slowdown in self._monitor.stragglers(ranks, now).items():
             replace = self._policy.replace_stragglers and len(current) > 1
             if replace:
                 self._groups[rank.group].leave_cause = "straggler"
@@ -350,7 +366,7 @@ class Membership(SyncRounds):
                     time=now,
                     group=rank.group,
                     rank=rank.rank,
-                    host=hosts[rank],
+                    host=self._groups[rank.group].hosts[rank.rank],
                     slowdown=slowdown,
                     action="replace" if replace else "none",
                 )

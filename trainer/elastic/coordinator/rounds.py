@@ -56,7 +56,8 @@ class OpenRound:
     It is exact (`Round.is_exact`) while somebody copies, and where a group asks for it.
     `overlapping` are the groups that train on meanwhile: none where it is exact. `listeners` hear
     it and count for nothing: it commits `_LISTENER_GRACE_S` after `agreed_at`, when all others held
-    the averages; `undecided` are those that do not yet.
+    the averages; `undecided` are those that do not yet. `told` are the messages about it, of which
+    all ranks but listeners get the same.
     """
 
     number: int
@@ -75,6 +76,7 @@ class OpenRound:
     votes: dict[RankId, Vote] = field(default_factory=dict)
     agreed_at: float | None = None
     undecided: set[RankId] = field(init=False)
+    told: dict[tuple[bool, str | None], Round] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         listeners = self.listeners
@@ -310,16 +312,20 @@ class SyncRounds(GroupRegistry):
     def _round_for(self, opened: OpenRound, group: Group, rank: int) -> Round:
         """The message about a round for one rank."""
         donor = self._groups.get(group.donor) if group.donor is not None else None
-        return Round(
-            round=opened.number,
-            generation=opened.generation,
-            members=opened.members,
-            commit=opened.commit,
-            is_idle=opened.is_idle,
-            is_exact=opened.is_exact,
-            overlaps=group.group in opened.overlapping,
-            donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
-        )
+        address = donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None
+        own = group.group in opened.overlapping, address
+        if own not in opened.told:
+            opened.told[own] = Round(
+                round=opened.number,
+                generation=opened.generation,
+                members=opened.members,
+                commit=opened.commit,
+                is_idle=opened.is_idle,
+                is_exact=opened.is_exact,
+                overlaps=own[0],
+                donor=address,
+            )
+        return opened.told[own]
 
     # --- votes
 
@@ -526,8 +532,9 @@ class SyncRounds(GroupRegistry):
         return group.standing
 
     def _may_leave(self, group: Group) -> bool:
-        others = [each for each in self._current if each is not group and not each.leave_cause]
-        return group.leave_cause is not None and (not group.is_current or bool(others))
+        if group.leave_cause is None or not group.is_current:
+            return group.leave_cause is not None
+        return any(each is not group and not each.leave_cause for each in self._current)
 
     def _hand_out(self) -> None:
         """Lease rows to the groups that are current: to each its first before any its second.

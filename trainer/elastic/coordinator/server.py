@@ -8,9 +8,11 @@ are JSON lines (`trainer.coordination.messages`); a line that is none ends its c
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -23,7 +25,17 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import Answered, Arrive, Heartbeat, Hello, Numbered, Vote
+from trainer.coordination.messages import (
+    Answer,
+    Answered,
+    Arrive,
+    Heartbeat,
+    Hello,
+    Numbered,
+    Roster,
+    Round,
+    Vote,
+)
 from trainer.elastic.coordinator.interface import (
     CoordinatorStatus,
     Effect,
@@ -42,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
+_GC_THRESHOLDS = (200_000, 20, 1000)
+_BACKLOG = 4096  # all ranks may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
 _MONITORED_KINDS = frozenset({"hang_found", "straggler_found"})
@@ -76,10 +90,68 @@ def open_stream(attempt_dir: Path) -> EventWriter:
     return EventWriter(path)
 
 
-@dataclass
-class _Connection:
-    writer: asyncio.StreamWriter
-    rank: RankId | None = None
+class _Connection(asyncio.Protocol):
+    """The connection of one rank: cuts what comes into lines."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._buffer = b""
+        self.rank: RankId | None = None
+        self.roster: Roster | None = None
+        """The newest one that the rank was told."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._coordinator.connect(self)
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            for line in lines:
+                self._coordinator.receive(self, Numbered.model_validate_json(line))
+        except ValidationError:
+            logger.exception("%s sent an invalid message", self.rank)
+            self.transport.close()
+        if len(self._buffer) > _MAX_LINE_BYTES:
+            logger.error("%s sent a line without an end", self.rank)
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error:
+            logger.info("%s: %s", self.rank, error)
+        self._coordinator.disconnect(self, is_broken=error is not None)
+
+
+class _AnswerEncoder:
+    """Makes lines of answers; what many ranks are told is encoded once for all of them."""
+
+    def __init__(self) -> None:
+        self._roster, self._roster_line = Roster(members=()), b""
+        self._body: Answer | None = None
+        self._encoded = b""
+
+    def lines_for(self, connection: _Connection, reply: Reply) -> bytes:
+        """The answer, after the roster of its round where the rank has not been told that."""
+        if reply.body is not self._body:
+            self._encode(reply.body)
+        line = b'{"id":%d,"body":%b}\n' % (reply.id, self._encoded)
+        if not isinstance(reply.body, Round) or connection.roster is self._roster:
+            return line
+        connection.roster = self._roster
+        return self._roster_line + line
+
+    def _encode(self, body: Answer) -> None:
+        self._body = body
+        if isinstance(body, Round):
+            roster = Roster.of(body.members)
+            if roster != self._roster:
+                self._roster = roster
+                self._roster_line = Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
+            body = body.without_members()
+        self._encoded = body.model_dump_json().encode()
 
 
 class Coordinator:
@@ -97,6 +169,8 @@ class Coordinator:
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
         self._membership = Membership(config.policy, config.book, store_address)
         self._connections: dict[RankId, _Connection] = {}
+        self._open: set[_Connection] = set()
+        self._encoder = _AnswerEncoder()
         self._writer = open_stream(config.attempt_dir)
         # One thread, so that slow storage does not delay the event loop.
         self._writing = ThreadPoolExecutor(1, "coordinator-events")
@@ -164,8 +238,8 @@ class Coordinator:
     async def _serve(self) -> None:
         config = self._config
         try:
-            server = await asyncio.start_server(
-                self._serve_connection, config.host, config.port, limit=_MAX_LINE_BYTES
+            server = await self._loop.create_server(
+                lambda: _Connection(self), config.host, config.port, backlog=_BACKLOG
             )
         except OSError as error:
             self._started.put(error)
@@ -176,7 +250,9 @@ class Coordinator:
         await self._is_stopping.wait()
         server.close()
         ticking.cancel()
-        await _end_tasks()
+        for connection in self._open:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # in which they close
         if self._error:
             raise self._error
 
@@ -204,25 +280,13 @@ class Coordinator:
         self._generation = newest
         self._writing.submit(_delete_keys, self._store, newest - 1)
 
-    async def _serve_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        connection = _Connection(writer)
-        is_broken = False
-        try:
-            while line := await reader.readline():
-                self._receive(connection, Numbered.model_validate_json(line))
-        except OSError as error:
-            is_broken = True
-            logger.info("%s: %s", connection.rank, error)
-        except ValidationError:
-            logger.exception("%s sent an invalid message", connection.rank)
-        finally:
-            self._disconnect(connection, is_broken)
-            writer.close()
+    def connect(self, connection: _Connection) -> None:
+        """A connection was accepted; who it is, its first line says."""
+        self._open.add(connection)
 
-    def _disconnect(self, connection: _Connection, is_broken: bool) -> None:
+    def disconnect(self, connection: _Connection, is_broken: bool) -> None:
         """Forget a connection; the end of a rank's newest one is the end of the rank."""
+        self._open.discard(connection)
         rank = connection.rank
         if rank is None or self._connections.get(rank) is not connection:
             return
@@ -234,7 +298,8 @@ class Coordinator:
         else:
             self._take(lambda: self._membership.on_disconnect(rank, self._now(), is_broken))
 
-    def _receive(self, connection: _Connection, line: Numbered) -> None:
+    def receive(self, connection: _Connection, line: Numbered) -> None:
+        """Take a line from a rank."""
         body, now = line.body, self._now()
         if isinstance(body, Hello):
             connection.rank = RankId(body.group, body.incarnation, body.rank)
@@ -264,17 +329,18 @@ class Coordinator:
 
     def _send(self, reply: Reply) -> None:
         connection = self._connections.get(reply.to)
-        if connection and not connection.writer.is_closing():
-            line = Answered(id=reply.id, body=reply.body).model_dump_json()
-            connection.writer.write(line.encode() + b"\n")
+        if connection and not connection.transport.is_closing():
+            connection.transport.write(self._encoder.lines_for(connection, reply))
 
 
-async def _end_tasks() -> None:
-    """End what else runs on this loop, which closes all connections."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+def prepare_process() -> None:
+    """Let a process of thousands of connections have them (the usual limit is 1024).
+
+    Garbage is looked for less often: messages are in no cycles, and live for about a sync.
+    """
+    gc.set_threshold(*_GC_THRESHOLDS)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _delete_keys(store: TCPStore, oldest: int) -> None:

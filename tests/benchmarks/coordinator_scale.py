@@ -1,0 +1,398 @@
+"""What a coordinator of up to 512 groups x 8 ranks costs: CPU, time and bytes of syncs and losses.
+
+python -m tests.benchmarks.coordinator_scale --json FILE
+
+The coordinator is the real one, at real sockets, alone in this process. The ranks are simulated
+in other processes, each with its own connection: in a sync every rank sends a heartbeat and
+arrives, votes as soon as it is told of the round, and waits for the verdict. Their messages are
+those of the real client; of the answers they read only what the next message needs. Then the ranks
+of one group close their connections in a round on which all others have voted, and the survivors
+are told that it has failed.
+
+`cpu_s_512`: CPU of the coordinator's process for one sync; `commit_s_512`: from the moment that the
+last rank arrives until the last has its verdict; `loss_s_512`: from the first connection closed
+until the last survivor is told; `exponent`: how CPU of a sync grows with groups, from 64 to 512.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import re
+import selectors
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
+from tests.harness.processes import die_with_parent
+from trainer.coordination.messages import (
+    Answered,
+    Arrive,
+    Heartbeat,
+    Hello,
+    Ledger,
+    Numbered,
+    Request,
+    RoundResult,
+    Vote,
+)
+from trainer.elastic.coordinator.interface import MembershipPolicy
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
+
+NAME = "coordinator_scale"
+RUNS = 3
+NUM_GROUPS = (8, 64, 512)
+NUM_RANKS = 8
+NUM_SYNCS = 5
+NUM_PROCESSES = 2
+ROWS_PER_LEASE = 64
+_NEVER_S = 3600.0
+_HEARTBEAT_TIMEOUT_S = 20.0
+_ANSWER_S = 300.0
+_RECV_BYTES = 1 << 20
+_ROUND = re.compile(rb'"kind":"round","round":(\d+),.*?"commit":(\d+)')
+GOALS = [
+    Goal("cpu_s_512", "cpu_s_512", "s", 0.5, "lower", "one second"),
+    Goal("commit_s_512", "commit_s_512", "s", 1.0, "lower", "one second"),
+    Goal("loss_s_512", "loss_s_512", "s", 2.0, "lower", "one second"),
+    Goal("exponent", "exponent", "", 1.3, "lower", "in proportion"),
+]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one number of groups costs: medians of the syncs, and one loss."""
+
+    num_groups: int
+    cpu_s: float
+    commit_s: float
+    received_bytes: float
+    sent_bytes: float
+    loss_cpu_s: float
+    loss_s: float
+
+
+def run(num_runs: int) -> BenchmarkReport:
+    """Measure; there is no peer, so each value is compared with 1."""
+    runs, scales = [], []
+    for number in range(num_runs):
+        scales = [measure(num_groups) for num_groups in NUM_GROUPS]
+        runs.append(Run(number, "ours", values_of(scales)))
+        runs.append(Run(number, "peer", dict.fromkeys(runs[-1].values, 1.0)))
+    settings = {"num_ranks": NUM_RANKS, "num_syncs": NUM_SYNCS, "rows": "those of the last run"}
+    return BenchmarkReport(NAME, settings, GOALS, runs, [asdict(scale) for scale in scales])
+
+
+def values_of(scales: Sequence[Scale]) -> dict[str, float]:
+    """The values of the goals, of the two largest sizes."""
+    *_, smaller, largest = scales
+    growth = math.log(largest.cpu_s / smaller.cpu_s)
+    return {
+        "cpu_s_512": largest.cpu_s,
+        "commit_s_512": largest.commit_s,
+        "loss_s_512": largest.loss_s,
+        "exponent": growth / math.log(largest.num_groups / smaller.num_groups),
+    }
+
+
+def measure(num_groups: int, num_syncs: int = NUM_SYNCS) -> Scale:
+    """Syncs of so many groups, the first of which starts the run and is left out, and a loss."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(coordinator_of(num_groups))
+        agents = [
+            stack.enter_context(agents_of(coordinator.address, groups))
+            for groups in (range(n, num_groups, NUM_PROCESSES) for n in range(NUM_PROCESSES))
+        ]
+        ask_all(agents, "join")
+        syncs = [_measure_sync(agents) for _ in range(num_syncs + 1)][1:]
+        ledger = coordinator.status().ledger
+        if ledger.commit != num_syncs + 1 or not ledger.rows_trained:
+            raise BenchmarkError(f"the syncs were not committed as expected: {ledger}")
+        loss_cpu_s, loss_s = _measure_loss(agents)
+        departed = [each.group for each in coordinator.status().departures]
+        if departed != [0]:
+            raise BenchmarkError(f"groups {departed} were lost instead of [0]")
+    cpu_s, commit_s, received, sent = (statistics.median(each) for each in zip(*syncs, strict=True))
+    scale = Scale(num_groups, cpu_s, commit_s, received, sent, loss_cpu_s, loss_s)
+    log(str(scale))
+    return scale
+
+
+def _measure_sync(agents: Sequence[Connection]) -> tuple[float, float, int, int]:
+    """(CPU seconds, seconds from the last arrival, bytes received, bytes sent) of a sync."""
+    cpu_s = time.process_time()
+    told = ask_all(agents, "sync")
+    cpu_s = time.process_time() - cpu_s
+    commit_s = max(each.ended_at for each in told) - max(each.began_at for each in told)
+    return cpu_s, commit_s, sum(e.sent_bytes for e in told), sum(e.read_bytes for e in told)
+
+
+def _measure_loss(agents: Sequence[Connection]) -> tuple[float, float]:
+    """(CPU seconds, seconds until the last survivor is told) of the loss of group 0."""
+    ask_all(agents, "vote_all_but_one")
+    cpu_s = time.process_time()
+    told = ask_all(agents, "lose_one")
+    cpu_s = time.process_time() - cpu_s
+    return cpu_s, max(each.ended_at for each in told) - min(each.began_at for each in told)
+
+
+@contextmanager
+def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
+    """The real coordinator, which loses nobody for being slow: all share this machine's cores."""
+    policy = MembershipPolicy(
+        num_groups,
+        start_grace_s=_NEVER_S,
+        heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
+        vote_timeout_s=_NEVER_S,
+        min_hang_s=_NEVER_S,
+    )
+    book = LeaseBook(10**9, 1, ROWS_PER_LEASE, num_lanes=NUM_RANKS)
+    prepare_process()  # as the actor does
+    with TemporaryDirectory() as folder:
+        attempt_dir = Path(folder, "runs", "job", "attempts", "a0")
+        coordinator = Coordinator(CoordinatorConfig(policy, book, attempt_dir))
+        try:
+            yield coordinator
+        finally:
+            coordinator.stop()
+
+
+# --- simulated ranks
+
+
+@dataclass(frozen=True)
+class Told:
+    """When a phase began and ended (monotonic seconds, alike in all processes), and its bytes."""
+
+    began_at: float
+    ended_at: float
+    read_bytes: int
+    sent_bytes: int
+
+
+@contextmanager
+def agents_of(address: str, groups: range) -> Iterator[Connection]:
+    """A process with the ranks of `groups`; it answers the name of each phase with `Told`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=simulate, args=(address, groups, theirs))
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        child.join(_ANSWER_S)
+
+
+def ask_all(agents: Sequence[Connection], phase: str) -> list[Told]:
+    """Let all processes go through a phase at the same time."""
+    for agent in agents:
+        agent.send(phase)
+    told = []
+    for agent in agents:
+        if not agent.poll(_ANSWER_S):
+            raise BenchmarkError(f"simulated ranks did not end the phase {phase} in {_ANSWER_S} s")
+        told.append(agent.recv())
+    return told
+
+
+def simulate(address: str, groups: range, pipe: Connection) -> None:
+    """Body of a process of simulated ranks, until the other end of the pipe is closed."""
+    die_with_parent()
+    prepare_process()
+    ranks = SimulatedRanks(address, groups)
+    phases: dict[str, Callable[[], Told]] = {
+        "join": ranks.join,
+        "sync": ranks.sync,
+        "vote_all_but_one": ranks.vote_all_but_one,
+        "lose_one": ranks.lose_one,
+    }
+    while True:
+        try:
+            phase = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(phases[phase]())
+
+
+@dataclass(eq=False)
+class SimulatedRank:
+    """One connection, and what was read from it and not taken yet."""
+
+    group: int
+    rank: int
+    connection: socket.socket
+    buffer: bytearray = field(default_factory=bytearray)
+
+
+class SimulatedRanks:
+    """Ranks of several groups on one thread."""
+
+    def __init__(self, address: str, groups: range) -> None:
+        host, _, port = address.rpartition(":")
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[SimulatedRank] = []
+        self._verdicts: dict[int, RoundResult] = {}
+        self._is_current = False
+        self._num_sent = self._num_read = 0
+        for group in groups:
+            for number in range(NUM_RANKS):
+                connection = socket.create_connection((host, int(port)), _ANSWER_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                rank = SimulatedRank(group, number, connection)
+                self._ranks.append(rank)
+                self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def join(self) -> Told:
+        began_at = self._begin()
+        for rank in self._ranks:
+            self._send(rank, 1, _hello_of(rank))
+        self._wait(self._ranks, b'"kind":"welcome"', lambda rank, line: None)
+        return self._told(began_at)
+
+    def sync(self) -> Told:
+        """Beat, arrive, vote, and keep what is told to the group."""
+        self._begin()
+        began_at = self._arrive()
+        self._wait(self._ranks, b'"kind":"round"', self._vote)
+        self._wait(self._ranks, b'"kind":"verdict","committed":true', self._keep)
+        self._is_current = True
+        return self._told(began_at)
+
+    def vote_all_but_one(self) -> Told:
+        """A round in which group 0 does not vote."""
+        self._begin()
+        began_at = self._arrive()
+
+        def vote(rank: SimulatedRank, line: bytes) -> None:
+            if rank.group != 0:
+                self._vote(rank, line)
+
+        self._wait(self._ranks, b'"kind":"round"', vote)
+        return self._told(began_at)
+
+    def lose_one(self) -> Told:
+        """Group 0 ends, and the others are told that the round has failed."""
+        began_at = self._begin()
+        for rank in self._ranks:
+            if rank.group == 0:
+                self._selector.unregister(rank.connection)
+                rank.connection.close()
+        survivors = [rank for rank in self._ranks if rank.group != 0]
+        self._wait(survivors, b'"kind":"verdict","committed":false', lambda rank, line: None)
+        return self._told(began_at)
+
+    def _begin(self) -> float:
+        self._num_sent = self._num_read = 0
+        return time.monotonic()
+
+    def _told(self, began_at: float) -> Told:
+        return Told(began_at, time.monotonic(), self._num_read, self._num_sent)
+
+    def _arrive(self) -> float:
+        """All beat, then all arrive; returns when the last one did."""
+        beat = Heartbeat(progress=self._num_read, phase="train", step=1, step_time_s=0.1)
+        for rank in self._ranks:
+            self._send(rank, 0, beat)
+        arrivals = {rank.group: self._arrival_of(rank.group) for rank in self._ranks}
+        for rank in self._ranks:
+            self._send(rank, 2, arrivals[rank.group])
+        return time.monotonic()
+
+    def _arrival_of(self, group: int) -> Arrive:
+        verdict = self._verdicts.get(group)
+        if verdict is None:
+            return Arrive(standing="initial", commit=0)
+        return Arrive(
+            standing="current",
+            commit=verdict.ledger.commit,
+            leases=tuple(lease.id for lease in verdict.leases[:1]),
+            num_rows=sum(lease.num_rows for lease in verdict.leases[:1]),
+            sums={"loss": 1.0},
+        )
+
+    def _vote(self, rank: SimulatedRank, line: bytes) -> None:
+        found = _ROUND.search(line)
+        assert found, line[:200]
+        self._send(rank, 3, Vote(round=int(found[1]), commit=int(found[2]), ok=True))
+
+    def _keep(self, rank: SimulatedRank, line: bytes) -> None:
+        if rank.rank == 0:
+            verdict = Answered.model_validate_json(line).body
+            assert isinstance(verdict, RoundResult)
+            self._verdicts[rank.group] = verdict
+
+    def _send(self, rank: SimulatedRank, request_id: int, body: Request) -> None:
+        line = Numbered(id=request_id, body=body).model_dump_json().encode() + b"\n"
+        rank.connection.sendall(line)
+        self._num_sent += len(line)
+
+    def _wait(
+        self,
+        ranks: Sequence[SimulatedRank],
+        kind: bytes,
+        take: Callable[[SimulatedRank, bytes], None],
+    ) -> None:
+        """Read until each of `ranks` has a line of this kind, which `take` is given."""
+        waiting = set(ranks)
+        for rank in ranks:
+            if b"\n" in rank.buffer:
+                self._take_line(rank, kind, take, waiting)
+        while waiting:
+            for key, _ in self._selector.select(_ANSWER_S):
+                rank = key.data
+                data = rank.connection.recv(_RECV_BYTES)
+                assert data, f"group {rank.group} rank {rank.rank} was cut off"
+                self._num_read += len(data)
+                rank.buffer += data
+                if data.endswith(b"\n"):
+                    self._take_line(rank, kind, take, waiting)
+
+    @staticmethod
+    def _take_line(
+        rank: SimulatedRank,
+        kind: bytes,
+        take: Callable[[SimulatedRank, bytes], None],
+        waiting: set[SimulatedRank],
+    ) -> None:
+        """Take the line of a rank that waits for one; another's stays in its buffer.
+
+        Nobody is told two things at once, but a verdict may come while others wait for a round.
+        """
+        if rank not in waiting:
+            return
+        line = bytes(rank.buffer).splitlines()[-1]  # a roster may come before it
+        assert kind in line[:200], f"waited for {kind!r}, was told {line[:200]!r}"
+        rank.buffer.clear()
+        waiting.discard(rank)
+        take(rank, line)
+
+
+def _hello_of(rank: SimulatedRank) -> Hello:
+    host = f"10.0.{rank.group // 250}.{rank.group % 250}"
+    return Hello(
+        group=rank.group,
+        incarnation=0,
+        rank=rank.rank,
+        num_ranks=NUM_RANKS,
+        host=host,
+        pid=1,
+        donor=f"{host}:41234",
+        origin="seed",
+        standing="initial",
+        ledger=Ledger(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=RUNS, description=__doc__))

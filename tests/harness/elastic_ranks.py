@@ -136,7 +136,9 @@ class ControlListener:
             time.sleep(_CONTROL_POLL_S)
             control = Control.read(self._path)
             if control.faults != self.control.faults:
-                fault_injection.arm(self._incarnation, {fault_injection.VARIABLE: control.faults})
+                # A rank that is still starting arms what is there once more.
+                os.environ[fault_injection.VARIABLE] = control.faults
+                fault_injection.arm(self._incarnation)
             self.control = control
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.local.processes import ProcessId
-from service.local.state import JoinedState, StackHome, StackState, boot_id
+from service.local.state import StackHome, StackState, boot_id
 from tests.harness.emulated import EmulatedHosts, Link
 from tests.harness.wait import scaled
 
@@ -135,22 +134,6 @@ def keep_stack(home: StackHome, **fields: Any) -> StackState:
     """Write the state of a stack that was started here since the last boot."""
     given = {"url": "http://127.0.0.1:1", "boot_id": boot_id(), "started_at": 1.0, **fields}
     state = StackState(**given)
-    home.root.mkdir(parents=True, exist_ok=True)
-    home.write(state)
-    return state
-
-
-def keep_joined(home: StackHome, node: ProcessId, **changes: str) -> JoinedState:
-    """Write that this machine has joined the cluster of 10.0.0.1 by a node."""
-    state = JoinedState(
-        address="10.0.0.7",
-        head_url="http://10.0.0.1:8700",
-        ray_address="http://10.0.0.1:8265",
-        gcs_address="10.0.0.1:6379",
-        boot_id=boot_id(),
-        started_at=1.0,
-        node=node,
-    ).model_copy(update=changes)
     home.root.mkdir(parents=True, exist_ok=True)
     home.write(state)
     return state

@@ -28,6 +28,7 @@ from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
+from trainer.protocol.versions import versions_here
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.job import JobSpec
 
@@ -182,7 +183,15 @@ class Attempt:
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         c = self.context
-        return WorkerConfig(self.spec, c.run_dir, c.attempt_id, run_index, group, secrets=c.secrets)
+        return WorkerConfig(
+            self.spec,
+            c.run_dir,
+            c.attempt_id,
+            run_index,
+            group,
+            secrets=c.secrets,
+            versions=versions_here(),
+        )
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
         resized = events.Resized(

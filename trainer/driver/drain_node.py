@@ -38,17 +38,23 @@ def live_nodes_of(gcs_address: str, host: str) -> list[str]:
     from ray.util.state import list_nodes
 
     filters: Any = [("node_ip", "=", host), ("state", "=", "ALIVE")]
-    found = list_nodes(address=gcs_address, filters=filters)
+    options: Any = {"limit": 10_000, "raise_on_missing_output": False}
+    found = list_nodes(address=gcs_address, filters=filters, **options)
     return [node.node_id for node in found if not node.is_head_node]
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command line says."""
+    made = argparse.ArgumentParser(prog="python -m trainer.driver.drain_node")
+    made.add_argument("gcs_address", help="Ray's head, as 10.0.0.1:6379")
+    made.add_argument("host", help="address of the machine, as 10.0.0.2")
+    made.add_argument("--grace-s", type=float, default=GRACE_S, help="longest wait for jobs")
+    return made
 
 
 def main() -> str | None:
     """Drain, and wait; what went wrong, for the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.driver.drain_node")
-    parser.add_argument("gcs_address", help="Ray's head, as 10.0.0.1:6379")
-    parser.add_argument("host", help="address of the machine, as 10.0.0.2")
-    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="longest wait for jobs")
-    given = parser.parse_args()
+    given = parser().parse_args()
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 

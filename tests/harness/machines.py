@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from service.files import write_private
 from service.local.state import StackHome, StackState, boot_id
 from tests.harness.emulated import EmulatedHosts, Link
 from tests.harness.wait import scaled
@@ -56,8 +58,24 @@ class Machine:
 
     @property
     def token_path(self) -> Path:
-        """The token of the cluster that it heads."""
-        return StackHome(self.home).token_path
+        """Ray's token, which an administrator has carried to all."""
+        return self.home.parent / "ray-token"
+
+    def start_ray(self, *options: str) -> None:
+        """`ray start` in the background, with one CPU, as docs/guides/machines.md says."""
+        where = f"--node-ip-address={self.address}", f"--temp-dir={StackHome(self.home).ray_dir}"
+        self.python("-m", "trainer.driver.ray_start", *options, *where, "--num-cpus=1")
+
+    def end_ray(self) -> None:
+        """End all that runs there; of other machines `ray stop` sees nothing."""
+        self.python("-m", "ray.scripts.scripts", "stop", "--force")
+        assert self.processes() == []
+
+    def python(self, *arguments: str, **settings: str) -> None:
+        """Run Python with Ray's token to its end; fails where its exit code is not 0."""
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_path)}
+        done = self._try([sys.executable, *arguments], token | settings)
+        assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
 
     def shardloom(self, *arguments: str, **settings: str) -> str:
         """Output of a command; fails with what it said where its exit code is not 0."""
@@ -67,9 +85,14 @@ class Machine:
 
     def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever that is, within two minutes."""
+        return self._try([sys.executable, "-m", "service.cli", *arguments], settings)
+
+    def _try(
+        self, command: Sequence[str], settings: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         prefixes = ("SHARDLOOM_", "RAY_")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
-        environment = kept | dict(self.settings) | settings
+        environment = kept | dict(self.settings) | dict(settings)
         environment["SHARDLOOM_HOME"] = str(self.home)
         # Into files: what a command leaves running would keep a pipe open.
         self.home.mkdir(parents=True, exist_ok=True)
@@ -77,7 +100,7 @@ class Machine:
         with output.open("wb") as out, errors.open("wb") as err:
             child = self.hosts.start(
                 self.index,
-                [sys.executable, "-m", "service.cli", *arguments],
+                command,
                 REPOSITORY,
                 env=environment,
                 stdout=out,
@@ -85,18 +108,7 @@ class Machine:
             )
             code = child.wait(timeout=scaled(COMMAND_TIMEOUT_S))
         said, wrong = output.read_text(), errors.read_text()
-        return subprocess.CompletedProcess(arguments, code, said, wrong)
-
-    def mount_another_disk(self, folder: Path) -> None:
-        """Hide a folder of the shared storage from this machine, behind an empty one."""
-        self._run("mount", "-t", "tmpfs", "none", str(folder))
-
-    def unmount(self, folder: Path) -> None:
-        """Show it again."""
-        self._run("umount", str(folder))
-
-    def _run(self, *command: str) -> None:
-        assert self.hosts.start(self.index, command, REPOSITORY).wait(timeout=scaled(30)) == 0
+        return subprocess.CompletedProcess(command, code, said, wrong)
 
     def cut(self) -> None:
         """Pull its cable: packets are lost, no connection ends by it."""
@@ -117,6 +129,7 @@ class Machine:
 @contextmanager
 def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
     """So many machines, with homes below `folder`; all that runs there ends with them."""
+    write_private(folder / "ray-token", secrets.token_hex(32))
     with EmulatedHosts(number, _GIGABIT) as hosts:
         made = [
             Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)

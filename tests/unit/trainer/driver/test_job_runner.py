@@ -165,6 +165,7 @@ class World:
             room.read_hosts if room else lambda: self.hosts,
             self.launch,
             self,
+            attempt.host_record(),
             clock=lambda: self.now,
             wait=self.wait,
             kill_on=self.kill,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import uvloop
 
 from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
@@ -128,8 +129,9 @@ def live(identity: Identity, address: str, timeout_s: float) -> None:
 
 
 def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
-    """A process that coordinates until it is killed."""
+    """A process that coordinates until it is killed, with the event loop that Ray gives actors."""
     die_with_parent()
+    uvloop.install()
     coordinator = start(port, timeout_s, num_groups, folder)
     pipe.send(coordinator.address)
     pipe.recv()

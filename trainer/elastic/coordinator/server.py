@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -103,8 +103,8 @@ class _Connection(asyncio.Protocol):
         """The newest one that the rank was told."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # In an actor the loop is uvloop's, whose transports have no base class of asyncio.
+        self.transport = cast("asyncio.Transport", transport)
         self._coordinator.connect(self)
 
     def data_received(self, data: bytes) -> None:

@@ -118,10 +118,11 @@ def check_hosts(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def on(host: Host, function: Callable[..., Any], *arguments: Any, num_gpus: int = 0) -> Any:
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_calls": num_gpus, "max_retries": 0}
         pinned = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
-        task: Any = ray.remote(function)
-        return task.options(**options, scheduling_strategy=pinned).remote(*arguments)
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": pinned}
+        # Its process ends, or it would keep memory of the GPU.
+        task: Any = ray.remote(max_calls=1, max_retries=0)(function)
+        return task.options(**options).remote(*arguments)
 
     blocks = {host.node_id: on(host, make_block) for host in hosts}
     tasks: dict[Any, str] = {}

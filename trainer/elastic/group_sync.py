@@ -57,7 +57,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainer import fault_injection
 from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
@@ -416,7 +415,6 @@ class GroupSync:
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
     round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
     compared where `check` asks for that; `is_always_exact` whether every one does.
-    Faults are injected by the number of the commit that the round would have.
     """
 
     def __init__(
@@ -575,10 +573,9 @@ class GroupSync:
         if not attempt.error:
             with self._noting_errors(attempt):
                 if attempt.pending:
-                    attempt.pending.form_means(lambda: self._inject("exchange", round_))
+                    attempt.pending.form_means()
                     if attempt.checksums:
                         attempt.checksums.append(("averages", checksum(attempt.pending.means)))
-                self._inject("before_vote", round_)
         if self._is_closed:
             return
         if self._joiner:
@@ -731,7 +728,6 @@ class GroupSync:
 
     def _apply(self, attempt: Attempt) -> None:
         round_, joiner = attempt.round, self._joiner
-        self._inject("apply", round_)
         rows = attempt.rows, attempt.moment_rows
         with joiner.applying(*rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
@@ -783,10 +779,6 @@ class GroupSync:
             self._drop_group()  # which ends what the thread waits for
         if delayed.generation != round_.generation or round_.is_exact:
             self._delayed = None
-
-    def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
-        identity = self._client.identity
-        fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
 
 
 def _mark(bits: torch.Tensor, rows: Rows | None, value: bool) -> None:

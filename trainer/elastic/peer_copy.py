@@ -40,7 +40,6 @@ from io import BufferedReader
 
 import torch
 
-from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.parallel.row_store import CachedRows, RowStore
@@ -405,7 +404,6 @@ class Joiner:
                 raise ConnectionError(f"group {donor[0]} is not in the round")
             copy.begin(ticket, donor)
             while chunk := copy.next_chunk(ticket):
-                fault_injection.inject("join", self._identity.group, self._identity.rank, 0)
                 connection.sendall(_CHUNK_REQUEST.pack(chunk.piece, chunk.start, chunk.stop))
                 copy.put(ticket, chunk, self._receive(answers, chunk))
         time_s = time.perf_counter() - started

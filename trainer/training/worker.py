@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import failures, fault_injection
+from trainer import failures
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
 from trainer.coordination.client import CoordinatorLost, Identity, Refused, report_heartbeats
 from trainer.errors import DataError, StorageError, StorageRefusedError
@@ -112,7 +112,6 @@ def prepare_process(config: WorkerConfig) -> None:
     backends: Any = torch.backends  # mypy does not know all of them
     for each in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
         each.fp32_precision = "tf32" if is_tf32 else "ieee"
-    fault_injection.arm(config.group.incarnation if config.group else config.run_index)
 
 
 def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGroups:

@@ -35,7 +35,14 @@ from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
 from service.schemas.wording import NOTHING, compact, latency, ratio, size
 from trainer.layout.cost import GPU_NAMES, Cluster, ClusterError, cluster_of
-from trainer.layout.scaling import ScalingRow, scaling_of, scaling_sizes
+from trainer.layout.layout import LayoutError
+from trainer.layout.scaling import (
+    Candidate,
+    ScalingRow,
+    candidates_of,
+    scaling_of,
+    scaling_sizes,
+)
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.job import JobSpec
@@ -182,16 +189,17 @@ def plan(
         str | None,
         typer.Option(
             metavar="FIRST..LAST",
-            help="Estimate speed and memory on so many GPUs instead, doubling, as in 256..4096.",
+            help="Estimate speed and memory on so many GPUs, doubling, as in 256..4096.",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="PROFILE",
-            help="For --scale: GPUs of a host, their type (" + ", ".join(GPU_NAMES) + "), hosts, "
-            "and what differs, as in '8xH100-80GB x 128, inter_host_bytes_per_s=25e9'. "
-            f"{_DEFAULT_CLUSTER} by default, as many hosts as needed.",
+            help="Estimate on these hosts, alone to compare layouts: GPUs of a host, their type ("
+            + ", ".join(GPU_NAMES)
+            + "), hosts, and what differs, as in '8xH100-80GB x 128, inter_host_bytes_per_s=25e9'. "
+            f"With --scale {_DEFAULT_CLUSTER} by default, as many hosts as needed.",
         ),
     ] = None,
     url: UrlOption = None,
@@ -199,18 +207,16 @@ def plan(
 ) -> None:
     """Check a spec with the service and show the layout that the job would have, and why."""
     document = read_spec(spec, overrides)
-    if scale is not None:
-        _scale(document, scale, cluster or _DEFAULT_CLUSTER, url, as_json=as_json)
+    if scale is not None or cluster is not None:
+        _estimate(document, scale, cluster or _DEFAULT_CLUSTER, url, as_json=as_json)
         return
-    if cluster is not None:
-        raise typer.BadParameter("it is for --scale FIRST..LAST", param_hint="--cluster")
     with common.open_client(url) as client:
         found = client.plan(document)
     print_answer(found, plan_page(found), as_json=as_json)
 
 
-def _scale(
-    document: dict[str, Any], sizes: str, profile: str, url: str | None, *, as_json: bool
+def _estimate(
+    document: dict[str, Any], sizes: str | None, profile: str, url: str | None, *, as_json: bool
 ) -> None:
     """Estimate here; the service is asked only for table sizes that the spec leaves to the data."""
     spec = validate_spec(document)
@@ -222,15 +228,21 @@ def _scale(
             "tables have no sizes yet: give each its num_embeddings, or prepare the data",
             param_hint="SPEC",
         )
+    answer: dict[str, Any] = {"table_bytes": spec.table_bytes}
     try:
-        cluster = cluster_of(profile)
-        rows = scaling_of(spec, cluster, scaling_sizes(sizes))
-    except ClusterError as error:
+        cluster = answer["cluster"] = cluster_of(profile)
+        if sizes is not None:
+            answer["rows"] = scaling_of(spec, cluster, scaling_sizes(sizes))
+            tables = scaling_tables(answer["rows"], cluster.hbm_bytes)
+        else:
+            answer["reason"], answer["candidates"] = candidates_of(spec, cluster)
+            tables = candidate_tables(answer["reason"], answer["candidates"])
+    except (ClusterError, LayoutError) as error:
         raise typer.BadParameter(str(error), param_hint="--scale, --cluster") from None
     if as_json:
-        print_json({"cluster": cluster, "table_bytes": spec.table_bytes, "rows": rows})
+        print_json(answer)
     else:
-        console().print(scaling_page(spec, cluster, rows))
+        console().print(estimate_page(spec, cluster, tables))
 
 
 def follow_job(job: JobArgument, url: UrlOption = None) -> None:
@@ -351,27 +363,35 @@ def _groups(groups: Sequence[Sequence[int]]) -> str:
     return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)
 
 
-# ---- the page of a scaling study: full model parallelism and groups, side by side
+# ---- the pages of estimates: sizes of a job, and its layouts, side by side
 
 
-def scaling_page(spec: JobSpec, cluster: Cluster, rows: Sequence[ScalingRow]) -> RenderableType:
+def estimate_page(
+    spec: JobSpec, cluster: Cluster, tables: Sequence[RenderableType]
+) -> RenderableType:
     grid = facts_grid()
     grid.add_row("cluster", f"{cluster.name}, {size(cluster.hbm_bytes)} a GPU")
     grid.add_row("tables", f"{size(spec.table_bytes)} a copy")
     grid.add_row("batch", f"{spec.data.batch_size:,} rows a rank")
     note = (
-        "Estimated from the spec; nothing was measured. Memory is the peak's share, and the mean's."
+        "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
+        "steps of few milliseconds look too short."
     )
-    parts: list[RenderableType] = [Text(spec.name, style="bold"), grid]
+    return Group(Text(spec.name, style="bold"), grid, *tables, Text(), Text(note, style="dim"))
+
+
+def scaling_tables(rows: Sequence[ScalingRow], hbm_bytes: int) -> list[RenderableType]:
+    """Sizes with one copy, then those with groups."""
+    parts: list[RenderableType] = []
     most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
     for title, of_kind in (
         ("one copy (full model parallelism)", [row for row in rows if row.num_replicas == 1]),
         ("sharding groups (2D)", [row for row in rows if row.num_replicas > 1]),
     ):
         if of_kind:
-            table = scaling_table(of_kind, most, cluster.hbm_bytes)
+            table = scaling_table(of_kind, most, hbm_bytes)
             parts += [Text(), Text(title, style="bold"), table]
-    return Group(*parts, Text(), Text(note, style="dim"))
+    return parts
 
 
 def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int) -> Table:
@@ -395,3 +415,26 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
             f"{row.memory_share:.0%}, {row.mean.total_bytes / hbm_bytes:.0%}",
         )
     return table
+
+
+def candidate_tables(reason: str, candidates: Sequence[Candidate]) -> list[RenderableType]:
+    """The front of speed, memory and survivability, and what the spec and `auto` take."""
+    table = plain_table(
+        *("", ">Groups", ">Of", "Placement", ">Sync every", ">Samples/s", ">Sync", ">Memory"),
+        *("Failure domain", ">Survives", ">Rows at risk"),
+    )
+    shown = [each for each in candidates if each.is_on_front or each.is_chosen]
+    for each in shown:
+        share = each.step.sync_s / each.step.total_s
+        table.add_row(
+            Text("chosen", style="green") if each.is_chosen else "",
+            *(str(each.num_replicas), str(each.shard_group_size), _word(each.placement)),
+            str(each.sync_every_steps) if each.num_replicas > 1 else NOTHING,
+            compact(each.samples_per_s) if each.fits else Text("out of memory", style="red"),
+            *(f"{share:.0%}", f"{each.memory_share:.0%}", _word(each.failure_domain)),
+            counted(each.num_hosts_survived, "host"),
+            compact(each.rows_at_risk),
+        )
+    rest = f"{len(shown)} of {len(candidates)} layouts and sync intervals: those that no other "
+    rest += "beats in speed, memory and what survives at once."
+    return [Text(), Text(f"chosen: {reason}"), Text(), table, Text(), Text(rest, style="dim")]

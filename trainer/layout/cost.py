@@ -36,6 +36,7 @@ from typing import Any
 
 from trainer.layout.layout import Layout
 
+MAX_GPUS = 16_384
 # TorchRec's default reservation of a planner; what an allocator keeps of freed blocks.
 RESERVE_SHARE = 0.15
 # Batches whose ids are on the device: in use, being exchanged, being copied there.
@@ -84,6 +85,8 @@ class Cluster:
                 f"{world_size} ranks do not fill hosts of {num_gpus} GPUs; nearest that do: "
                 f"{below} or {below + num_gpus}"
             )
+        if world_size > MAX_GPUS:
+            raise ClusterError(f"{world_size} ranks are too many to estimate: at most {MAX_GPUS}")
         num_hosts = math.ceil(world_size / num_gpus)
         if self.num_hosts is not None and num_hosts > self.num_hosts:
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""What a spec asks of a rank, and how its job would scale on a cluster of GPUs.
+"""What a spec asks of a rank; its job at several sizes, and its layouts compared, on a cluster.
 
 Pure arithmetic over the spec, no torch: nothing is measured, and no table is placed by TorchRec.
 Where a table may be whole or split, all that may are whole, each on the rank with fewest lookups
@@ -17,14 +17,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.layout.choice import choose, need_of
-from trainer.layout.cost import Cluster, ClusterError, Cost, MemoryUse, StepTime, Workload, cost_of
+from trainer.layout.choice import Choice, candidates, choose, need_of
+from trainer.layout.cost import (
+    MAX_GPUS,
+    Cluster,
+    ClusterError,
+    Cost,
+    MemoryUse,
+    StepTime,
+    Workload,
+    cost_of,
+)
 from trainer.layout.layout import Layout, LayoutError
 from trainer.spec.job import JobSpec
 from trainer.spec.model import InteractionSpec
 from trainer.spec.tables import NUM_BYTES, EmbeddingTableSpec
 
-MAX_GPUS = 16_384
+# Sync intervals to compare, beside the spec's own.
+_SYNC_INTERVALS = (1, 4, 16, 64)
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
 # A lookup reads a row, and its backward pass reads and writes it and its optimizer state.
@@ -113,10 +123,21 @@ def _at_size(
 
 
 def _fastest(spec: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Workload, Cost]:
-    """Tables whole or split, whichever is faster of what fits; what needs less where none does."""
+    return _fastest_of(_between_syncs(spec, layout), spec, layout, cluster)
+
+
+def _between_syncs(spec: JobSpec, layout: Layout) -> list[Workload]:
+    """What there is to do beside syncs, with tables whole and with tables split."""
+    return [_unsynced(spec, layout, is_split) for is_split in (False, True)]
+
+
+def _fastest_of(
+    unsynced: Sequence[Workload], spec: JobSpec, layout: Layout, cluster: Cluster
+) -> tuple[Workload, Cost]:
+    """The fastest that fits, with the spec's syncs; what needs least where none does."""
     tried = []
-    for is_split in (False, True):
-        workload = workload_of(spec, layout, is_split=is_split)
+    for each in unsynced:
+        workload = _with_sync(each, spec) if layout.num_replicas > 1 else each
         tried.append((workload, cost_of(workload, layout, cluster)))
     fitting = [each for each in tried if each[1].fits]
     if fitting:
@@ -140,6 +161,135 @@ def _rows(found: Sequence[tuple[Workload, Cost]], cluster: Cluster) -> Iterator[
             step=cost.step,
             peak=cost.peak,
             mean=cost.mean,
+        )
+
+
+# ---- layouts of one size, side by side
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a sync interval, and what it is worth.
+
+    `rows_at_risk` are the most that a lost host undoes: of one group since a sync where groups are
+    failure domains, else of all workers since a checkpoint. `is_chosen` marks what the spec and
+    `auto` take, `is_on_front` what no other beats in speed, memory and survivability at once.
+    """
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    sync_every_steps: int
+    failure_domain: str
+    num_hosts_survived: int
+    rows_at_risk: int
+    fits: bool
+    samples_per_s: float
+    memory_share: float
+    step: StepTime
+    is_chosen: bool = False
+    is_on_front: bool = False
+
+    def is_beaten_by(self, other: Candidate) -> bool:
+        """Whether another is at least as good in everything and better in something."""
+        mine, its = self._merits, other._merits
+        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
+    @property
+    def _merits(self) -> tuple[float, ...]:
+        survived = (self.num_hosts_survived, -self.rows_at_risk)
+        # No estimate is better than to three digits.
+        return (float(f"{self.samples_per_s:.3g}"), -self.memory_share, *survived)
+
+
+def candidates_of(spec: JobSpec, cluster: Cluster) -> tuple[str, tuple[Candidate, ...]]:
+    """Layouts of the spec's T workers that survive what they must, those that fit first, by speed;
+    and why one of them is chosen.
+
+    L and the placement are free whatever the spec says. Raises `ClusterError` where the cluster
+    does not have T GPUs, and `LayoutError` where no layout survives what it must.
+    """
+    world_size = spec.parallelism.world_size
+    hosts = (min(world_size, cluster.gpus_per_host),) * cluster.hosts_for(world_size)
+    sized = spec.with_workers(world_size)
+    need = need_of(sized, hosts, cluster.hbm_bytes)
+    chosen = choose(need)
+
+    def is_same(choice: Choice) -> bool:
+        return (choice.layout, choice.group_hosts) == (chosen.layout, chosen.group_hosts)
+
+    # The cost says what has room.
+    free = replace(need, shard_group_size=None, placement=None, worker_table_bytes=None)
+    found = [
+        replace(each, is_chosen=is_own and is_same(choice))
+        for choice in candidates(free)
+        if choice.layout.world_size == world_size
+        and choice.num_hosts_survived >= need.survive_hosts
+        for is_own, each in _at_intervals(sized, choice, cluster)
+    ]
+    fitting = [each for each in found if each.fits]
+    marked = [
+        replace(each, is_on_front=each.fits and not any(map(each.is_beaten_by, fitting)))
+        for each in found
+    ]
+    best_first = sorted(marked, key=lambda each: (not each.fits, -each.samples_per_s))
+    return _why(chosen, best_first), tuple(best_first)
+
+
+def _why(chosen: Choice, best_first: Sequence[Candidate]) -> str:
+    """The choice's reason, and what the estimate says of it beside the fastest."""
+    own = next((each for each in best_first if each.is_chosen), None)
+    if own is None:
+        return chosen.reason
+    if not own.fits:
+        return f"{chosen.reason}; by the estimate it runs out of memory"
+    rivals = [each for each in best_first if each.sync_every_steps == own.sync_every_steps]
+    fastest = next(each for each in rivals if each.fits)
+    if fastest.samples_per_s <= own.samples_per_s:
+        return f"{chosen.reason}; by the estimate none is faster with this sync interval"
+    more = fastest.samples_per_s / own.samples_per_s - 1
+    return (
+        f"{chosen.reason}; by the estimate {fastest.num_replicas} x {fastest.shard_group_size} "
+        f"{fastest.placement} is {more:.0%} faster with this sync interval"
+    )
+
+
+def _at_intervals(
+    spec: JobSpec, choice: Choice, cluster: Cluster
+) -> Iterator[tuple[bool, Candidate]]:
+    """A layout at several sync intervals, with whether that is the spec's own."""
+    layout, batch = choice.layout, spec.data.batch_size
+    own = spec.parallelism.sync.every_steps
+    intervals = sorted({own, *_SYNC_INTERVALS}) if layout.num_replicas > 1 else [own]
+    if spec.parallelism.sync.overlap:  # which is set for its interval
+        intervals = [own]
+    laid_out = spec
+    if layout.num_replicas > 1:
+        laid_out = spec.with_layout(layout.shard_group_size, layout.placement)
+    unsynced = _between_syncs(laid_out, layout)
+    for every_steps in intervals:
+        sync = laid_out.parallelism.sync.model_copy(update={"every_steps": every_steps})
+        parallelism = laid_out.parallelism.model_copy(update={"sync": sync})
+        at_interval = laid_out.model_copy(update={"parallelism": parallelism})
+        _, cost = _fastest_of(unsynced, at_interval, layout, cluster)
+        rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
+        if choice.failure_domain == "replica_group":
+            rows_at_risk = every_steps * layout.shard_group_size * batch
+        yield (
+            every_steps == own,
+            Candidate(
+                **vars(layout),
+                num_replicas=layout.num_replicas,
+                sync_every_steps=every_steps,
+                failure_domain=choice.failure_domain,
+                num_hosts_survived=choice.num_hosts_survived,
+                rows_at_risk=rows_at_risk,
+                fits=cost.fits,
+                samples_per_s=cost.samples_per_s,
+                memory_share=cost.peak.total_bytes / cluster.hbm_bytes,
+                step=cost.step,
+            ),
         )
 
 
@@ -170,6 +320,11 @@ def workload_of(spec: JobSpec, layout: Layout, *, is_split: bool) -> Workload:
 
     Where there are several copies the spec is one of T workers with that layout.
     """
+    workload = _unsynced(spec, layout, is_split)
+    return _with_sync(workload, spec) if layout.num_replicas > 1 else workload
+
+
+def _unsynced(spec: JobSpec, layout: Layout, is_split: bool) -> Workload:
     size = layout.shard_group_size
     loads = [_load_of(spec, table, size, is_split) for table in spec.embedding_tables]
     exchanged = [load for load in loads if not load.is_everywhere]
@@ -180,7 +335,7 @@ def workload_of(spec: JobSpec, layout: Layout, *, is_split: bool) -> Workload:
     vectors = sum(load.output for load in loads)
     network = _Network.of(spec)
     weight_bytes = network.num_weights * _FLOAT_BYTES
-    workload = Workload(
+    return Workload(
         batch_size=spec.data.batch_size,
         table_bytes=sum(load.weights * copies[load] for load in loads),
         optimizer_bytes=sum(load.state * copies[load] for load in loads),
@@ -198,7 +353,6 @@ def workload_of(spec: JobSpec, layout: Layout, *, is_split: bool) -> Workload:
         lookup_imbalance=lookup_imbalance,
         table_imbalance=table_imbalance,
     )
-    return _with_sync(workload, spec) if layout.num_replicas > 1 else workload
 
 
 def _with_sync(workload: Workload, spec: JobSpec) -> Workload:

@@ -148,7 +148,12 @@ def test_a_cluster_that_cannot_be_is_refused_with_what_to_change(profile: str, s
 
 @pytest.mark.parametrize(
     ("world_size", "said"),
-    [(100, "nearest that do: 96 or 104"), (256, "at most 128 ranks"), (0, "0 ranks")],
+    [
+        (100, "nearest that do: 96 or 104"),
+        (256, "at most 128 ranks"),
+        (10**9, "too many to estimate"),
+        (0, "0 ranks"),
+    ],
 )
 def test_ranks_that_the_hosts_do_not_have_are_refused(world_size: int, said: str) -> None:
     with pytest.raises(ClusterError, match=said):

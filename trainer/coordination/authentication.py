@@ -82,8 +82,8 @@ def authenticate(connection: socket.socket, token: bytes, address: str, timeout_
     """
     deadline = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
-    server_nonce, own_nonce = _read(connection, _NUM_BYTES, deadline), secrets.token_bytes(32)
-    nonces = server_nonce + own_nonce
+    own_nonce = secrets.token_bytes(_NUM_BYTES)
+    nonces = _read(connection, _NUM_BYTES, deadline) + own_nonce
     connection.sendall(own_nonce + _proof(token, "client", address, nonces))
     answer = _read(connection, _NUM_BYTES, deadline)
     if hmac.compare_digest(answer, _REFUSAL):

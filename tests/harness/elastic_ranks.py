@@ -172,7 +172,7 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
         host=life.host,
     )
     timeout_s = config.spec.recovery.heartbeat_timeout_s
-    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s)
+    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s, config.token)
     try:
         return run_group(config, member, life.host)
     finally:
@@ -312,5 +312,6 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
             host=host,
             port=int(port),
             attempt_dir=attempt,
+            token=config.token,
         )
     )

@@ -118,6 +118,7 @@ class HangMonitor:
                 book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
                 host=host,
                 attempt_dir=attempt.context.files.root,
+                token=attempt.token,
                 only_watches=True,
             )
         )

@@ -557,7 +557,10 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> Non
         host=host,
     )
     client = CoordinatorClient(
-        identity, lambda: locate(group.actor_name), config.spec.recovery.heartbeat_timeout_s
+        identity,
+        lambda: locate(group.actor_name),
+        config.spec.recovery.heartbeat_timeout_s,
+        config.token,
     )
     client.on_refusal = end_process
     try:

@@ -448,7 +448,7 @@ class GroupSync:
         self._base, self._touched = watched(self._numbers, spec)
         # Rows whose moments may differ as the policy does not average them: alike on all copies.
         self._stale = torch.zeros(self._numbers.num_rows, dtype=torch.bool, device=self._device)
-        self._server = DonorServer(client.identity, pieces_of(self._numbers))
+        self._server = DonorServer(client.identity, pieces_of(self._numbers), client.token)
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
@@ -622,7 +622,9 @@ class GroupSync:
             self._touched.clear()
             self._base.begin_window()
         if self._joiner is None:
-            self._joiner = Joiner(self._client.identity, self._numbers, self._timeout_s)
+            self._joiner = Joiner(
+                self._client.identity, self._numbers, self._timeout_s, self._client.token
+            )
         self._joiner.attend(round_)
         if is_copied and not self._joiner.is_complete:
             raise ExchangeError(

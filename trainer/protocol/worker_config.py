@@ -41,7 +41,8 @@ class GroupConfig:
 class WorkerConfig:
     """What the driver gives every worker. `spec` has its tables and its layout resolved.
 
-    `watch_address` (host:port) is where the driver hears the workers that have no `group`.
+    `watch_address` (host:port) is where the driver hears the workers that have no `group`. With
+    `token` the workers and the coordinator of an attempt prove to each other that they are its own.
     """
 
     spec: JobSpec
@@ -51,6 +52,7 @@ class WorkerConfig:
     group: GroupConfig | None = None
     watch_address: str | None = None
     secrets: SecretEnv = SecretEnv()
+    token: bytes = field(default=b"", repr=False)
 
     @property
     def run_label(self) -> str:

@@ -98,7 +98,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
-    reporting = report_heartbeats(config.watch_address, identity)
+    reporting = report_heartbeats(config.watch_address, identity, config.token)
     with named_failures(config.spec.model.module), reporting as heartbeat:
         prepare_process(config)
         return train(Session(config, groups_of(config, layout_of(config.spec), host), heartbeat))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from tests.harness.ranks import run_ranks
+from tests.harness.sessions import TOKEN
 from tests.harness.small_model import fused_kernel, shards_of
 from tests.harness.wait import scaled, wait_for
 from tests.integration.elastic.group_sync_cases import (
@@ -63,12 +67,12 @@ def servers() -> Iterator[list[DonorServer]]:
 
 
 def _serve(servers: list[DonorServer], numbers: RowNumbers, group: int = 0) -> str:
-    servers.append(DonorServer(_identity(group), pieces_of(numbers)))
+    servers.append(DonorServer(_identity(group), pieces_of(numbers), TOKEN))
     return servers[-1].address
 
 
-def _joiner(numbers: RowNumbers, group: int = 1) -> Joiner:
-    return Joiner(_identity(group), numbers, timeout_s=scaled(5))
+def _joiner(numbers: RowNumbers, group: int = 1, token: bytes = TOKEN) -> Joiner:
+    return Joiner(_identity(group), numbers, scaled(5), token)
 
 
 def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
@@ -110,6 +114,30 @@ def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> No
     _copy_all(joiner, _serve(servers, donor))
     _assert_equal(ours, donor)
     assert joiner.num_bytes == 50 * (4 + 1) * 4
+
+
+def test_who_has_not_proven_the_token_gets_no_byte_of_a_table(
+    servers: list[DonorServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    donor, ours = _numbers(), _numbers(seed=1)
+    before = _numbers(seed=1)
+    host, _, port = _serve(servers, donor).rpartition(":")
+    with socket.create_connection((host, int(port)), scaled(10)) as stranger:
+        stranger.sendall((struct.pack("!IQQ", 0, 0, 50) * 4)[:64])  # as a joiner asks for rows
+        told = stranger.makefile("rb").read()  # to its end
+    assert len(told) == 64 and told.endswith(bytes(32)), "a nonce and a refusal"
+    other = _joiner(ours, token=bytes(32))
+    attends = _round(1, servers[0].address, {0: "current", 1: "listening"})
+
+    def is_refused() -> bool:
+        other.attend(attends)
+        return "refused this rank's token" in caplog.text
+
+    wait_for(is_refused, "the refusal of another token", 20, poll_s=0.002)
+    assert other.num_bytes == 0
+    _assert_equal(ours, before)
+    _copy_all(_joiner(ours), servers[0].address)
+    _assert_equal(ours, donor)
 
 
 def test_a_missed_commit_starts_the_copy_over(servers: list[DonorServer]) -> None:

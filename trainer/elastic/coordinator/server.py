@@ -39,9 +39,11 @@ from trainer.coordination.messages import (
     Arrive,
     Heartbeat,
     Hello,
+    Ledger,
     Numbered,
     Roster,
     Round,
+    RoundResult,
     Vote,
 )
 from trainer.elastic.coordinator.interface import (
@@ -181,6 +183,7 @@ class _AnswerEncoder:
 
     def __init__(self) -> None:
         self._roster, self._roster_line = Roster(members=()), b""
+        self._ledger, self._ledger_json = Ledger(), b""
         self._body: Answer | None = None
         self._encoded = b""
 
@@ -202,7 +205,16 @@ class _AnswerEncoder:
                 self._roster = roster
                 self._roster_line = Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
             body = body.without_members()
-        self._encoded = body.model_dump_json().encode()
+        if isinstance(body, RoundResult):
+            if body.ledger is not self._ledger:
+                self._ledger, self._ledger_json = (
+                    body.ledger,
+                    body.ledger.model_dump_json().encode(),
+                )
+            rest = body.model_dump_json(exclude={"ledger"}).encode()
+            self._encoded = b'%b,"ledger":%b}' % (rest[:-1], self._ledger_json)
+        else:
+            self._encoded = body.model_dump_json().encode()
 
 
 class Coordinator:

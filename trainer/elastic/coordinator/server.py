@@ -112,10 +112,10 @@ class _Unproven(asyncio.Protocol):
         self._response = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # In an actor the loop is uvloop's, whose transports have no base class of asyncio.
+        self.transport = cast("asyncio.Transport", transport)
         self._challenge = self._coordinator.challenge(self)
-        transport.write(self._challenge.nonce)
+        self.transport.write(self._challenge.nonce)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(PROOF_TIMEOUT_S, self._refuse, "no proof came in time")
 
@@ -156,7 +156,6 @@ class _Connection(asyncio.Protocol):
         """The newest one that the rank was told."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # In an actor the loop is uvloop's, whose transports have no base class of asyncio.
         self.transport = cast("asyncio.Transport", transport)
         self._coordinator.connect(self)
 

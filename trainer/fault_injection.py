@@ -1,7 +1,7 @@
 """Fault injection for tests: end, stop, slow or poison one rank at one point of the training.
 
-The engine calls `inject` at each phase of its work, which does nothing until `arm` found faults in
-the environment variable SHARDLOOM_FAULTS: a JSON list of `Fault`. Nothing but tests sets it.
+What a rank trains with knows of no faults: `install` wraps it, in a process whose environment has
+SHARDLOOM_FAULTS, a JSON list of `Fault`. Nothing but tests sets it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.coordination.messages import Vote
+    from trainer.protocol.worker_config import WorkerConfig
 
 VARIABLE = "SHARDLOOM_FAULTS"
 Phase = Literal["lookup", "backward", "exchange", "before_vote", "apply", "checkpoint", "join"]
@@ -27,10 +31,6 @@ the averages are applied, while a checkpoint is written, while a shard is copied
 Kind = Literal["exit", "sigkill", "sigstop", "raise", "slow", "storage_error", "nan"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-class InjectedFault(RuntimeError):
-    """The error that a fault of kind `raise` stands for."""
 
 
 class Fault(BaseModel):
@@ -42,7 +42,7 @@ class Fault(BaseModel):
     joining is at step 0. Once there is a file `until` it happens no more.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     kind: Kind
     group: Annotated[int, Field(ge=0)]
@@ -58,53 +58,97 @@ class Fault(BaseModel):
 FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(list[Fault])
 
 
-@dataclass
-class _Armed:
-    fault: Fault
-    times_left: int
+# Those due to this process, which is one rank in one life; `times` is how often they still happen.
+_armed: list[Fault] = []
 
 
-# Of this process: it is one rank, in one life.
-_armed: list[_Armed] = []
+def install(config: WorkerConfig, rank: int) -> None:
+    """Let this rank of `config` suffer what its environment says, if that says anything."""
+    if VARIABLE in os.environ:
+        group = config.group
+        arm(group.group if group else 0, rank, group.incarnation if group else config.run_index)
+        wrap()
 
 
-def arm(incarnation: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Load the faults of life number `incarnation`, in place of those loaded before.
+def arm(
+    group: int, rank: int, incarnation: int, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Load the faults of life number `incarnation` of a rank, in place of those loaded before.
 
     Raises pydantic's `ValidationError` on text that is no list of faults.
     """
     faults = FAULTS.validate_json(environment.get(VARIABLE) or "[]")
-    _armed[:] = [_Armed(each, each.times) for each in faults if each.incarnation == incarnation]
+    own = group, rank, incarnation
+    _armed[:] = [each for each in faults if (each.group, each.rank, each.incarnation) == own]
 
 
-def inject(phase: Phase, group: int, rank: int, step: int) -> None:
+@cache
+def wrap() -> None:
+    """Let what is armed, now or later, befall this process as it trains; for good."""
+    step_of = resolve_name("trainer.checkpoint.save_load:step_of")
+    at = {"step": 0, "exchange": -1, "apply": -1}  # -1: not now
+
+    def begin_backward(_weighting: Any, loss: torch.Tensor, _weigh: Any) -> None:
+        poison(loss, at["step"])
+        inject("backward", at["step"])
+
+    def begin_vote(_client: Any, vote: Vote) -> None:
+        at.update(exchange=-1, apply=vote.commit)  # what is averaged next may be moments
+        inject("before_vote", vote.commit if vote.ok else -1)
+
+    begins: dict[str, Callable[..., object]] = {
+        "training.session:Session.run_step": lambda _, __, step, *___: at.update(step=step),
+        "training.loss:LossWeighting.begin": lambda *_: inject("lookup", at["step"]),
+        "training.loss:LossWeighting.scaled": begin_backward,
+        "coordination.client:CoordinatorClient.arrive": lambda _, arrive: at.update(
+            exchange=arrive.commit + 1
+        ),
+        "parallel.sync:ReplicaCollectives.mean_of": lambda *_: inject("exchange", at["exchange"]),
+        "coordination.client:CoordinatorClient.vote": begin_vote,
+        "parallel.sync:PendingSync.land": lambda _: inject("apply", at["apply"]),
+        "elastic.peer_copy:LiveCopy.next_chunk": lambda *_: inject("join", 0),
+        "checkpoint.remote_io:FileSystemWriter.write_data": lambda writer, *_: inject(
+            "checkpoint", step_of(writer.path.name)
+        ),
+    }
+    for method, begin in begins.items():
+        _put_before(method, begin)
+
+
+def _put_before(method: str, begin: Callable[..., object]) -> None:
+    """Let `begin` have the arguments of a method's calls before the method has."""
+    owner, _, name = method.rpartition(".")
+    call = resolve_name(f"trainer.{method}")
+
+    def both(*args: Any) -> Any:
+        begin(*args)
+        return call(*args)
+
+    setattr(resolve_name(f"trainer.{owner}"), name, both)
+
+
+def inject(phase: Phase, step: int) -> None:
     """Let whatever is due befall this rank.
 
-    May not return, or raise `InjectedFault` or, for a storage error, `OSError`.
+    May not return, or raise `RuntimeError` or, for a storage error, `OSError`.
     """
-    for armed in _armed:
-        fault = armed.fault
-        if fault.kind != "nan" and fault.phase == phase and _takes(armed, group, rank, step):
+    for fault in _armed:
+        if fault.kind != "nan" and fault.phase == phase and _takes(fault, step):
             _strike(fault)
 
 
-def poison(loss: torch.Tensor, group: int, rank: int, step: int) -> torch.Tensor:
-    """The loss, a scalar, or NaN with NaN gradients where a fault of kind `nan` is due."""
-    for armed in _armed:
-        if armed.fault.kind == "nan" and _takes(armed, group, rank, step):
-            loss = loss * float("nan")
-    return loss
+def poison(loss: torch.Tensor, step: int) -> None:
+    """Make the loss, a scalar, NaN with NaN gradients where a fault of kind `nan` is due."""
+    for fault in _armed:
+        if fault.kind == "nan" and _takes(fault, step):
+            loss.mul_(float("nan"))
 
 
-def _takes(armed: _Armed, group: int, rank: int, step: int) -> bool:
+def _takes(fault: Fault, step: int) -> bool:
     """Use up one of the times that a fault may happen, if it is due."""
-    fault = armed.fault
-    is_due = (fault.group, fault.rank) == (group, rank) and step >= fault.step
-    if not (armed.times_left and is_due):
+    if step < fault.step or not fault.times or (fault.until and fault.until.exists()):
         return False
-    if fault.until is not None and fault.until.exists():
-        return False
-    armed.times_left -= 1
+    fault.times -= 1
     return True
 
 
@@ -117,7 +161,7 @@ def _strike(fault: Fault) -> None:
         case "sigstop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
-            raise InjectedFault(f"a test lets rank {fault.rank} fail in phase {fault.phase}")
+            raise RuntimeError(f"a test lets rank {fault.rank} fail in phase {fault.phase}")
         case "slow":
             time.sleep(fault.arg)
         case "storage_error":

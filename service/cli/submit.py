@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -32,13 +33,25 @@ from service.cli.render import facts_grid, plain_table, shape_text
 from service.client.client import ShardloomClient
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
-from service.schemas.wording import size
+from service.schemas.wording import NOTHING, compact, latency, ratio, size
+from trainer.layout.cost import GPU_NAMES, Cluster, ClusterError, cluster_of
+from trainer.layout.layout import LayoutError
+from trainer.layout.scaling import (
+    Candidate,
+    ScalingRow,
+    candidates_of,
+    scaling_of,
+    scaling_sizes,
+)
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
+from trainer.spec.job import JobSpec
 from trainer.spec.parse import set_values
 
 # More groups than these are counted rather than listed.
 _MAX_GROUPS = 16
+_DEFAULT_CLUSTER = "8xH100-80GB"
+_BAR_WIDTH = 16
 
 
 SecretOption = Annotated[
@@ -122,7 +135,7 @@ def submit(
 ) -> None:
     """Submit a job and print its id."""
     if dry_run:
-        plan(spec, overrides, url, as_json)
+        plan(spec, overrides, url=url, as_json=as_json)
         return
     document = read_spec(spec, overrides)
     archive = pack_code(code)
@@ -172,14 +185,64 @@ def read_secrets(names: Sequence[str]) -> dict[str, str]:
 def plan(
     spec: SpecArgument,
     overrides: SetOption = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST..LAST",
+            help="Estimate speed and memory on so many GPUs, doubling, as in 256..4096.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="Estimate on these hosts, alone to compare layouts: GPUs of a host, their type ("
+            + ", ".join(GPU_NAMES)
+            + "), hosts, and what differs, as in '8xH100-80GB x 128, inter_host_bytes_per_s=25e9'. "
+            f"With --scale {_DEFAULT_CLUSTER} by default, as many hosts as needed.",
+        ),
+    ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a spec with the service and show the layout that the job would have, and why."""
     document = read_spec(spec, overrides)
+    if scale is not None or cluster is not None:
+        _estimate(document, scale, cluster or _DEFAULT_CLUSTER, url, as_json=as_json)
+        return
     with common.open_client(url) as client:
         found = client.plan(document)
     print_answer(found, plan_page(found), as_json=as_json)
+
+
+def _estimate(
+    document: dict[str, Any], sizes: str | None, profile: str, url: str | None, *, as_json: bool
+) -> None:
+    """Estimate here; the service is asked only for table sizes that the spec leaves to the data."""
+    spec = validate_spec(document)
+    if spec.table_bytes is None:
+        with common.open_client(url) as client:
+            spec = client.plan(document).spec
+    if spec.table_bytes is None:
+        raise typer.BadParameter(
+            "tables have no sizes yet: give each its num_embeddings, or prepare the data",
+            param_hint="SPEC",
+        )
+    answer: dict[str, Any] = {"table_bytes": spec.table_bytes}
+    try:
+        cluster = answer["cluster"] = cluster_of(profile)
+        if sizes is not None:
+            answer["rows"] = scaling_of(spec, cluster, scaling_sizes(sizes))
+            tables = scaling_tables(answer["rows"], cluster.hbm_bytes)
+        else:
+            answer["reason"], answer["candidates"] = candidates_of(spec, cluster)
+            tables = candidate_tables(answer["reason"], answer["candidates"])
+    except (ClusterError, LayoutError) as error:
+        raise typer.BadParameter(str(error), param_hint="--scale, --cluster") from None
+    if as_json:
+        print_json(answer)
+    else:
+        console().print(estimate_page(spec, cluster, tables))
 
 
 def follow_job(job: JobArgument, url: UrlOption = None) -> None:
@@ -298,3 +361,80 @@ def _groups(groups: Sequence[Sequence[int]]) -> str:
     if len(groups) > _MAX_GROUPS:
         return f"{len(groups)} of {len(groups[0])}"
     return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)
+
+
+# ---- the pages of estimates: sizes of a job, and its layouts, side by side
+
+
+def estimate_page(
+    spec: JobSpec, cluster: Cluster, tables: Sequence[RenderableType]
+) -> RenderableType:
+    grid = facts_grid()
+    grid.add_row("cluster", f"{cluster.name}, {size(cluster.hbm_bytes)} a GPU")
+    grid.add_row("tables", f"{size(spec.table_bytes)} a copy")
+    grid.add_row("batch", f"{spec.data.batch_size:,} rows a rank")
+    note = (
+        "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
+        "steps of few milliseconds look too short."
+    )
+    return Group(Text(spec.name, style="bold"), grid, *tables, Text(), Text(note, style="dim"))
+
+
+def scaling_tables(rows: Sequence[ScalingRow], hbm_bytes: int) -> list[RenderableType]:
+    """Sizes with one copy, then those with groups."""
+    parts: list[RenderableType] = []
+    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
+    for title, of_kind in (
+        ("one copy (full model parallelism)", [row for row in rows if row.num_replicas == 1]),
+        ("sharding groups (2D)", [row for row in rows if row.num_replicas > 1]),
+    ):
+        if of_kind:
+            table = scaling_table(of_kind, most, hbm_bytes)
+            parts += [Text(), Text(title, style="bold"), table]
+    return parts
+
+
+def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int) -> Table:
+    """One row a size; bars are samples/s of `most_per_s`."""
+    table = plain_table(
+        *(">GPUs", ">Groups", ">Of", ">Samples/s", "", ">Scaling", ">Step"),
+        *(">Input dist", ">Lookup", ">Output dist", ">Dense", ">Sync", ">Imbalance", ">Memory"),
+    )
+    for row in rows:
+        speed: list[RenderableType] = [Text("out of memory", style="red"), "", NOTHING]
+        if row.samples_per_s is not None:
+            bar = Bar(most_per_s, 0, row.samples_per_s, width=_BAR_WIDTH)
+            speed = [compact(row.samples_per_s), bar, ratio(row.scaling_factor)]
+        total_s = row.step.total_s
+        table.add_row(
+            *(str(row.world_size), str(row.num_replicas), str(row.shard_group_size)),
+            *speed,
+            latency(total_s),
+            *(f"{seconds / total_s:.0%}" for seconds in vars(row.step).values()),
+            ratio(row.lookup_imbalance),
+            f"{row.memory_share:.0%}, {row.mean.total_bytes / hbm_bytes:.0%}",
+        )
+    return table
+
+
+def candidate_tables(reason: str, candidates: Sequence[Candidate]) -> list[RenderableType]:
+    """The front of speed, memory and survivability, and what the spec and `auto` take."""
+    table = plain_table(
+        *("", ">Groups", ">Of", "Placement", ">Sync every", ">Samples/s", ">Sync", ">Memory"),
+        *("Failure domain", ">Survives", ">Rows at risk"),
+    )
+    shown = [each for each in candidates if each.is_on_front or each.is_chosen]
+    for each in shown:
+        share = each.step.sync_s / each.step.total_s
+        table.add_row(
+            Text("chosen", style="green") if each.is_chosen else "",
+            *(str(each.num_replicas), str(each.shard_group_size), _word(each.placement)),
+            str(each.sync_every_steps) if each.num_replicas > 1 else NOTHING,
+            compact(each.samples_per_s) if each.fits else Text("out of memory", style="red"),
+            *(f"{share:.0%}", f"{each.memory_share:.0%}", _word(each.failure_domain)),
+            counted(each.num_hosts_survived, "host"),
+            compact(each.rows_at_risk),
+        )
+    rest = f"{len(shown)} of {len(candidates)} layouts and sync intervals: those that no other "
+    rest += "beats in speed, memory and what survives at once."
+    return [Text(), Text(f"chosen: {reason}"), Text(), table, Text(), Text(rest, style="dim")]

@@ -243,8 +243,8 @@ def _layout_chosen(event: events.LayoutChosen) -> str:
 def _host_excluded(event: events.HostExcluded) -> str:
     pause_s = max(0.0, event.until - event.time)
     pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
-    failures = counted(event.num_failures, "time")
-    return f"host {event.host} failed {failures}: no worker is placed on it for {pause}"
+    why = event.reason or f"failed {counted(event.num_failures, 'time')}"
+    return f"host {event.host} {why}: no worker is placed on it for {pause}"
 
 
 def _workers_started(event: events.WorkersStarted) -> str:

@@ -19,7 +19,7 @@ from service.domain.models import JobStatus, Observation, ObservedState
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.loop import Reconciler
 from service.settings import Settings
-from tests.harness.builders import queued_job
+from tests.harness.builders import NOW, queued_job
 from tests.harness.databases import store_attempt
 from tests.harness.wait import wait_for
 
@@ -44,8 +44,10 @@ def reconciler_of(folder: Path, num_jobs: int) -> Reconciler:
     """A reconciler with so many running jobs, all of which it has leased and seen once."""
     folder.mkdir()
     store = JobStore.open(f"sqlite:///{folder / 'shardloom.db'}")
-    for _ in range(num_jobs):
-        store_attempt(store, replace(queued_job(), started_at=time.time()), JobStatus.RUNNING)
+    for number in range(num_jobs):
+        # A second apart: among a thousand ids of one millisecond two are often the same.
+        job = queued_job(now=NOW + number)
+        store_attempt(store, replace(job, started_at=time.time()), JobStatus.RUNNING)
     settings = Settings(home=folder, runs_dir=folder / "runs", backend="fake")
     reconciler = Reconciler(store, _Scripted(folder / "fake"), settings, ServiceMetrics())
     leased = 0

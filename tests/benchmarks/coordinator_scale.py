@@ -33,6 +33,7 @@ from tempfile import TemporaryDirectory
 
 from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
 from tests.harness.processes import die_with_parent
+from trainer.coordination.authentication import authenticate
 from trainer.coordination.messages import (
     Answered,
     Arrive,
@@ -59,6 +60,7 @@ _NEVER_S = 3600.0
 _HEARTBEAT_TIMEOUT_S = 20.0
 _ANSWER_S = 300.0
 _RECV_BYTES = 1 << 20
+_TOKEN = bytes(range(32))
 _ROUND = re.compile(rb'"kind":"round","round":(\d+),.*?"commit":(\d+)')
 GOALS = [
     Goal("cpu_s_512", "cpu_s_512", "s", 0.5, "lower", "one second"),
@@ -159,7 +161,7 @@ def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
     prepare_process()  # as the actor does
     with TemporaryDirectory() as folder:
         attempt_dir = Path(folder, "runs", "job", "attempts", "a0")
-        coordinator = Coordinator(CoordinatorConfig(policy, book, attempt_dir))
+        coordinator = Coordinator(CoordinatorConfig(policy, book, attempt_dir, _TOKEN))
         try:
             yield coordinator
         finally:
@@ -249,6 +251,7 @@ class SimulatedRanks:
             for number in range(NUM_RANKS):
                 connection = socket.create_connection((host, int(port)), _ANSWER_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                authenticate(connection, _TOKEN, address, _ANSWER_S)
                 rank = SimulatedRank(group, number, connection)
                 self._ranks.append(rank)
                 self._selector.register(connection, selectors.EVENT_READ, rank)

@@ -124,7 +124,8 @@ class ControlListener:
     def __init__(self, life: RankLife) -> None:
         from trainer import fault_injection
 
-        self._path, self._incarnation = life.control, life.config.group.incarnation
+        group = life.config.group
+        self._path, self._site = life.control, (group.group, life.rank, group.incarnation)
         self.control = Control.read(life.control)
         os.environ[fault_injection.VARIABLE] = self.control.faults
         threading.Thread(target=self._listen, daemon=True).start()
@@ -138,7 +139,7 @@ class ControlListener:
             if control.faults != self.control.faults:
                 # A rank that is still starting arms what is there once more.
                 os.environ[fault_injection.VARIABLE] = control.faults
-                fault_injection.arm(self._incarnation)
+                fault_injection.arm(*self._site)
             self.control = control
 
 
@@ -155,12 +156,14 @@ def _enter_world(life: RankLife) -> None:
 
 
 def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[str, float]:
+    from trainer import fault_injection
     from trainer.coordination.client import CoordinatorClient, Identity
     from trainer.elastic.group_session import run_group
 
     config, group = life.config, life.config.group
     _record_sessions(record, listener)
     _record_faults(record)
+    fault_injection.install(config, life.rank)
     identity = Identity(
         group=group.group,
         incarnation=group.incarnation,
@@ -169,7 +172,7 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
         host=life.host,
     )
     timeout_s = config.spec.recovery.heartbeat_timeout_s
-    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s)
+    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s, config.token)
     try:
         return run_group(config, member, life.host)
     finally:
@@ -182,10 +185,10 @@ def _record_faults(record: Recorder) -> None:
 
     takes = fault_injection._takes
 
-    def recorded(armed: Any, *site: int) -> bool:
-        is_taken = takes(armed, *site)
+    def recorded(fault: fault_injection.Fault, step: int) -> bool:
+        is_taken = takes(fault, step)
         if is_taken:
-            record("struck", kind=armed.fault.kind, phase=armed.fault.phase)
+            record("struck", kind=fault.kind, phase=fault.phase)
         return is_taken
 
     fault_injection._takes = recorded
@@ -309,5 +312,6 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
             host=host,
             port=int(port),
             attempt_dir=attempt,
+            token=config.token,
         )
     )

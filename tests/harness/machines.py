@@ -6,14 +6,14 @@ its own. What they share is the disk, as machines share a network storage.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,11 @@ from typing import Any
 from service.files import write_private
 from service.local.state import StackHome, StackState, boot_id
 from tests.harness.emulated import EmulatedHosts, Link
-from tests.harness.wait import scaled
+from tests.harness.wait import scaled, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 120.0
 _GIGABIT = Link(10**9)
-# What holds the machine itself is the only other process.
-_LIST_PROCESSES = """
-import json, os, pathlib
-found = []
-for entry in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        command = (entry / "cmdline").read_bytes().split(b"\\0")
-    except (FileNotFoundError, ProcessLookupError):
-        continue
-    if int(entry.name) not in (1, os.getpid()) and state not in "ZX":
-        found.append(b" ".join(command).decode(errors="replace")[:200])
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True)
@@ -67,9 +53,11 @@ class Machine:
         self.python("-m", "trainer.driver.ray_start", *options, *where, "--num-cpus=1")
 
     def end_ray(self) -> None:
-        """End all that runs there; of other machines `ray stop` sees nothing."""
-        self.python("-m", "ray.scripts.scripts", "stop", "--force")
-        assert self.processes() == []
+        """SIGKILL all that was started there."""
+        for pid in self.hosts.processes(self.index):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.hosts.processes(self.index), f"{self.address} runs nothing")
 
     def python(self, *arguments: str, **settings: str) -> None:
         """Run Python with Ray's token to its end; fails where its exit code is not 0."""
@@ -117,13 +105,6 @@ class Machine:
     def mend(self) -> None:
         """Put it in again."""
         self.hosts.mend(self.index)
-
-    def processes(self) -> list[str]:
-        """Command lines of all that runs there."""
-        command = [sys.executable, "-c", _LIST_PROCESSES]
-        child = self.hosts.start(self.index, command, REPOSITORY, stdout=subprocess.PIPE, text=True)
-        listed, _ = child.communicate(timeout=scaled(30))
-        return json.loads(listed)
 
 
 @contextmanager

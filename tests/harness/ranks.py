@@ -303,7 +303,7 @@ class _State:
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
-        fault_injection.arm(0, {})
+        fault_injection.arm(0, 0, 0, {})
         for name, handlers in self.handlers.items():
             logging.getLogger(name).handlers[:] = handlers
         # TorchRec keeps the groups of a host for good.

@@ -22,6 +22,9 @@ from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, run_worker, train
 
+TOKEN = bytes(range(32))
+"""Of all attempts here: the processes of one do not know what others drew at random."""
+
 
 def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) -> WorkerConfig:
     """The demo job on small data, 2 x 2, with `overrides` applied."""
@@ -37,7 +40,7 @@ def config_of(
 ) -> WorkerConfig:
     """A job whose tables are as large as the vocabularies of `data`, by default its own."""
     resolved = size_tables(spec, load_manifest(data or Path(spec.data.path)).vocab_sizes)
-    return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
+    return WorkerConfig(resolved, run_dir, "job-test-a0", run_index, token=TOKEN)
 
 
 def told(run_dir: Path, *kinds: type[Any]) -> list[Any]:

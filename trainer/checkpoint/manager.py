@@ -21,7 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer import fault_injection
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import (
     FAULTS,
@@ -32,7 +31,7 @@ from trainer.checkpoint.files import (
     remove_folder,
     set_aside,
 )
-from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, LivePlanner, Staging
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, StagedPlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
 from trainer.data.position import (
     START,
@@ -177,16 +176,11 @@ class CheckpointManager:
         self.wait()
         commit = self._commit(state, metrics, is_best)
         name = save_load.folder_name(commit.step, self._config.run_label)
-        write = partial(self._write, self._folder / name, commit)
-        group = self._config.group.group if self._config.group else 0
-        before_write = partial(
-            fault_injection.inject, "checkpoint", group, self._groups.rank, commit.step
-        )
         is_beside = self._config.spec.checkpoint.asynchronous and not is_last
-        if is_beside:
-            write = partial(write, {}, self._staging.stage(tensors, before_write))
-        else:
-            write = partial(write, tensors, LivePlanner(before_write))
+        planner = self._staging.stage(tensors) if is_beside else None
+        write = partial(
+            self._write, self._folder / name, commit, {} if planner else tensors, planner
+        )
         end = save_load.run(write, beside=is_beside)
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
@@ -239,7 +233,7 @@ class CheckpointManager:
         self._emit_once(events.Metrics(time=time.time(), step=pending.step, values=values))
 
     def _write(
-        self, folder: Folder, commit: Commit, tensors: dict[str, Any], planner: LivePlanner
+        self, folder: Folder, commit: Commit, tensors: dict[str, Any], planner: StagedPlanner | None
     ) -> float:
         """Files, marker, retention; seconds until the marker was there. Collective."""
         started = time.perf_counter()

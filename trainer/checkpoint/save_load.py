@@ -344,28 +344,13 @@ def refused(folder: Folder, error: Exception) -> CheckpointRefused:
     )
 
 
-class LivePlanner(DefaultSavePlanner):
-    """Saves a state as it is. `before_write` is called on every rank before its files are."""
-
-    def __init__(self, before_write: Callable[[], None]) -> None:
-        super().__init__()
-        self._before_write = before_write
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._before_write()
-        return super().finish_plan(new_plan)
-
-
-class StagedPlanner(LivePlanner):
+class StagedPlanner(DefaultSavePlanner):
     """Saves what this rank's `share` names, taking it from `copies` instead of a state."""
 
     def __init__(
-        self,
-        share: SavePlan,
-        copies: Mapping[MetadataIndex, torch.Tensor | bytes],
-        before_write: Callable[[], None],
+        self, share: SavePlan, copies: Mapping[MetadataIndex, torch.Tensor | bytes]
     ) -> None:
-        super().__init__(before_write)
+        super().__init__()
         self._share = share
         self._copies = copies
 
@@ -388,7 +373,7 @@ class Staging:
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
 
     @torch.no_grad()
-    def stage(self, state: dict[str, Any], before_write: Callable[[], None]) -> StagedPlanner:
+    def stage(self, state: dict[str, Any]) -> StagedPlanner:
         """Copy this rank's share of `state`.
 
         Collective over the group when the state has other names than before: all ranks' names
@@ -403,7 +388,7 @@ class Staging:
         copies = {item.index: self._copy(item, live.resolve_data(item)) for item in share.items}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return StagedPlanner(share, copies, before_write)
+        return StagedPlanner(share, copies)
 
     def _copy(self, item: WriteItem, value: torch.Tensor | io.BytesIO) -> torch.Tensor | bytes:
         if item.type == WriteItemType.BYTE_IO:

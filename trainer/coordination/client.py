@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
+from trainer.coordination.authentication import authenticate
 from trainer.coordination.messages import (
     WATCH_SILENCE_S,
     Answer,
@@ -97,13 +98,17 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self, identity: Identity, locate: Callable[[], str], heartbeat_timeout_s: float
+        self,
+        identity: Identity,
+        locate: Callable[[], str],
+        heartbeat_timeout_s: float,
+        token: bytes,
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
-        It raises `OSError` or `ValueError` while there is none.
+        It raises `OSError` or `ValueError` while there is none. `token` is the attempt's.
         """
-        self.identity, self._locate = identity, locate
+        self.identity, self._locate, self.token = identity, locate, token
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
         self._connect_timeout_s = _connect_timeout_s(heartbeat_timeout_s)
         self._changed = threading.Condition()
@@ -118,6 +123,7 @@ class CoordinatorClient:
         self._welcome_id = 0
         self._is_welcome = False
         self._away_since = time.monotonic()
+        self._problem = ""  # why the newest try to connect failed
         self._aborted_round = -1
         self._roster = Roster(members=())
         self._heartbeat = Heartbeat(progress=0, phase="start", step=0)
@@ -225,8 +231,8 @@ class CoordinatorClient:
         away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since
         if away_s > _LOST_AFTER_S:
             raise CoordinatorLost(
-                f"no coordinator answered for {away_s:.0f} s; was the job's driver killed, or is "
-                "the head node cut off?"
+                f"no coordinator answered for {away_s:.0f} s ({self._problem or 'no answer'}); was "
+                "the job's driver killed, or is the head node cut off?"
             )
 
     def _send(self, line: Numbered) -> None:
@@ -242,6 +248,7 @@ class CoordinatorClient:
             try:
                 self._serve_connection()
             except (OSError, ValueError) as error:
+                self._problem = str(error)
                 logger.debug("the coordinator is away: %s", error)
             self._hang_up()
             with self._changed:
@@ -254,13 +261,7 @@ class CoordinatorClient:
 
     def _serve_connection(self) -> None:
         """Connect, introduce this rank, repeat what is unanswered, and read until it breaks."""
-        host, _, port = self._locate().rpartition(":")
-        connection = socket.create_connection((host, int(port)), self._connect_timeout_s)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Heartbeats that nobody confirms end a connection whose other host is gone.
-        unconfirmed_ms = int(1000 * _UNCONFIRMED_FACTOR * self._connect_timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unconfirmed_ms)
+        connection = self._connect()
         with self._sending:
             self._socket = connection
         if self._is_closed:
@@ -271,6 +272,25 @@ class CoordinatorClient:
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 self._take_line(Answered.model_validate_json(line))
+
+    def _connect(self) -> socket.socket:
+        """A connection to the coordinator, after both have proven that they have the token."""
+        address = self._locate()
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), self._connect_timeout_s)
+        unconfirmed_s = _UNCONFIRMED_FACTOR * self._connect_timeout_s
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Heartbeats that nobody confirms end a connection whose other host is gone.
+            unconfirmed_ms = int(1000 * unconfirmed_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unconfirmed_ms)
+            # No longer than that either, but thousands of ranks may come at once.
+            authenticate(connection, self.token, address, unconfirmed_s)
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(None)
+        return connection
 
     def _introduce(self) -> None:
         with self._changed:
@@ -395,12 +415,14 @@ class HeartbeatReporter:
 
 
 @contextmanager
-def report_heartbeats(address: str | None, identity: Identity) -> Iterator[HeartbeatReporter]:
+def report_heartbeats(
+    address: str | None, identity: Identity, token: bytes
+) -> Iterator[HeartbeatReporter]:
     """Send this rank's heartbeats to the driver, if that listens at an `address` (host:port)."""
     if address is None:
         yield HeartbeatReporter()
         return
-    member = CoordinatorClient(identity, lambda: address, WATCH_SILENCE_S / 6)
+    member = CoordinatorClient(identity, lambda: address, WATCH_SILENCE_S / 6, token)
     member.on_refusal = end_process
     member.join("initial", f"run-{identity.incarnation}", Ledger(), donor="")
     try:

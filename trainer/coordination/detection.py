@@ -10,7 +10,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded
@@ -232,10 +232,17 @@ class HostRecord:
             failures.popleft()
         if len(failures) < self._exclude_after:
             return None
-        self._until[host] = until = now + self._exclude_s
         num_failures = len(failures)
         failures.clear()
-        return HostExcluded(time=now, host=host, num_failures=num_failures, until=until)
+        return self._exclude(host, now, num_failures=num_failures)
+
+    def exclude(self, host: str, reason: str, now: float) -> HostExcluded:
+        """Leave a host out that nothing has failed on yet; `reason` goes on after its name."""
+        return self._exclude(host, now, num_failures=0, reason=reason)
+
+    def _exclude(self, host: str, now: float, **why: Any) -> HostExcluded:
+        self._until[host] = until = now + self._exclude_s
+        return HostExcluded(time=now, host=host, until=until, **why)
 
     def excluded(self, now: float) -> frozenset[str]:
         """Hosts that no worker may be placed on."""

@@ -21,6 +21,7 @@ from secrets import token_urlsafe
 import httpx
 
 from trainer import failures
+from trainer.coordination.authentication import new_token
 from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
@@ -172,7 +173,8 @@ def _take_token(files: AttemptDir) -> str:
 class Attempt:
     """An attempt whose spec has its tables and its layout resolved.
 
-    `capacity` manages the capacity requests where the cluster is autoscaled.
+    `capacity` manages the capacity requests where the cluster is autoscaled. `token` is known to
+    its coordinator and its workers only (`trainer.coordination.authentication`).
     """
 
     context: DriverContext
@@ -180,6 +182,7 @@ class Attempt:
     writer: EventWriter
     use_gpu: bool = False
     capacity: CapacityManager | None = None
+    token: bytes = field(default_factory=new_token, repr=False)
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         c = self.context
@@ -191,6 +194,7 @@ class Attempt:
             group,
             secrets=c.secrets,
             versions=versions_here(),
+            token=self.token,
         )
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:

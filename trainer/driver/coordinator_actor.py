@@ -74,6 +74,7 @@ class RayCoordinator:
             book=lease_book_of(attempt.spec),
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
+            token=attempt.token,
         )
         actor_class: Any = ray.remote(CoordinatorActor)
         self._actor = actor_class.options(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer import failures
+from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import WATCH_SILENCE_S
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
@@ -117,6 +118,7 @@ class HangMonitor:
                 book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
                 host=host,
                 attempt_dir=attempt.context.files.root,
+                token=attempt.token,
                 only_watches=True,
             )
         )
@@ -247,6 +249,7 @@ class JobRunner:
     read_hosts: Callable[[], list[Host]]
     launch: Callable[[TrainRun], Future[Failure | None]]
     hang_monitor: HangMonitor
+    record: HostRecord
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
     kill_on: Callable[[Host, Collection[int]], None] = kill_on
@@ -257,7 +260,6 @@ class JobRunner:
             parallelism.group_size, parallelism.min_workers, parallelism.world_size
         )
         self._requests = ResizeRequests(self.attempt.context.files)
-        self._record = self.attempt.host_record()
         self._goodput = JobGoodput(self.attempt.writer.write)
         self._size: int | None = None
         self._cause = ""
@@ -290,7 +292,7 @@ class JobRunner:
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
             wanted = request.wanted_beside(self._size or 0)
-            avoided = request.drain_hosts | self._record.excluded(time.time())
+            avoided = request.drain_hosts | self.record.excluded(time.time())
             found = plan(self._bounds, hosts, wanted, avoided)
             is_settled = found.num_workers >= (self._size or 0) or self.clock() >= until
             if is_settled and not self._must_wait(hosts, wanted, avoided):
@@ -404,7 +406,7 @@ class JobRunner:
             hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
         wanted = request.wanted_beside(current.num_workers)
         # Excluded hosts in use were taken as there were no others.
-        excluded = self._record.excluded(time.time()) - current.addresses
+        excluded = self.record.excluded(time.time()) - current.addresses
         avoided = request.drain_hosts | excluded
         capacity.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
@@ -437,7 +439,7 @@ class JobRunner:
         failure = self._await_lost_host(failure)
         self._cause = failure.reason
         host = failure.evidence.get("host")
-        if host and (exclusion := self._record.fail(host, time.time())):
+        if host and (exclusion := self.record.fail(host, time.time())):
             self.attempt.writer.write(exclusion)
         return failure
 

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,7 @@ from trainer.driver.cluster import (
     shortage,
     wants_gpu,
 )
+from trainer.driver.node_check import Check, NodeChecker, check_hosts
 from trainer.driver.preload import is_preloading, share_environment, start_warm_workers
 from trainer.driver.process_log import start_log
 from trainer.driver.ray_train import Evicted, in_thread, launch
@@ -65,6 +67,7 @@ from trainer.sinks.manager import open_sinks
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
+from trainer.storage import Location
 
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 POST_TIMEOUT_S = 10.0
@@ -266,6 +269,11 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     """Runs the workers of one run index, as the failure domain requires."""
     demand = demand_per_worker(attempt.spec, attempt.use_gpu)
     find_hosts = attempt.capacity.read_hosts if attempt.capacity else partial(read_hosts, demand)
+    record = attempt.host_record()
+    if (least := attempt.spec.recovery.min_node_speed) is not None:
+        find_hosts = NodeChecker(
+            find_hosts, partial(_start_check, attempt), record, least, attempt.writer.write
+        )
     # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
@@ -274,7 +282,7 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
         _set_unless_given(GROUP_SETTINGS)
         config = RunnerConfig(attempt, find_hosts, launch)
         start = partial(RayCoordinator, attempt)
-        return partial(run_groups, config, attempt.host_record(), start)
+        return partial(run_groups, config, record, start)
 
     import ray.util
 
@@ -286,7 +294,16 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     if lack and attempt.capacity is None:
         warn(attempt.writer, lack)
     monitor = HangMonitor(attempt, ray.util.get_node_ip_address())
-    return JobRunner(attempt, find_hosts, launch, monitor).run_once
+    return JobRunner(attempt, find_hosts, launch, monitor, record).run_once
+
+
+def _start_check(
+    attempt: Attempt, new: Sequence[Host], hosts: Sequence[Host]
+) -> Future[dict[str, Check]]:
+    """Check the `new` of all `hosts` in a thread."""
+    folder = Location.parse(attempt.spec.checkpoint.path or attempt.context.run_dir)
+    work = partial(check_hosts, new, hosts, folder, use_gpu=attempt.use_gpu)
+    return in_thread(work, "node check")
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:

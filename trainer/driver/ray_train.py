@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from trainer import failures
+from trainer import failures, fault_injection
 from trainer.driver.cluster import cluster_answers, demand_per_worker
 from trainer.driver.preload import WORKER_ENVIRONMENT
 from trainer.driver.process_log import start_log
@@ -139,7 +139,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         os.getpid(),
         socket.gethostname(),
     )
-
+    fault_injection.install(worker, rank)
     if worker.group:
         from trainer.elastic.group_session import run_group_worker
 

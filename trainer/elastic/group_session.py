@@ -137,11 +137,6 @@ class GroupSession(Session):
         return self.group.group * self.groups.layout.world_size + self.groups.rank
 
     @property
-    def site(self) -> tuple[int, int]:
-        """(group, rank in it), as the fault injector counts."""
-        return self.group.group, self.groups.rank
-
-    @property
     def rows_agreed(self) -> int:
         """Rows of the run that are trained or left out by the last committed sync."""
         return self.state.position.rows_done(self.shape.num_rows)
@@ -562,7 +557,10 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> Non
         host=host,
     )
     client = CoordinatorClient(
-        identity, lambda: locate(group.actor_name), config.spec.recovery.heartbeat_timeout_s
+        identity,
+        lambda: locate(group.actor_name),
+        config.spec.recovery.heartbeat_timeout_s,
+        config.token,
     )
     client.on_refusal = end_process
     try:

@@ -57,7 +57,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainer import fault_injection
 from trainer.coordination.client import CoordinatorClient
 from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
@@ -416,7 +415,6 @@ class GroupSync:
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
     round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
     compared where `check` asks for that; `is_always_exact` whether every one does.
-    Faults are injected by the number of the commit that the round would have.
     """
 
     def __init__(
@@ -450,7 +448,7 @@ class GroupSync:
         self._base, self._touched = watched(self._numbers, spec)
         # Rows whose moments may differ as the policy does not average them: alike on all copies.
         self._stale = torch.zeros(self._numbers.num_rows, dtype=torch.bool, device=self._device)
-        self._server = DonorServer(client.identity, pieces_of(self._numbers))
+        self._server = DonorServer(client.identity, pieces_of(self._numbers), client.token)
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
@@ -575,10 +573,9 @@ class GroupSync:
         if not attempt.error:
             with self._noting_errors(attempt):
                 if attempt.pending:
-                    attempt.pending.form_means(lambda: self._inject("exchange", round_))
+                    attempt.pending.form_means()
                     if attempt.checksums:
                         attempt.checksums.append(("averages", checksum(attempt.pending.means)))
-                self._inject("before_vote", round_)
         if self._is_closed:
             return
         if self._joiner:
@@ -625,7 +622,9 @@ class GroupSync:
             self._touched.clear()
             self._base.begin_window()
         if self._joiner is None:
-            self._joiner = Joiner(self._client.identity, self._numbers, self._timeout_s)
+            self._joiner = Joiner(
+                self._client.identity, self._numbers, self._timeout_s, self._client.token
+            )
         self._joiner.attend(round_)
         if is_copied and not self._joiner.is_complete:
             raise ExchangeError(
@@ -731,7 +730,6 @@ class GroupSync:
 
     def _apply(self, attempt: Attempt) -> None:
         round_, joiner = attempt.round, self._joiner
-        self._inject("apply", round_)
         rows = attempt.rows, attempt.moment_rows
         with joiner.applying(*rows, round_.is_idle) if joiner else nullcontext():
             if attempt.pending:
@@ -783,10 +781,6 @@ class GroupSync:
             self._drop_group()  # which ends what the thread waits for
         if delayed.generation != round_.generation or round_.is_exact:
             self._delayed = None
-
-    def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
-        identity = self._client.identity
-        fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
 
 
 def _mark(bits: torch.Tensor, rows: Rows | None, value: bool) -> None:

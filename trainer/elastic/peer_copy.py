@@ -1,11 +1,12 @@
 """Live state transfer: a joining group copies its shard from a donor that trains on meanwhile.
 
 Rank s of the joiner connects to rank s of the donor by TCP, at the address that the coordinator
-gives. It gets one line that describes the shard (`DonorHeader`), then asks for chunks of rows, one
-at a time, and gets their bare bytes. The chunks are the rows as they are in memory at that moment:
-the donor keeps no second copy and takes no lock. What arrives may belong to different moments, or
-be half of one and half of the next. The result is exact all the same, because the joiner takes part
-in every commit from the first chunk on, at weight 0, and applies it:
+gives. Once both have proven that they are of one attempt, it gets one line that describes the shard
+(`DonorHeader`), then asks for chunks of rows, one at a time, and gets their bare bytes. The chunks
+are the rows as they are in memory at that moment: the donor keeps no second copy and takes no lock.
+What arrives may belong to different moments, or be half of one and half of the next. The result is
+exact all the same, because the joiner takes part in every commit from the first chunk on, at weight
+0, and applies it:
 
 - A row that the donor changed since its last commit, or is changing, was marked as touched before
   the first of its bytes changed (the forward pass marks it, the backward pass writes). So it is in
@@ -40,13 +41,20 @@ from io import BufferedReader
 
 import torch
 
-from trainer import fault_injection
+from trainer.coordination.authentication import (
+    PROOF_TIMEOUT_S,
+    NotAuthenticated,
+    UnprovenConnections,
+    authenticate,
+    challenge,
+)
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.parallel.row_store import CachedRows, RowStore
 from trainer.parallel.touched_rows import RowNumbers, Rows
 
 logger = logging.getLogger(__name__)
+_MAX_UNPROVEN = 64
 _IDLE_TIMEOUT_S = 60.0  # of a donor's connection to a joiner that requests nothing
 _CHUNK_REQUEST = struct.Struct("!IQQ")  # piece, first row, row after the last
 Incarnation = tuple[int, int]
@@ -224,11 +232,13 @@ def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
 
 
 class DonorServer:
-    """Serves this rank's shard, live, to joiners, each in a thread of its own."""
+    """Serves this rank's shard, live, to joiners with its `token`, each in a thread of its own."""
 
-    def __init__(self, identity: Identity, pieces: Sequence[Piece]) -> None:
+    def __init__(self, identity: Identity, pieces: Sequence[Piece], token: bytes) -> None:
         self._identity = identity
         self._pieces = pieces
+        self._token = token
+        self._unproven = UnprovenConnections("donor", _MAX_UNPROVEN, _shut_down)
         self._socket = socket.create_server((identity.host, 0))
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="donor", daemon=True).start()
@@ -241,8 +251,7 @@ class DonorServer:
     def close(self) -> None:
         # Closing alone would leave the threads waiting for the next request.
         for open_socket in (self._socket, *self._connections):
-            with suppress(OSError):
-                open_socket.shutdown(socket.SHUT_RDWR)
+            _shut_down(open_socket)
         self._socket.close()
 
     def _accept(self) -> None:
@@ -250,10 +259,27 @@ class DonorServer:
             while True:
                 connection, _ = self._socket.accept()
                 self._connections.add(connection)
+                self._unproven.add(connection)
                 args = [connection]
                 threading.Thread(target=self._serve, args=args, name="donor", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        with closing(connection), suppress(OSError):
+            if self._is_proven(connection):
+                self._answer(connection)
+        self._connections.discard(connection)
+
+    def _is_proven(self, connection: socket.socket) -> bool:
+        try:
+            challenge(connection, self._token, self.address, PROOF_TIMEOUT_S)
+        except NotAuthenticated as error:
+            self._unproven.log_refusal(str(error), connection.getpeername())
+            return False
+        finally:
+            self._unproven.discard(connection)
+        return True
+
+    def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_IDLE_TIMEOUT_S)
         header = DonorHeader(
             group=self._identity.group,
@@ -261,11 +287,10 @@ class DonorServer:
             rank=self._identity.rank,
             pieces=layout_of(self._pieces),
         )
-        with closing(connection), suppress(OSError), connection.makefile("rb") as requests:
+        with connection.makefile("rb") as requests:
             connection.sendall(header.model_dump_json().encode() + b"\n")
             while len(request := requests.read(_CHUNK_REQUEST.size)) == _CHUNK_REQUEST.size:
                 connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request))))
-        self._connections.discard(connection)
 
     def _read(self, chunk: Chunk) -> memoryview:
         """The rows of `chunk` as they are, perhaps half written. On CPU not even a copy."""
@@ -281,6 +306,11 @@ class DonorServer:
             return _bytes_of(rows.read().cpu())
 
 
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _bytes_of(rows: torch.Tensor) -> memoryview:
     return rows.reshape(-1).view(torch.uint8).numpy().data
 
@@ -293,10 +323,13 @@ class Joiner:
 
     chunk_bytes = 4 * 2**20
 
-    def __init__(self, identity: Identity, numbers: RowNumbers, timeout_s: float) -> None:
+    def __init__(
+        self, identity: Identity, numbers: RowNumbers, timeout_s: float, token: bytes
+    ) -> None:
         self._identity = identity
         self._numbers = numbers
         self._timeout_s = timeout_s
+        self._token = token
         self._pieces = pieces_of(numbers)
         self._commit: int | None = None  # the newest applied, once a donor was asked
         self._donor_address = ""
@@ -400,12 +433,13 @@ class Joiner:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), self._timeout_s)
         with closing(connection), connection.makefile("rb") as answers:
+            authenticate(connection, self._token, address, self._timeout_s)
+            connection.settimeout(self._timeout_s)
             donor = self._read_header(answers)
             if donor not in donors:
                 raise ConnectionError(f"group {donor[0]} is not in the round")
             copy.begin(ticket, donor)
             while chunk := copy.next_chunk(ticket):
-                fault_injection.inject("join", self._identity.group, self._identity.rank, 0)
                 connection.sendall(_CHUNK_REQUEST.pack(chunk.piece, chunk.start, chunk.stop))
                 copy.put(ticket, chunk, self._receive(answers, chunk))
         time_s = time.perf_counter() - started

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from trainer.layout.cost import memory_overhead_bytes, sync_latency_s
 from trainer.layout.layout import Layout, LayoutError, num_hosts_survived
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import FailureDomain
@@ -275,18 +276,17 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
 
 
 def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
-    extra_copies, size_bytes = layout.num_replicas - 1, need.table_bytes
-    bandwidth = need.bandwidth_bytes_per_s
-    overhead = None if size_bytes is None else size_bytes * extra_copies // layout.world_size
-    latency_s = None
+    size_bytes, bandwidth, latency_s = need.table_bytes, need.bandwidth_bytes_per_s, None
     if size_bytes is not None and bandwidth is not None:
-        latency_s = 2 * size_bytes * extra_copies / (layout.world_size * bandwidth)
+        latency_s = sync_latency_s(size_bytes, layout, bandwidth)
     return Choice(
         layout=layout,
         failure_domain=domain,
         group_hosts=hosts,
         num_hosts_survived=num_hosts_survived(hosts) if domain == "replica_group" else 0,
-        memory_overhead_bytes=overhead,
+        memory_overhead_bytes=(
+            None if size_bytes is None else memory_overhead_bytes(size_bytes, layout)
+        ),
         sync_latency_s=latency_s,
     )
 

@@ -310,8 +310,10 @@ class ReplicaCollectives:
         Collective.
         """
         for group in reversed(self._levels):
-            gathered = part.new_empty(group.size() * part.numel())
-            if out is not None and group is self._levels[0]:
+            is_last = group is self._levels[0]
+            if out is None or not is_last:
+                gathered = part.new_empty(group.size() * part.numel())
+            else:
                 gathered = out
             group.all_gather(gathered, part)
             self.num_bytes += (group.size() - 1) * part.nbytes
@@ -326,7 +328,7 @@ class ReplicaCollectives:
         weights = self._weights or [1.0] * self.num_replicas
         if flat.is_floating_point():
             total = self.reduce_scatter(flat, lambda parts: pairwise_sum(parts, self._weights))
-            mean = (total / _divisor(weights)).to(flat.dtype)
+            mean = total.div_(_divisor(weights)).to(flat.dtype)
         else:
             counts = next(i for i, weight in enumerate(weights) if weight)
             mean = self.reduce_scatter(flat, lambda parts: parts[counts])

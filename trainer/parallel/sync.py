@@ -424,11 +424,10 @@ class PendingSync:
         self.means: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def form_means(self, before_each: Callable[[], None] = lambda: None) -> None:
-        """Form the means of all batches; `before_each` is called before each. Collective."""
+    def form_means(self) -> None:
+        """Form the means of all batches. Collective."""
         in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots or ())
         for index, batch in enumerate(self._batches):
-            before_each()
             values = self._snapshots[index] if self._snapshots else batch.pack()
             self.means.append(self.replicas.mean_of(batch, values, in_fp32))
 

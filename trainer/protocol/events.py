@@ -303,12 +303,16 @@ class HangFound(EventModel):
 
 
 class HostExcluded(EventModel):
-    """A host failed so often that no worker is placed on it for a while."""
+    """A host failed so often, or did so badly in the node check, that it is left out for a while.
+
+    `reason` is what the node check found.
+    """
 
     kind: Literal["host_excluded"] = "host_excluded"
     host: str
     num_failures: Count
     until: float
+    reason: str = ""
 
 
 class RowsSkipped(EventModel):

@@ -43,7 +43,8 @@ class WorkerConfig:
     """What the driver gives every worker. `spec` has its tables and its layout resolved.
 
     `watch_address` (host:port) is where the driver hears the workers that have no `group`;
-    `versions` are those of the driver.
+    `versions` are those of the driver. With `token` the workers and the coordinator of an attempt
+    prove to each other that they are its own.
     """
 
     spec: JobSpec
@@ -54,6 +55,7 @@ class WorkerConfig:
     watch_address: str | None = None
     secrets: SecretEnv = SecretEnv()
     versions: Mapping[str, str] = field(default_factory=dict)
+    token: bytes = field(default=b"", repr=False)
 
     @property
     def run_label(self) -> str:

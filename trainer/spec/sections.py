@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import ceil
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -172,13 +173,27 @@ class JobSections(SpecModel):
 
         Sequences count in full, pooled lists with the table's `pooling_factor`.
         """
-        features = [feature for feature in self.sparse_features if feature.table == table.name]
         factor = table.constraints.pooling_factor or 1.0
         per_row = sum(
             feature.length_limit if feature.type in ("id", "sequence") else factor
-            for feature in features
+            for feature in self.features_of_tables.get(table.name, ())
         )
         return ceil(self.data.batch_size * self.parallelism.world_size * per_row)
+
+    @cached_property
+    def features_of_tables(self) -> dict[str, list[FeatureSpec]]:
+        """The features that look up each table, in spec order; there may be thousands."""
+        found: dict[str, list[FeatureSpec]] = {}
+        for feature in self.features:
+            if feature.table is not None:
+                found.setdefault(feature.table, []).append(feature)
+        return found
+
+    def __copy__(self) -> Self:
+        # `model_copy` gives the copy other fields: it must not keep what followed from these.
+        copied = super().__copy__()
+        copied.__dict__.pop("features_of_tables", None)
+        return copied
 
     @property
     def dynamic_features(self) -> frozenset[str]:

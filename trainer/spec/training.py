@@ -220,7 +220,10 @@ class RecoverySpec(SpecModel):
     `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
     at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
     straggler. A start waits `start_grace_s` for hosts and groups that are missing. A host with
-    `exclude_host_after` failures is left out for `exclude_host_s`.
+    `exclude_host_after` failures is left out for `exclude_host_s`. With `min_node_speed` hosts are
+    checked before workers are placed on them (matrix products, memory, network, storage; some
+    seconds each), and one is left out for as long that fails, or is slower in one of these than
+    this share of the median host.
     """
 
     heartbeat_timeout_s: PositiveFloat = 5.0
@@ -232,6 +235,7 @@ class RecoverySpec(SpecModel):
     start_grace_s: PositiveFloat = 120.0
     exclude_host_after: PositiveInt = 3
     exclude_host_s: PositiveFloat = 600.0
+    min_node_speed: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class ResourcesSpec(SpecModel):

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer import fault_injection
 from trainer.checkpoint.files import RowOrder
 from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainState
 from trainer.checkpoint.resume import restore
@@ -203,11 +202,6 @@ class Session:
         return self.groups.rank
 
     @property
-    def site(self) -> tuple[int, int]:
-        """(group that is a failure domain, rank in it), as the fault injector counts."""
-        return 0, self.groups.rank
-
-    @property
     def rows_agreed(self) -> int:
         """Rows that the last sync between independent groups covers."""
         return 0
@@ -302,11 +296,8 @@ class Session:
             seed = self.spec.training.seed
             torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
-        fault_injection.inject("lookup", *self.site, step)
         with self.phases.during("dense"):
             loss, outputs = self.pipeline.forward(batch)
-        loss = fault_injection.poison(loss, *self.site, step)
-        fault_injection.inject("backward", *self.site, step)
         with self.phases.during("backward"):
             self.loss_weighting.scaled(loss, self.optimizers.weigh).backward()
         with self.phases.during("optimizer"):

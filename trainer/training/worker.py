@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import failures, fault_injection
+from trainer import failures
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
 from trainer.coordination.client import CoordinatorLost, Identity, Refused, report_heartbeats
 from trainer.errors import DataError, StorageError, StorageRefusedError
@@ -98,7 +98,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
-    reporting = report_heartbeats(config.watch_address, identity)
+    reporting = report_heartbeats(config.watch_address, identity, config.token)
     with named_failures(config.spec.model.module), reporting as heartbeat:
         prepare_process(config)
         return train(Session(config, groups_of(config, layout_of(config.spec), host), heartbeat))
@@ -112,7 +112,6 @@ def prepare_process(config: WorkerConfig) -> None:
     backends: Any = torch.backends  # mypy does not know all of them
     for each in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
         each.fp32_precision = "tf32" if is_tf32 else "ieee"
-    fault_injection.arm(config.group.incarnation if config.group else config.run_index)
 
 
 def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGroups:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks import checkpoint_stall, two_d
+from tests.benchmarks import checkpoint_stall, paper_tables, two_d
 from tests.benchmarks.all import markdown_of
 from tests.benchmarks.checkpoint_stall_ranks import Pair
 from tests.benchmarks.elastic_jobs import pause_s
@@ -144,3 +144,12 @@ def test_a_pause_is_what_a_wait_is_longer_than_usual() -> None:
     assert pause_s([*STEADY, 30.0, 31.0, 41.0], began=29.5, ended=32.0) == 0.0
     with pytest.raises(BenchmarkError, match="before and after"):
         pause_s(STEADY, began=29.5, ended=99.0)
+
+
+def test_the_paper_is_predicted_from_at_most_a_third_of_its_cells():
+    document = paper_tables.report().document({})
+    missed = {key for key, ratio in document["ratios"].items() if not is_met(ratio)}
+    assert missed == set()
+    used = [row for row in document["rows"] if row["used"]]
+    assert len(used) == 15
+    assert not [row for row in used if row["table"] == 2 and row["cell"] == "qps"]

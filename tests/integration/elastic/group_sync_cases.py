@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tests.harness.sessions import TOKEN
 from tests.harness.wait import scaled
 from tests.integration.ranks.sync_cases import (
     NUM_STEPS,
@@ -54,7 +55,7 @@ def open_coordinator(num_groups: int, folder: Path, **policy: Any) -> Coordinato
     times = {"heartbeat_timeout_s": scaled(20), "vote_timeout_s": scaled(30)}
     book = LeaseBook(num_rows=10**9, epochs=1, rows_per_lease=8)
     return Coordinator(
-        CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder)
+        CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder, TOKEN)
     )
 
 
@@ -77,6 +78,7 @@ class Life:
             Identity(group, incarnation, rank, groups.num_ranks, HOST),
             lambda: groups.address,
             scaled(2.0),
+            TOKEN,
         )
         self.sync = GroupSync(
             self.training.model,

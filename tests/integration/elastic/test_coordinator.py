@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import uvloop
 
 from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
-from tests.harness.sessions import make_config
+from tests.harness.sessions import TOKEN, make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
+from trainer.coordination.authentication import authenticate
 from trainer.coordination.client import (
     CoordinatorClient,
     CoordinatorLost,
@@ -69,7 +71,7 @@ class Life:
     """One life of a rank, which copies nothing and computes nothing, but says that it did."""
 
     def __init__(self, identity: Identity, locate: Callable[[], str], timeout_s: float) -> None:
-        self.member = CoordinatorClient(identity, locate, timeout_s)
+        self.member = CoordinatorClient(identity, locate, timeout_s, TOKEN)
         self.identity = identity
         self.ledger = Ledger()
         self.standing: GroupState = "initial"
@@ -128,8 +130,9 @@ def live(identity: Identity, address: str, timeout_s: float) -> None:
 
 
 def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
-    """A process that coordinates until it is killed."""
+    """A process that coordinates until it is killed, with the event loop that Ray gives actors."""
     die_with_parent()
+    uvloop.install()
     coordinator = start(port, timeout_s, num_groups, folder)
     pipe.send(coordinator.address)
     pipe.recv()
@@ -144,7 +147,7 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         recovery_grace_s=scaled(20),
     )
     book = WrittenBook(folder / "commits.jsonl")
-    return Coordinator(CoordinatorConfig(policy, book, folder, port=port))
+    return Coordinator(CoordinatorConfig(policy, book, folder, TOKEN, port=port))
 
 
 class WrittenBook(LeaseBook):
@@ -265,13 +268,85 @@ def ask(lines: BinaryIO, body: Request, kind: str) -> list[Answer]:
     return told
 
 
+def connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), scaled(30))
+
+
+def hello_of(rank: Identity) -> Hello:
+    return Hello(
+        **asdict(rank), pid=1, donor="", origin="seed", standing="initial", ledger=Ledger()
+    )
+
+
+def test_who_has_not_proven_the_token_fences_nobody_and_votes_on_nothing(tmp_path: Path):
+    coordinator = start(0, _NEVER_S, 2, tmp_path)
+    members = [
+        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S, TOKEN)
+        for g in range(2)
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, _ = meet(members, pool)
+            known = coordinator.status().groups
+            vote = Vote(round=first.round, commit=1, ok=False, error="of another job")
+            for lines in ([hello_of(identity(0, 1))], [hello_of(identity(0)), vote]):
+                with connect(coordinator.address) as stranger:
+                    for line in lines:
+                        stranger.sendall(Numbered(id=1, body=line).model_dump_json().encode())
+                    told = stranger.makefile("rb").read()  # to its end
+                assert len(told) == 64 and told.endswith(bytes(32)), "a nonce and a refusal"
+            assert coordinator.status().groups == known
+            votes = [
+                pool.submit(each.vote, vote.model_copy(update={"ok": True})) for each in members
+            ]
+            assert all(each.result(scaled(30)).committed for each in votes)
+    finally:
+        for member in members:
+            member.close()
+        coordinator.stop()
+
+
+def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("trainer.coordination.client._LOST_AFTER_S", scaled(0.5))
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, bytes(32))
+    try:
+        with pytest.raises(CoordinatorLost, match="refused this rank's token"):
+            member.join("initial", "seed-0", Ledger(), "")
+        assert not coordinator.status().groups
+    finally:
+        member.close()
+        coordinator.stop()
+
+
+def test_connections_that_never_prove_anything_are_closed_in_time_and_hold_nobody_up(
+    tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("trainer.elastic.coordinator.server.PROOF_TIMEOUT_S", scaled(0.5))
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, TOKEN)
+    silent = [connect(coordinator.address) for _ in range(20)]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            (first,) = meet([member], pool)
+        assert member.vote(Vote(round=first.round, commit=1, ok=True)).committed
+        for each in silent:
+            assert len(each.makefile("rb").read()) == 32, "a nonce, and then its end"
+        assert [group.group for group in coordinator.status().groups] == [0]
+        assert len(caplog.records) == 1 and "no proof came in time" in caplog.text
+    finally:
+        for each in silent:
+            each.close()
+        member.close()
+        coordinator.stop()
+
+
 def test_members_travel_once_per_connection_and_their_weights_with_every_round(tmp_path: Path):
     coordinator = start(0, _NEVER_S, 1, tmp_path)
-    host, _, port = coordinator.address.rpartition(":")
-    hello = Hello(
-        **asdict(identity(0)), pid=1, donor="", origin="seed", standing="initial", ledger=Ledger()
-    )
-    with socket.create_connection((host, int(port)), scaled(10)) as connection:
+    hello = hello_of(identity(0))
+    with connect(coordinator.address) as connection:
+        authenticate(connection, TOKEN, coordinator.address, scaled(10))
         lines = connection.makefile("rwb")
         ask(lines, hello, "welcome")
         roster, first = ask(lines, Arrive(standing="initial", commit=0), "round")
@@ -288,7 +363,8 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
         assert (second.weights, third.weights) == ((5.0,), (3.0,))
         assert third.with_members(current).members[0].standing == "current"
         # The same rank on a new connection is told anew.
-        with socket.create_connection((host, int(port)), scaled(10)) as again:
+        with connect(coordinator.address) as again:
+            authenticate(again, TOKEN, coordinator.address, scaled(10))
             lines = again.makefile("rwb")
             ask(lines, hello.model_copy(update={"round": 3}), "welcome")
             assert ask(lines, arrival, "round") == [current, third]
@@ -374,7 +450,8 @@ def meet(members: list[CoordinatorClient], pool: ThreadPoolExecutor):
 def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path):
     port = free_port()
     members = [
-        CoordinatorClient(identity(g), lambda: f"127.0.0.1:{port}", _NEVER_S) for g in range(2)
+        CoordinatorClient(identity(g), lambda: f"127.0.0.1:{port}", _NEVER_S, TOKEN)
+        for g in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
         with coordinating(port, 2, tmp_path):
@@ -401,7 +478,8 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
 def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path: Path):
     coordinator = start(0, _NEVER_S, 2, tmp_path)
     members = [
-        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S) for g in range(2)
+        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S, TOKEN)
+        for g in range(2)
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -418,9 +496,9 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
 
 def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, monkeypatch):
     has_crashed = threading.Event()
-    config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path)
+    config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path, TOKEN)
     coordinator = Coordinator(config, on_crash=has_crashed.set)
-    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, TOKEN)
     monkeypatch.setattr(coordinator._membership, "on_arrive", lambda *_: [][0])
     try:
         member.join("initial", "seed-0", Ledger(), "")
@@ -436,7 +514,8 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, 
 def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
     coordinator = start(0, scaled(2), 2, tmp_path)
     members = [
-        CoordinatorClient(identity(g), lambda: coordinator.address, scaled(2)) for g in range(2)
+        CoordinatorClient(identity(g), lambda: coordinator.address, scaled(2), TOKEN)
+        for g in range(2)
     ]
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -473,7 +552,8 @@ def test_a_port_that_is_taken_is_an_error(tmp_path: Path):
 def attempt_of(config: WorkerConfig) -> Attempt:
     context = DriverContext("job-test", config.attempt_id, config.run_dir, None, 0)
     context.files.outbox_dir.mkdir(parents=True)
-    return Attempt(context, config.spec, EventWriter(context.files.stream_path("driver")))
+    writer = EventWriter(context.files.stream_path("driver"))
+    return Attempt(context, config.spec, writer, token=TOKEN)
 
 
 def take_steps(
@@ -484,7 +564,7 @@ def take_steps(
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     identity = Identity(0, run_index, rank, 2, "127.0.0.2")
-    member = CoordinatorClient(identity, lambda: address, scaled(1.0))
+    member = CoordinatorClient(identity, lambda: address, scaled(1.0), TOKEN)
     member.on_refusal = end_process
     member.join("initial", f"run-{run_index}", Ledger(), donor="")
     for step in range(1, num_steps + 1):

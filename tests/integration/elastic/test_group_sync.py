@@ -23,12 +23,11 @@ from tests.integration.elastic.group_sync_cases import (
 )
 from tests.integration.ranks.sync_cases import Table, clones
 from trainer.coordination.client import Refused
-from trainer.coordination.messages import Arrive, Round
+from trainer.coordination.messages import Arrive, Round, RoundResult, Vote
 from trainer.elastic.coordinator.server import Coordinator
 from trainer.elastic.group_sync import ExchangeError
-from trainer.fault_injection import Phase
 from trainer.parallel.collectives import pairwise_mean
-from trainer.parallel.sync import apply_difference
+from trainer.parallel.sync import PendingSync, apply_difference
 from trainer.spec.parallelism import DivergenceCheckSpec
 
 WEIGHTS = (8, 24)
@@ -81,19 +80,18 @@ def _train_ahead(life: Life, num_rows: int) -> tuple[Any, ...]:
 
 def _fail_once(life: Life) -> list[list[torch.Tensor]]:
     """Let group 1 fail in the next round, with averages at hand; what is held at each arrival."""
-    inject, arrive = life.sync._inject, life.member.arrive
+    vote, arrive = life.member.vote, life.member.arrive
     states: list[list[torch.Tensor]] = []
 
-    def failing(phase: Phase, round_: Round) -> None:
-        inject(phase, round_)
-        if phase == "before_vote" and life.group == 1 and len(states) == 1:
-            raise ExchangeError("a test lets it fail")
+    def failing(own: Vote) -> RoundResult:
+        fails = life.group == 1 and len(states) == 1
+        return vote(own.model_copy(update={"ok": False, "error": "a test"}) if fails else own)
 
     def arriving(arrival: Arrive) -> Round:
         states.append(life.state())
         return arrive(arrival)
 
-    life.sync._inject, life.member.arrive = failing, arriving  # type: ignore[method-assign]
+    life.member.vote, life.member.arrive = failing, arriving  # type: ignore[method-assign]
     return states
 
 
@@ -430,15 +428,16 @@ def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:
 
 def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
     """Leave the others waiting: with a closed connection, or an open one until they went on."""
+    form_means = PendingSync.form_means
 
-    def fail(phase: str, round_: Round) -> None:
-        if phase == "exchange" and gone_on:
-            wait_for(gone_on.exists, "a commit of the others")
-        elif phase == "exchange":
+    def fail(pending: PendingSync) -> None:
+        if gone_on is None:
             life.end()
             raise ConnectionError("it died")
+        wait_for(gone_on.exists, "a commit of the others")
+        form_means(pending)
 
-    life.sync._inject = fail  # type: ignore[method-assign]
+    PendingSync.form_means = fail  # type: ignore[method-assign]
     with pytest.raises(Refused if gone_on else ConnectionError):
         life.exchange()
     life.end()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from tests.harness.ranks import run_ranks
+from tests.harness.sessions import TOKEN
 from tests.harness.small_model import fused_kernel, shards_of
 from tests.harness.wait import scaled, wait_for
 from tests.integration.elastic.group_sync_cases import (
@@ -25,10 +27,16 @@ from tests.integration.elastic.group_sync_cases import (
     open_coordinator,
 )
 from tests.integration.ranks.sync_cases import Table
-from trainer import fault_injection
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import GroupState, Round, RoundMember
-from trainer.elastic.peer_copy import DonorServer, Joiner, PeerCopyError, pieces_of
+from trainer.elastic.peer_copy import (
+    Chunk,
+    DonorServer,
+    Joiner,
+    LiveCopy,
+    PeerCopyError,
+    pieces_of,
+)
 from trainer.parallel.touched_rows import RowNumbers, Rows
 
 CPU = torch.device("cpu")
@@ -58,12 +66,12 @@ def servers() -> Iterator[list[DonorServer]]:
 
 
 def _serve(servers: list[DonorServer], numbers: RowNumbers, group: int = 0) -> str:
-    servers.append(DonorServer(_identity(group), pieces_of(numbers)))
+    servers.append(DonorServer(_identity(group), pieces_of(numbers), TOKEN))
     return servers[-1].address
 
 
-def _joiner(numbers: RowNumbers, group: int = 1) -> Joiner:
-    return Joiner(_identity(group), numbers, timeout_s=scaled(5))
+def _joiner(numbers: RowNumbers, group: int = 1, token: bytes = TOKEN) -> Joiner:
+    return Joiner(_identity(group), numbers, scaled(5), token)
 
 
 def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
@@ -105,6 +113,30 @@ def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> No
     _copy_all(joiner, _serve(servers, donor))
     _assert_equal(ours, donor)
     assert joiner.num_bytes == 50 * (4 + 1) * 4
+
+
+def test_who_has_not_proven_the_token_gets_no_byte_of_a_table(
+    servers: list[DonorServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    donor, ours = _numbers(), _numbers(seed=1)
+    before = _numbers(seed=1)
+    host, _, port = _serve(servers, donor).rpartition(":")
+    with socket.create_connection((host, int(port)), scaled(10)) as stranger:
+        stranger.sendall((struct.pack("!IQQ", 0, 0, 50) * 4)[:64])  # as a joiner asks for rows
+        told = stranger.makefile("rb").read()  # to its end
+    assert len(told) == 64 and told.endswith(bytes(32)), "a nonce and a refusal"
+    other = _joiner(ours, token=bytes(32))
+    attends = _round(1, servers[0].address, {0: "current", 1: "listening"})
+
+    def is_refused() -> bool:
+        other.attend(attends)
+        return "refused this rank's token" in caplog.text
+
+    wait_for(is_refused, "the refusal of another token", 20, poll_s=0.002)
+    assert other.num_bytes == 0
+    _assert_equal(ours, before)
+    _copy_all(_joiner(ours), servers[0].address)
+    _assert_equal(ours, donor)
 
 
 def test_a_missed_commit_starts_the_copy_over(servers: list[DonorServer]) -> None:
@@ -156,40 +188,45 @@ def test_another_shard_is_refused(servers: list[DonorServer]) -> None:
             time.sleep(0.01)
 
 
-def test_the_copy_goes_on_when_its_connection_breaks(servers: list[DonorServer]) -> None:
+def test_the_copy_goes_on_when_its_connection_breaks(
+    servers: list[DonorServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     donor, ours = _numbers(), _numbers(seed=1)
     joiner = _joiner(ours)
     joiner.chunk_bytes = 100
     joiner.restart()
-    fault_injection.arm(0, _slow_join(group=1, by_s=0.02))
-    try:
-        joiner.attend(_round(1, _serve(servers, donor), {0: "current", 1: "listening"}))
-        while not joiner.num_bytes:
-            time.sleep(0.01)
-        servers[0].close()
+    chunks = threading.Semaphore(1)
+    monkeypatch.setattr(LiveCopy, "next_chunk", _one_of(chunks))
+    joiner.attend(_round(1, _serve(servers, donor), {0: "current", 1: "listening"}))
+    while not joiner.num_bytes:
+        time.sleep(0.01)
+    servers[0].close()
+    _hear(joiner)
+    chunks.release(100)
+    address = _serve(servers, donor)
+    for commit in range(2, int(DEADLINE_S * 100)):
+        joiner.attend(_round(commit, address, {0: "current", 1: "listening"}))
         _hear(joiner)
-        fault_injection.arm(0, {})
-        address = _serve(servers, donor)
-        for commit in range(2, int(DEADLINE_S * 100)):
-            joiner.attend(_round(commit, address, {0: "current", 1: "listening"}))
-            _hear(joiner)
-            if joiner.is_complete:
-                break
-            time.sleep(0.01)
-    finally:
-        fault_injection.arm(0, {})
+        if joiner.is_complete:
+            break
+        time.sleep(0.01)
     _assert_equal(ours, donor)
     assert joiner.num_bytes < 2 * 50 * (4 + 1) * 4, "what was sure was not copied again"
 
 
-def _slow_join(group: int, by_s: float) -> dict[str, str]:
-    """An environment in which every chunk takes `by_s`."""
-    site = {"group": group, "rank": 0, "step": 0, "phase": "join"}
-    return {
-        fault_injection.VARIABLE: json.dumps(
-            [{"kind": "slow", "arg": by_s, "times": 10**6, **site}]
-        )
-    }
+_next_chunk = LiveCopy.next_chunk
+
+
+def _one_of(chunks: threading.Semaphore) -> Callable[[LiveCopy, int], Chunk | None]:
+    """The next chunk of a copy, once it may have one of `chunks`."""
+
+    def next_chunk(copy: LiveCopy, ticket: int) -> Chunk | None:
+        chunk = _next_chunk(copy, ticket)
+        if chunk:
+            chunks.acquire()
+        return chunk
+
+    return next_chunk
 
 
 TABLES = (Table(2000), Table(37, "table_wise"), Table(5, "data_parallel"))
@@ -226,7 +263,7 @@ def _join_and_train(life: Life) -> dict[str, Any]:
     Whom it copied from, and how many commits that took.
     """
     chunks = threading.Semaphore(0)
-    fault_injection.inject = lambda phase, *site: phase == "join" and chunks.acquire()
+    LiveCopy.next_chunk = _one_of(chunks)  # type: ignore[method-assign]
     life.spoil()
     life.join_late()
     donors, num_commits, num_trained = set(), 0, 0

@@ -84,9 +84,9 @@ class Saver:
 
 def _arm(*armed: dict[str, Any]) -> None:
     common = {"group": 0, "phase": "checkpoint"}
-    fault_injection.arm(
-        0, {fault_injection.VARIABLE: json.dumps([common | each for each in armed])}
-    )
+    environment = {fault_injection.VARIABLE: json.dumps([common | each for each in armed])}
+    fault_injection.arm(0, dist.get_rank(), 0, environment)
+    fault_injection.wrap()
 
 
 def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:

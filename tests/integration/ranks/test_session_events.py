@@ -22,12 +22,11 @@ import torch.distributed as dist
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, next_run, open_session, told, train_session
 from tests.harness.small_model import NoHostReads, dense_parameters
-from trainer import failures
+from trainer import failures, fault_injection
 from trainer.checkpoint.save_load import list_committed
 from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
 from trainer.errors import DataError
-from trainer.fault_injection import VARIABLE
 from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.sync import ReplicaSync
@@ -40,7 +39,7 @@ from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import LookupCounter, TaskMeter
-from trainer.training.worker import prepare_process, run_worker, train
+from trainer.training.worker import run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
 UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
@@ -51,7 +50,8 @@ SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.vali
 
 def run_into_nan(config: WorkerConfig) -> tuple[str, str]:
     """The loop on a rank whose loss becomes NaN at step 13; reason and message of its end."""
-    os.environ[VARIABLE] = json.dumps([POISON])
+    os.environ[fault_injection.VARIABLE] = json.dumps([POISON])
+    fault_injection.install(config, dist.get_rank())
     try:
         run_worker(config)
     except failures.WorkerFailure as failure:
@@ -64,7 +64,7 @@ def fail_then_go_on(config: WorkerConfig, failing: WorkerConfig) -> dict[str, An
     failed = run_into_nan(failing)
     first = run_into_nan(config)
     again = next_run(config)
-    prepare_process(again)  # the fault was of the first life
+    fault_injection.install(again, dist.get_rank())  # the fault was of the first life
     return {"failed": failed, "first": first, "end": train_session(again)["state"]}
 
 

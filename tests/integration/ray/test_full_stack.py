@@ -208,3 +208,12 @@ def test_the_cli_mirrors_a_job_in_its_exit_code_and_the_next_job_finds_warm_work
     assert failed.reason is EndReason.DATA_ERROR
     assert failed.num_attempts == 1
     assert {stack.pid(failed, f"rank-{rank}") for rank in range(4)} <= warm
+
+
+def test_groups_that_are_failure_domains_train_on_ray(stack: Stack, small_movielens: Path) -> None:
+    job = stack.submit(small_movielens, *SMALL, "parallelism.placement=inter_host")
+    ended = stack.wait_for_end(job.id)
+    assert ended.status is JobStatus.SUCCEEDED, ended.message
+    assert ended.num_failures == 0
+    joined = stack.timeline(job.id, "group_joined")
+    assert sorted(each["group"] for each in joined) == [0, 1]

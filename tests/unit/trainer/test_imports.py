@@ -17,7 +17,7 @@ LIGHT = (
     "trainer.checkpoint.files",
     "trainer.protocol.events",
     "trainer.export.artifact",
-    "trainer.layout.choice",
+    "trainer.layout.scaling",
     "trainer.spec",
 )
 # What the driver imports once it knows how to train.

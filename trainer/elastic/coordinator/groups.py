@@ -1,66 +1,53 @@
-"""The replica groups as the coordinator knows them.
+"""The replica groups as the coordinator knows them: who is there, who is over, who seems lost.
 
-`Group` is one incarnation of a group with the newest request of each of its ranks. `GroupRegistry`
-holds all groups, fences off incarnations that were lost or left, and collects what the coordinator
-is to do next (`Effect`). Pure: no clock, no socket; `now` is Unix time in seconds.
+Pure: no clock, no socket; `now` is Unix time in seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from trainer.coordination.detection import HeartbeatMonitor, RankId
+from trainer.coordination.detection import HeartbeatMonitor, RankId, Suspect, SuspicionFilter
 from trainer.coordination.messages import (
     Answer,
     Arrive,
     GroupState,
+    Heartbeat,
     Hello,
-    Ledger,
     Rejection,
     RoundMember,
     Vote,
 )
-from trainer.elastic.coordinator.goodput import RunMetrics
-from trainer.elastic.coordinator.interface import (
-    CoordinatorStatus,
-    Departure,
-    Effect,
-    GroupStatus,
-    MembershipPolicy,
-    Reply,
-    RunPhase,
-)
-from trainer.elastic.coordinator.leases import LeaseBook
-from trainer.failures import Failure
-from trainer.protocol import events
+from trainer.elastic.coordinator.interface import Departure, GroupStatus, MembershipPolicy, Reply
+from trainer.protocol.events import Note
 
 _NUM_DEPARTURES = 100
+# Who is half way to being lost may well be so for the same cause.
+_DOUBTFUL_SHARE = 0.5
 
 
 @dataclass
 class RankState:
-    """One rank of a group.
-
-    `request` is its unanswered request, with `request_id`; `round` the round that it was given and
-    has not voted on.
-    """
+    """One rank: its unanswered `request`, and the `round` that it was told of and must vote on."""
 
     hello: Hello
     request: Arrive | Vote | None = None
     request_id: int = 0
     round: int | None = None
+    vote_due_at: float = math.inf
 
 
 class Group:
     """One incarnation of a sharding group.
 
-    `is_pristine` says that its state is still what the seed or a checkpoint made it. For a
-    listener, `has_begun` says that it copies and has missed no committed round since, and
-    `must_restart` that it has missed one or holds what must not count. `missed_round` is the newest
-    round that was committed without it although it was in it, and `num_suspended` counts how often
-    it was left out of one, since one with it had failed.
+    `copy` is that of a listener: `live` while it copies from `donor` and has missed no committed
+    round since, `stale` once it has missed one or holds what must not count. `missed_round` is the
+    newest round that was committed without it although it was in it; `num_suspended` counts how
+    often it was left out of one, since one with it had failed.
     """
 
     def __init__(self, hello: Hello, now: float) -> None:
@@ -69,25 +56,20 @@ class Group:
         self.joined_at = now
         self.ranks: dict[int, RankState] = {}
         self.standing: GroupState = "initial"
-        self.is_pristine = True
-        self.has_begun = False
-        self.must_restart = False
+        self.copy: Literal["absent", "live", "stale"] = "absent"
+        self.donor: Group | None = None
+        self.copied_bytes = 0  # when its last round opened
         self.leave_cause: str | None = None
-        self.donor: int | None = None
         self.missed_round = 0
         self.num_suspended = 0
-        self.num_waiting = 0  # ranks that wait for the next round
-        self.is_inspected = False  # what they arrived with
-        self.copied_bytes = 0
-        """What its ranks had copied when they arrived for its last round."""
+        self._num_waiting = 0  # ranks that wait for the next round
 
     def add_rank(self, hello: Hello) -> None:
         """Register a rank, at first or after it reconnected."""
         self.ranks.setdefault(hello.rank, RankState(hello)).hello = hello
         if not self.is_current:
-            standings = {hello.standing for hello in self.hellos}
-            self.is_pristine = self.donor is None and standings == {"initial"}
-            self.standing = "initial" if self.is_pristine else "listening"
+            is_new = self.donor is None and all(each.standing == "initial" for each in self.hellos)
+            self.standing = "initial" if is_new else "listening"
 
     @property
     def is_current(self) -> bool:
@@ -102,20 +84,17 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Whether all of its ranks wait for the next round."""
-        return self.num_waiting == self.num_ranks
+        return self._num_waiting == self.num_ranks
 
-    def keep(self, rank: int, request: Arrive | Vote | None, request_id: int) -> None:
-        """A rank asks something, or with None was answered."""
-        state = self.ranks[rank]
-        self.num_waiting += isinstance(request, Arrive) - isinstance(state.request, Arrive)
-        self.is_inspected = False
-        state.request, state.request_id = request, request_id
+    @property
+    def was_in_round(self) -> bool:
+        """Whether it was in a round before this coordinator was started."""
+        return any(hello.members for hello in self.hellos)
 
     @property
     def has_exact_copy(self) -> bool:
         """Whether a listener that has missed no round has copied everything."""
-        is_copying = self.has_begun and not (self.must_restart or self.is_current)
-        return is_copying and all(arrival.has_copied for arrival in self.arrivals)
+        return self.copy == "live" and all(arrival.has_copied for arrival in self.arrivals)
 
     @property
     def may_overlap(self) -> bool:
@@ -143,33 +122,53 @@ class Group:
     def hosts(self) -> list[str]:
         return [state.hello.host for _, state in sorted(self.ranks.items())]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Its number, incarnation and hosts, as events and messages name them."""
+        return {"group": self.group, "incarnation": self.incarnation, "hosts": self.hosts}
+
     def rank_id(self, rank: int) -> RankId:
         return RankId(self.group, self.incarnation, rank)
 
+    def keep(self, rank: int, request: Arrive | Vote | None, request_id: int) -> None:
+        """A rank asks something, or with None was answered."""
+        state = self.ranks[rank]
+        self._num_waiting += isinstance(request, Arrive) - isinstance(state.request, Arrive)
+        state.request, state.request_id = request, request_id
+
+    def answer(self, rank: int, body: Answer) -> Reply:
+        """The answer to what a rank asked, which one is told that asked nothing, too (id 0)."""
+        reply = Reply(self.rank_id(rank), self.ranks[rank].request_id, body)
+        self.keep(rank, None, 0)
+        return reply
+
+    def dismiss(self, rejection: Rejection, only_waiting: bool = False) -> list[Reply]:
+        """Tell its ranks to end, also those that wait for no answer."""
+        told = [rank for rank, state in self.ranks.items() if state.request or not only_waiting]
+        return [self.answer(rank, rejection) for rank in told]
+
+    def promote(self) -> None:
+        """From here on it holds the newest commit."""
+        self.standing, self.copy, self.donor = "current", "absent", None
+
     def demote(self) -> None:
         """Its state must not count any more: it has to copy everything from another group."""
-        self.standing, self.is_pristine = "listening", False
-        self.has_begun, self.must_restart = False, True
+        self.standing, self.copy = "listening", "stale"
 
     def status(self) -> GroupStatus:
+        processes = tuple((hello.host, hello.pid) for hello in self.hellos)
         return GroupStatus(
             group=self.group,
             incarnation=self.incarnation,
             standing=self.standing,
             leave_cause=self.leave_cause,
-            processes=tuple((hello.host, hello.pid) for hello in self.hellos),
+            processes=processes,
         )
 
     def as_member(self) -> RoundMember:
         """Its entry in the next round, by what its ranks arrived with."""
         weight = self.arrivals[0].copy_weight if self.is_current else 0.0
-        return RoundMember(
-            group=self.group,
-            incarnation=self.incarnation,
-            weight=weight,
-            standing=self.standing,
-            hosts=tuple(self.hosts),
-        )
+        return RoundMember(weight=weight, standing=self.standing, **self.identity)
 
 
 def disagreement(group: Group) -> str | None:
@@ -180,15 +179,15 @@ def disagreement(group: Group) -> str | None:
     return None
 
 
-def choose_donor(listener: Group, current: Iterable[Group], groups: Mapping[int, Group]) -> Group:
+def choose_donor(listener: Group, current: Iterable[Group], groups: Iterable[Group]) -> Group:
     """Whom a listener copies from: the same group as before while it lives, else the least used.
 
     Among equals the highest number, since the lowest leads and so has more to do.
     """
-    users = [other.donor for other in groups.values() if other is not listener]
+    users = [other.donor for other in groups if other is not listener]
 
     def rank(each: Group) -> tuple[bool, int, int]:
-        return each.group != listener.donor, users.count(each.group), -each.group
+        return each is not listener.donor, users.count(each), -each.group
 
     return min(current, key=rank)
 
@@ -208,243 +207,169 @@ def copies_alive(groups: Iterable[Group]) -> tuple[int, int]:
     return len(hosts_by_group), min(num_hosts, default=0)
 
 
-class GroupRegistry:
-    """All groups, fenced-off incarnations, and pending effects."""
-
-    def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
-        self._policy, self._book = policy, book
-        self._phase: RunPhase = "starting"
-        self._failure: Failure | None = None
-        self._ledger = Ledger()
-        self._generation = 0
-        self._groups: dict[int, Group] = {}
-        self._expected = set(range(policy.num_groups))
-        self._fences: dict[int, int] = {}
-        self._departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
-        self._leader: int | None = None
-        self._was_short = False
-        self._emitted_members: list[events.GroupMember] | None = None
-        self._effects: list[Effect] = []
-        self._run_metrics = RunMetrics(policy.rows_per_step)
-        self._monitor = HeartbeatMonitor(
-            policy.heartbeat_timeout_s,
-            policy.min_hang_s,
-            policy.hang_factor,
-            policy.straggler_factor,
-        )
-
-    @property
-    def generation(self) -> int:
-        return self._generation
-
-    @property
-    def _present(self) -> list[Group]:
-        return [group for _, group in sorted(self._groups.items())]
-
-    @property
-    def _current(self) -> list[Group]:
-        return [group for group in self._present if group.is_current]
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether too few groups hold the state for training to go on."""
-        return len(self._current) < self._policy.min_groups
-
-    @property
-    def _is_over(self) -> bool:
-        return self._phase in ("finished", "failed")
-
-    def _rank(self, rank: RankId) -> RankState | None:
-        group = self._group(rank)
-        return group.ranks.get(rank.rank) if group else None
-
-    def _group(self, rank: RankId) -> Group | None:
-        group = self._groups.get(rank.group)
-        return group if group and group.incarnation == rank.incarnation else None
-
-    def _choose_leader(self) -> int | None:
-        """The leader: the same as long as it is current, else the lowest number that is."""
-        leader = self._groups.get(self._leader) if self._leader is not None else None
-        if leader is None or not leader.is_current:
-            self._leader = min((group.group for group in self._current), default=None)
-        return self._leader
-
-    def status(self) -> CoordinatorStatus:
-        return CoordinatorStatus(
-            phase=self._phase,
-            ledger=self._ledger,
-            leader=self._choose_leader(),
-            groups=tuple(group.status() for group in self._present),
-            departures=tuple(self._departures),
-            failure=self._failure,
-        )
-
-    # --- effects
-
-    def _take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _reply(self, to: RankId, request_id: int, body: Answer) -> None:
-        self._effects.append(Reply(to, request_id, body))
-
-    def _answer(self, group: Group, rank: int, body: Answer) -> None:
-        state = group.ranks[rank]
-        self._reply(group.rank_id(rank), state.request_id, body)
-        group.keep(rank, None, 0)
-
-    def _emit(self, event: events.Event) -> None:
-        self._effects.append(event)
-
-    def _emit_membership(self, now: float) -> None:
-        """Emit who is there, where that changed."""
-        present = [group for group in self._present if group.is_complete]
-        members = [
-            events.GroupMember(
-                group=group.group,
-                incarnation=group.incarnation,
-                hosts=group.hosts,
-                standing=group.standing,
-            )
-            for group in present
-        ]
-        if members == self._emitted_members:
-            return
-        self._emitted_members = members
-        num_copies, num_hosts = copies_alive(present)
-        self._emit(
-            events.MembershipChanged(
-                time=now,
-                generation=self._generation,
-                commit=self._ledger.commit,
-                groups=members,
-                copies_alive=num_copies,
-                host_copies_alive=num_hosts,
-            )
-        )
-
-        is_short = self._phase == "running" and self._is_short
-        if is_short != self._was_short:
-            self._was_short = is_short
-            have = f"{num_copies} group(s) hold the state, parallelism.min_groups is"
-            least = self._policy.min_groups
-            verb, level = ("waits for more", "warning") if is_short else ("goes on", "info")
-            message = f"training {verb}: {have} {least}"
-            self._emit(events.Note(time=now, level=level, message=message))  # type: ignore[arg-type]
-
-    def _emit_metrics(self, now: float) -> None:
-        self._emit(self._run_metrics.as_event(self._ledger, self._generation, now))
-
-    # --- joining and leaving
-
-    def _enter(self, hello: Hello, now: float) -> Group:
-        group = Group(hello, now)
-        self._groups[hello.group] = group
-        self._run_metrics.goodput.start(hello.group, now)
-        return group
-
-    def _become_current(self, group: Group, how: str, now: float) -> None:
-        group.standing, group.is_pristine = "current", False
-        group.has_begun = group.must_restart = False
-        group.donor = None
-        self._run_metrics.goodput.train(group.group, now)
-        self._emit(
-            events.GroupJoined(
-                time=now,
-                group=group.group,
-                incarnation=group.incarnation,
-                hosts=group.hosts,
-                how="start" if how == "start" else "peer_copy",
-                copied_bytes=group.copied_bytes,
-                duration_s=now - group.joined_at,
-            )
-        )
-
-    def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
-        """A group is lost: its leases return, its ranks are told to end.
-
-        After the end of the run that is how groups go: ranks that still clean up are left alone.
-        """
-        self._dismiss(group, fenced(message), only_waiting=self._phase == "finished")
-        had_work = group.is_current and bool(self._book.held(group.group))
-        rows = self._remove(group, reason, message, is_lost=not self._is_over)
-        if self._is_over:
-            return
-        if group.is_current:
-            self._run_metrics.record_incident(reason, now, syncs_lost=int(had_work))
-        self._run_metrics.goodput.lose(group.group, now)
-        self._emit(
-            events.GroupLost(
-                time=now,
-                group=group.group,
-                incarnation=group.incarnation,
-                reason=reason,
-                message=message,
-                hosts=group.hosts,
-                rows_returned=rows,
-            )
-        )
-        self._emit_membership(now)
-
-    def _release(self, group: Group, cause: str, now: float) -> None:
-        """A group leaves as asked; no work is lost."""
-        self._remove(group, cause, f"left: {cause}", is_lost=False)
-        if cause in ("resize", "drain"):
-            self._expected.discard(group.group)
-        self._run_metrics.goodput.leave(group.group, now)
-        self._emit(
-            events.GroupLeft(
-                time=now,
-                group=group.group,
-                incarnation=group.incarnation,
-                cause=cause,  # type: ignore[arg-type]
-                hosts=group.hosts,
-            )
-        )
-
-    def _remove(self, group: Group, reason: str, message: str, is_lost: bool) -> int:
-        """Remove a group and fence its incarnation; returns the rows that it gave back."""
-        del self._groups[group.group]
-        self._fences[group.group] = group.incarnation + 1
-        self._monitor.forget(group.group)
-        self._departures.append(
-            Departure(
-                group=group.group,
-                incarnation=group.incarnation,
-                reason=reason,
-                message=message,
-                is_lost=is_lost,
-            )
-        )
-        return self._book.give_back(group.group)
-
-    def _dismiss(self, group: Group, rejection: Rejection, only_waiting: bool = False) -> None:
-        """Tell the ranks of a group to end, also those that wait for no answer."""
-        for rank, state in group.ranks.items():
-            if state.request:
-                self._answer(group, rank, rejection)
-            elif not only_waiting:
-                self._reply(group.rank_id(rank), 0, rejection)
-
-    def _fail(self, reason: str, message: str, now: float) -> None:
-        """The run cannot go on: every rank is told so."""
-        self._phase = "failed"
-        self._failure = Failure(reason, message)
-        self._emit(events.Note(time=now, level="error", message=message))
-        for group in self._present:
-            self._dismiss(group, Rejection(reason="failed", message=message))
-
-
 def fenced(message: str) -> Rejection:
     """The answer to an incarnation that is over."""
     return Rejection(reason="fenced", message=message)
 
 
-def waiting_ranks(groups: Iterable[Group]) -> list[RankId]:
-    """The ranks that wait for the coordinator."""
-    return [
-        group.rank_id(rank)
-        for group in groups
-        for rank, state in group.ranks.items()
-        if state.request is not None
-    ]
+class GroupRegistry:
+    """The groups that are there, by number, the incarnations that are over, and the heartbeats."""
+
+    def __init__(self, policy: MembershipPolicy) -> None:
+        self._policy = policy
+        self._groups: dict[int, Group] = {}
+        self._fences: dict[int, int] = {}  # the oldest incarnation that may join
+        self.departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
+        self._leader: int | None = None
+        self._suspicions = SuspicionFilter(policy.min_hang_s)
+        limits = policy.heartbeat_timeout_s, policy.min_hang_s
+        self._monitor = HeartbeatMonitor(*limits, policy.hang_factor, policy.straggler_factor)
+
+    @property
+    def present(self) -> list[Group]:
+        return list(self._groups.values())
+
+    @property
+    def current(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.is_current]
+
+    def get(self, number: int) -> Group | None:
+        return self._groups.get(number)
+
+    def find(self, rank: RankId) -> Group | None:
+        """The group of a rank that has joined and whose incarnation is not over."""
+        group = self._groups.get(rank.group)
+        known = group and group.incarnation == rank.incarnation and rank.rank in group.ranks
+        return group if known else None
+
+    def choose_leader(self) -> int | None:
+        """The leader: the same as long as it is current, else the lowest number that is."""
+        leader = self._groups.get(self._leader) if self._leader is not None else None
+        if leader is None or not leader.is_current:
+            self._leader = min((group.group for group in self.current), default=None)
+        return self._leader
+
+    def is_waited_for(self) -> bool:
+        """Whether a current group has still to arrive for the next round; the last is likeliest."""
+        return any(
+            each.is_current and not each.is_ready for each in reversed(self._groups.values())
+        )
+
+    # --- joining and leaving
+
+    def first_incarnation(self, number: int) -> int:
+        """The oldest incarnation of a group that may join."""
+        known = self._groups.get(number)
+        return max(self._fences.get(number, 0), known.incarnation if known else 0)
+
+    def is_back_or_over(self, number: int, incarnation: int) -> bool:
+        """Whether an incarnation is complete, or one that need not be waited for."""
+        group = self._groups.get(number)
+        is_back = group is not None and group.is_complete and group.incarnation >= incarnation
+        return is_back or incarnation < self._fences.get(number, 0)
+
+    def enter(self, hello: Hello, now: float) -> Group:
+        """A rank joins, at first or after it reconnected."""
+        if hello.group not in self._groups:
+            self._groups[hello.group] = Group(hello, now)
+            self._groups = dict(sorted(self._groups.items()))
+        group = self._groups[hello.group]
+        group.add_rank(hello)
+        self._monitor.hear(RankId(hello.group, hello.incarnation, hello.rank), now)
+        return group
+
+    def fence(self, number: int, incarnation: int) -> None:
+        """This incarnation of a group is over."""
+        self._fences[number] = max(self._fences.get(number, 0), incarnation + 1)
+
+    def remove(self, group: Group, reason: str, message: str, is_lost: bool) -> None:
+        """A group is lost, or has left."""
+        del self._groups[group.group]
+        self.fence(group.group, group.incarnation)
+        self._monitor.forget(group.group)
+        departure = Departure(
+            group=group.group,
+            incarnation=group.incarnation,
+            reason=reason,
+            message=message,
+            is_lost=is_lost,
+        )
+        self.departures.append(departure)
+
+    # --- heartbeats
+
+    def hear(self, rank: RankId, now: float, heartbeat: Heartbeat | None = None) -> None:
+        if heartbeat:
+            self._monitor.beat(rank, heartbeat, now)
+        else:
+            self._monitor.hear(rank, now)
+
+    def forget_rank(self, rank: RankId) -> None:
+        self._monitor.forget_rank(rank)
+
+    def wake(self, now: float) -> None:
+        """Correct all limits for a pause of this process itself."""
+        slept_s = self._monitor.wake(now)
+        if slept_s:
+            for group in self._groups.values():
+                for state in group.ranks.values():
+                    state.vote_due_at += slept_s
+
+    def is_doubtful(self, rank: RankId, now: float) -> bool:
+        """Whether a rank has been silent for so long that its connection may be broken."""
+        return self._monitor.is_silent(rank, now, _DOUBTFUL_SHARE)
+
+    def stragglers(self, now: float) -> dict[RankId, float]:
+        """Slowdown of the ranks of current groups that are found to be slow now."""
+        ranks = {group.rank_id(rank) for group in self.current for rank in group.ranks}
+        return self._monitor.stragglers(ranks, now)
+
+    def judge(self, now: float, only_silence: bool) -> tuple[list[Suspect], list[Note]]:
+        """Who is lost for silence, a hang or a missing vote, and what to say about the others.
+
+        These are suspicions, not facts: they never take most of the copies at once.
+        """
+        suspects = self._suspects(now, only_silence)
+        if not self._policy.holds_suspicions:
+            return list(suspects.values()), []
+        doubtful = self._suspects(now, only_silence, _DOUBTFUL_SHARE) if suspects else {}
+        copies = [group.group for group in self.current or self.present]
+        judgement = self._suspicions.judge(suspects, doubtful, copies, now)
+        notes = []
+        if judgement.held:
+            held = ", ".join(f"{each} ({suspects[each].reason})" for each in sorted(judgement.held))
+            message = (
+                f"groups {held} seem lost, and too few of {len(copies)} copies are beyond doubt: "
+                "nobody is given up yet. The network of the coordinator's host, or storage that "
+                "all wait for, is the likelier cause"
+            )
+            notes.append(Note(time=now, level="warning", message=message))
+        back = ", ".join(map(str, sorted(judgement.cleared & self._groups.keys())))
+        if back:
+            notes.append(Note(time=now, message=f"groups {back} are fine: they get on again"))
+        return [suspects[group] for group in sorted(judgement.lost)], notes
+
+    def _suspects(self, now: float, only_silence: bool, share: float = 1.0) -> dict[int, Suspect]:
+        """By group a rank that is silent, hangs, or does not vote, for a `share` of what it may."""
+        policy = self._policy
+        found: dict[int, Suspect] = {}
+        for rank in self._monitor.silent(now, share):
+            silence_s = policy.heartbeat_timeout_s
+            found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
+        if only_silence:
+            return found
+        ranks = [
+            (group.rank_id(rank), state)
+            for group in self._groups.values()
+            for rank, state in group.ranks.items()
+        ]
+        waiting = [rank for rank, state in ranks if state.request]
+        for hang in self._monitor.hangs(now, waiting, share):
+            suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
+            found.setdefault(hang.rank.group, suspect)
+        late_s = policy.vote_timeout_s
+        for rank, state in ranks:
+            is_voting = state.round is not None and state.request is None
+            if is_voting and state.vote_due_at - (1 - share) * late_s < now:
+                found.setdefault(rank.group, Suspect(rank, "hang", "sync", late_s, late_s))
+        return found

@@ -11,7 +11,7 @@ free again. Raises `LeaseError`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
@@ -24,7 +24,8 @@ Lane = tuple[int, int]
 class OpenEpoch:
     """An epoch's rows, by their place in its order. Rows that are leased or done are *taken*.
 
-    A lane is *in* the window in which the newest rows that it took end.
+    A lane is *in* the window in which the newest rows that it took end. A window is *open* where
+    nobody is in it and it has free rows.
     """
 
     def __init__(self, bounds: Sequence[int], done: Iterable[Span] = ()) -> None:
@@ -33,6 +34,10 @@ class OpenEpoch:
         self._taken = Spans(self.done.spans)
         self._bounds = tuple(int(bound) for bound in bounds)
         self._window_of: dict[Lane, int] = {}
+        self._num_lanes_in: Counter[int] = Counter()
+        self._open = Spans()
+        for window in range(len(self._bounds) - 1):
+            self._update(window)
 
     @property
     def _num_rows(self) -> int:
@@ -78,14 +83,37 @@ class OpenEpoch:
 
     def _claim(self, lane: Lane, span: Span) -> None:
         self._taken.add(*span)
-        self._window_of[lane] = bisect_right(self._bounds, span[1] - 1) - 1
+        self._leave(lane)
+        windows = self._windows_of(*span)
+        self._window_of[lane] = windows[-1]
+        self._num_lanes_in[windows[-1]] += 1
+        for window in windows:
+            self._update(window)
 
     def release(self, start: int, stop: int) -> None:
         self._taken.remove(start, stop)
+        for window in self._windows_of(start, stop):
+            self._update(window)
 
     def leave(self, group: int) -> None:
         """The lanes of `group` are in no window any more."""
-        self._window_of = {lane: at for lane, at in self._window_of.items() if lane[0] != group}
+        for lane in [lane for lane in self._window_of if lane[0] == group]:
+            self._leave(lane)
+
+    def _leave(self, lane: Lane) -> None:
+        window = self._window_of.pop(lane, None)
+        if window is not None:
+            self._num_lanes_in[window] -= 1
+            self._update(window)
+
+    def _windows_of(self, start: int, stop: int) -> range:
+        first, last = (bisect_right(self._bounds, row) - 1 for row in (start, stop - 1))
+        return range(first, last + 1)
+
+    def _update(self, window: int) -> None:
+        """Whether a window is open may have changed."""
+        is_open = not self._num_lanes_in[window] and self._has_free_rows(window)
+        (self._open.add if is_open else self._open.remove)(window, window + 1)
 
     def _choose_window(self, lane: Lane) -> int:
         """A window with free rows, of which there must be one."""
@@ -94,28 +122,18 @@ class OpenEpoch:
             return own
         if own >= 0 and self._is_open(own + 1):
             return own + 1
-        if runs := self._open_runs():
-            return self._entry(max(runs, key=len))
-        return max(range(len(self._bounds) - 1), key=self._num_free)
+        if runs := self._open.spans:
+            return self._entry(*max(runs, key=lambda run: run[1] - run[0]))
+        occupied = (window for window, num_lanes in self._num_lanes_in.items() if num_lanes)
+        return max(sorted(occupied), key=self._num_free)
 
-    def _open_runs(self) -> list[list[int]]:
-        """Windows with free rows in which nobody is, as runs of neighbours."""
-        runs: list[list[int]] = []
-        for window in filter(self._is_open, range(len(self._bounds) - 1)):
-            if runs and runs[-1][-1] == window - 1:
-                runs[-1].append(window)
-            else:
-                runs.append([window])
-        return runs
-
-    def _entry(self, run: list[int]) -> int:
+    def _entry(self, first: int, last: int) -> int:
         # Whoever is in the window before the run goes on into it: leave that lane the first half.
-        is_approached = run[0] - 1 in self._window_of.values()
-        return run[len(run) // 2] if is_approached else run[0]
+        is_approached = self._num_lanes_in[first - 1] > 0
+        return (first + last) // 2 if is_approached else first
 
     def _is_open(self, window: int) -> bool:
-        exists = window < len(self._bounds) - 1
-        return exists and window not in self._window_of.values() and self._has_free_rows(window)
+        return self._open.gap(window, window + 1) is None
 
     def _has_free_rows(self, window: int) -> bool:
         return self._taken.gap(*self._bounds[window : window + 2]) is not None

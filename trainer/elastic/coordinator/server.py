@@ -2,7 +2,8 @@
 
 It runs on a thread of its own in any process; under Ray it is an actor, which Ray restarts. Its
 state is not stored: a new server rebuilds it (`trainer.elastic.coordinator.membership`). Messages
-are JSON lines (`trainer.coordination.messages`); a line that is none ends its connection.
+are JSON lines (`trainer.coordination.messages`); a line that is none ends its connection. None is
+read before a connection has proven itself (`trainer.coordination.authentication`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import itertools
 import logging
 import queue
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import ValidationError
 
+from trainer.coordination.authentication import (
+    PROOF_TIMEOUT_S,
+    RESPONSE_BYTES,
+    Challenge,
+    UnprovenConnections,
+)
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Answer,
@@ -31,9 +39,11 @@ from trainer.coordination.messages import (
     Arrive,
     Heartbeat,
     Hello,
+    Ledger,
     Numbered,
     Roster,
     Round,
+    RoundResult,
     Vote,
 )
 from trainer.elastic.coordinator.interface import (
@@ -67,14 +77,16 @@ class CoordinatorConfig:
     """A coordinator for one attempt of one job.
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
-    `book` is that of a fresh run. Its events go to the attempt's files. With `only_watches` there
-    is one group that syncs with no other: only hangs and stragglers are reported, a rank that ends
-    does not end the others, and there is no store.
+    `book` is that of a fresh run. Its events go to the attempt's files. Only clients with `token`,
+    the attempt's, are heard. With `only_watches` there is one group that syncs with no other: only
+    hangs and stragglers are reported, a rank that ends does not end the others, and there is no
+    store.
     """
 
     policy: MembershipPolicy
     book: LeaseBook
     attempt_dir: Path
+    token: bytes = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 0
     only_watches: bool = False
@@ -90,6 +102,47 @@ def open_stream(attempt_dir: Path) -> EventWriter:
     return EventWriter(path)
 
 
+class _Unproven(asyncio.Protocol):
+    """A connection without a proof yet; with it a `_Connection` takes its place."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._response = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # In an actor the loop is uvloop's, whose transports have no base class of asyncio.
+        self.transport = cast("asyncio.Transport", transport)
+        self._challenge = self._coordinator.challenge(self)
+        self.transport.write(self._challenge.nonce)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(PROOF_TIMEOUT_S, self._refuse, "no proof came in time")
+
+    def data_received(self, data: bytes) -> None:
+        self._response += data
+        if len(self._response) < RESPONSE_BYTES:
+            return
+        is_proven, answer = self._challenge.answer(self._response)
+        self.transport.write(answer)
+        if not is_proven:
+            self._refuse("wrong token")
+            return
+        self.connection_lost(None)
+        connection = _Connection(self._coordinator)
+        self.transport.set_protocol(connection)
+        connection.connection_made(self.transport)
+
+    def _refuse(self, cause: str) -> None:
+        self._coordinator.unproven.log_refusal(cause, self.transport.get_extra_info("peername"))
+        self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._coordinator.unproven.discard(self)
+        self._coordinator.forget(self.transport)
+
+
 class _Connection(asyncio.Protocol):
     """The connection of one rank: cuts what comes into lines."""
 
@@ -103,8 +156,7 @@ class _Connection(asyncio.Protocol):
         """The newest one that the rank was told."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)
         self._coordinator.connect(self)
 
     def data_received(self, data: bytes) -> None:
@@ -130,6 +182,7 @@ class _AnswerEncoder:
 
     def __init__(self) -> None:
         self._roster, self._roster_line = Roster(members=()), b""
+        self._ledger, self._ledger_json = Ledger(), b""
         self._body: Answer | None = None
         self._encoded = b""
 
@@ -151,7 +204,16 @@ class _AnswerEncoder:
                 self._roster = roster
                 self._roster_line = Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
             body = body.without_members()
-        self._encoded = body.model_dump_json().encode()
+        if isinstance(body, RoundResult):
+            if body.ledger is not self._ledger:
+                self._ledger, self._ledger_json = (
+                    body.ledger,
+                    body.ledger.model_dump_json().encode(),
+                )
+            rest = body.model_dump_json(exclude={"ledger"}).encode()
+            self._encoded = b'%b,"ledger":%b}' % (rest[:-1], self._ledger_json)
+        else:
+            self._encoded = body.model_dump_json().encode()
 
 
 class Coordinator:
@@ -169,7 +231,11 @@ class Coordinator:
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
         self._membership = Membership(config.policy, config.book, store_address)
         self._connections: dict[RankId, _Connection] = {}
-        self._open: set[_Connection] = set()
+        self._open: set[asyncio.Transport] = set()
+        self.unproven = UnprovenConnections[_Unproven](
+            "coordinator", _BACKLOG, lambda each: each.transport.abort()
+        )
+        """Those of `_open` that were not let in."""
         self._encoder = _AnswerEncoder()
         self._writer = open_stream(config.attempt_dir)
         # One thread, so that slow storage does not delay the event loop.
@@ -239,7 +305,7 @@ class Coordinator:
         config = self._config
         try:
             server = await self._loop.create_server(
-                lambda: _Connection(self), config.host, config.port, backlog=_BACKLOG
+                lambda: _Unproven(self), config.host, config.port, backlog=_BACKLOG
             )
         except OSError as error:
             self._started.put(error)
@@ -250,8 +316,8 @@ class Coordinator:
         await self._is_stopping.wait()
         server.close()
         ticking.cancel()
-        for connection in self._open:
-            connection.transport.abort()
+        for transport in self._open:
+            transport.abort()
         await asyncio.sleep(0)  # in which they close
         if self._error:
             raise self._error
@@ -280,13 +346,23 @@ class Coordinator:
         self._generation = newest
         self._writing.submit(_delete_keys, self._store, newest - 1)
 
+    def challenge(self, connection: _Unproven) -> Challenge:
+        """A connection was accepted; what it must prove."""
+        self._open.add(connection.transport)
+        self.unproven.add(connection)
+        port = connection.transport.get_extra_info("sockname")[1]
+        return Challenge(self._config.token, f"{self._config.host}:{port}")
+
+    def forget(self, transport: asyncio.Transport) -> None:
+        self._open.discard(transport)
+
     def connect(self, connection: _Connection) -> None:
-        """A connection was accepted; who it is, its first line says."""
-        self._open.add(connection)
+        """A connection was let in; who it is, its first line says."""
+        self._open.add(connection.transport)
 
     def disconnect(self, connection: _Connection, is_broken: bool) -> None:
         """Forget a connection; the end of a rank's newest one is the end of the rank."""
-        self._open.discard(connection)
+        self.forget(connection.transport)
         rank = connection.rank
         if rank is None or self._connections.get(rank) is not connection:
             return
@@ -352,6 +428,15 @@ def _delete_keys(store: TCPStore, oldest: int) -> None:
 
 
 def _open_store(host: str) -> TCPStore:
+    """A store that listens at `host` alone: by itself it takes every interface of the machine."""
     from torch.distributed import TCPStore
 
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    listener = socket.create_server((host, 0), backlog=_BACKLOG)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_STORE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )

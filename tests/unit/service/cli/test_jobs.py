@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -155,6 +156,60 @@ def test_spec_check_lists_every_fault_and_needs_no_service(spec_file):
     assert (missing.exit_code, "nowhere.yaml" in missing.stderr) == (2, True)
     schema = json.loads(shardloom("spec", "schema").stdout)
     assert "embedding_tables" in schema["properties"]
+
+
+def test_plan_scale_estimates_each_size_without_a_service(service, spec_file):
+    service.is_down = True
+    small = ("plan", spec_file, "--scale", "2..8", "--cluster", "2xH100-80GB x 4")
+    page = shardloom(*small)
+    assert page.exit_code == 0, page.output
+    for word in ("one copy (full model parallelism)", "sharding groups (2D)", "Samples/s", "1.00"):
+        assert word in page.stdout
+    found = json.loads(shardloom(*small, "--json").stdout)
+    sizes = [(row["world_size"], row["shard_group_size"]) for row in found["rows"]]
+    assert sizes == [(2, 2), (4, 4), (8, 8), (4, 2), (8, 2)]
+    assert (found["cluster"]["num_hosts"], found["rows"][0]["fits"]) == (4, True)
+    hot = shardloom(*small, "--set", "data.batch_size=1000000000")
+    assert "out of memory" in hot.stdout
+
+
+def test_plan_on_a_cluster_compares_layouts_without_a_service(service, spec_file):
+    service.is_down = True
+    page = shardloom("plan", spec_file, "--cluster", "2xH100-80GB x 2")
+    assert page.exit_code == 0, page.output
+    assert "chosen: 2 groups of 2 workers on 2 hosts: L=2 was given" in page.stdout
+    assert "Rows at risk" in page.stdout
+    found = json.loads(shardloom("plan", spec_file, "--cluster", "4xH100-80GB", "--json").stdout)
+    chosen = [each for each in found["candidates"] if each["is_chosen"]]
+    assert [(each["num_replicas"], each["shard_group_size"]) for each in chosen] == [(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scale", "2..16", "--cluster", "2xH100-80GB x 4"), "needs? 8 hosts"),
+        (("--scale", "8..2"), "first number"),
+        (("--scale", "2..4", "--cluster", "8xH100-80GB, hbm_bytes=0"), "hbm_bytes is 0"),
+        (("--scale", "3..3"), "multiple of shard_group_size"),
+        (("--cluster", "2xH100-80GB x 1"), "needs? 2 hosts"),
+        (("--cluster", "8xH100-80GB, hbm_bytes=1"), "give workers more memory"),
+    ],
+)
+def test_sizes_and_clusters_that_cannot_be_scaled_to_are_refused(spec_file, arguments, said):
+    result = shardloom("plan", spec_file, *arguments)
+    assert result.exit_code == 2
+    assert re.search(said, " ".join(result.stderr.replace("│", " ").split()))
+
+
+@pytest.mark.usefixtures("client")
+def test_plan_scale_asks_the_service_for_sizes_that_the_data_has(spec_file, tmp_path):
+    auto = ("plan", spec_file, "--set", "embedding_tables[0].num_embeddings=auto")
+    scaled = (*auto, "--scale", "2..2", "--json")
+    unknown = shardloom(*scaled)
+    assert (unknown.exit_code, "tables have no sizes" in unknown.stderr) == (2, True)
+    (tmp_path / "manifest.json").write_text('{"vocab_sizes": {"user_id": 50}}')
+    found = json.loads(shardloom(*scaled, "--set", f"data.path={tmp_path}").stdout)
+    assert found["table_bytes"] == 50 * (8 * 4 + 4)
 
 
 def test_run_starts_nothing_for_a_faulty_spec_nor_beside_a_url(service, spec_file, monkeypatch):

@@ -165,6 +165,7 @@ class World:
             room.read_hosts if room else lambda: self.hosts,
             self.launch,
             self,
+            attempt.host_record(),
             clock=lambda: self.now,
             wait=self.wait,
             kill_on=self.kill,
@@ -313,7 +314,9 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     assert isinstance(outcome, Failure)
     assert outcome.reason == failures.HANG
     assert world.killed == [("a", {11, 12})]
-    assert world.launched[0].config.watch_address == "127.0.0.1:1"
+    config = world.launched[0].config
+    assert config.watch_address == "127.0.0.1:1"
+    assert config.token == world.runner.attempt.token
 
 
 def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> None:

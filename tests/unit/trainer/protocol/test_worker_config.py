@@ -8,6 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.harness.builders import spec
+from tests.unit.trainer.driver.scripted import attempt_in
 from trainer import failures
 from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
 from trainer.driver.main import with_secrets
@@ -63,6 +65,15 @@ def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
         assert "hunter2" not in text
         assert "PASSWORD" in text
     assert pickle.loads(pickle.dumps(secrets)).values == {"PASSWORD": "hunter2"}
+
+
+def test_the_token_of_workers_is_another_for_each_attempt_and_shown_nowhere(tmp_path: Path) -> None:
+    attempts = [attempt_in(tmp_path / name, spec()) for name in "ab"]
+    tokens = [attempt.config(0).token for attempt in attempts]
+    assert tokens == [attempt.token for attempt in attempts]
+    assert len(set(tokens)) == 2 and min(map(len, tokens)) == 32
+    for shown in (attempts[0], attempts[0].config(0)):
+        assert str(tokens[0]) not in repr(shown) and "token=" not in repr(shown)
 
 
 def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:

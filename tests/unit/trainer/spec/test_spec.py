@@ -462,3 +462,14 @@ def test_a_module_needs_no_layers_of_ours() -> None:
         validate_spec(spec_with())
     paths = {problem.path: problem.code for problem in caught.value.problems}
     assert paths == {"model.dense_arch": "missing", "model.over_arch": "missing"}
+
+
+def test_a_copy_with_other_features_counts_their_lookups() -> None:
+    spec = validate_spec(spec_document())
+    (table,), (user, age) = spec.embedding_tables, spec.features
+    once = spec.lookups_per_step(table)
+    twice = spec.model_copy(
+        update={"features": (user, user.model_copy(update={"name": "friend"}), age)}
+    )
+    assert twice.lookups_per_step(table) == 2 * once
+    assert spec.lookups_per_step(table) == once

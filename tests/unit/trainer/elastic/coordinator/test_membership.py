@@ -41,7 +41,7 @@ from trainer.elastic.coordinator.groups import (
     disagreement,
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
-from trainer.elastic.coordinator.rounds import form_round
+from trainer.elastic.coordinator.rounds import OpenRound
 from trainer.elastic.group_session import GroupSession
 from trainer.spec.parallelism import SyncSpec
 
@@ -793,12 +793,12 @@ def test_copies_on_one_host_are_lost_together():
 
 def test_listeners_spread_over_the_donors_and_stay_with_theirs():
     donors, listeners = [group(0), group(1)], [group(2), group(3), group(4)]
-    groups = {each.group: each for each in donors + listeners}
+    groups = donors + listeners
     for listener in listeners:
-        listener.donor = choose_donor(listener, donors, groups).group
-    assert [listener.donor for listener in listeners] == [1, 0, 1]
-    assert choose_donor(listeners[1], donors, groups).group == 0
-    assert choose_donor(listeners[0], donors[:1], groups).group == 0, "its donor is gone"
+        listener.donor = choose_donor(listener, donors, groups)
+    assert [listener.donor for listener in listeners] == [donors[1], donors[0], donors[1]]
+    assert choose_donor(listeners[1], donors, groups) is donors[0]
+    assert choose_donor(listeners[0], donors[:1], groups) is donors[0], "its donor is gone"
 
 
 def test_a_run_begins_from_the_most_commits_and_then_from_what_most_hold():
@@ -831,8 +831,9 @@ def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss
         each.ranks[0].request = Arrive(
             standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
         )
-    opened = form_round(1, 1, 2, groups, [])
-    assert [member.weight for member in opened.members] == pytest.approx(expected)
+    opened = OpenRound(1, 1, 2, groups, {})
+    members = opened.message_for(groups[0], 0).members
+    assert [member.weight for member in members] == pytest.approx(expected)
     assert opened.means == pytest.approx({"loss": loss})
 
 

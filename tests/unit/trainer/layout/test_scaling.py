@@ -1,0 +1,190 @@
+"""Scaling a spec: where one copy dies, whole and split tables, what `auto` takes, faulty sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import REPO
+from tests.harness.builders import spec_document
+from trainer.layout.choice import choose, need_of
+from trainer.layout.cost import ClusterError, cluster_of
+from trainer.layout.layout import Layout, LayoutError
+from trainer.layout.scaling import (
+    ScalingRow,
+    candidates_of,
+    scaling_of,
+    scaling_sizes,
+    workload_of,
+)
+from trainer.models.networks import build_model
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+
+CLUSTER = cluster_of("8xH100-80GB")
+
+
+def spec_of(
+    num_tables: int,
+    constraints: dict[str, Any] | None = None,
+    batch_size: int = 4096,
+    **changes: Any,
+) -> JobSpec:
+    """Tables of 1.5 GB that are looked up by a list each; L = 256 unless `parallelism` differs."""
+    names = [f"table_{index}" for index in range(num_tables)]
+    limits = {"pooling_factor": 20.0} | (constraints or {})
+    size = {"num_embeddings": 3_000_000, "embedding_dim": 128, "constraints": limits}
+    lists = [{"name": name, "type": "id_list", "table": name} for name in names]
+    document = spec_document(
+        features=[*lists, {"name": "age", "type": "dense"}],
+        embedding_tables=[{"name": name, **size} for name in names],
+        model={
+            "dense_arch": {"layer_sizes": [128]},
+            "over_arch": {"layer_sizes": [64, 1]},
+            "tasks": [{"loss": "mse"}],
+        },
+        **{"parallelism": {"workers": 512, "shard_group_size": 256}} | changes,
+    )
+    document["data"]["batch_size"] = batch_size
+    return validate_spec(document)
+
+
+def with_copies(rows: tuple[ScalingRow, ...]) -> list[ScalingRow]:
+    return [row for row in rows if row.num_replicas > 1]
+
+
+def test_one_copy_runs_out_of_memory_where_groups_go_on_almost_linearly() -> None:
+    rows = scaling_of(spec_of(400, batch_size=16_384), CLUSTER, scaling_sizes("256..4096"))
+    one_copy = {row.world_size: row for row in rows if row.num_replicas == 1}
+    groups = {row.world_size: row for row in with_copies(rows)}
+    assert list(one_copy) == [256, 512, 1024, 2048, 4096]
+    assert list(groups) == [512, 1024, 2048, 4096]
+    assert one_copy[256].fits and not one_copy[4096].fits
+    assert (one_copy[4096].samples_per_s, one_copy[4096].scaling_factor) == (None, None)
+    assert one_copy[256].scaling_factor == groups[512].scaling_factor == 1
+    assert 7 < (groups[4096].scaling_factor or 0) <= 8
+    assert all(row.fits and row.shard_group_size == 256 for row in groups.values())
+
+
+def test_whole_tables_leave_ranks_idle_and_split_ones_send_for_the_whole_group() -> None:
+    spec, layout = spec_of(64), Layout(256, 256, "intra_host")
+    whole, split = (workload_of(spec, layout, is_split=each) for each in (False, True))
+    assert (whole.lookup_imbalance, split.lookup_imbalance) == pytest.approx((256 / 64, 1.0))
+    assert split.output_bytes == 256 * whole.output_bytes
+    assert split.table_bytes == whole.table_bytes == 64 * 3_000_000 * 128 * 4
+    assert split.lookup_bytes == whole.lookup_bytes
+
+
+def test_the_constraints_of_a_table_say_how_it_may_be_laid_out() -> None:
+    layout = Layout(256, 256, "intra_host")
+    row_wise = spec_of(64, {"sharding_types": ["row_wise"]})
+    table_wise = spec_of(64, {"sharding_types": ["table_wise"]})
+    everywhere = spec_of(2, {"sharding_types": ["data_parallel"]})
+    assert workload_of(row_wise, layout, is_split=False).lookup_imbalance == 1
+    assert workload_of(table_wise, layout, is_split=True).lookup_imbalance == pytest.approx(4)
+    found = workload_of(everywhere, layout, is_split=False)
+    assert (found.input_bytes, found.output_bytes) == (0, 0)
+    assert found.table_bytes / 256 == 2 * 3_000_000 * 128 * 4
+
+
+def test_auto_is_scaled_with_the_layout_that_the_driver_would_take() -> None:
+    spec = spec_of(400, parallelism={"workers": 64, "shard_group_size": "auto"})
+    for row in with_copies(scaling_of(spec, CLUSTER, (64, 128))):
+        num_hosts = row.world_size // 8
+        sized = spec.with_workers(row.world_size)
+        layout = choose(need_of(sized, (8,) * num_hosts, CLUSTER.hbm_bytes)).layout
+        assert (row.shard_group_size, row.placement) == (layout.shard_group_size, layout.placement)
+
+
+AUTO = {"workers": 64, "shard_group_size": "auto", "placement": "auto"}
+
+
+def test_candidates_show_what_the_driver_takes_and_what_no_other_beats() -> None:
+    spec = spec_of(400, parallelism=AUTO)
+    reason, found = candidates_of(spec, CLUSTER)
+    expected = choose(need_of(spec, (8,) * 8, CLUSTER.hbm_bytes))
+    (chosen,) = [each for each in found if each.is_chosen]
+    layout = (chosen.world_size, chosen.shard_group_size, chosen.placement)
+    assert layout == tuple(vars(expected.layout).values())
+    assert chosen.sync_every_steps == spec.parallelism.sync.every_steps
+    assert reason.startswith(expected.reason)
+    fitting = [each for each in found if each.fits]
+    front = [each for each in fitting if each.is_on_front]
+    assert fitting[0].samples_per_s == max(each.samples_per_s for each in front)
+    for each in fitting:
+        assert each.is_on_front != any(each.is_beaten_by(other) for other in front)
+    assert {each.sync_every_steps for each in front} >= {1, 64}
+    assert {each.placement for each in front} == {"intra_host", "inter_host"}
+
+
+def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
+    _, found = candidates_of(spec_of(400, batch_size=10, parallelism=AUTO), CLUSTER)
+    for each in found:
+        if each.failure_domain == "replica_group":
+            expected = each.sync_every_steps * each.shard_group_size * 10
+        else:
+            expected = 100 * 64 * 10  # since the last checkpoint
+        assert each.rows_at_risk == expected
+
+
+def test_candidates_survive_what_the_spec_asks_for() -> None:
+    parallelism = {"workers": 64, "shard_group_size": "auto", "survive": {"hosts": 2}}
+    _, found = candidates_of(spec_of(40, parallelism=parallelism), CLUSTER)
+    assert found and all(each.num_hosts_survived >= 2 for each in found)
+    with pytest.raises(LayoutError, match=r"raise parallelism\.workers"):
+        candidates_of(spec_of(400, parallelism=AUTO | {"workers": 8}), CLUSTER)
+
+
+def test_only_touched_rows_are_synced() -> None:
+    layout = Layout(512, 256, "intra_host")
+    synced = [
+        workload_of(
+            spec_of(
+                64, parallelism={"workers": 512, "shard_group_size": 256, "sync": {"mode": mode}}
+            ),
+            layout,
+            is_split=False,
+        ).synced_bytes
+        for mode in ("full", "touched_rows")
+    ]
+    row_bytes = 128 * 4 + 4
+    assert synced[0] == 64 * 3_000_000 * row_bytes
+    # 42 million lookups a step would be more than all rows.
+    assert synced[1] == synced[0]
+    sparse = spec_of(64, {"pooling_factor": 0.1}).with_layout(256, "intra_host")
+    touched = workload_of(sparse, layout, is_split=False).synced_bytes
+    assert touched == pytest.approx(64 * 0.1 * 4096 * 512 * row_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("example", ["criteo-dlrm", "criteo-dcn", "movielens-transformer"])
+def test_the_network_is_counted_as_it_is_built(example: str) -> None:
+    document = yaml.safe_load((REPO / f"examples/{example}.yaml").read_text())
+    for table in document["embedding_tables"]:
+        table["num_embeddings"] = 100
+    spec = validate_spec(document)
+    tables = {table.name for table in spec.embedding_tables}
+    num_weights = sum(
+        parameter.numel()
+        for name, parameter in build_model(spec, torch.device("cpu")).named_parameters()
+        if tables.isdisjoint(name.split("."))
+    )
+    workload = workload_of(spec, Layout(2, 2, "intra_host"), is_split=False)
+    # Biases and norms are left out.
+    assert workload.dense_gradient_bytes == pytest.approx(4 * num_weights, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["", "256", "4096..256", "0..8", "a..b", "1..999999999", "2...4"])
+def test_a_faulty_range_of_sizes_is_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match=r"range of GPUs|the first number"):
+        scaling_sizes(text)
+
+
+def test_sizes_that_the_spec_or_the_cluster_does_not_allow_are_refused() -> None:
+    with pytest.raises(SpecError, match="must be a multiple of shard_group_size"):
+        scaling_of(spec_of(8), CLUSTER, (264,))
+    with pytest.raises(ClusterError, match="at most 128 ranks"):
+        scaling_of(spec_of(8), cluster_of("8xH100-80GB x 16"), (256,))

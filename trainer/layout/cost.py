@@ -1,0 +1,322 @@
+"""What a layout costs on a cluster: time of a step and memory of a rank, from a small model.
+
+Pure arithmetic, no torch. T ranks form M sharding groups of L, each rank with b samples a step. The
+phases of a step follow one another:
+
+    input dist    b i / A                    ids, all-to-all in the sharding group
+    lookup        b u I / HBM                forward and backward, on the rank with most of it
+    output dist   b o I / A                  vectors and their gradients, likewise
+    dense         b f / FLOPS + R(D, T) / n  network, and the all-reduce of its gradients
+    sync          R(S, M) / N                average of the copies of a shard, every N steps
+
+i, u, o are bytes a sample and f its floating point operations, D the bytes of the dense gradients,
+averaged every n steps, and S what a sync averages of one rank's shard. I is the imbalance: lookup
+time of the slowest rank over the mean; it sends as much more.
+
+A rank exchanges with L - 1 others, those on its host over one link and the rest over another, both
+at the same time; the slower one decides. R(x, m) is a ring all-reduce of x bytes over m members, k
+on each of h = m / k hosts: inside the hosts first, then the k-th part of x across them,
+
+    R(x, m) = 2 x (k - 1) / (k B_intra) + 2 x (h - 1) / (h k B_inter)
+
+which is 2 S (M - 1) / (T B), the paper's latency of a full sync, where one link carries it all.
+
+A rank holds the L-th part of tables and optimizer state, so other copies cost it S (M - 1) / T
+(2D sparse parallelism, arXiv 2508.03854, section 5); lookups, which grow with I; ids of three
+batches, those that are prefetched included; what the dense part keeps; and sync buffers. The
+allocator holds on to `RESERVE_SHARE` of HBM, which it gives back before it runs out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.layout.layout import Layout
+
+MAX_GPUS = 16_384
+# TorchRec's default reservation of a planner; what an allocator keeps of freed blocks.
+RESERVE_SHARE = 0.15
+# Batches whose ids are on the device: in use, being exchanged, being copied there.
+_NUM_BATCHES = 3
+
+
+class ClusterError(ValueError):
+    """A description of a cluster that cannot be; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with `gpus_per_host` GPUs each; as many as are asked for where `num_hosts` is None.
+
+    Bandwidths and operations are what one GPU attains, links in one direction.
+    """
+
+    name: str
+    gpus_per_host: int
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    intra_host_bytes_per_s: float
+    inter_host_bytes_per_s: float
+    fp32_flops_per_s: float
+    tf32_flops_per_s: float
+    bf16_flops_per_s: float
+    num_hosts: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _QUANTITIES:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ClusterError(
+                    f"cluster {self.name}: {name} is {value:g}, but must be a finite number above "
+                    "0; correct it, or leave it to the profile"
+                )
+        if self.num_hosts is not None and self.num_hosts < 1:
+            raise ClusterError(f"cluster {self.name}: it needs at least one host")
+
+    def hosts_for(self, world_size: int) -> int:
+        """How many whole hosts T ranks take; raises `ClusterError` where they do not fill them."""
+        num_gpus = self.gpus_per_host
+        if world_size < 1 or (world_size > num_gpus and world_size % num_gpus):
+            below = max(num_gpus, world_size // num_gpus * num_gpus)
+            raise ClusterError(
+                f"{world_size} ranks do not fill hosts of {num_gpus} GPUs; nearest that do: "
+                f"{below} or {below + num_gpus}"
+            )
+        if world_size > MAX_GPUS:
+            raise ClusterError(f"{world_size} ranks are too many to estimate: at most {MAX_GPUS}")
+        num_hosts = math.ceil(world_size / num_gpus)
+        if self.num_hosts is not None and num_hosts > self.num_hosts:
+            raise ClusterError(
+                f"{world_size} ranks need {num_hosts} hosts, but cluster {self.name} has "
+                f"{self.num_hosts}: ask for at most {self.num_hosts * num_gpus} ranks, or name a "
+                "larger cluster"
+            )
+        return num_hosts
+
+
+_COUNTS = ("gpus_per_host", "hbm_bytes")
+_RATES = (
+    *("hbm_bytes_per_s", "intra_host_bytes_per_s", "inter_host_bytes_per_s"),
+    *("fp32_flops_per_s", "tf32_flops_per_s", "bf16_flops_per_s"),
+)
+_QUANTITIES = (*_COUNTS, *_RATES)
+_GIB = 2**30
+# Share of a data sheet's rates that is attained.
+_ATTAINED = 2 / 3
+# GPU: HBM bytes; TB/s of HBM, of NVLink and of the network in one direction; TFLOP/s in fp32, tf32
+# and bf16 without sparsity. Data sheets of the SXM parts; NICs as in DGX A100, H100 and H200.
+_GPUS = {
+    "A100-40GB": (40 * _GIB, (1.555, 0.3, 0.025, 19.5, 156.0, 312.0)),
+    "A100-80GB": (80 * _GIB, (2.039, 0.3, 0.025, 19.5, 156.0, 312.0)),
+    "H100-80GB": (80 * _GIB, (3.35, 0.45, 0.05, 67.0, 495.0, 989.0)),
+    "H200-141GB": (141 * _GIB, (4.8, 0.45, 0.05, 67.0, 495.0, 989.0)),
+}
+GPU_NAMES = tuple(_GPUS)
+_PROFILE = re.compile(r"(\d{1,9})\s*x\s*([A-Za-z][\w-]*?)(?:\s*x\s*(\d{1,9}))?")
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster of a profile, as in `8xH100-80GB x 128`: GPUs of a host, their type, hosts.
+
+    Without hosts there are as many as needed. Quantities that differ follow after commas, as in
+    `8xH100-80GB x 128, inter_host_bytes_per_s=25e9`. Raises `ClusterError`.
+    """
+    profile, *overrides = (part.strip() for part in text.split(","))
+    found = _PROFILE.fullmatch(profile)
+    if found is None or found[2] not in _GPUS:
+        raise ClusterError(
+            f"{profile!r} is no cluster: name GPUs a host, their type and, if they are limited, "
+            f"hosts, as in '8xH100-80GB x 128'; known types: {', '.join(_GPUS)}"
+        )
+    hbm_bytes, tera = _GPUS[found[2]]
+    rates = (each * 1e12 * _ATTAINED for each in tera)
+    hosts = int(found[3]) if found[3] else None
+    counts = {"gpus_per_host": int(found[1]), "hbm_bytes": hbm_bytes}
+    quantities: dict[str, Any] = counts | dict(zip(_RATES, rates, strict=True))
+    quantities |= dict(_override(each) for each in overrides)
+    return Cluster(name=text.strip(), num_hosts=hosts, **quantities)
+
+
+def _override(text: str) -> tuple[str, Any]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name not in _QUANTITIES:
+        raise ClusterError(f"a cluster has no {name!r}; what can be set: {', '.join(_QUANTITIES)}")
+    try:
+        return name, int(float(value)) if name in _COUNTS else float(value)
+    except (ValueError, OverflowError):
+        raise ClusterError(f"{name} must be a finite number, but is {value!r}") from None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What training asks of the ranks of one sharding group.
+
+    Bytes and operations of `input`, `lookup`, `output`, `activation` and `dense_flops` are for one
+    sample, those of `tables`, `optimizer`, `synced` and `sync_buffer` for one copy of the tables.
+    `lookup_activation_bytes` is the part of a sample's activations that is with who looks up.
+    """
+
+    batch_size: int
+    table_bytes: float
+    optimizer_bytes: float
+    synced_bytes: float
+    lookup_bytes: float
+    dense_flops: float
+    precision: str = "fp32"
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    lookup_activation_bytes: float = 0.0
+    dense_activation_bytes: float = 0.0
+    dense_bytes: float = 0.0
+    dense_gradient_bytes: float = 0.0
+    dense_every_steps: int = 1
+    sync_buffer_bytes: float = 0.0
+    sync_every_steps: int = 1
+    overlap_steps: int = 0
+    lookup_imbalance: float = 1.0
+    table_imbalance: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by phase; `sync_s` is the share of a sync that training waits for."""
+
+    input_dist_s: float
+    lookup_s: float
+    output_dist_s: float
+    dense_s: float
+    sync_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """GPU memory of one rank in bytes, by what it holds."""
+
+    tables_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    input_bytes: float
+    dense_bytes: float
+    sync_buffers_bytes: float
+    reserve_bytes: float
+
+    @property
+    def needed_bytes(self) -> float:
+        """All but the reserve."""
+        return self.total_bytes - self.reserve_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A layout's step, and the memory of the rank that holds most (`peak`) and of the mean one.
+
+    Where `fits` is False the job would run out of memory; the step is what it would take otherwise.
+    """
+
+    layout: Layout
+    step: StepTime
+    samples_per_s: float
+    peak: MemoryUse
+    mean: MemoryUse
+    fits: bool
+
+
+def cost_of(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
+    """Time and memory of a layout; raises `ClusterError` where the cluster has no such hosts."""
+    cluster.hosts_for(layout.world_size)
+    step = step_time(workload, layout, cluster)
+    even = replace(workload, lookup_imbalance=1.0, table_imbalance=1.0)
+    peak = memory_use(workload, layout, cluster)
+    return Cost(
+        layout=layout,
+        step=step,
+        samples_per_s=layout.world_size * workload.batch_size / step.total_s,
+        peak=peak,
+        mean=memory_use(even, layout, cluster),
+        fits=peak.needed_bytes <= cluster.hbm_bytes,
+    )
+
+
+def step_time(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
+    """Seconds of a step of `batch_size` samples a rank, by phase."""
+    batch, world_size = workload.batch_size, layout.world_size
+    flops_per_s = getattr(cluster, f"{workload.precision}_flops_per_s")
+    gradients_s = all_reduce_s(
+        workload.dense_gradient_bytes, world_size, cluster.gpus_per_host, cluster
+    )
+    input_s = all_to_all_s(batch * workload.input_bytes, layout, cluster)
+    lookup_s = batch * workload.lookup_bytes * workload.lookup_imbalance / cluster.hbm_bytes_per_s
+    output_bytes = batch * workload.output_bytes * workload.lookup_imbalance
+    output_s = all_to_all_s(output_bytes, layout, cluster)
+    dense_s = batch * workload.dense_flops / flops_per_s + gradients_s / workload.dense_every_steps
+    sync_s = all_reduce_s(
+        workload.synced_bytes / layout.shard_group_size,
+        layout.num_replicas,
+        copies_per_host(layout, cluster),
+        cluster,
+    )
+    hidden_s = workload.overlap_steps * (input_s + lookup_s + output_s + dense_s)
+    waited_s = max(0.0, sync_s - hidden_s) / workload.sync_every_steps
+    return StepTime(input_s, lookup_s, output_s, dense_s, waited_s)
+
+
+def memory_use(workload: Workload, layout: Layout, cluster: Cluster) -> MemoryUse:
+    """Bytes of the rank with most lookups and table bytes, taken to be one and the same."""
+    size, batch = layout.shard_group_size, workload.batch_size
+    looked_up = workload.lookup_activation_bytes * workload.lookup_imbalance
+    is_synced = layout.num_replicas > 1
+    return MemoryUse(
+        tables_bytes=workload.table_bytes * workload.table_imbalance / size,
+        optimizer_bytes=workload.optimizer_bytes * workload.table_imbalance / size,
+        activations_bytes=batch * (workload.dense_activation_bytes + looked_up),
+        input_bytes=_NUM_BATCHES * batch * workload.input_bytes * workload.lookup_imbalance,
+        dense_bytes=workload.dense_bytes,
+        sync_buffers_bytes=workload.sync_buffer_bytes / size if is_synced else 0.0,
+        reserve_bytes=RESERVE_SHARE * cluster.hbm_bytes,
+    )
+
+
+def copies_per_host(layout: Layout, cluster: Cluster) -> int:
+    """k: how many of the M copies of a shard sit on one host."""
+    num_gpus, size, copies = cluster.gpus_per_host, layout.shard_group_size, layout.num_replicas
+    return min(copies, num_gpus if layout.placement == "intra_host" else max(1, num_gpus // size))
+
+
+def all_to_all_s(num_bytes: float, layout: Layout, cluster: Cluster) -> float:
+    """Seconds in which each rank sends `num_bytes`, spread over its sharding group."""
+    size = layout.shard_group_size
+    num_near = min(size, max(1, cluster.gpus_per_host // copies_per_host(layout, cluster)))
+    return max(
+        num_bytes * (num_near - 1) / size / cluster.intra_host_bytes_per_s,
+        num_bytes * (size - num_near) / size / cluster.inter_host_bytes_per_s,
+    )
+
+
+def all_reduce_s(num_bytes: float, num_members: int, per_host: int, cluster: Cluster) -> float:
+    """R of the module's docstring: seconds of an all-reduce with `per_host` members on a host."""
+    near = min(per_host, num_members)
+    num_hosts = math.ceil(num_members / near)
+    inside_s = 2 * num_bytes * (near - 1) / near / cluster.intra_host_bytes_per_s
+    across_s = 2 * num_bytes * (num_hosts - 1) / num_hosts / near / cluster.inter_host_bytes_per_s
+    return inside_s + across_s
+
+
+def memory_overhead_bytes(table_bytes: int, layout: Layout) -> int:
+    """What the other copies of the tables cost each rank: S (M - 1) / T."""
+    return table_bytes * (layout.num_replicas - 1) // layout.world_size
+
+
+def sync_latency_s(table_bytes: int, layout: Layout, bytes_per_s: float) -> float:
+    """A full sync over one link: 2 S (M - 1) / (T B)."""
+    return 2 * table_bytes * (layout.num_replicas - 1) / (layout.world_size * bytes_per_s)

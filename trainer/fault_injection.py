@@ -21,9 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter
 if TYPE_CHECKING:
     import torch
 
-    from trainer.coordination.messages import Vote
-    from trainer.protocol.worker_config import WorkerConfig
-
 VARIABLE = "SHARDLOOM_FAULTS"
 Phase = Literal["lookup", "backward", "exchange", "before_vote", "apply", "checkpoint", "join"]
 """Before the forward, before the backward, within the averaging, between it and the vote, before
@@ -62,8 +59,8 @@ FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(list[Fault])
 _armed: list[Fault] = []
 
 
-def install(config: WorkerConfig, rank: int) -> None:
-    """Let this rank of `config` suffer what its environment says, if that says anything."""
+def install(config: Any, rank: int) -> None:
+    """Let this rank of a `WorkerConfig` suffer what its environment says, if that says anything."""
     if VARIABLE in os.environ:
         group = config.group
         arm(group.group if group else 0, rank, group.incarnation if group else config.run_index)
@@ -92,7 +89,7 @@ def wrap() -> None:
         poison(loss, at["step"])
         inject("backward", at["step"])
 
-    def begin_vote(_client: Any, vote: Vote) -> None:
+    def begin_vote(_client: Any, vote: Any) -> None:
         at.update(exchange=-1, apply=vote.commit)  # what is averaged next may be moments
         inject("before_vote", vote.commit if vote.ok else -1)
 

@@ -31,6 +31,7 @@ from typing import Any, Self
 from tests.harness.ray_hosts import processes_below
 
 INTERFACE = "eth0"
+_NOBODY = "02:00:00:00:00:ff"  # the address of no interface
 _NAMESPACE = "{}/net"
 _NETWORK = f"--net={_NAMESPACE}"
 # Its mounts hold the /proc that shows the host's own processes.
@@ -99,13 +100,28 @@ class EmulatedHosts:
         """The network namespace of a host, for `enter_network`."""
         return Path(_NAMESPACE.format(f"/proc/{self._holders[host].pid}/ns"))
 
-    def cut(self, host: int) -> None:
-        """Pull the cable: packets are lost, and no connection ends by it."""
-        _configure(self._switch, f"ip link set port{host} down")
+    def cut(self, host: int, *others: int) -> None:
+        """Lose all packets between a host and `others`: by default pull its cable.
 
-    def mend(self, host: int) -> None:
-        """Put it in again."""
-        _configure(self._switch, f"ip link set port{host} up")
+        No connection ends by it.
+        """
+        if not others:
+            _configure(self._switch, f"ip link set port{host} down")
+        for one, other in self._directions(host, others):
+            peer = f"{self.addresses[other]} dev {INTERFACE}"
+            _configure(
+                self._holders[one], f"ip neigh replace {peer} lladdr {_NOBODY} nud permanent"
+            )
+
+    def mend(self, host: int, *others: int) -> None:
+        """Let them through again."""
+        if not others:
+            _configure(self._switch, f"ip link set port{host} up")
+        for one, other in self._directions(host, others):
+            _configure(self._holders[one], f"ip neigh del {self.addresses[other]} dev {INTERFACE}")
+
+    def _directions(self, host: int, others: Sequence[int]) -> list[tuple[int, int]]:
+        return [pair for other in others for pair in ((host, other), (other, host))]
 
     def _hold_namespace(self) -> subprocess.Popen[bytes]:
         holder = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A real S3 endpoint on loopback (moto's server) for tests of remote data, with faults on demand.
+"""A real S3 endpoint (moto's server) for tests of remote data, with faults on demand.
 
 The server checks signatures, which moto alone does not, and goes wrong as `Faults` says: between a
 client and a healthy store there is then what networks and busy stores do.
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +30,9 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.s3.models import s3_backends
 from moto.server import MotoRequestHandler
-from pyarrow import fs
 from werkzeug.serving import BaseWSGIServer, make_server
 
+from tests.harness.emulated import enter_network
 from trainer.storage import Location
 
 ACCESS_KEY, SECRET_KEY = "testing", "testing-secret"
@@ -247,30 +248,36 @@ class ObjectStore:
             self.application.faults = Faults()
 
 
-def _serve(application: FaultyS3) -> BaseWSGIServer:
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=_Handler)
-    threading.Thread(target=server.serve_forever, name="s3", daemon=True).start()
-    return server
-
-
 @contextmanager
-def run_object_store() -> Iterator[ObjectStore]:
-    """Serve an empty bucket on a free port of loopback until the block ends."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    application = FaultyS3()
-    server = _serve(application)
-    store = ObjectStore(f"http://127.0.0.1:{server.server_port}", application)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment.items():
-            patch.setenv(name, value)
-        bucket = fs.S3FileSystem(
-            endpoint_override=f"127.0.0.1:{server.server_port}",
-            scheme="http",
-            allow_bucket_creation=True,
-        )
-        bucket.create_dir(store.bucket)
+def _serve(application: FaultyS3, address: str, network: Path | None) -> Iterator[int]:
+    """Serve from a thread on that network; yields the port."""
+    with ThreadPoolExecutor(1, "s3") as thread:
+        if network:
+            thread.submit(enter_network, network).result()
+        options: dict[str, Any] = {"threaded": True, "request_handler": _Handler}
+        server: BaseWSGIServer = thread.submit(
+            make_server, address, 0, application, **options
+        ).result()
+        thread.submit(server.serve_forever)
         try:
-            yield store
+            yield server.server_port
         finally:
             server.shutdown()
             server.server_close()
+
+
+@contextmanager
+def run_object_store(
+    address: str = "127.0.0.1", network: Path | None = None
+) -> Iterator[ObjectStore]:
+    """Serve a bucket on a free port until the block ends: on loopback, or on an emulated host."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = FaultyS3()
+    with _serve(application, address, network) as port, pytest.MonkeyPatch.context() as patch:
+        store = ObjectStore(f"http://{address}:{port}", application)
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+        if store.bucket not in backend.buckets:
+            backend.create_bucket(store.bucket, "us-east-1")
+        yield store

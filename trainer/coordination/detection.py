@@ -6,6 +6,7 @@ none reads a clock or acts. State belongs to one attempt.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -118,12 +119,14 @@ class SuspicionFilter:
 
     A fault that so many share is rather the coordinator's own network, or storage that all wait
     for. Those held are watched: who is heard again is fine, and who is not for another
-    `patience_s`, while others are fine, is lost. Where no copy is fine it takes `alone_s`.
+    `patience_s`, while others are fine, is lost. Where no copy is fine it takes `alone_s`. Once a
+    network is mended, TCP sends again at another time on each connection.
     """
 
     def __init__(self, alone_s: float) -> None:
         self._alone_s = alone_s
         self._held_since: dict[int, float] = {}
+        self._none_was_fine_at = -math.inf
 
     def judge(
         self,
@@ -140,6 +143,8 @@ class SuspicionFilter:
         for group in cleared:
             del self._held_since[group]
         fine = set(copies) - suspects.keys() - set(doubtful)
+        if not fine:
+            self._none_was_fine_at = now
         is_mass = 2 * len(fine) < len(copies)
         lost: set[int] = set()
         held: set[int] = set()
@@ -150,10 +155,15 @@ class SuspicionFilter:
                 held.add(group)
             elif since is None:
                 lost.add(group)
-            elif now >= since + (suspect.patience_s if fine else self._alone_s):
+            elif now >= self._ends_at(since, suspect, bool(fine)):
                 del self._held_since[group]
                 lost.add(group)
         return Judgement(frozenset(lost), frozenset(held), frozenset(cleared))
+
+    def _ends_at(self, since: float, suspect: Suspect, is_any_fine: bool) -> float:
+        if not is_any_fine:
+            return since + self._alone_s
+        return max(since, self._none_was_fine_at) + suspect.patience_s
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,30 @@
 """Jobs that are struck again and again: every row counts once, and all copies stay equal.
 
 `make chaos` runs many more jobs than this: SHARDLOOM_CHAOS_JOBS says how many, of 10 faults each.
+With SHARDLOOM_CHAOS_SEED one of them runs alone: the number in the test's name.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.harness.chaos import Campaign, elastic_config
+from tests.harness.chaos import STORE_HOST, Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
+from tests.harness.object_store import run_object_store
 from trainer.fault_injection import Kind, Phase
+from trainer.protocol.worker_config import SecretEnv
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
+SEED = os.environ.get("SHARDLOOM_CHAOS_SEED")
+SEEDS = [int(SEED)] if SEED else range(NUM_JOBS)
 CHECKED = "parallelism.divergence_check={every_syncs: 1}"
 PLAIN = ["parallelism.sync={every_steps: 2}"]
 OVERLAP = ["parallelism.sync={every_steps: 2, overlap: 2}"]
@@ -35,24 +42,63 @@ def network() -> Iterator[EmulatedHosts | None]:
     if missing_requirement():
         yield None
         return
-    with EmulatedHosts(4, Link(10**10)) as hosts:
+    with EmulatedHosts(STORE_HOST + 1, Link(10**10)) as hosts:
         yield hosts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_JOBS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_gets_over_whatever_befalls_it(
     seed: int, small_movielens: Path, tmp_path: Path, network: EmulatedHosts | None
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
     sync = SYNCS[seed // 2 % len(SYNCS)]
-    config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks, *sync)
-    with ElasticHarness(config, tmp_path / "harness", num_groups, network=network) as harness:
+    with job(small_movielens, tmp_path, num_groups, num_ranks, sync, network) as harness:
         campaign = Campaign(harness, Random(seed))
         campaign.begin()
         for _ in range(NUM_FAULTS):
             campaign.strike_at_random()
-        campaign.finish(config)
+        campaign.finish(harness.config)
+
+
+@contextmanager
+def job(
+    data: Path,
+    folder: Path,
+    num_groups: int,
+    num_ranks: int,
+    sync: list[str],
+    network: EmulatedHosts | None,
+) -> Iterator[ElasticHarness]:
+    """A job with some rows to spare; with a network its checkpoints go to a host of their own."""
+    settings = [*sync, "training.epochs=4", "checkpoint.every_steps=10"]
+    with ExitStack() as stack:
+        secrets = SecretEnv()
+        if network:
+            where = network.addresses[STORE_HOST], network.network(STORE_HOST)
+            store = stack.enter_context(run_object_store(*where))
+            settings.append(f"checkpoint.path={store.url(folder.name)}")
+            secrets = SecretEnv(store.environment)
+        config = elastic_config(data, folder / "run", num_groups, num_ranks, *settings)
+        config = replace(config, secrets=secrets)
+        yield stack.enter_context(
+            ElasticHarness(config, folder / "harness", num_groups, network=network)
+        )
+
+
+def test_a_network_that_fails_in_parts_costs_at_most_the_group_behind_it(
+    small_movielens: Path, tmp_path: Path, network: EmulatedHosts | None
+) -> None:
+    if network is None:
+        pytest.skip(missing_requirement())
+    with job(small_movielens, tmp_path, 3, 1, PLAIN, network) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        campaign.cut_off(1, "control link")
+        campaign.cut_off(2, "data link")
+        campaign.cut_off_coordinator(2 * harness.config.spec.recovery.heartbeat_timeout_s)
+        campaign.stop_store()
+        campaign.finish(harness.config)
 
 
 def strike_phases(data: Path, folder: Path, sync: list[str], *strikes: tuple[Kind, Phase]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -38,14 +39,15 @@ _ENV = {
 def _config(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("docker-compose")
     named = [argument for file in files for argument in ("-f", str(FOLDER / file))]
-    return subprocess.run(
-        [str(program), "--env-file", os.devnull, *named, "--profile", "*", "config"],
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    with NamedTemporaryFile() as no_env_file:
+        return subprocess.run(
+            [str(program), "--env-file", no_env_file.name, *named, "--profile", "*", "config"],
+            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
 
 @cache

@@ -123,6 +123,8 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     import ray.train
     import ray.util
 
+    from trainer.driver.torch_backend import let_gloo_use_address
+
     # A TCPStore client resolves its peer's name; without a name server that would stall for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
@@ -131,6 +133,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
     host = ray.util.get_node_ip_address()
     check_machine(worker, host)
+    let_gloo_use_address(host)
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(
         "rank %d of worker group run %d is process %d on %s",

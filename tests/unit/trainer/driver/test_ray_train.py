@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Worker
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from trainer.driver.ray_train import check_machine, classify
+from trainer.driver.torch_backend import let_gloo_use_address
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import versions_here
 
@@ -139,3 +141,17 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
     files.resolved_spec_path.parent.mkdir(parents=True)
     files.resolved_spec_path.touch()
     check_machine(config, "10.0.0.2")
+
+
+def test_gloo_uses_the_interface_of_the_address_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    let_gloo_use_address("192.0.2.1")  # nobody's
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    let_gloo_use_address("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    let_gloo_use_address("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

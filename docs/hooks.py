@@ -299,7 +299,6 @@ def _access(rule: Rule) -> str:
         Scope.PROJECT: f"{role} in that project",
         Scope.EVERYTHING: f"{role} in all projects",
         Scope.ATTEMPT: "the token of that attempt",
-        Scope.MACHINE: f"{role} in all projects, or Ray's token",
     }[rule.scope]
 
 

@@ -62,15 +62,6 @@ class DeliveryNotFound(NotFound):
     template = "webhook {0} has no delivery {1}; GET /v1/webhooks/{0}/deliveries lists them"
 
 
-class NotAHead(NotFound):
-    code = "not_a_head"
-    title = "Not a head"
-    template = (
-        "machines cannot join the cluster of this service: it was not started by "
-        "`shardloom up --head`"
-    )
-
-
 class Conflict(ServiceError):
     """Not possible in the present state."""
 

@@ -88,8 +88,6 @@ class Settings(BaseSettings):
     `backend=kuberay` empty if there is none."""
     ray_auth_token: SecretStr | None = None
     """Bearer token of the Ray cluster, if it wants one."""
-    gcs_address: str | None = None
-    """HOST:PORT at which machines join this Ray; set by `shardloom up --head`."""
     kubeconfig: Annotated[AbsolutePath | None, BeforeValidator(_none_if_empty)] = Field(
         default=None,
         validation_alias=AliasChoices("kubeconfig", "SHARDLOOM_KUBECONFIG", "KUBECONFIG"),

@@ -49,7 +49,7 @@ PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_O
 FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
 # A sharding group that ended by these is restarted at most as often as the budget allows.
-SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
+SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR, VERSION_MISMATCH})
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40

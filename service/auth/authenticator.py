@@ -46,8 +46,8 @@ class Authenticator:
     """Maps credentials to principals; with `is_open`, all but attempt tokens map to `LOCAL`.
 
     `local_token` is what the service's own user has, who is `LOCAL` by it, and by the sessions of
-    links made with it, which end with the process. `machine_token` is the token of the cluster's
-    machines; `clock` gives Unix seconds.
+    links made with it, which end with the process. `clock` gives Unix
+    seconds.
     """
 
     keys: KeyStore
@@ -56,7 +56,6 @@ class Authenticator:
     is_open: bool
     session_ttl_s: float
     local_token: str | None = None
-    machine_token: str | None = None
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -135,8 +134,6 @@ class Authenticator:
     def _bearer(self, bearer: str) -> Principal:
         if bearer.startswith(KEY_PREFIX):
             return principal_of(self._key(bearer))
-        if self.machine_token and hmac.compare_digest(bearer.encode(), self.machine_token.encode()):
-            return Principal("machine", "machine")
         if self.verifier is None:
             raise NotSignedIn("the bearer token is not an API key of this service")
         return self.verifier.principal_of(bearer)

@@ -164,8 +164,6 @@ class Scope(Enum):
     """In all projects."""
     ATTEMPT = "attempt"
     """None: only the attempt that the path names may, by its own token."""
-    MACHINE = "machine"
-    """In all projects; machines of the cluster may as well, by Ray's token."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,6 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", "/metrics"): Rule(Scope.EVERYTHING),
     ("GET", "/v1/whoami"): _SIGNED_IN,
     ("GET", "/v1/cluster"): _SEE_SOME,
-    ("GET", "/v1/cluster/head"): Rule(Scope.MACHINE, Role.ADMIN),
     ("GET", "/v1/queue"): _SEE_SOME,
     ("GET", "/v1/jobs"): _SEE_SOME,
     ("POST", "/v1/jobs"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
@@ -269,8 +266,6 @@ def allows(rule: Rule, principal: Principal | None, path_params: Mapping[str, st
     if rule.scope is Scope.ATTEMPT:
         is_own = principal.kind == "attempt" and principal.name == path_params.get("attempt_id")
         return is_own or (principal.kind == "local" and not rule.is_secret)
-    if principal.kind == "machine":
-        return rule.scope is Scope.MACHINE
     if principal.kind == "attempt":
         return False
     match rule.scope:
@@ -278,7 +273,7 @@ def allows(rule: Rule, principal: Principal | None, path_params: Mapping[str, st
             return True
         case Scope.PROJECT:
             return principal.may(rule.role, path_params.get("name", ""))
-        case Scope.EVERYTHING | Scope.MACHINE:
+        case Scope.EVERYTHING:
             return principal.may(rule.role, ALL_PROJECTS)
         case _:
             return principal.may_somewhere(rule.role)

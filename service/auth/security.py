@@ -165,7 +165,6 @@ class Security:
             is_open=settings.auth == "none",
             local_token=secrets.token_urlsafe(32) if settings.auth == "local" else None,
             session_ttl_s=settings.session_ttl_s,
-            machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,
         )
         return cls(keys, master, authenticator, AuditWriter(keys))
 

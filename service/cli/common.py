@@ -116,19 +116,11 @@ def error_console() -> Console:
 
 
 def service_url(url: str | None) -> str:
-    """URL to use: the one given, that of the head joined, the local stack's, the default.
-
-    What runs comes first: both may have been left by an earlier boot.
-    """
+    """URL to use: the one given, the local stack's, the default."""
     if url:
         return url
-    home = StackHome.from_environment()
-    joined = home.read_joined()
-    if joined is not None and joined.is_running:
-        return joined.head_url
-    if state := home.read_state():
-        return state.url
-    return joined.head_url if joined is not None else DEFAULT_URL
+    state = StackHome.from_environment().read_state()
+    return state.url if state is not None else DEFAULT_URL
 
 
 def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import admin, artifacts, jobs, machines, stack, submit
+from service.cli import admin, artifacts, jobs, stack, submit
 from service.cli.common import UNAVAILABLE, ErrorReportingGroup, error_console
 
 GROUP = "shardloom.commands"
@@ -26,8 +26,6 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "down": stack.down,
         "status": stack.status,
         "cluster": stack.cluster,
-        "join": machines.join,
-        "leave": machines.leave,
         "host": stack.host_app,
     },
     "Jobs": {

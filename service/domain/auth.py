@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 ALL_PROJECTS = "*"
-PrincipalKind = Literal["local", "key", "oidc", "session", "attempt", "machine"]
+PrincipalKind = Literal["local", "key", "oidc", "session", "attempt"]
 
 
 class Role(IntEnum):

@@ -1,33 +1,27 @@
-"""Ray nodes: command lines, ports and environment of heads and further nodes; state of a cluster.
+"""Nodes of the private Ray of one machine: command lines, environment; which of them live.
 
-The private Ray of one machine has a loopback address and free ports. The Ray that other machines
-join has fixed ports, so that they can be opened; those of node and workers are the same on every
-machine:
-
-    head  6379  Ray          node     8710-8715
-          8265  Jobs API     workers  10002-19999
+They have loopback addresses of their own, and free ports: the usual ranges are the same for every
+cluster of the machine.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from service.local.processes import ProcessId, is_alive
 from service.local.state import StackError
-from service.network import port_fault
 
 # Ray replaces 127.0.0.1 by an address that other machines can reach. Any other loopback
 # address is kept, so the cluster stays private and survives a change of network.
@@ -38,6 +32,7 @@ _COMMON_OPTIONS = (
     f"--object-store-memory={OBJECT_STORE_BYTES}",
     "--disable-usage-stats",
     "--log-color=false",
+    "--include-log-monitor=false",
 )
 # Slots are logical: four workers and the driver run on two cores as well, if more slowly.
 MIN_LOGICAL_CPUS = 8
@@ -53,6 +48,18 @@ TRAINER_SETTINGS = frozenset(
     }
 )
 _KEPT_FROM_JOBS = frozenset({"RAY_ADDRESS", "RAY_AUTH_TOKEN", "PGPASSWORD", "PGPASSFILE"})
+
+
+_AGENT_PORT_OPTIONS = (
+    "--dashboard-agent-grpc-port",
+    "--dashboard-agent-listen-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
+_REQUEST_TIMEOUT_S = 5.0
+# More than a node gives itself (`trainer.driver.ray_start`).
+_JOIN_TIMEOUT_S = 300.0
+_POLL_S = 0.5
 
 
 def free_ports(number: int) -> list[int]:
@@ -123,235 +130,65 @@ def make_temp_dir(path: Path) -> None:
     path.mkdir(mode=0o700)
 
 
-RAY_PORT = 6379
-RAY_DASHBOARD_PORT = 8265
-NODE_PORT = 8710
-WORKER_PORTS = "10002-19999"
-_NODE_PORT_OPTIONS = (
-    "--node-manager-port",
-    "--object-manager-port",
-    # A raylet that is given the ports of its agents need not wait 15 s for them.
-    "--dashboard-agent-grpc-port",
-    "--dashboard-agent-listen-port",
-    "--runtime-env-agent-port",
-    "--metrics-export-port",
-)
-_LAST_PORT = 2**16 - 1
-_REQUEST_TIMEOUT_S = 5.0
-# More than a node gives itself (`trainer.driver.ray_start`).
-_JOIN_TIMEOUT_S = 300.0
-_POLL_S = 0.5
-
-
 @dataclass(frozen=True)
-class NodePorts:
-    """TCP ports of one machine: six of the node, and a range of its workers; Ray chooses for 0."""
-
-    fixed: tuple[int, ...] = tuple(range(NODE_PORT, NODE_PORT + len(_NODE_PORT_OPTIONS)))
-    first_worker: int = 10002
-    last_worker: int = 19999
-
-    @property
-    def workers(self) -> range:
-        return range(self.first_worker, self.last_worker + 1)
-
-    def options(self) -> list[str]:
-        """Options of `ray start`."""
-        pairs = zip(_NODE_PORT_OPTIONS, self.fixed, strict=True)
-        return [
-            *(f"{option}={port}" for option, port in pairs),
-            f"--min-worker-port={self.first_worker}",
-            f"--max-worker-port={self.last_worker}",
-        ]
-
-
-def parse_ports(first: int, workers: str, *others: int) -> NodePorts:
-    """Ports from options; `workers` reads FIRST-LAST, `others` are those of a head.
-
-    Raises ValueError with a sentence, also where one port has two uses.
-    """
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", workers)
-    if match is None:
-        raise ValueError(f"'{workers}' is no range of ports; it reads FIRST-LAST, as 10002-19999")
-    last = first + len(_NODE_PORT_OPTIONS) - 1
-    ports = NodePorts(tuple(range(first, last + 1)), int(match[1]), int(match[2]))
-    if not 1024 <= ports.first_worker <= ports.last_worker <= _LAST_PORT:
-        raise ValueError(f"'{workers}': a range of ports goes up, from 1024 to {_LAST_PORT}")
-    if last > _LAST_PORT:
-        raise ValueError(f"the six ports from {first} on would go beyond {_LAST_PORT}")
-    used = [*others, *ports.fixed]
-    for index, port in enumerate(used):
-        if port in used[:index]:
-            raise ValueError(
-                f"port {port} has two uses: --ray-port, --ray-dashboard-port and the node's six "
-                f"from --node-port on ({first}-{last}) differ"
-            )
-        if port in ports.workers:
-            raise ValueError(f"port {port} lies in the workers' range {workers} (--worker-ports)")
-    return ports
-
-
-@dataclass(frozen=True)
-class MachineNode:
-    """One machine as Ray sees it, with all CPUs and GPUs of it where they are None.
-
-    `interface` leads to other machines; None where there are none.
-    """
+class RayNode:
+    """A node at a loopback address of its own."""
 
     address: str
-    interface: str | None = None
-    num_cpus: int | None = None
-    num_gpus: int | None = None
-    ports: NodePorts = field(default_factory=NodePorts)
+    num_cpus: int
+
+    def join_command(self, gcs_address: str, temp_dir: Path) -> list[str]:
+        """Command that runs it beside the head at `gcs_address` until it is told to stop."""
+        return [*_start_command(), f"--address={gcs_address}", *self.options(temp_dir)]
 
     def options(self, temp_dir: Path) -> list[str]:
-        cpus = (os.cpu_count() or 1) if self.num_cpus is None else self.num_cpus
-        # Ray counts them itself.
-        gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
+        """Options of `ray start`, the same for a head."""
+        # A raylet that is given the ports of its agents need not wait 15 s for them.
+        ports = zip(_AGENT_PORT_OPTIONS, free_ports(len(_AGENT_PORT_OPTIONS)), strict=True)
         return [
             f"--node-ip-address={self.address}",
-            *self.ports.options(),
-            f"--num-cpus={cpus}",
-            *gpus,
+            *(f"{option}={port}" for option, port in ports),
+            "--node-manager-port=0",
+            "--object-manager-port=0",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--num-cpus={self.num_cpus}",
             f"--temp-dir={temp_dir}",
-            "--include-log-monitor=false",
             *_COMMON_OPTIONS,
         ]
 
-    def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
-        """Environment of the node and its workers.
 
-        Gloo looks the machine's own name up, which often leads to 127.0.0.1 or 127.0.1.1, and NCCL
-        takes any interface: both are given the one that leads to the other machines.
-        """
-        networks = {}
-        if self.interface is not None:
-            # "=" makes NCCL take that very name; without it, all that begin so.
-            networks = {
-                "GLOO_SOCKET_IFNAME": self.interface,
-                "NCCL_SOCKET_IFNAME": f"={self.interface}",
-            }
-        chosen = {name: inherited[name] for name in networks if inherited.get(name)}
-        return node_environment(inherited, token_path) | networks | chosen
+class RayHead:
+    """The head of the private Ray of a machine with so many cores."""
 
-
-@dataclass(frozen=True)
-class MachineHead:
-    """The machine that others join, and the ports at which they find it.
-
-    Its Jobs API is at `dashboard_host`, which is its own address where that is None.
-    """
-
-    node: MachineNode
-    ray_port: int = RAY_PORT
-    dashboard_port: int = RAY_DASHBOARD_PORT
-    dashboard_host: str | None = None
-    metrics_port: int = field(default_factory=lambda: free_ports(1)[0])
-
-    @property
-    def gcs_address(self) -> str:
-        """Where nodes join, as HOST:PORT."""
-        return f"{self.node.address}:{self.ray_port}"
-
-    @property
-    def ray_address(self) -> str:
-        return f"http://{self.dashboard_host or self.node.address}:{self.dashboard_port}"
-
-    @property
-    def fixed_ports(self) -> list[int]:
-        """Ports that must be free before it starts, the service's apart."""
-        return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
+    def __init__(self, num_cores: int) -> None:
+        self._node = RayNode(NODE_IP, max(MIN_LOGICAL_CPUS, num_cores))
+        self._port, self._dashboard_port, self._metrics_port = free_ports(3)
+        self.gcs_address = f"{NODE_IP}:{self._port}"
+        self.ray_address = f"http://127.0.0.1:{self._dashboard_port}"
 
     def command(self, temp_dir: Path) -> list[str]:
         return [
             *_start_command(),
             "--head",
-            f"--port={self.ray_port}",
-            # No cluster of these grows by itself.
+            f"--port={self._port}",
+            # It does not grow by itself.
             "--no-monitor",
             "--include-dashboard=true",
-            f"--dashboard-host={self.dashboard_host or self.node.address}",
-            f"--dashboard-port={self.dashboard_port}",
-            *self.node.options(temp_dir),
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={self._dashboard_port}",
+            *self._node.options(temp_dir),
         ]
 
     def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
-        return self.node.environment(inherited, token_path) | {
+        return node_environment(inherited, token_path) | {
             # A host that dies is noticed within seconds, not in half a minute.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "5000",
             "RAY_health_check_failure_threshold": "3",
-            "DASHBOARD_METRIC_PORT": str(self.metrics_port),
+            "DASHBOARD_METRIC_PORT": str(self._metrics_port),
         }
-
-
-def private_node(address: str, num_cpus: int) -> MachineNode:
-    """A node of a Ray on loopback addresses.
-
-    Its ports are free ones: the usual ranges are the same for every cluster of the machine.
-    """
-    return MachineNode(address, num_cpus=num_cpus, ports=NodePorts((0, 0, *free_ports(4)), 0, 0))
-
-
-def private_head(num_cores: int) -> MachineHead:
-    """The head of a Ray of this machine alone."""
-    ray_port, dashboard_port, metrics_port, *agents = free_ports(7)
-    ports = NodePorts((0, 0, *agents), 0, 0)
-    node = MachineNode(NODE_IP, num_cpus=max(MIN_LOGICAL_CPUS, num_cores), ports=ports)
-    return MachineHead(node, ray_port, dashboard_port, "127.0.0.1", metrics_port)
-
-
-def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
-    """Raise `StackError` if something listens on one of the ports of a machine's Ray."""
-    for port in ports:
-        if fault := port_fault(address, port):
-            raise StackError(
-                f"{fault}: is another Ray here? --node-port (six ports from there on), "
-                "--ray-port and --ray-dashboard-port name others"
-            )
-
-
-def join_command(node: MachineNode, gcs_address: str, temp_dir: Path) -> list[str]:
-    """Command that runs a further node until it is told to stop."""
-    return [*_start_command(), f"--address={gcs_address}", *node.options(temp_dir)]
-
-
-def drain_command(gcs_address: str, node_id: str, grace_s: int) -> list[str]:
-    """Command that tells Ray, and by it every job, that a node is about to go."""
-    return [
-        ray_executable(),
-        "drain-node",
-        f"--address={gcs_address}",
-        f"--node-id={node_id}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION",
-        "--reason-message=shardloom leave",
-        f"--deadline-remaining-seconds={grace_s}",
-    ]
-
-
-@dataclass(frozen=True)
-class RayNode:
-    """A node that Ray counts as alive."""
-
-    node_id: str
-    address: str
-    is_head: bool
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
-
-    @classmethod
-    def from_row(cls, row: Mapping) -> RayNode:
-        resources = row["resources_total"]
-        return cls(
-            node_id=row["node_id"],
-            address=row["node_ip"],
-            is_head=bool(row["is_head_node"]),
-            num_cpus=resources.get("CPU", 0),
-            num_gpus=resources.get("GPU", 0),
-            memory_bytes=int(resources.get("memory", 0)),
-        )
 
 
 @dataclass(frozen=True)
@@ -361,50 +198,33 @@ class RayState:
     ray_address: str
     token: str
 
-    def live_nodes(self) -> list[RayNode] | None:
-        """Nodes that are alive; None without an answer of Ray."""
-        rows = self._rows("nodes", {"limit": "10000"})
-        if rows is None:
-            return None
-        try:
-            return [RayNode.from_row(row) for row in rows if row["state"] == "ALIVE"]
-        except (KeyError, TypeError, AttributeError):  # a node that is on its way up
-            return None
+    def live_nodes(self) -> dict[str, str] | None:
+        """Addresses of the nodes that are alive, by id; None without an answer of Ray."""
+        rows = self._rows()
+        return None if rows is None else {row["node_id"]: row["node_ip"] for row in rows}
 
     def has_head(self) -> bool:
-        return any(node.is_head for node in self.live_nodes() or ())
+        return any(row["is_head_node"] for row in self._rows() or ())
 
-    def wait_for_node(
-        self, address: str, process: ProcessId, known: Collection[str] = ()
-    ) -> RayNode | None:
-        """The node that `process` starts, once it is alive; None if the process ends or is late.
+    def wait_for_node(self, address: str, process: ProcessId, known: Collection[str]) -> bool:
+        """Whether the node that `process` starts is alive; false if the process ends or is late.
 
         `known` are ids of earlier nodes, which may have the same address.
         """
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while is_alive(process) and time.monotonic() < deadline:
-            for node in self.live_nodes() or ():
-                if node.address == address and node.node_id not in known:
-                    return node
+            nodes = self.live_nodes() or {}
+            if any(nodes[each] == address for each in nodes.keys() - set(known)):
+                return True
             time.sleep(_POLL_S)
-        return None
+        return False
 
-    def num_actors_on(self, node_id: str) -> int | None:
-        """Actors, workers of jobs above all, that live on a node; None as above."""
-        parameters = {
-            "filter_keys": ["node_id", "state"],
-            "filter_predicates": ["=", "="],
-            "filter_values": [node_id, "ALIVE"],
-        }
-        rows = self._rows("actors", parameters)
-        return None if rows is None else len(rows)
-
-    def _rows(self, what: str, parameters: Mapping[str, str | list[str]]) -> list[dict] | None:
+    def _rows(self) -> list[dict] | None:
         headers = {"Authorization": f"Bearer {self.token}"}
         try:
             with httpx.Client(trust_env=False, timeout=_REQUEST_TIMEOUT_S, headers=headers) as http:
-                answer = http.get(f"{self.ray_address}/api/v0/{what}", params=parameters)
-            rows: list[dict] = answer.json()["data"]["result"]["result"]
+                answer = http.get(f"{self.ray_address}/api/v0/nodes", params={"limit": "10000"})
+            rows = answer.json()["data"]["result"]["result"]
+            return [row for row in rows if row["state"] == "ALIVE"]
         except (httpx.TransportError, ValueError, KeyError, TypeError):
             return None
-        return rows

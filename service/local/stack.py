@@ -37,14 +37,11 @@ from service.local.processes import (
 )
 from service.local.ray_node import (
     NODE_IP,
-    MachineHead,
+    RayHead,
     RayNode,
     RayState,
-    check_node_ports_free,
-    join_command,
     make_temp_dir,
-    private_head,
-    private_node,
+    node_environment,
 )
 from service.local.state import StackError, StackHome, StackState, boot_id
 from service.network import local_url, port_fault
@@ -107,14 +104,14 @@ def end_process(name: str, process: ProcessId, grace_s: float) -> None:
         raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
 
 
-def check_port_free(port: int, host: str = "127.0.0.1", patience_s: float = 0.0) -> None:
+def check_port_free(port: int, patience_s: float = 0.0) -> None:
     """Raise `StackError`, naming the port and the way out, if something listens on it.
 
     A service that was killed counts as dead once its first thread is, but keeps its port until its
     last I/O ends: it is given `patience_s` to be gone altogether.
     """
     deadline = time.monotonic() + patience_s
-    while fault := port_fault(host, port):
+    while fault := port_fault("127.0.0.1", port):
         if time.monotonic() >= deadline:
             raise StackError(
                 f"{fault}; choose another one: `shardloom up --port {port + 1}` "
@@ -143,15 +140,9 @@ class LocalStack:
         home: StackHome,
         environment: Mapping[str, str] = os.environ,
         service_command: Sequence[str] = SERVICE_COMMAND,
-        head: MachineHead | None = None,
     ) -> None:
-        """With `head` its Ray is one that other machines can join, and the service is there too."""
         self.home = home
-        self._head = head
         self._environment = dict(environment)
-        self._head_address = head.node.address if head is not None else None
-        # Where the service listens unless told otherwise, and others would hold its port.
-        self._own_address = self._head_address or "127.0.0.1"
         names_ray = bool(self._environment.get("SHARDLOOM_RAY_ADDRESS"))
         self._starts_ray = not names_ray and self._environment.get("SHARDLOOM_BACKEND") != "fake"
         self._service_command = list(service_command)
@@ -210,11 +201,6 @@ class LocalStack:
             found = self.home.read_state()
             return found is None or not found.has_processes_of(state)
 
-    def has_lost_service_only(self, state: StackState) -> bool:
-        """Whether the Ray of a head lives, so that its service can be started again."""
-        is_head = state.head_address is not None and state.boot_id == boot_id()
-        return is_head and state.ray is not None and is_alive(state.ray)
-
     # ---- before
 
     def _own_state(self) -> StackState | None:
@@ -231,19 +217,11 @@ class LocalStack:
 
     @property
     def _host(self) -> str:
-        return self._environment.get("SHARDLOOM_HOST") or self._own_address
-
-    def url_at(self, port: int | None) -> str:
-        """Where the service will be with this port, or that of the settings; raises `StackError`.
-
-        For the first start of a home: later ones keep the port.
-        """
-        return self._url(port or self._default_port(None))
+        return self._environment.get("SHARDLOOM_HOST") or "127.0.0.1"
 
     def _url(self, port: int) -> str:
         scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
-        # Other machines see it by the head's address, even where it listens on every one.
-        return local_url(self._head_address or self._host, port, scheme)
+        return local_url(self._host, port, scheme)
 
     def _default_port(self, before: StackState | None) -> int:
         # Drivers that still run post to the old address, so a restarted service keeps it.
@@ -260,8 +238,7 @@ class LocalStack:
         if state is None or state.boot_id != boot_id():
             self.home.state_path.unlink(missing_ok=True)
             return None
-        keeps_ray = self._starts_ray and state.head_address == self._head_address
-        if state.ray is not None and is_alive(state.ray) and keeps_ray:
+        if state.ray is not None and is_alive(state.ray) and self._starts_ray:
             report("the service had ended; its Ray still runs and is kept")
             if state.service is not None:
                 terminate_tree(state.service, grace_s=0.0)
@@ -286,14 +263,7 @@ class LocalStack:
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatches))
         patience_s = _PORT_PATIENCE_S if before is not None else 0.0
-        check_port_free(port, self._own_address, patience_s)
-        if starts_ray and self._head is not None:
-            if port in {*self._head.fixed_ports, *self._head.node.ports.workers}:
-                raise StackError(
-                    f"port {port} is both the service's and one of Ray's: --port, --node-port, "
-                    "--ray-port, --ray-dashboard-port and --worker-ports name others"
-                )
-            check_node_ports_free(self._head.node.address, self._head.fixed_ports)
+        check_port_free(port, patience_s)
 
     # ---- start
 
@@ -305,7 +275,6 @@ class LocalStack:
             started_at=time.time(),
             ray_address=self._environment.get("SHARDLOOM_RAY_ADDRESS"),
             machine=socket.gethostname(),
-            head_address=self._head_address,
         )
         parts = []
         if self._starts_ray and state.ray is None:
@@ -322,7 +291,7 @@ class LocalStack:
         return state, [service, *parts]
 
     def _launch_ray(self, state: StackState) -> StackState:
-        head = self._head or private_head(os.cpu_count() or 1)
+        head = RayHead(os.cpu_count() or 1)
         command = head.command(self.home.ray_dir)
         self.home.token()
         make_temp_dir(self.home.ray_dir)
@@ -341,12 +310,6 @@ class LocalStack:
         if state.ray is not None and state.ray_address is not None:
             settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
             settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
-        if self._head is not None and state.gcs_address is not None:
-            settings["SHARDLOOM_HOST"] = self._host
-            settings["SHARDLOOM_GCS_ADDRESS"] = state.gcs_address
-            settings["SHARDLOOM_SERVICE_URL"] = (
-                self._environment.get("SHARDLOOM_SERVICE_URL") or state.url
-            )
         process = self.spawn("service", self._service_command, self._environment | settings)
         state = state.model_copy(update={"service": process})
         self.home.write(state)
@@ -375,40 +338,6 @@ class LocalStack:
         self._children.append(child)
         self._started.append(identify(child.pid))
         return self._started[-1]
-
-    def start_node(
-        self,
-        name: str,
-        address: str,
-        ray: RayState,
-        start: Callable[[], tuple[list[str], dict[str, str]]],
-        keep: Callable[[ProcessId], None],
-    ) -> RayNode:
-        """Start a Ray node and wait until Ray counts it, with further tries where it ends at once.
-
-        `start` gives command and environment of a try, and `keep` remembers its process. Raises
-        `StackError`; nothing is left running then.
-        """
-        known: set[str] = set()
-        for _ in range(_MAX_TRIES):
-            # One of before a crash, a cut link or the last try may not be given up yet.
-            known |= {node.node_id for node in ray.live_nodes() or ()}
-            with ExitStack() as undo:
-                process = self.spawn(name, *start())
-                undo.callback(end_process, "the node", process, RAY_GRACE_S)
-                keep(process)
-                if found := ray.wait_for_node(address, process, known):
-                    undo.pop_all()
-                    return found
-                was_alive = is_alive(process)
-            # On a busy machine a part of a node may be later than Ray allows; one that lives, and
-            # has had all this time, is not late but cut off.
-            if was_alive:
-                break
-        raise StackError(
-            f"{address} did not join Ray: is its head still up, and do both machines reach each "
-            f"other's ports? {self.log_tail(name)}"
-        )
 
     def log_tail(self, name: str) -> str:
         path = self.home.log_path(name)
@@ -461,31 +390,39 @@ class LocalStack:
         """
         with self.home.lock():
             state = self._running_state()
-            if state.head_address is not None:
-                raise StackError(
-                    f"other machines join this head, by `shardloom join {state.head_address}` there"
-                )
             address = address or _next_address(state)
             if address in self.running_hosts() or address == NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
             if state.gcs_address is None or state.ray_address is None:
                 raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
-            ray, gcs_address = RayState(state.ray_address, self.home.token()), state.gcs_address
+            ray = RayState(state.ray_address, self.home.token())
+            # On a busy machine a part of a node may be later than Ray allows, which then ends.
+            started = time.monotonic()
+            for _ in range(_MAX_TRIES):
+                if self._try_host(state, ray, RayNode(address, num_cores)):
+                    return address
+                if time.monotonic() - started > START_TIMEOUT_S:
+                    break
+            log = self.log_tail(f"host-{address}")
+            raise StackError(f"{address} did not join Ray: is its head still up? {log}")
 
-            def start() -> tuple[list[str], dict[str, str]]:
-                node = private_node(address, num_cores)
-                environment = node.environment(self._environment, self.home.token_path)
-                return join_command(node, gcs_address, self.home.ray_dir), environment
-
-            def keep(process: ProcessId) -> None:
-                hosts = state.hosts | {address: process}
-                self.home.write(state.model_copy(update={"hosts": hosts}))
-
-            with ExitStack() as undo:
-                undo.callback(self._forget_host, address)
-                self.start_node(f"host-{address}", address, ray, start, keep)
-                undo.pop_all()
-            return address
+    def _try_host(self, state: StackState, ray: RayState, node: RayNode) -> bool:
+        """Start a host's Ray, and wait until it is counted; nothing of it stays where it is not."""
+        assert state.gcs_address is not None
+        # One that was killed may not be given up yet.
+        known = ray.live_nodes() or {}
+        command = node.join_command(state.gcs_address, self.home.ray_dir)
+        environment = node_environment(self._environment, self.home.token_path)
+        with ExitStack() as undo:
+            process = self.spawn(f"host-{node.address}", command, environment)
+            undo.callback(self._forget_host, node.address)
+            undo.callback(end_process, "the host", process, RAY_GRACE_S)
+            hosts = state.hosts | {node.address: process}
+            self.home.write(state.model_copy(update={"hosts": hosts}))
+            if not ray.wait_for_node(node.address, process, known):
+                return False
+            undo.pop_all()
+        return True
 
     def _forget_host(self, address: str) -> None:
         state = self._running_state()

@@ -56,7 +56,7 @@ class WhoAmI(ApiModel):
     """Who asks, and the roles held by project (`*` stands for all)."""
 
     name: str = Field(examples=["key:ci"])
-    kind: Literal["local", "key", "oidc", "session", "attempt", "machine"]
+    kind: Literal["local", "key", "oidc", "session", "attempt"]
     roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
     auth: Literal["none", "local", "required"] = Field(description="What the service asks for.")
 

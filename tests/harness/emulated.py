@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tests.harness.ray_hosts import processes_below
+
 INTERFACE = "eth0"
 _NOBODY = "02:00:00:00:00:ff"  # the address of no interface
 _NAMESPACE = "{}/net"
@@ -88,6 +90,11 @@ class EmulatedHosts:
         """
         inside = [*_enter(self._holders[host], *_NAMESPACES), f"--wdns={cwd}", "--", *command]
         return subprocess.Popen(inside, start_new_session=True, **popen)
+
+    def processes(self, host: int) -> list[int]:
+        """Ids, as this machine counts, of what runs on a host, orphans too."""
+        _holder, _init, *started = processes_below(self._holders[host].pid)
+        return started
 
     def network(self, host: int) -> Path:
         """The network namespace of a host, for `enter_network`."""

@@ -6,39 +6,26 @@ its own. What they share is the disk, as machines share a network storage.
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from service.local.processes import ProcessId
-from service.local.state import JoinedState, StackHome, StackState, boot_id
+from service.files import write_private
+from service.local.state import StackHome, StackState, boot_id
 from tests.harness.emulated import EmulatedHosts, Link
-from tests.harness.wait import scaled
+from tests.harness.wait import scaled, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 120.0
 _GIGABIT = Link(10**9)
-# What holds the machine itself is the only other process.
-_LIST_PROCESSES = """
-import json, os, pathlib
-found = []
-for entry in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        command = (entry / "cmdline").read_bytes().split(b"\\0")
-    except (FileNotFoundError, ProcessLookupError):
-        continue
-    if int(entry.name) not in (1, os.getpid()) and state not in "ZX":
-        found.append(b" ".join(command).decode(errors="replace")[:200])
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +44,26 @@ class Machine:
 
     @property
     def token_path(self) -> Path:
-        """The token of the cluster that it heads."""
-        return StackHome(self.home).token_path
+        """Ray's token, which an administrator has carried to all."""
+        return self.home.parent / "ray-token"
+
+    def start_ray(self, *options: str) -> None:
+        """`ray start` in the background, with one CPU, as docs/guides/machines.md says."""
+        where = f"--node-ip-address={self.address}", f"--temp-dir={StackHome(self.home).ray_dir}"
+        self.python("-m", "trainer.driver.ray_start", *options, *where, "--num-cpus=1")
+
+    def end_ray(self) -> None:
+        """SIGKILL all that was started there."""
+        for pid in self.hosts.processes(self.index):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.hosts.processes(self.index), f"{self.address} runs nothing")
+
+    def python(self, *arguments: str, **settings: str) -> None:
+        """Run Python with Ray's token to its end; fails where its exit code is not 0."""
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_path)}
+        done = self._try([sys.executable, *arguments], token | settings)
+        assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
 
     def shardloom(self, *arguments: str, **settings: str) -> str:
         """Output of a command; fails with what it said where its exit code is not 0."""
@@ -68,9 +73,14 @@ class Machine:
 
     def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever that is, within two minutes."""
+        return self._try([sys.executable, "-m", "service.cli", *arguments], settings)
+
+    def _try(
+        self, command: Sequence[str], settings: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         prefixes = ("SHARDLOOM_", "RAY_")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
-        environment = kept | dict(self.settings) | settings
+        environment = kept | dict(self.settings) | dict(settings)
         environment["SHARDLOOM_HOME"] = str(self.home)
         # Into files: what a command leaves running would keep a pipe open.
         self.home.mkdir(parents=True, exist_ok=True)
@@ -78,7 +88,7 @@ class Machine:
         with output.open("wb") as out, errors.open("wb") as err:
             child = self.hosts.start(
                 self.index,
-                [sys.executable, "-m", "service.cli", *arguments],
+                command,
                 REPOSITORY,
                 env=environment,
                 stdout=out,
@@ -86,18 +96,7 @@ class Machine:
             )
             code = child.wait(timeout=scaled(COMMAND_TIMEOUT_S))
         said, wrong = output.read_text(), errors.read_text()
-        return subprocess.CompletedProcess(arguments, code, said, wrong)
-
-    def mount_another_disk(self, folder: Path) -> None:
-        """Hide a folder of the shared storage from this machine, behind an empty one."""
-        self._run("mount", "-t", "tmpfs", "none", str(folder))
-
-    def unmount(self, folder: Path) -> None:
-        """Show it again."""
-        self._run("umount", str(folder))
-
-    def _run(self, *command: str) -> None:
-        assert self.hosts.start(self.index, command, REPOSITORY).wait(timeout=scaled(30)) == 0
+        return subprocess.CompletedProcess(command, code, said, wrong)
 
     def cut(self) -> None:
         """Pull its cable: packets are lost, no connection ends by it."""
@@ -107,17 +106,11 @@ class Machine:
         """Put it in again."""
         self.hosts.mend(self.index)
 
-    def processes(self) -> list[str]:
-        """Command lines of all that runs there."""
-        command = [sys.executable, "-c", _LIST_PROCESSES]
-        child = self.hosts.start(self.index, command, REPOSITORY, stdout=subprocess.PIPE, text=True)
-        listed, _ = child.communicate(timeout=scaled(30))
-        return json.loads(listed)
-
 
 @contextmanager
 def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
     """So many machines, with homes below `folder`; all that runs there ends with them."""
+    write_private(folder / "ray-token", secrets.token_hex(32))
     with EmulatedHosts(number, _GIGABIT) as hosts:
         made = [
             Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)
@@ -135,22 +128,6 @@ def keep_stack(home: StackHome, **fields: Any) -> StackState:
     """Write the state of a stack that was started here since the last boot."""
     given = {"url": "http://127.0.0.1:1", "boot_id": boot_id(), "started_at": 1.0, **fields}
     state = StackState(**given)
-    home.root.mkdir(parents=True, exist_ok=True)
-    home.write(state)
-    return state
-
-
-def keep_joined(home: StackHome, node: ProcessId, **changes: str) -> JoinedState:
-    """Write that this machine has joined the cluster of 10.0.0.1 by a node."""
-    state = JoinedState(
-        address="10.0.0.7",
-        head_url="http://10.0.0.1:8700",
-        ray_address="http://10.0.0.1:8265",
-        gcs_address="10.0.0.1:6379",
-        boot_id=boot_id(),
-        started_at=1.0,
-        node=node,
-    ).model_copy(update=changes)
     home.root.mkdir(parents=True, exist_ok=True)
     home.write(state)
     return state

@@ -29,6 +29,7 @@ from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
+from trainer.protocol.versions import versions_here
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.job import JobSpec
 
@@ -192,6 +193,7 @@ class Attempt:
             run_index,
             group,
             secrets=c.secrets,
+            versions=versions_here(),
             token=self.token,
         )
 

@@ -51,6 +51,7 @@ _FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
+_OF_HOSTS = failures.RESTARTABLE - _NOT_OF_HOSTS | {failures.VERSION_MISMATCH}
 
 
 @dataclass
@@ -78,7 +79,7 @@ class FailureTracker:
             self._times.popleft()
         delay_s = failures.restart_delay_s(len(self._times))
         self.may_start_at = max(self.may_start_at, now + delay_s)
-        if failure.reason not in failures.RESTARTABLE - _NOT_OF_HOSTS:
+        if failure.reason not in _OF_HOSTS:
             return []
         guilty = failure.evidence.get("host")
         found = [self.record.fail(each, now) for each in ({guilty} if guilty else set(hosts))]

@@ -25,6 +25,7 @@ from trainer.driver.preload import WORKER_ENVIRONMENT
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.versions import unlike_driver, versions_here
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -122,11 +123,17 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     import ray.train
     import ray.util
 
+    from trainer.driver.torch_backend import let_gloo_use_address
+
     # A TCPStore client resolves its peer's name; without a name server that would stall for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
     os.environ.update(worker.secrets.values)
     rank = ray.train.get_context().get_world_rank()
+    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
+    host = ray.util.get_node_ip_address()
+    check_machine(worker, host)
+    let_gloo_use_address(host)
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(
         "rank %d of worker group run %d is process %d on %s",
@@ -135,9 +142,6 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         os.getpid(),
         socket.gethostname(),
     )
-
-    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
-    host = ray.util.get_node_ip_address()
     fault_injection.install(worker, rank)
     if worker.group:
         from trainer.elastic.group_session import run_group_worker
@@ -147,6 +151,24 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         from trainer.training.worker import run_worker
 
         run_worker(worker, host=host)
+
+
+def check_machine(worker: WorkerConfig, host: str) -> None:
+    """Raise `WorkerFailure` where this machine is not set up as the driver's.
+
+    Before anything is written: a folder that is not the shared one would take it in silence.
+    """
+    evidence = {"host": host}
+    if unlike := unlike_driver(worker.versions, versions_here()):
+        message = f"{host} is set up differently: {'; '.join(unlike)}; install the same there"
+        raise failures.WorkerFailure(failures.VERSION_MISMATCH, message, evidence)
+    spec_path = RunDir(worker.run_dir).attempt(worker.attempt_id).resolved_spec_path
+    if not spec_path.exists():
+        message = (
+            f"{host} does not see {spec_path}, which the driver has written: mount the service's "
+            "run storage (SHARDLOOM_RUNS_DIR) there at the same path"
+        )
+        raise failures.WorkerFailure(failures.STORAGE_ERROR, message, evidence)
 
 
 class Evicted(Exception):

@@ -7,10 +7,12 @@ in a worker to Ray's functions, and imports them there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.train._internal.base_worker_group import BaseWorkerGroup
@@ -49,6 +51,17 @@ def _own_device() -> AbstractContextManager[None]:
     return TorchConfigContextManager()
 
 
+def let_gloo_use_address(address: str) -> None:
+    """Let gloo use the interface that has `address`, unless the environment names one.
+
+    It would take the one that the host's name resolves to, on many machines loopback. NCCL leaves
+    loopback out by itself, and may use several interfaces.
+    """
+    for interface, own in psutil.net_if_addrs().items():
+        if any(each.address == address for each in own):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 class _ProcessGroup(Backend):
     """Runs in the controller."""
 
@@ -75,13 +88,12 @@ class _ProcessGroup(Backend):
 
 
 def _join(config: ProcessGroupConfig, rank: int, size: int, address: str, port: int) -> None:
-    import os
-
     from ray.train.torch.config import (
         _set_torch_distributed_env_vars,
         _setup_torch_process_group,
     )
 
+    let_gloo_use_address(ray.util.get_node_ip_address())
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     _set_torch_distributed_env_vars()
     _setup_torch_process_group(config.backend, rank, size, "env://", config.timeout_s)

@@ -8,14 +8,18 @@ Train V2 internals.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 # Each row was tested as a whole; the first is what `make setup` installs.
 MATCHED_STACKS: tuple[dict[str, str], ...] = (
     {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
     {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
 )
+_CODE = Path(__file__).resolve().parents[1]
 
 
 def installed_versions() -> dict[str, str]:
@@ -48,6 +52,27 @@ def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
                 "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
             )
     return mismatches
+
+
+@cache
+def versions_here() -> dict[str, str]:
+    """What is to be the same on all machines of a job: packages, and a digest of our code.
+
+    Two check-outs may say the same version. Python and Ray are compared by Ray itself.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_CODE.rglob("*.py")):
+        digest.update(path.relative_to(_CODE).as_posix().encode() + b"\0" + path.read_bytes())
+    return installed_versions() | {"Shardloom's code": digest.hexdigest()[:12]}
+
+
+def unlike_driver(driver: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """What a worker's machine has in another version than its driver's, a clause for each."""
+    return [
+        f"{name} is {here.get(name, 'missing')} here, {driver.get(name, 'missing')} at the driver"
+        for name in sorted({*driver, *here})
+        if here.get(name) != driver.get(name)
+    ]
 
 
 def _fits(found: str | None, wanted: str) -> bool:

@@ -6,6 +6,7 @@ in Ray's dashboard, which shows the configuration of a Train run, and not in a l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +42,9 @@ class GroupConfig:
 class WorkerConfig:
     """What the driver gives every worker. `spec` has its tables and its layout resolved.
 
-    `watch_address` (host:port) is where the driver hears the workers that have no `group`. With
-    `token` the workers and the coordinator of an attempt prove to each other that they are its own.
+    `watch_address` (host:port) is where the driver hears the workers that have no `group`;
+    `versions` are those of the driver. With `token` the workers and the coordinator of an attempt
+    prove to each other that they are its own.
     """
 
     spec: JobSpec
@@ -52,6 +54,7 @@ class WorkerConfig:
     group: GroupConfig | None = None
     watch_address: str | None = None
     secrets: SecretEnv = SecretEnv()
+    versions: Mapping[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
 
     @property

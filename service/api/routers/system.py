@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response, status
@@ -11,15 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.deps import ContextDep, PrincipalDep
 from service.api.views import project_view, queue_view, usage_by_project
-from service.compatibility import HeadFacts, storage_id, versions_here
 from service.domain.models import HostFacts, Project, Usage, with_unlisted
 from service.errors import (
     BackendUnreachable,
-    NotAHead,
     ProjectNotFound,
     ReconcilerDied,
 )
-from service.jobs.run_storage import reach
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
@@ -104,22 +100,6 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         message=message,
         max_workers=context.settings.cluster_max_workers,
         hosts=list(hosts),
-    )
-
-
-@system_router.get("/v1/cluster/head", summary="What a machine must know to join the cluster")
-def get_head(context: ContextDep) -> HeadFacts:
-    """For `shardloom join`: answers to Ray's token, and on a head that others can join only."""
-    settings = context.settings
-    if settings.gcs_address is None:
-        raise NotAHead
-    storage = reach(settings, partial(storage_id, settings.runs_dir))
-    return HeadFacts(
-        gcs_address=settings.gcs_address,
-        ray_address=settings.ray_address,
-        runs_dir=str(settings.runs_dir),
-        storage_id=storage,
-        versions=versions_here(),
     )
 
 

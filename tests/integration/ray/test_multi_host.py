@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.local.state import StackHome
 from tests.harness.emulated import missing_requirement, namespaces_in_use
 from tests.harness.machines import Machine, machines
 from tests.harness.wait import scaled, wait_for
@@ -37,6 +34,7 @@ CHANGES = (
     "training.validate_every_steps=100000",
     "checkpoint.every_steps=100000",
 )
+RAY_PORT = 6379
 MAX_PAUSE_S = scaled(10.0)
 # Each look is a process of its own, and the job wants the cores.
 LOOK_EVERY_S = 1.5
@@ -52,11 +50,6 @@ class Network:
     others: tuple[Machine, Machine]
     user: dict[str, str]
     folder: Path
-
-    @property
-    def token_copy(self) -> Path:
-        """The head's token, as an administrator has carried it to the others."""
-        return self.folder / "ray-token"
 
     def let_the_job_end(self) -> None:
         """From here on it trains at full speed."""
@@ -85,9 +78,9 @@ class Network:
         return wait_for(look, f"{number} x {kind}", limit_s=240)
 
     def hosts(self) -> list[str]:
-        """What `shardloom host ls` lists on the head."""
-        listed: list[str] = json.loads(self.head.shardloom("host", "ls", "--json"))["hosts"]
-        return listed
+        """Addresses of the machines that Ray counts."""
+        found = json.loads(self.others[0].shardloom("cluster", "--json", **self.user))
+        return [each["address"] for each in found["hosts"]]
 
 
 @pytest.fixture(scope="module")
@@ -122,67 +115,30 @@ def _slow_until(release: Path) -> Fault:
 
 
 def _network(head: Machine, others: Sequence[Machine], folder: Path) -> Network:
-    said = head.shardloom("up", "--head", "--host", head.address, "--detach", "--cpus", "1")
+    head.start_ray("--head", f"--port={RAY_PORT}", f"--dashboard-host={head.address}")
+    said = head.shardloom("keys", "create", "root", "--admin", **_attached(head))
     (key,) = re.findall(r"shl_\S+", said)
-    shutil.copy(head.token_path, folder / "ray-token")
+    head.shardloom("up", "--detach", **_attached(head))
     user = {"SHARDLOOM_URL": f"http://{head.address}:8700", "SHARDLOOM_API_KEY": key}
     return Network(head, (others[0], others[1]), user, folder)
+
+
+def _attached(head: Machine) -> dict[str, str]:
+    """Settings of the service beside Ray's head."""
+    return {
+        "SHARDLOOM_HOST": head.address,
+        "SHARDLOOM_RAY_ADDRESS": f"http://{head.address}:8265",
+        "SHARDLOOM_RAY_AUTH_TOKEN": head.token_path.read_text(),
+    }
 
 
 def _network_namespace(machine: Machine) -> str:
     return str(machine.hosts.network(machine.index).readlink())
 
 
-def _join(network: Network, machine: Machine, *arguments: str) -> str:
-    where = network.head.address
-    return machine.shardloom("join", where, "--detach", "--cpus", "1", *arguments)
-
-
-def _refused(machine: Machine, *arguments: str, **settings: str) -> str:
-    """What a machine that may not join is told, in one line."""
-    done = machine.try_shardloom("join", *arguments, **settings)
-    assert done.returncode == 3, done.stdout
-    assert machine.processes() == []
-    return " ".join(done.stderr.split())
-
-
-def test_who_may_not_join_is_told_why_and_nothing_is_started(
-    network: Network, tmp_path: Path
-) -> None:
-    head, machine, token = network.head.address, network.others[0], str(network.token_copy)
-    network.token_copy.chmod(0o644)
-    assert "can be read by others: chmod 600" in _refused(machine, head, "--token-file", token)
-    network.token_copy.chmod(0o600)
-    assert "copy the file `ray-token`" in _refused(machine, head)
-    wrong = tmp_path / "wrong"
-    wrong.write_text("0" * 64)
-    wrong.chmod(0o600)
-    assert "knows another token" in _refused(machine, head, "--token-file", str(wrong))
-    away = "10.77.0.77"
-    assert f"no head answers at http://{away}" in _refused(machine, away, "--token-file", token)
-    foreign = _refused(machine, head, "--token-file", token, "--address", "10.77.0.9")
-    assert f"not an address of this machine; it has {machine.address}" in foreign
-    anonymous = machine.try_shardloom("ps", SHARDLOOM_URL=network.user["SHARDLOOM_URL"])
-    assert anonymous.returncode == 2, anonymous.stdout
-    assert "key" in anonymous.stderr
-
-
-def test_other_versions_or_another_storage_are_told_by_name(network: Network) -> None:
-    head, machine, token = network.head.address, network.others[0], str(network.token_copy)
-    site = network.token_copy.with_name("other-site")
-    here = version("torch").partition("+")[0]
-    other = f"{here.rpartition('.')[0]}.99"
-    (site / f"torch-{other}.dist-info").mkdir(parents=True)
-    metadata = site / f"torch-{other}.dist-info" / "METADATA"
-    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {other}\n")
-    unlike = _refused(machine, head, "--token-file", token, PYTHONPATH=str(site))
-    assert f"they differ: torch: {here} on the head, {other} here" in unlike
-
-    runs_dir = Path(network.head.settings["SHARDLOOM_RUNS_DIR"])
-    machine.mount_another_disk(runs_dir)
-    alone = _refused(machine, head, "--token-file", token)
-    machine.unmount(runs_dir)
-    assert f"the run storage {runs_dir} is another folder than the head's" in alone
+def _join(network: Network, machine: Machine) -> None:
+    machine.start_ray(f"--address={network.head.address}:{RAY_PORT}")
+    wait_for(lambda: machine.address in network.hosts(), f"{machine.address} counts", limit_s=120)
 
 
 def test_a_job_survives_a_cut_link_and_the_machine_comes_back(
@@ -190,11 +146,8 @@ def test_a_job_survives_a_cut_link_and_the_machine_comes_back(
 ) -> None:
     head, (staying, lost) = network.head, network.others
     for machine in network.others:
-        assert f"as {machine.address}: 1 CPUs" in _join(
-            network, machine, "--token-file", str(network.token_copy)
-        )
-    assert network.hosts() == [head.address, staying.address, lost.address]
-    assert "joined" in lost.try_shardloom("join", head.address).stderr  # twice is refused
+        _join(network, machine)
+    assert set(network.hosts()) == {head.address, staying.address, lost.address}
 
     changes = (f"data.path={small_movielens}", *CHANGES)
     options = [word for change in changes for word in ("--set", change)]
@@ -208,12 +161,12 @@ def test_a_job_survives_a_cut_link_and_the_machine_comes_back(
     (recovery,) = network.wait_for_events("recovered")
     assert recovery["pause_s"] < MAX_PAUSE_S
     lost.mend()
-    lost.shardloom("leave", "--grace-s", "0")
-    assert lost.processes() == []
-    _join(network, lost)  # it remembers the token
+    lost.end_ray()
+    _join(network, lost)
     newcomer = network.wait_for_events("group_joined", 4)[-1]
     assert (newcomer["how"], newcomer["hosts"]) == ("peer_copy", [lost.address])
-    assert "no job is on this machine any more" in staying.shardloom("leave")
+    drain = ("-m", "trainer.driver.drain_node", f"{head.address}:{RAY_PORT}", staying.address)
+    staying.python(*drain)
     left = network.wait_for_events("group_left")[0]
     assert (left["cause"], left["hosts"]) == ("drain", [staying.address])
     network.let_the_job_end()
@@ -225,15 +178,3 @@ def test_a_job_survives_a_cut_link_and_the_machine_comes_back(
     kinds = [event["kind"] for event in network.events()]
     assert kinds.count("attempt_started") == 1, "nothing was restarted"
     print(f"the survivors paused for {recovery['pause_s']:.2f} s")
-
-
-def test_what_is_still_there_ends_by_down_and_nothing_stays_behind(network: Network) -> None:
-    """After the job above, when one machine has left."""
-    head, (gone, there) = network.head, network.others
-    assert network.hosts() == [head.address, there.address]
-    assert "no cluster" in gone.shardloom("leave")
-    assert "the node at" in there.shardloom("down")
-    assert "ray ended" in head.shardloom("down")
-    for machine in (head, gone, there):
-        assert machine.processes() == []
-    assert not StackHome(head.home).state_path.exists()

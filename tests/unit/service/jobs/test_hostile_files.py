@@ -239,13 +239,11 @@ OWN_FILES = {
     "service/backends/fake.py",
     "service/backends/kuberay/backend.py",
     "service/backends/kuberay/client.py",
-    "service/compatibility.py",
     "service/dashboard/app.py",
     "service/dashboard/shell.py",
     "service/db/engine.py",
     "service/files.py",
     "service/healthcheck.py",
-    "service/network.py",
 }
 READS = {"open", "read_bytes", "read_text", "FileResponse", "write_bytes", "write_text"}
 # They run on the machine of whoever calls them.

@@ -1,22 +1,17 @@
-"""The local stack: process trees, state, ports, commands, and `shardloom up --head`."""
+"""The local stack: process trees, state, ports and commands."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import stat
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import network
-from service.cli import stack as stack_commands
-from service.client.credentials import credentials_path
 from service.local import stack as stack_module
 from service.local.processes import (
     ProcessId,
@@ -29,17 +24,16 @@ from service.local.processes import (
 )
 from service.local.ray_node import (
     TRAINER_SETTINGS,
+    RayHead,
+    RayNode,
     free_ports,
-    join_command,
     make_temp_dir,
-    private_head,
-    private_node,
+    node_environment,
 )
 from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
-from service.local.state import StackError, StackHome, StackState
+from service.local.state import StackError, StackHome
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
-from tests.harness.service import shardloom
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
@@ -115,25 +109,28 @@ def test_the_token_is_private_and_stays(home):
 def test_a_node_has_ports_for_its_agents_and_slots_for_a_small_job(home):
     assert len(set(free_ports(7))) == 7
     options = {"--dashboard-agent-grpc-port", "--runtime-env-agent-port", "--metrics-export-port"}
-    head = private_head(2).command(home.ray_dir)
-    node = join_command(private_node("127.0.0.3", 2), "127.0.0.2:5001", home.ray_dir)
+    head = RayHead(2).command(home.ray_dir)
+    node = RayNode("127.0.0.3", 2).join_command("127.0.0.2:5001", home.ray_dir)
     for command in (head, node):
         assert options <= {word.partition("=")[0] for word in command}
         assert {"--node-manager-port=0", "--min-worker-port=0", "--max-worker-port=0"} < {*command}
+        assert not [word for word in command if "token" in word]
     assert "--num-cpus=8" in head
-    assert "--num-cpus=64" in private_head(64).command(home.ray_dir)
+    assert "--num-cpus=64" in RayHead(64).command(home.ray_dir)
 
 
 def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
     inherited = {"RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "HOME": "/home/me"}
-    head = private_head(2)
+    head = RayHead(2)
     environment = head.environment(inherited, home.token_path)
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(home.token_path)
     assert environment["HOME"] == "/home/me"
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"} & set(environment)
-    assert "--dashboard-host=127.0.0.1" in head.command(home.ray_dir)
-    assert head.ray_address == f"http://127.0.0.1:{head.dashboard_port}"
+    command = head.command(home.ray_dir)
+    assert "--dashboard-host=127.0.0.1" in command
+    (option,) = [word.partition("=")[2] for word in command if "--dashboard-port" in word]
+    assert head.ray_address == "http://127.0.0.1:" + option
 
 
 def test_code_of_jobs_sees_none_of_the_services_secrets(home):
@@ -146,8 +143,8 @@ def test_code_of_jobs_sees_none_of_the_services_secrets(home):
         "PGPASSWORD": "p",
     }
     wanted = {"SHARDLOOM_STORAGE_RETRY_S": "9", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
-    for each in (private_node("127.0.0.3", 2), private_head(2)):
-        environment = each.environment(secrets | wanted, home.token_path)
+    for environment_of in (node_environment, RayHead(2).environment):
+        environment = environment_of(secrets | wanted, home.token_path)
         assert not set(secrets) & set(environment)
         assert wanted.items() <= environment.items()
 
@@ -182,18 +179,26 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it():
     check_port_free(port)
 
 
-def test_a_port_that_is_held_on_the_heads_own_address_is_waited_for(monkeypatch):
+def test_a_port_that_a_killed_service_still_holds_is_waited_for(monkeypatch):
     asked = []
     monkeypatch.setattr(stack_module, "_READY_POLL_S", 0.0)
     monkeypatch.setattr(
         stack_module, "port_fault", lambda *where: asked.append(where) or (len(asked) < 3 or None)
     )
-    check_port_free(8700, "10.0.0.1", patience_s=60.0)
-    assert asked == [("10.0.0.1", 8700)] * 3
+    check_port_free(8700, patience_s=60.0)
+    assert asked == [("127.0.0.1", 8700)] * 3
+
+
+def test_the_stack_of_another_machine_is_left_alone(home):
+    state = keep_stack(home, boot_id="another boot", service=DEAD_PROCESS, machine="gpu-1")
+    stack = LocalStack(home, environment={})
+    for act in (lambda: stack.up(report=pytest.fail), lambda: stack.down(pytest.fail)):
+        with pytest.raises(StackError, match="runs on gpu-1"):
+            act()
+    assert home.read_state() == state
 
 
 def test_a_failed_start_of_the_service_leaves_the_ray_that_the_same_stack_started(home):
-    """As in `up --head`, which starts a service that died again."""
     home.root.mkdir()
     stack = LocalStack(home, environment={"PATH": os.environ["PATH"]}, service_command=["false"])
     stack._check_can_start = lambda *_, **__: None  # this is about processes alone
@@ -244,104 +249,3 @@ def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monke
     wrong = ["torchrec 1.6.0 is installed, 1.8 is needed: run `make setup`"]
     monkeypatch.setattr("service.local.stack.check_versions", lambda: wrong)
     refused(r"torchrec 1\.6\.0 is installed, .*make setup")
-
-
-# ---- `shardloom up --head`
-
-
-def test_options_of_a_head_are_not_ignored_without_one(home, monkeypatch):
-    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
-    for option, value in (("--host", "10.0.0.1"), ("--cpus", "2"), ("--gpus", "1")):
-        done = shardloom("up", option, value)
-        assert done.exit_code == 2
-        assert f"{option} is for a head: add --head" in " ".join(done.output.split())
-    assert not home.root.exists()
-
-
-@pytest.fixture
-def as_head(home, monkeypatch, tmp_path):
-    """Runs `up --head` on a machine with an address, whose start of processes is a function."""
-    monkeypatch.setattr(network, "own_addresses", lambda: {"10.0.0.7": "eth1"})
-    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
-    monkeypatch.setenv("SHARDLOOM_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.delenv("SHARDLOOM_DATABASE_URL", raising=False)
-
-    def fail(*_, **__):
-        raise StackError("the port is taken")
-
-    monkeypatch.setattr(LocalStack, "up", fail)
-
-    def act(*arguments: str):
-        return shardloom("up", "--head", "--host", "10.0.0.7", *arguments)
-
-    return act
-
-
-def test_the_first_key_is_said_even_where_the_start_fails(as_head):
-    first, second = as_head(), as_head()
-    assert (first.exit_code, second.exit_code) == (3, 3)
-    (key,) = re.findall(r"shl_\w+", first.output)
-    assert key in credentials_path().read_text()
-    assert "shl_" not in second.output
-
-
-def test_the_first_key_is_not_kept_where_jobs_could_read_it(as_head):
-    assert "shl_" in as_head("--no-keep-key").output
-    assert not credentials_path().exists()
-
-
-def test_a_database_that_is_away_is_told_without_a_traceback(as_head, monkeypatch):
-    monkeypatch.setenv("SHARDLOOM_DATABASE_URL", "postgresql://u:secret@127.0.0.1:9/x")
-    done = as_head()
-    assert (done.exit_code, isinstance(done.exception, SystemExit)) == (3, True)
-    assert "SHARDLOOM_DATABASE_URL" in done.output
-    assert "secret" not in done.output
-
-
-def test_a_head_with_other_ports_or_address_is_not_taken_for_the_one_that_runs(home, as_head):
-    keep_stack(
-        home,
-        url="http://10.0.0.7:8700",
-        service=THIS_PROCESS,
-        machine=socket.gethostname(),
-        head_address="10.0.0.7",
-        gcs_address="10.0.0.7:6379",
-        ray_address="http://10.0.0.7:8265",
-    )
-    assert "Shardloom is already up" in as_head("--detach").output
-    done = as_head("--ray-port", "6380", "--detach")
-    assert done.exit_code == 3
-    assert "a head with Ray at 10.0.0.7:6379" in " ".join(done.output.split())
-
-
-FIRST = StackState(url="first", boot_id="b", started_at=1.0, head_address="10.0.0.7")
-
-
-def broken_stack(*starts: StackState | StackError) -> Mock:
-    """A head's stack whose service dies once; `starts` are what its further starts come to."""
-    stack = Mock(spec=LocalStack)
-    stack.wait_until_broken.side_effect = ["service has ended", KeyboardInterrupt]
-    stack.was_ended.return_value = False
-    stack.up.side_effect = starts
-    return stack
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(stack_commands, "RESTART_PAUSE_S", 0.0)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-
-def test_a_head_tries_to_start_its_service_until_it_can(quick, capsys):
-    away, again = StackError("the database is away"), FIRST.model_copy(update={"url": "again"})
-    stack = broken_stack(away, away, again)
-    stack_commands._stay(stack, FIRST)
-    assert stack.down.call_args.kwargs == {"only": again}
-    assert capsys.readouterr().err.count("the database is away") == 2
-
-
-def test_a_head_without_ray_ends_for_its_supervisor_to_start_it(quick):
-    stack = broken_stack(StackError("the database is away"))
-    stack.has_lost_service_only.side_effect = [True, False]
-    with pytest.raises(StackError, match="database is away"):
-        stack_commands._stay(stack, FIRST)

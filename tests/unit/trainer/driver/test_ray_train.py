@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from trainer import failures
@@ -18,7 +21,10 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from trainer.driver.ray_train import classify
+from trainer.driver.ray_train import check_machine, classify
+from trainer.driver.torch_backend import let_gloo_use_address
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.versions import versions_here
 
 WORKER = """A worker health check failed.
 Worker info: Worker(
@@ -116,3 +122,36 @@ def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> N
     start = WorkerGroupStartupFailedError("ActorDiedError: its node has died. ip: 10.0.0.3")
     gone = classify(ControllerError(start))
     assert (gone.reason, gone.evidence["host"]) == (failures.HOST_LOST, "10.0.0.3")
+
+
+def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(tmp_path):
+    files = RunDir(tmp_path).attempt("job-x-a0")
+    config = SimpleNamespace(
+        run_dir=tmp_path, attempt_id="job-x-a0", versions=versions_here() | {"torch": "1.2.3"}
+    )
+    with pytest.raises(failures.WorkerFailure, match=r"1\.2\.3 at the driver") as raised:
+        check_machine(config, "10.0.0.2")
+    assert raised.value.reason == failures.VERSION_MISMATCH
+    assert raised.value.evidence == {"host": "10.0.0.2"}
+    config.versions = versions_here()
+    with pytest.raises(failures.WorkerFailure, match="mount the service's run storage") as raised:
+        check_machine(config, "10.0.0.2")
+    assert raised.value.reason == failures.STORAGE_ERROR
+    assert not files.resolved_spec_path.parent.exists()
+    files.resolved_spec_path.parent.mkdir(parents=True)
+    files.resolved_spec_path.touch()
+    check_machine(config, "10.0.0.2")
+
+
+def test_gloo_uses_the_interface_of_the_address_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    let_gloo_use_address("192.0.2.1")  # nobody's
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    let_gloo_use_address("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    let_gloo_use_address("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

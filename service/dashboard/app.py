@@ -26,6 +26,7 @@ from service.auth.authenticator import Credentials
 from service.dashboard import fragments
 from service.dashboard.job import JobPage
 from service.dashboard.jobs import ListFeed, ListPage
+from service.dashboard.new_job import NewJobPage
 from service.dashboard.rest import Rest
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.domain.auth import Session
@@ -167,6 +168,10 @@ def mount(app: FastAPI) -> None:
     @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
     async def _job(job_id: str) -> None:
         await JobPage(rest, job_id).build()
+
+    @ui.page("/new", response_timeout=_BUILD_TIMEOUT_S)
+    async def _new(source: str = "") -> None:
+        await NewJobPage(rest, source).build()
 
     app.include_router(router)
 

@@ -24,6 +24,7 @@ from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
 from service.auth.authenticator import Credentials
 from service.dashboard import fragments
+from service.dashboard.compare import ComparePage
 from service.dashboard.job import JobPage
 from service.dashboard.jobs import ListFeed, ListPage
 from service.dashboard.new_job import NewJobPage
@@ -173,6 +174,10 @@ def mount(app: FastAPI) -> None:
     async def _new(source: str = "") -> None:
         await NewJobPage(rest, source).build()
 
+    @ui.page("/compare", response_timeout=_BUILD_TIMEOUT_S)
+    async def _compare() -> None:
+        await ComparePage(rest).build()
+
     app.include_router(router)
 
     @app.get("/", include_in_schema=False)
@@ -186,6 +191,7 @@ def mount(app: FastAPI) -> None:
         mount_path=MOUNT_PATH,
         title="Shardloom",
         favicon=STATIC_DIR / "logo.svg",
+        language="en-US",
         dark=None,
         tailwind=False,
         show_welcome_message=False,

@@ -229,6 +229,11 @@ _ROW_TEMPLATE = _ROW_TEMPLATE.replace("MOUNT", MOUNT_PATH)
 _ROW_TEMPLATE = _ROW_TEMPLATE.replace("SHOWS(", "props.cols.map(each => each.name).includes(")
 
 
+_SELECT_ALL = """
+<q-checkbox v-model="props.selected" dense size="sm" aria-label="Select all jobs of this page" />
+"""
+
+
 class ListPage:
     """One reader's job list, refreshed every second while the browser is connected."""
 
@@ -328,7 +333,7 @@ class ListPage:
         self._selection.set_visibility(False)
 
     def _build_foot(self) -> None:
-        with ui.element("nav").classes("list-foot").props('aria-label="Pages"') as self._foot:
+        with ui.element("nav").classes("list-foot").props('aria-label="More jobs"') as self._foot:
             self._note = ui.label().classes("list-note")
             ui.element("span").classes("grow")
             self._newer = button("Newer", self._turn_back)
@@ -497,5 +502,6 @@ def _build_table() -> ui.table:
     table.classes("jobs-table")
     table.props('flat hide-pagination :rows-per-page-options="[0]" hide-no-data')
     table.props("hide-selected-banner")
+    table.add_slot("header-selection", _SELECT_ALL)
     table.add_slot("body", _ROW_TEMPLATE)
     return table

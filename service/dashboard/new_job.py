@@ -21,7 +21,7 @@ from nicegui import events, ui
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, may_submit, not_found, page_frame, panel, theme_mode
+from service.dashboard.shell import MOUNT_PATH, may_submit, not_found, page_frame, panel
 from service.domain.timeline import counted
 from trainer.protocol.code_archive import PREFIX
 from trainer.spec.base import FieldProblem, SpecError
@@ -67,6 +67,7 @@ const optionsAt = (state, pos) => {
 };
 editor.dispatch({ effects: StateEffect.appendConfig.of(EditorState.languageData.of(optionsAt)) });
 editor.contentDOM.setAttribute("aria-label", "Spec");
+editor.scrollDOM.tabIndex = 0;
 """
 
 
@@ -124,7 +125,7 @@ class NewJobPage:
                     with panel("Code"):
                         self._build_upload()
                     with panel("The same from a terminal"):
-                        self._command = ui.code("", language="bash").classes("command-line")
+                        self._command = ui.label().classes("command-line")
         await self._check()
 
     async def _first_text(self) -> str:
@@ -150,14 +151,20 @@ class NewJobPage:
                 language="YAML",
                 indent="  ",
                 line_wrapping=True,
-                theme="githubDark" if theme_mode() == "dark" else "githubLight",
+                theme="githubLight",
                 on_change=self._text_changed,
             ).classes("editor")
             table = json.dumps(spec_text.completions())
             complete = _COMPLETE % (table, self._editor.id)
-            ui.timer(0.0, lambda: ui.run_javascript(complete), once=True)
+            ui.timer(0.0, partial(self._dress_editor, complete), once=True)
             with ui.element("div").classes("problems").props("role=status") as self._problems:
                 pass
+
+    async def _dress_editor(self, complete: str) -> None:
+        """Complete from the schema, in the colours of the page, which only the browser knows."""
+        ui.run_javascript(complete)
+        if await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=10):
+            self._editor.set_theme("githubDark")
 
     def _build_form(self) -> None:
         known = spec_text.schema_fields()
@@ -191,8 +198,11 @@ class NewJobPage:
         upload = ui.upload(
             auto_upload=True, max_file_size=_MAX_CODE_BYTES, on_upload=self._upload_code
         )
-        upload.props('flat bordered accept=".py,.zip" label="Upload code"').classes("upload")
+        upload.props('accept=".py,.zip"').classes("hidden")
         upload.on("rejected", lambda: ui.notify("A .py or .zip file of at most 32 MiB, please."))
+        # In the browser itself, which lets only a click open its file dialog.
+        pick = f"() => getElement({upload.id}).pickFiles()"
+        button("Upload code", lambda: None).on("click", js_handler=pick)
 
     # ---- text and form
 
@@ -230,7 +240,7 @@ class NewJobPage:
         command = spec_text.command_of(
             checked.document, self._template, self._original, has_code=self._has_code
         )
-        self._command.set_content(command)
+        self._command.set_text(command)
         self._submit.set_enabled(checked.spec is not None)
         if self._planning is not None:
             self._planning.cancel()

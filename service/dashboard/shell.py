@@ -42,7 +42,7 @@ def page_frame(title: str, rest: Rest) -> Iterator[None]:
         ui.element("span").classes("grow")
         _account_menu(rest)
         _theme_switch()
-    with ui.element("main").classes("page"):
+    with ui.element("div").classes("page"):
         yield
 
 
@@ -65,15 +65,12 @@ def _account_menu(rest: Rest) -> None:
             ui.label("Sign out")
 
 
-def theme_mode() -> str:
-    """The theme that the reader chose: `auto`, `dark` or `light`."""
-    theme = ui.context.client.request.cookies.get(_THEME_COOKIE, "auto")
-    return theme if theme in _NEXT_THEME else "auto"
-
-
 def _theme_switch() -> None:
     """A button that goes round auto, dark and light; the choice is kept in a cookie."""
-    theme = theme_mode()
+    request = ui.context.client.request
+    theme = request.cookies.get(_THEME_COOKIE, "auto")
+    if theme not in _NEXT_THEME:
+        theme = "auto"
     mode = ui.dark_mode(_THEME_VALUES[theme])
     button = ui.button(icon=_THEME_ICONS[theme], color=None).props("flat round dense size=sm")
     button.props('aria-label="Switch theme"').classes("icon-button")

@@ -24,6 +24,7 @@ from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
 from service.auth.authenticator import Credentials
 from service.dashboard import fragments
+from service.dashboard.admin import ClusterPage, SettingsPage
 from service.dashboard.compare import ComparePage
 from service.dashboard.job import JobPage
 from service.dashboard.jobs import ListFeed, ListPage
@@ -177,6 +178,14 @@ def mount(app: FastAPI) -> None:
     @ui.page("/compare", response_timeout=_BUILD_TIMEOUT_S)
     async def _compare() -> None:
         await ComparePage(rest).build()
+
+    @ui.page("/cluster", response_timeout=_BUILD_TIMEOUT_S)
+    async def _cluster() -> None:
+        await ClusterPage(rest).build()
+
+    @ui.page("/settings", response_timeout=_BUILD_TIMEOUT_S)
+    async def _settings() -> None:
+        await SettingsPage(rest).build()
 
     app.include_router(router)
 

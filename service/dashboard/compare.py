@@ -1,4 +1,4 @@
-"""The page that compares jobs: curves over one another, results, and what differs in their specs."""
+"""The page that compares jobs: curves over one another, results, and what differs in specs."""
 
 from __future__ import annotations
 

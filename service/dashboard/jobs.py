@@ -216,7 +216,8 @@ _ROW_TEMPLATE = (
   </q-td>
 """  # noqa: E501
     + "".join(
-        f"""<q-td key="{name}" v-if="SHOWS('{name}')" class="{"number" if is_number else "text"}" data-label="{title}">"""
+        f"""<q-td key="{name}" v-if="SHOWS('{name}')" data-label="{title}" """
+        f"""class="{"number" if is_number else "text"}">"""
         f"{{{{ props.row.{name} }}}}</q-td>"
         for name, title, is_number in COLUMNS
         if name not in ("status", "name", "progress", "spark", "quality")

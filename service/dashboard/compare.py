@@ -263,6 +263,7 @@ class _CompareChart(ChartBox):
             xs = places(compared, points, axis)
             charts.draw(pair, points, xs, breaks, is_log=view.is_log, view=view)
         options["title"]["show"] = not charts.has_data(options)
+        self.box.classes("drawn")
         self.chart.update()
 
     async def read_csv(self) -> str:

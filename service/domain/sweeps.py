@@ -241,8 +241,9 @@ def _rungs(sweep: Sweep, trials: Sequence[Observed]) -> list[Rung]:
         at_rung = [values[rung] for values in known.values() if len(values) > rung]
         num_better = sum(sweep.is_better(value, each.reached) for value in at_rung)
         num_kept = max(1, len(at_rung) // sweep.early_stopping.reduction_factor)
+        has_lost = each.is_active and num_better >= num_kept
         step = sweep.early_stopping.rung_step(rung)
-        found.append(Rung(trial.number, each.reached, step if num_better >= num_kept else None))
+        found.append(Rung(trial.number, each.reached, step if has_lost else None))
     return found
 
 

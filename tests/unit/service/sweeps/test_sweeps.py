@@ -64,6 +64,7 @@ def train(api: Api, job_id: str, step: int, value: float) -> None:
     assert sent.status_code == 200, sent.text
 
 
+@pytest.mark.every_database
 def test_a_sweep_runs_to_its_end_and_names_the_best_spec(api, create):
     sweep_id = create(num_trials=3, num_parallel=2)
     loop = runner_of(api)

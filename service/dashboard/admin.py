@@ -34,7 +34,7 @@ def _table(*head: str, numbers: Sequence[int] = ()) -> Iterator[None]:
         with ui.element("thead"), ui.element("tr"):
             for place, title in enumerate(head):
                 with ui.element("th").classes("number" if place in numbers else ""):
-                    ui.label(title).classes("" if title else "hidden")
+                    ui.label(title).classes("" if title else "sr-only")
         with ui.element("tbody"):
             yield
 

@@ -98,8 +98,9 @@ class JobPage:
             return  # It was deleted, or may not be seen.
         new = self._snapshot.job.spec.model_dump(mode="json")
         rows = spec_text.differences([old, new])
-        shown = {path: [*map(spec_text.flow, values)] for path, values in rows.items()}
-        html = fragments.render("differences.html", names=[str(parent), "this job"], rows=shown)
+        shown = {path: [*map(spec_text.shown, values)] for path, values in rows.items()}
+        names, title = [str(parent), "this job"], f"What differs from {parent}, its parent"
+        html = fragments.render("differences.html", names=names, rows=shown, title=title)
         self._parent.set_content(html)
         self._parent.set_visibility(True)
 
@@ -148,7 +149,9 @@ class JobPage:
                 with panel("2D groups"):
                     self._groups = ui.html(sanitize=False)
                 with panel("Timeline", "timeline-panel"):
-                    self._timeline = ui.html(sanitize=False).classes("timeline-scroll")
+                    self._timeline = (
+                        ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
+                    )
         with panel("Sharding", "sharding-panel"):
             self._sharding = ui.html(sanitize=False)
 

@@ -21,7 +21,7 @@ from nicegui import events, ui
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, may_submit, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
 from service.domain.timeline import counted
 from trainer.protocol.code_archive import PREFIX
 from trainer.spec.base import FieldProblem, SpecError
@@ -338,7 +338,7 @@ class NewJobPage:
             self._show_problems(tuple(refused.problem.fields))
             ui.notify(str(refused), type="negative", multi_line=True)
             return
-        ui.navigate.to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
+        go_to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
 
 
 def _code_archive(name: str, data: bytes) -> bytes:

@@ -144,6 +144,8 @@ def with_value(text: str, path: str, value: Any) -> str:
     """
     document = parse_document(text)
     wanted = _without(document, path) if value is None else set_values(document, {path: value})
+    if wanted == document:
+        return text
     for changed in _edits(text, path, value):
         with suppress(SpecError):
             if parse_document(changed) == wanted:

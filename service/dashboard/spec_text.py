@@ -23,7 +23,8 @@ from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import parse_document, set_values
 
-EXAMPLES_DIR = Path(__file__).parents[2] / "examples"
+# In an image beside this file, in a checkout at its root.
+_EXAMPLES_DIRS = (Path(__file__).parent / "examples", Path(__file__).parents[2] / "examples")
 _LINE = re.compile(r"line (\d+), column \d+")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _MAX_SETTINGS = 12
@@ -234,8 +235,9 @@ def patch_of(old: Any, new: Any) -> Any:
 
 def templates() -> dict[str, str]:
     """Texts of the example specs by file name; none where they were not installed."""
-    found = sorted(EXAMPLES_DIR.glob("*.yaml")) if EXAMPLES_DIR.is_dir() else []
-    return {path.name: path.read_text(encoding="utf-8") for path in found}
+    found = next((folder for folder in _EXAMPLES_DIRS if folder.is_dir()), None)
+    paths = sorted(found.glob("*.yaml")) if found else ()
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def command_of(document: Any, template: str, original: Any, *, has_code: bool) -> str:

@@ -2,7 +2,8 @@
 # Builds the images with whatever engine is here: `make images`.
 #   IMAGES="service trainer-cpu"   of service, trainer-cpu, trainer-cuda, service-export
 #   ENGINE=docker|podman|buildah   (default: the first of them that works)
-#   REPOSITORY=shardloom           registry and folder that names begin with
+#   REPOSITORY=registry.example/ads  registry and folder that names begin with; the default,
+#                                  localhost/shardloom, is on no registry that others could own
 #   TORCH_INDEX_URL, TORCH_SHA256, PYTHON_TAG, PYTHON_DIGEST   arguments of the Dockerfiles
 #   PIP_CONF=FILE                  pip's settings for the build (an index of your own, say), as a
 #                                  secret: neither it nor what it says gets into an image
@@ -11,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 IMAGES=${IMAGES:-service trainer-cpu}
-REPOSITORY=${REPOSITORY:-shardloom}
+REPOSITORY=${REPOSITORY:-localhost/shardloom}
 VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 

@@ -26,7 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"ownClusters": {"enabled": True}},
     "own-only": {"ownClusters": {"enabled": True}, "ray": {"shared": False}},
     "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
-    "no-data": {"storage": {"data": {"enabled": False}, "roots": ["s3://ads/data"]}},
+    "no-data": {
+        "storage": {
+            "data": {"enabled": False},
+            "roots": ["s3://ads/data"],
+            "checkpointRoot": "s3://ads/checkpoints",
+        }
+    },
     "owner": {"storage": {"setOwner": True}},
     "theirs": {
         "images": {
@@ -41,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "serviceAccounts": {
             "rayWorker": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/ads"}}
         },
+        "backup": {"enabled": True, "storageClass": "ssd"},
         "ingress": {"enabled": False},
         "gateway": {
             "enabled": True,

@@ -27,7 +27,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 # Ours by the version of this tree; those of others by a whole version. Either may have a digest,
 # which `images` of the values pins.
 _OURS = re.compile(
-    rf"(registry\.example/)?shardloom/(service|trainer)"
+    rf"(registry\.example|localhost)/shardloom/(service|trainer)"
     rf"(:{re.escape(VERSION)}(-cpu)?|@sha256:[0-9a-f]{{64}})"
 )
 _OTHERS = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?[a-z0-9.-]*(@sha256:[0-9a-f]{64})?")

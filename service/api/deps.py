@@ -36,7 +36,7 @@ from service.auth.permissions import (
     rule_of,
 )
 from service.auth.security import Security
-from service.backends.base import Backend
+from service.backends.base import Backend, ClusterWatch
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
@@ -174,6 +174,7 @@ class Context:
     tracing: Tracing
     projects: ProjectStore
     exports: ExportRunner
+    cluster: ClusterWatch
     closing: threading.Event = field(default_factory=threading.Event)
 
 

@@ -31,6 +31,7 @@ from service.jobs.actions import merged
 Manifest = dict[str, Any]
 Key = tuple[str, str, str]  # qualified resource, namespace, name
 
+LOG = "test/log"  # annotation of a pod: the lines of its log, with times
 CRD_FOLDER = Path(__file__).parents[4] / "shared" / "kuberay-crds"
 FOREGROUND = "foregroundDeletion"
 _NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
@@ -65,9 +66,11 @@ class Resource:
 BUILT_IN = (
     Resource("", "v1", "namespaces", "Namespace", namespaced=False),
     Resource("", "v1", "secrets", "Secret"),
-    Resource("", "v1", "pods", "Pod", subresources=("status",)),
+    Resource("", "v1", "pods", "Pod", subresources=("status", "log")),
     Resource("", "v1", "serviceaccounts", "ServiceAccount"),
     Resource("", "v1", "events", "Event"),
+    Resource("batch", "v1", "jobs", "Job", subresources=("status",)),
+    Resource("batch", "v1", "cronjobs", "CronJob"),
 )
 
 

@@ -31,6 +31,7 @@ from kubernetes.client import ApiClient, Configuration
 from tests.harness.kube import watch
 from tests.harness.kube.objects import (
     BUILT_IN,
+    LOG,
     ApiError,
     GarbageCollector,
     Manifest,
@@ -460,6 +461,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _do(self, verb: str, target: Target, query: Mapping[str, str], body: Any) -> Any:
         verbs = self.kube.verbs
         is_strict = query.get("fieldValidation") == "Strict"
+        if verb == "get" and target.subresource == "log":
+            return verbs.get(target)["metadata"]["annotations"][LOG]
         if verb == "get":
             return verbs.get(target)
         if verb == "list":

@@ -1,4 +1,4 @@
-"""The commands that the manifests run, run: migration, backup, making of secrets."""
+"""The commands that the manifests run, run: migration, backup, Redis, making of secrets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from service.domain.auth import role_names
 from service.errors import ServiceError
 from tests.harness.builders import queued_job
 from tests.harness.databases import PostgresqlServer, open_migrated, store_job
+from tests.harness.wait import free_port, wait_for
 from tests.unit.k8s.pods import Pod, pods
 from tests.unit.k8s.rendering import FOLDER, ROOT
 
@@ -112,6 +113,39 @@ def test_a_backup_brings_the_database_back_and_a_broken_one_changes_nothing(
     store = JobStore.open(url)
     assert [job.id for job in store.list_live_jobs()] == [kept]
     store.close()
+
+
+def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    (pod,) = pods("gpu", "redis")
+    (container,) = pod.containers
+    (tmp_path / "data").mkdir()
+    port = free_port()
+    *shell, script = container["command"]
+    script = script.replace("/data", f"{tmp_path}/data").replace("/tmp/redis", f"{tmp_path}/redis")
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {"PATH": programs, "REDISCLI_AUTH": "hunter2"}
+
+    def ask(*words: str, password: str = "hunter2") -> str:
+        program, *probe = container["readinessProbe"]["exec"]["command"]
+        command = [program, "-p", str(port), *(words or probe)]
+        done = _run(command, PATH=programs, REDISCLI_AUTH=password)
+        return (done.stdout + done.stderr).strip()
+
+    for value in ("", "state"):
+        server = subprocess.Popen(
+            [*shell, f"{script} --port {port}"], env=variables, stdout=subprocess.DEVNULL
+        )
+        try:
+            wait_for(lambda: ask() == "PONG", "Redis")
+            assert "hunter2" not in Path(f"/proc/{server.pid}/cmdline").read_text()
+            assert "AUTH" in ask("get", "key", password="other")
+            assert ask("get", "key") == value
+            assert ask("set", "key", "state") == "OK"
+        finally:
+            server.kill()
+            server.wait()
 
 
 def _make_secrets(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

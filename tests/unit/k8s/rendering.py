@@ -39,7 +39,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "service": {"digest": "sha256:" + "0" * 64},
             "pullSecrets": ["pull"],
         },
-        "ray": {"redis": {"address": "rediss://redis.example:6379"}},
+        "ray": {
+            "redis": {"address": "rediss://redis.example:6379"},
+            # As on AWS with EFA, and on RKE2 with a secondary network.
+            "hosts": {
+                "rdma": {"resource": "vpc.amazonaws.com/efa", "count": 32, "net": "AWS Libfabric"},
+                "resources": {"hugepages-2Mi": "5Gi"},
+                "annotations": {"k8s.v1.cni.cncf.io/networks": "rail0"},
+                "runtimeClassName": "nvidia",
+                "env": {"FI_PROVIDER": "efa"},
+            },
+        },
         "storage": {
             "runs": {"existingClaim": "their-runs"},
             "data": {"existingClaim": "their-data"},

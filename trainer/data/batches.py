@@ -139,7 +139,9 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
             lengths=torch.from_numpy(ids.lengths().ravel()),
             weights=torch.from_numpy(ids.weights()) if is_weighted else None,
         )
-        return drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
+        found = drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
+        # Counts ids while they are on the host: later each step would read them from the device.
+        return found.sync()
 
     pooled, sequences = rows.sparse.split(len(keys.pooled))
     return Batch(

@@ -12,8 +12,8 @@
     other        everything else between two steps: batch to device, metrics, bookkeeping
 
 A phase lasts until the next one begins, so the phases of a step add up to its time exactly. On CUDA
-the boundaries are events on the current stream: phases are what the device did, and only the report
-waits for them.
+the boundaries are events on the current stream: phases are what the device did, and nobody waits
+for them but what pauses the training.
 
     service ──► trace-request.json {"id", "num_steps", "ranks"}     read by each rank at its reports
     rank r  ──► traces/ID-rankR.json.gz, then the event TraceWritten

@@ -515,7 +515,7 @@ class Session:
             self.groups.layout.world_size,
             pin=self._copies_batches,
         ) as held_out:
-            for batch, _ in self.pipeline.over((batch, None) for batch in held_out):
+            for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))

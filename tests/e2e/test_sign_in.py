@@ -77,7 +77,7 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     editor = tab.get_by_role("textbox", name="Spec")
     editor.press("ControlOrMeta+a")
     tab.keyboard.insert_text(json.dumps(spec_document(name="by-hand"), indent=2))
-    expect(tab.locator(".problems")).to_have_text("Valid", timeout=LIVE_MS)
+    expect(tab.get_by_label("name", exact=True)).to_have_value("by-hand", timeout=LIVE_MS)
     workers = tab.get_by_label("workers", exact=True)
     workers.fill("3")
     expect(tab.locator(".problem").first).to_contain_text("parallelism", timeout=LIVE_MS)

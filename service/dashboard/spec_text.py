@@ -240,13 +240,16 @@ def templates() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def command_of(document: Any, template: str, original: Any, *, has_code: bool) -> str:
-    """The command that submits the same: the example with settings, or the file if they differ."""
+def command_of(document: Any, origin: str, original: Any, *, has_code: bool) -> str:
+    """The command that submits the same: what it came from with settings, or a file of its own.
+
+    `origin` is the command for the original as it is, empty where there is none.
+    """
     code = " --code DIR" if has_code else ""
-    settings = _settings(original, document) if template else None
+    settings = _settings(original, document) if origin else None
     if settings is None or len(settings) > _MAX_SETTINGS:
         return f"shardloom submit job.yaml{code}"
-    lines = [f"shardloom submit examples/{template}{code}"]
+    lines = [f"shardloom {origin}{code}"]
     lines += [f"  --set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
     return " \\\n".join(lines)
 

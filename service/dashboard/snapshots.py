@@ -2,80 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.dashboard import charts
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter
-from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
 
-MAX_LISTED_JOBS = 100
-LIST_MAX_AGE_S = 0.9
 MAX_CHART_POINTS = 400
-
-
-@dataclass(frozen=True)
-class ListFilter:
-    """What the reader of the job list wants to see; empty values let everything through."""
-
-    status: JobStatus | None = None
-    name: str = ""
-
-    def admits(self, job: Job) -> bool:
-        """Whether a job passes. The name matches anywhere, in names and ids."""
-        if self.status is not None and job.status is not self.status:
-            return False
-        wanted = self.name.strip().lower()
-        return wanted in job.name or wanted in job.id
-
-
-@dataclass(frozen=True)
-class ListSnapshot:
-    """The newest jobs, `has_more` when older ones exist than `MAX_LISTED_JOBS`."""
-
-    jobs: Sequence[Job]
-    has_more: bool
-
-
-class ListFeed:
-    """The job list, read once for all of its readers: reading a hundred specs takes a while.
-
-    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
-    threads.
-    """
-
-    def __init__(
-        self,
-        store: JobStore,
-        placed: Callable[[Job], Job] = lambda job: job,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._placed = placed
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._read: dict[frozenset[str] | None, tuple[float, ListSnapshot]] = {}
-
-    def latest(self, projects: frozenset[str] | None = None) -> ListSnapshot:
-        """The newest jobs of `projects` (None: all), as they were at most `LIST_MAX_AGE_S` ago."""
-        with self._lock:
-            now = self._clock()
-            expires_at, snapshot = self._read.get(projects, (-math.inf, None))
-            if snapshot is None or now >= expires_at:
-                # Readers with other projects come and go; what is stale need not be kept.
-                self._read = {key: kept for key, kept in self._read.items() if kept[0] > now}
-                jobs, cursor = self._store.list_jobs(
-                    JobFilter(projects=projects), limit=MAX_LISTED_JOBS
-                )
-                snapshot = ListSnapshot(
-                    jobs=[*map(self._placed, jobs)], has_more=cursor is not None
-                )
-                self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
-            return snapshot
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from sqlalchemy import (
     delete,
     func,
     select,
+    union,
     update,
 )
 
@@ -157,6 +158,35 @@ def read_points(
         )
         for row in connection.execute(query)
     ]
+
+
+def sample_points(
+    connection: Connection, job_id: str, name: str, num_points: int
+) -> list[tuple[int, float]]:
+    """At most `num_points` points (step, value) of a metric, spread over its steps as they are.
+
+    For small curves: each is found by its key, however many points there are between them.
+    """
+    query = select(metric_names.c.id).where(
+        metric_names.c.job_id == job_id, metric_names.c.name == name
+    )
+    name_id = connection.execute(query).scalar_one_or_none()
+    own, step = metric_points.c.name_id == name_id, metric_points.c.step
+    first = connection.execute(select(func.min(step)).where(own)).scalar_one()
+    last = connection.execute(select(func.max(step)).where(own)).scalar_one()
+    if first is None:
+        return []
+    wanted = {first + (last - first) * i // max(1, num_points - 1) for i in range(num_points)}
+    seeks = (
+        select(step, metric_points.c.value)
+        .where(own, step >= each)
+        .order_by(step)
+        .limit(1)
+        .subquery()
+        for each in wanted
+    )
+    found = connection.execute(union(*(select(seek) for seek in seeks)))
+    return sorted((row.step, _nan_if_null(row.value)) for row in found)
 
 
 def _nan_if_null(value: float | None) -> float:

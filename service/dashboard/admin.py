@@ -30,11 +30,12 @@ _DAYS = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
 @contextmanager
 def _table(*head: str, numbers: Sequence[int] = ()) -> Iterator[None]:
     """A table with titles; the columns at the places `numbers` are aligned right."""
-    with ui.element("div").classes("table-scroll"), ui.element("table").classes("data"):
+    scroll = ui.element("div").classes("table-scroll").props("tabindex=0")
+    with scroll, ui.element("table").classes("data"):
         with ui.element("thead"), ui.element("tr"):
             for place, title in enumerate(head):
                 with ui.element("th").classes("number" if place in numbers else ""):
-                    ui.label(title).classes("" if title else "hidden")
+                    ui.label(title or "Actions").classes("" if title else "sr-only")
         with ui.element("tbody"):
             yield
 
@@ -56,6 +57,7 @@ class ClusterPage:
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
+        self._visible = rest.reader().projects
         self._shown: object = None
 
     async def build(self) -> None:
@@ -66,8 +68,9 @@ class ClusterPage:
         ui.timer(_REFRESH_S, self.refresh, immediate=False)
 
     async def refresh(self) -> None:
-        reads = (self._rest.get(path) for path in ("/v1/cluster", "/v1/queue", "/readyz"))
-        cluster, queue, ready = await asyncio.gather(*map(_or_problem, reads))
+        # One after another: a task of its own would not know whose page this is.
+        paths = ("/v1/cluster", "/v1/queue", "/readyz")
+        cluster, queue, ready = [await _or_problem(self._rest.get(path)) for path in paths]
         users = await asyncio.to_thread(self._users_of_hosts)
         told = (cluster, queue, ready.get("store"), ready.get("detail"), users)
         if told == self._shown:
@@ -82,7 +85,7 @@ class ClusterPage:
 
     def _users_of_hosts(self) -> dict[str, list[tuple[str, str]]]:
         """(id, name) of the jobs on each host, as far as jobs tell their hosts."""
-        visible, found = self._rest.reader().projects, defaultdict(set)
+        visible, found = self._visible, defaultdict(set)
         for job in self._rest.context.store.list_live_jobs():
             is_visible = visible is None or job.project in visible
             if is_visible and job.membership is not None:

@@ -171,10 +171,13 @@ class ComparePage:
             return
         documents = [each.job.spec.model_dump(mode="json") for each in self._compared]
         found = spec_text.differences(documents)
-        rows = {path: [*map(spec_text.flow, values)] for path, values in found.items()}
+        rows = {path: [*map(spec_text.shown, values)] for path, values in found.items()}
         names = [each.job.name for each in self._compared]
         with panel("Spec: only what differs"):
-            ui.html(fragments.render("differences.html", names=names, rows=rows), sanitize=False)
+            ui.html(
+                fragments.render("differences.html", names=names, rows=rows, title=""),
+                sanitize=False,
+            )
 
     def _redraw(self, view: charts.ChartView) -> None:
         self._view = view
@@ -249,6 +252,9 @@ class _CompareChart(ChartBox):
         )
         self._spec = charts.ChartSpec(metric, metric, lines)
         super().__init__(metric, charts.chart_options(self._spec), {})
+        for faint in self.chart.options["series"][1::2]:
+            # Of many jobs the ranges would cover the curves.
+            faint["lineStyle"]["opacity"] = 0.12
         self.draw(charts.ChartView(), axis)
 
     def draw(self, view: charts.ChartView, axis: str) -> None:
@@ -263,6 +269,7 @@ class _CompareChart(ChartBox):
             xs = places(compared, points, axis)
             charts.draw(pair, points, xs, breaks, is_log=view.is_log, view=view)
         options["title"]["show"] = not charts.has_data(options)
+        self.box.classes("drawn")
         self.chart.update()
 
     async def read_csv(self) -> str:

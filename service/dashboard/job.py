@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import yaml
@@ -30,7 +31,13 @@ from service.dashboard.shell import (
     page_frame,
     panel,
 )
-from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, load_job
+from service.dashboard.snapshots import (
+    MAX_CHART_POINTS,
+    JobSnapshot,
+    Points,
+    load_job,
+    read_points,
+)
 from service.db.jobs import JobStore
 from service.domain.models import Checkpoint, Job, MetricPoint
 from service.errors import JobNotFound, StorageUnavailable
@@ -63,8 +70,21 @@ class JobPage:
             self._build_body()
             self._build_tabs()
         self._show(snapshot)
+        ui.timer(0.0, self._begin, once=True)
+
+    async def _begin(self) -> None:
+        """Draw the charts one after another, then follow the job."""
+        for chart in self._charts:
+            await self._read_chart(chart, {})
         ui.timer(REFRESH_INTERVAL_S, self.refresh)
-        ui.timer(0.0, self._show_parent, once=True)
+        await self._show_parent()
+
+    async def _read_chart(self, chart: _ChartPanel, known: Points) -> None:
+        """Read the points of a chart, of `known` ones only what is newer, and draw it."""
+        read = partial(read_points, self._store, self._job_id, chart.metrics, known)
+        points = await asyncio.to_thread(read)
+        best = next((each for each in self._snapshot.checkpoints if each.is_best), None)
+        chart.show(points, best, charts.marks_of(self._snapshot.timeline))
 
     async def _show_parent(self) -> None:
         """What differs from the spec of the job that this is a clone of."""
@@ -78,8 +98,9 @@ class JobPage:
             return  # It was deleted, or may not be seen.
         new = self._snapshot.job.spec.model_dump(mode="json")
         rows = spec_text.differences([old, new])
-        shown = {path: [*map(spec_text.flow, values)] for path, values in rows.items()}
-        html = fragments.render("differences.html", names=[str(parent), "this job"], rows=shown)
+        shown = {path: [*map(spec_text.shown, values)] for path, values in rows.items()}
+        names, title = [str(parent), "this job"], f"What differs from {parent}, its parent"
+        html = fragments.render("differences.html", names=names, rows=shown, title=title)
         self._parent.set_content(html)
         self._parent.set_visibility(True)
 
@@ -87,6 +108,9 @@ class JobPage:
         """Read the store in a thread and show what changed."""
         snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
         self._show(snapshot)
+        if snapshot.is_new:
+            for chart in self._charts:
+                await self._read_chart(chart, {} if snapshot.is_rewound else chart.points)
         job, fault = snapshot.job, ""
         try:
             await self._exports.refresh()
@@ -125,7 +149,9 @@ class JobPage:
                 with panel("2D groups"):
                     self._groups = ui.html(sanitize=False)
                 with panel("Timeline", "timeline-panel"):
-                    self._timeline = ui.html(sanitize=False).classes("timeline-scroll")
+                    self._timeline = (
+                        ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
+                    )
         with panel("Sharding", "sharding-panel"):
             self._sharding = ui.html(sanitize=False)
 
@@ -171,11 +197,6 @@ class JobPage:
         tried = fragments.render("attempts.html", job=job, attempts=snapshot.attempts, now=now)
         self._attempts.set_content(tried)
         self._actions.show(snapshot)
-        if snapshot.points is not None:
-            best = next((each for each in snapshot.checkpoints if each.is_best), None)
-            marks = charts.marks_of(snapshot.timeline)
-            for chart in self._charts:
-                chart.show(snapshot.points, best, marks)
 
     def _redraw(self, view: charts.ChartView) -> None:
         for chart in self._charts:
@@ -231,27 +252,29 @@ class _ChartPanel(ChartBox):
         self.box.classes("wide" if spec.is_stacked else "")
         self.chart.mark(f"chart-{spec.key}")
         self.chart.on("chart:datazoom", self._zoom, ["start", "end", "batch"], throttle=0.4)
-        self._points: Mapping[str, Sequence[MetricPoint]] = {}
-        self._detail: Mapping[str, Sequence[MetricPoint]] = {}
+        self.metrics = [line.metric for line in spec.lines]
+        self.points: Points = {}
+        self._detail: Points = {}
         self._best: Checkpoint | None = None
         self._marks: Sequence[charts.Mark] = ()
         self._view = charts.ChartView()
 
     def show(
         self,
-        points: Mapping[str, Sequence[MetricPoint]],
+        points: Points,
         best: Checkpoint | None,
         marks: Sequence[charts.Mark],
     ) -> None:
         """Draw the points (by metric name), mark events and the best checkpoint."""
-        self._points, self._best, self._marks = points, best, marks
+        self.points, self._best, self._marks = points, best, marks
         self.draw(self._view)
 
     def draw(self, view: charts.ChartView) -> None:
         self._view = view
         options = self.chart.options
-        shown = {**self._points, **self._with_detail()}
+        shown = {**self.points, **self._with_detail()}
         charts.fill(options, self._spec, shown, self._best, self._marks, view)
+        self.box.classes("drawn")
         self.box.set_visibility(not self._spec.is_optional or charts.has_data(options))
         self.chart.update()
 
@@ -259,13 +282,13 @@ class _ChartPanel(ChartBox):
         charts.show_zoom(self.chart.options, is_shown=is_shown)
         self.chart.update()
 
-    def _with_detail(self) -> Mapping[str, Sequence[MetricPoint]]:
+    def _with_detail(self) -> Points:
         """The coarse points outside of what was read in detail, and the detail."""
         found = {}
         for name, detail in self._detail.items():
             if detail:
                 first, last = detail[0].step, detail[-1].step
-                coarse = self._points.get(name, ())
+                coarse = self.points.get(name, ())
                 before = [point for point in coarse if point.step < first]
                 found[name] = [*before, *detail, *(each for each in coarse if each.step > last)]
         return found
@@ -273,11 +296,11 @@ class _ChartPanel(ChartBox):
     async def _zoom(self, event: events.GenericEventArguments) -> None:
         told = (event.args.get("batch") or [event.args])[0]
         start, end = told.get("start"), told.get("end")
-        names = [line.metric for line in self._spec.lines if self._points.get(line.metric)]
+        names = [line.metric for line in self._spec.lines if self.points.get(line.metric)]
         if start is None or end is None or not names:
             return
-        first = min(self._points[name][0].step for name in names)
-        last = max(self._points[name][-1].step for name in names)
+        first = min(self.points[name][0].step for name in names)
+        last = max(self.points[name][-1].step for name in names)
         if end - start > 99:
             self._detail = {}
         else:
@@ -296,7 +319,7 @@ class _ChartPanel(ChartBox):
         }
 
     async def read_csv(self) -> str:
-        names = [line.metric for line in self._spec.lines if self._points.get(line.metric)]
+        names = [line.metric for line in self._spec.lines if self.points.get(line.metric)]
         found = await asyncio.to_thread(self._read, names, None, None, _MAX_CSV_ROWS)
         return charts.csv_of(found)
 

@@ -245,6 +245,8 @@ class ListPage:
         self._may_submit = self._reader.may_somewhere(Role.SUBMITTER)
         self._query = JobQuery.of(ui.context.client.request.query_params.multi_items())
         self._snapshot = ListSnapshot((), None)
+        # The one that is filtered by.
+        self._metric = ""
         # Cursors of the pages before this one.
         self._before: list[str] = []
 
@@ -365,6 +367,7 @@ class ListPage:
         self._fault.set_text(fault)
         self._fault.set_visibility(bool(fault))
         self._snapshot = snapshot
+        self._metric = next((bound.name for bound in wanted.metrics), "")
         self._show()
 
     async def _draw_sparks(self) -> None:
@@ -376,10 +379,8 @@ class ListPage:
 
     def _show(self) -> None:
         now, jobs = time.time(), self._snapshot.jobs
-        metric = self._query.filter_for(self._reader).metrics
-        shown_metric = next((bound.name for bound in metric), "")
         rows = [
-            views.job_row(job, now, shown_metric) | {"spark": self._feed.known_spark(job)}
+            views.job_row(job, now, self._metric) | {"spark": self._feed.known_spark(job)}
             for job in jobs
         ]
         if rows != self._table.rows:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.dashboard import charts
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
 
 MAX_CHART_POINTS = 400
+# After these events steps may be told of again, so that all points are read anew.
+_REWINDS = frozenset({"attempt_started", "workers_started", "workers_lost"})
+Points = Mapping[str, Sequence[MetricPoint]]
 
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Everything that a job's page shows but its logs. `points` is None when it did not change."""
+    """Everything that a job's page shows but its logs and its points.
+
+    `is_new` says that it is not as it was before, `is_rewound` that known points may be stale.
+    """
 
     job: Job
     attempts: Sequence[Attempt]
     timeline: Sequence[TimelineEvent]
     checkpoints: Sequence[Checkpoint]
-    points: dict[str, list[MetricPoint]] | None
+    is_new: bool = True
+    is_rewound: bool = True
 
 
 def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
@@ -28,21 +34,34 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
     newest_id = known[-1].id if known else 0
-    unchanged = previous is not None and job == previous.job
+    told = store.list_timeline(job_id, after=newest_id)
     return JobSnapshot(
         job=job,
         attempts=store.list_attempts(job_id),
-        timeline=[*known, *store.list_timeline(job_id, after=newest_id)],
+        timeline=[*known, *told],
         checkpoints=store.list_checkpoints(job_id),
-        points=None if unchanged else _load_points(store, job),
+        is_new=previous is None or job != previous.job,
+        is_rewound=previous is None or any(line.kind in _REWINDS for line in told),
     )
 
 
-def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:
-    known = set(store.metric_names(job.id))
-    return {
-        name: store.metric_points(job.id, name, max_points=MAX_CHART_POINTS)
-        for chart in charts.charts_of(job)
-        for name in (line.metric for line in chart.lines)
-        if name in known
-    }
+def read_points(store: JobStore, job_id: str, names: Collection[str], known: Points) -> Points:
+    """Points of metrics by name: of those that are known only what is newer is read.
+
+    Once that has made them twice as many as a chart shows, they are read anew.
+    """
+    found: dict[str, Sequence[MetricPoint]] = {}
+    there = {*store.metric_names(job_id)} & {*names}
+    for name in names:
+        old = known.get(name, ())
+        if name not in there or len(old) >= 2 * MAX_CHART_POINTS:
+            old = ()
+        after = old[-1].step + 1 if old else None
+        newer = (
+            store.metric_points(job_id, name, from_step=after, max_points=MAX_CHART_POINTS)
+            if name in there
+            else ()
+        )
+        if old or newer:
+            found[name] = [*old, *newer]
+    return found

@@ -252,6 +252,11 @@ def flow(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else _scalar(value)
 
 
+def shown(value: Any) -> str:
+    """A value in a table of differences."""
+    return "\N{EN DASH}" if value is None else flow(value)
+
+
 def _settings(old: Any, new: Any, path: str = "") -> dict[str, Any] | None:
     """Values by path that lead from one document to another; None where settings cannot."""
     if old == new:

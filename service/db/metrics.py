@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Engine,
@@ -26,7 +27,6 @@ from sqlalchemy import (
     delete,
     func,
     select,
-    union,
     update,
 )
 
@@ -171,22 +171,28 @@ def sample_points(
         metric_names.c.job_id == job_id, metric_names.c.name == name
     )
     name_id = connection.execute(query).scalar_one_or_none()
-    own, step = metric_points.c.name_id == name_id, metric_points.c.step
-    first = connection.execute(select(func.min(step)).where(own)).scalar_one()
-    last = connection.execute(select(func.max(step)).where(own)).scalar_one()
+    span = select(func.min(metric_points.c.step), func.max(metric_points.c.step))
+    first, last = connection.execute(span.where(metric_points.c.name_id == name_id)).one()
     if first is None:
         return []
     wanted = {first + (last - first) * i // max(1, num_points - 1) for i in range(num_points)}
-    seeks = (
-        select(step, metric_points.c.value)
-        .where(own, step >= each)
-        .order_by(step)
-        .limit(1)
-        .subquery()
-        for each in wanted
+    found = {}
+    for step in sorted(wanted):
+        row = connection.execute(_FROM_STEP, {"name_id": name_id, "step": step}).one()
+        found[row.step] = _nan_if_null(row.value)
+    return list(found.items())
+
+
+# Made once: to build it, and to look it up as built, takes longer than to run it.
+_FROM_STEP = (
+    select(metric_points.c.step, metric_points.c.value)
+    .where(
+        metric_points.c.name_id == bindparam("name_id", type_=Integer),
+        metric_points.c.step >= bindparam("step", type_=BigInteger),
     )
-    found = connection.execute(union(*(select(seek) for seek in seeks)))
-    return sorted((row.step, _nan_if_null(row.value)) for row in found)
+    .order_by(metric_points.c.step)
+    .limit(1)
+)
 
 
 def _nan_if_null(value: float | None) -> float:

@@ -23,7 +23,7 @@ from service.dashboard import fragments, views
 from service.dashboard.job import spec_yaml
 from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
 from service.dashboard.panels import suggested_source
-from service.dashboard.snapshots import load_job
+from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
 from service.db.queries import ALL_JOBS, JobFilter, MetricBound
 from service.domain.auth import LOCAL, Principal, Role
@@ -232,14 +232,34 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
 ) -> None:
     first = load_job(store, job.id, None)
     assert [event.kind for event in first.timeline] == ["job_submitted", "workers_started"]
-    assert [point.value for point in first.points["train/loss"]] == [0.9]
     unchanged = load_job(store, job.id, first)
-    assert (unchanged.points, unchanged.timeline) == (None, first.timeline)
+    assert (unchanged.is_new, unchanged.timeline) == (False, first.timeline)
     store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
     changed = load_job(store, job.id, unchanged)
-    assert [point.step for point in changed.points["train/loss"]] == [10, 20]
+    assert (changed.is_new, changed.is_rewound) == (True, False)
+    again = batch(workers_started(), first_seq=3)
+    store.append_events(f"{job.id}-a0", again, NOW)
+    assert load_job(store, job.id, changed).is_rewound
     with pytest.raises(JobNotFound):
         load_job(store, "job-nope", None)
+
+
+def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(
+    store: JobStore, job: Job
+) -> None:
+    names = ["train/loss", "train/never"]
+    first = read_points(store, job.id, names, {})
+    assert [(name, [p.step for p in series]) for name, series in first.items()] == [
+        ("train/loss", [10])
+    ]
+    store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
+    known = {"train/loss": [replace(first["train/loss"][0], value=7.0)]}
+    assert [p.value for p in read_points(store, job.id, names, known)["train/loss"]] == [7.0, 0.8]
+    too_many = {"train/loss": known["train/loss"] * 2 * MAX_CHART_POINTS}
+    assert [p.value for p in read_points(store, job.id, names, too_many)["train/loss"]] == [
+        0.9,
+        0.8,
+    ]
 
 
 def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> None:

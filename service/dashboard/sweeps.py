@@ -67,7 +67,9 @@ class SweepsPage:
                 }
                 for each in sweeps
             ]
-            ui.html(fragments.render("sweeps.html", rows=rows, home=MOUNT_PATH), sanitize=False)
+            html = fragments.render("sweeps.html", rows=rows, home=MOUNT_PATH)
+            with ui.element("section").classes("panel"):
+                ui.html(html, sanitize=False)
 
 
 class SweepPage:
@@ -237,6 +239,7 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
         else:
             kind = "log" if each.is_log else "value"
             axis |= {"type": kind, "min": each.low, "max": each.high}
+            axis |= {"minInterval": 1} if each.is_integer else {}
         axes.append(axis)
     axes.append({"dim": len(axes), "name": found.metric, "type": "value", "scale": True})
     data = [

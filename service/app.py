@@ -147,13 +147,8 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.app import mount
-        from service.dashboard.panels import PageTools
 
-        mount(
-            app,
-            PageTools(store, settings, reconciler.wake, exports.submit, reconciler.placed),
-            security,
-        )
+        mount(app)
     _add_middleware(app, settings, security, telemetry, store.engine)
     openapi.install(app)
     return app

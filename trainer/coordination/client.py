@@ -63,6 +63,10 @@ class Refused(Exception):
     """The coordinator does not let this rank go on: its life, or the whole run, is over."""
 
 
+class Dismissed(Exception):
+    """This rank is of a spare group, which is not wanted any more."""
+
+
 class CoordinatorLost(Exception):
     """No coordinator could be reached for a long time."""
 
@@ -224,6 +228,8 @@ class CoordinatorClient:
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""
+        if self._refusal and self._refusal.reason == "dismissed":
+            raise Dismissed(self._refusal.message)
         if self._refusal:
             raise Refused(self._refusal.message)
         if self._is_closed:

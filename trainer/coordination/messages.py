@@ -99,9 +99,10 @@ class Ledger(Message):
         return self.rows_trained + self.rows_skipped
 
 
-GroupState = Literal["initial", "listening", "current"]
-"""`initial`: as the seed or a checkpoint made it; `listening`: copying from a peer, hears every
-round at weight 0; `current`: holds the newest commit and trains."""
+GroupState = Literal["initial", "spare", "listening", "current"]
+"""`initial`: as the seed or a checkpoint made it; `spare`: holds nothing, is in no round and waits
+until it is wanted; `listening`: copying from a peer, hears every round at weight 0; `current`:
+holds the newest commit and trains."""
 
 
 class Hello(Message):
@@ -314,10 +315,13 @@ class RoundResult(Message):
 
 
 class Rejection(Message):
-    """Answer to anything: `fenced` ends the process, since another life of its group counts."""
+    """Answer to anything: `fenced` ends the process, since another life of its group counts.
+
+    A spare that is not wanted any more is `dismissed`, and ends well.
+    """
 
     kind: Literal["refusal"] = "refusal"
-    reason: Literal["fenced", "failed"]
+    reason: Literal["fenced", "failed", "dismissed"]
     message: str
 
 

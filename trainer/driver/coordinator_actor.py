@@ -102,6 +102,9 @@ class RayCoordinator:
     def retire(self, group: int, cause: str) -> None:
         self._actor.retire.remote(group, cause)
 
+    def promote(self, group: int) -> None:
+        self._actor.promote.remote(group)
+
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._actor.drop.remote(group, incarnation, reason)
 

@@ -2,8 +2,8 @@
 
 Every group is a TorchTrainer of its own in a thread of the driver; the groups meet at a coordinator
 (`trainer.elastic.coordinator.server`), which also knows who trains. The loop compares what is there
-with what the job wants, starts what is missing and retires what is too much; placement is decided
-in `trainer.driver.group_placement`. A poll without an answer means nothing.
+with what the job wants, starts what is missing, promotes spares and retires what is too much;
+placement is decided in `trainer.driver.group_placement`. A poll without an answer means nothing.
 
 A run of all groups ends when training is complete, when an error would only recur, or when no group
 is left that holds what was trained since the newest checkpoint.
@@ -30,6 +30,7 @@ from trainer.driver.group_placement import (
     GroupPhase,
     GroupPolicy,
     PlacedGroup,
+    Promote,
     Retire,
     Start,
     View,
@@ -95,18 +96,21 @@ class FailureTracker:
 class GroupRun:
     """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
-    `pids` go by host, once the coordinator knows the group. `was_current` stays true when the group
-    was current once. `leave_cause` is why it was asked to leave, `lost_at` when it was given up,
-    `absent_since` from when on a coordinator did not know it that had known it before.
+    `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
+    promoted. `was_current` stays true when the group was current once. `leave_cause` is why it was
+    asked to leave, which it `has_left` as, `lost_at` when it was given up, `absent_since` from when
+    on a coordinator did not know it that had known it before.
     """
 
     group: int
     incarnation: int
     hosts: tuple[str, ...]
     future: Future[Failure | None]
+    is_spare: bool = False
     was_current: bool = False
     is_leaving: bool = False
     leave_cause: str | None = None
+    has_left: bool = False
     lost_at: float | None = None
     absent_since: float | None = None
     is_killed: bool = False
@@ -115,12 +119,16 @@ class GroupRun:
     @property
     def name(self) -> str:
         again = f", life {self.incarnation + 1}" if self.incarnation else ""
-        return f"group {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
+        kind = "spare group" if self.is_spare else "group"
+        return f"{kind} {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
 
     @property
     def placed(self) -> PlacedGroup:
         phase: GroupPhase = "training" if self.was_current else "starting"
-        return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
+        if self.is_spare and self.pids:
+            phase = "idle"
+        phase = "leaving" if self.is_leaving else phase
+        return PlacedGroup(self.group, self.hosts, phase, self.is_spare)
 
     def apply(self, status: GroupStatus) -> None:
         self.absent_since = None
@@ -198,6 +206,7 @@ class GroupRunLoop:
             least=max(parallelism.min_workers // size, 1),
             most=parallelism.num_replicas,
             must_spread=parallelism.survive is not None,
+            num_spares=parallelism.spares,
         )
         self._requests = ResizeRequests(attempt.context.files)
         self._failures = FailureTracker(self.record, attempt.context.max_worker_failures)
@@ -256,12 +265,14 @@ class GroupRunLoop:
                 if run.leave_cause and group.leave_cause is None:
                     # A restarted coordinator does not know of it.
                     self.coordinator.retire(run.group, run.leave_cause)
+                if group.standing == "spare" and not run.is_spare:
+                    self.coordinator.promote(run.group)  # again: it began with that only now
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run:
-                run.is_leaving = True
+                run.is_leaving = run.has_left = True
         self._lose_absent(status)
 
     def _lose_absent(self, status: CoordinatorStatus) -> None:
@@ -296,7 +307,7 @@ class GroupRunLoop:
 
     def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
         """Remove a group whose workers have ended; the failure if it ends the job."""
-        if failure and not run.lost_at and not self._has_finished:
+        if failure and not (run.lost_at or run.has_left or self._has_finished):
             self._lose(run, failure)
         elif failure and run.lost_at:
             last = self._failures.last
@@ -304,7 +315,7 @@ class GroupRunLoop:
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
-        if failure is None or run.is_killed or self._has_finished:
+        if failure is None or run.is_killed or run.has_left or self._has_finished:
             return None
         ended = f"{run.name} ended: {failure.reason}: {failure.message}"
         warn(self.config.attempt.writer, ended)
@@ -315,7 +326,8 @@ class GroupRunLoop:
         run.lost_at = self.config.clock()
         del self.runs[run.group]
         self._zombies.append(run)
-        self._resize_cause = failure.reason
+        if not run.is_spare:
+            self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
             self.config.attempt.writer.write(exclusion)
@@ -337,7 +349,12 @@ class GroupRunLoop:
         if self._has_trained:
             return not any(run.was_current for run in self.runs.values())
         last = self._failures.last
-        return last is not None and not self.runs and last.reason != failures.NO_ROOM
+        return last is not None and not self._groups and last.reason != failures.NO_ROOM
+
+    @property
+    def _groups(self) -> list[GroupRun]:
+        """The groups that are no spares."""
+        return [run for run in self.runs.values() if not run.is_spare]
 
     def _end_without_groups(self) -> Ended | None:
         """The end of a run without groups, once its cause is known or after `_LAST_WORDS_S`."""
@@ -354,7 +371,7 @@ class GroupRunLoop:
         request, hosts = self._requests.poll(), self.config.read_hosts()
         self._save_before_loss(hosts)
         actions = decide(self._policy, self._view(request, hosts))
-        starts = [action for action in actions if isinstance(action, Start)]
+        starts = [each for each in actions if isinstance(each, Start) and not each.is_spare]
         is_first = not self._next_incarnations
         if is_first and len(starts) < self._policy.least:
             actions = []
@@ -400,7 +417,7 @@ class GroupRunLoop:
             capacity.seek(need_of(self._policy, self._view(request, hosts)), hosts)
 
     def _num_staying(self) -> int:
-        return sum(not run.is_leaving for run in self.runs.values())
+        return sum(not run.is_leaving for run in self._groups)
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
@@ -418,6 +435,8 @@ class GroupRunLoop:
         for action in actions:
             if isinstance(action, Start):
                 self._start(action)
+            elif isinstance(action, Promote):
+                self._promote(self.runs[action.group])
             elif self.runs[action.group].pids:
                 self._retire(action, request)
             # A group that the coordinator does not know yet is retired later.
@@ -426,7 +445,9 @@ class GroupRunLoop:
         incarnation = self._next_incarnations[start.group]
         self._next_incarnations[start.group] += 1
         attempt = self.config.attempt
-        group = GroupConfig(start.group, incarnation, self.coordinator.actor_name)
+        group = GroupConfig(
+            start.group, incarnation, self.coordinator.actor_name, is_spare=start.is_spare
+        )
         node_ids = {host.address: host.node_id for host in self.config.read_hosts()}
         run = TrainRun(
             attempt.config(self.run_index, group),
@@ -438,20 +459,29 @@ class GroupRunLoop:
         if attempt.capacity:
             attempt.capacity.give(run.node_ids)
         future = self.config.launch(run)
-        self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
-        logger.info("starting %s", self.runs[start.group].name)
+        started = GroupRun(start.group, incarnation, start.hosts, future, start.is_spare)
+        self.runs[start.group] = started
+        logger.info("starting %s", started.name)
+
+    def _promote(self, run: GroupRun) -> None:
+        logger.info("%s takes the place of a missing group", run.name)
+        run.is_spare = False
+        if run.pids:  # else as soon as the coordinator knows it
+            self.coordinator.promote(run.group)
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run = self.runs[action.group]
         run.is_leaving, run.leave_cause = True, action.cause
         self.coordinator.retire(action.group, action.cause)
+        logger.info("%s shall leave: %s", run.name, action.cause)
+        if run.is_spare:
+            return
         is_requested = action.cause == "resize" and request.workers is not None
         self._resize_cause = "request" if is_requested else action.cause
-        logger.info("%s shall leave: %s", run.name, action.cause)
 
     def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
         """Report another number of workers once no group comes or goes."""
-        runs = self.runs.values()
+        runs = self._groups
         is_steady &= all(run.was_current and not run.is_leaving for run in runs)
         if not runs or not is_steady:
             return
@@ -472,9 +502,9 @@ class GroupRunLoop:
             "each, outside the hosts that are drained or excluded, and the job needs "
             f"{self._policy.least}"
         )
-        if self._emptiness.is_due(not self.runs and not has_autoscaler, now):
+        if self._emptiness.is_due(not self._groups and not has_autoscaler, now):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
-        if is_short and self.runs:
+        if is_short and self._groups:
             warn(attempt.writer, f"{message}; training goes on with fewer")
         elif is_short and has_autoscaler:
             warn(attempt.writer, f"{message}; the job waits for the autoscaler")
@@ -485,7 +515,8 @@ class GroupRunLoop:
         runs = [*self.runs.values(), *self._zombies]
         ends = [run.future for run in runs]
         if ended.failure is None:
-            futures.wait(ends, self.config.end_grace_s)
+            # A spare has nothing to end, and may still be starting.
+            futures.wait([run.future for run in runs if not run.is_spare], self.config.end_grace_s)
         for run in runs:
             if not run.future.done():
                 self._kill(run)

@@ -22,6 +22,7 @@ from trainer.checkpoint.manager import TrainState
 from trainer.coordination.client import (
     LOCATE_S,
     CoordinatorClient,
+    Dismissed,
     HeartbeatReporter,
     Identity,
     end_process,
@@ -159,10 +160,12 @@ class GroupSession(Session):
     def begin(self) -> None:
         """Take the state from a live group, else from a checkpoint, else from the seed.
 
-        Collective over the group.
+        A spare takes none before it is wanted. Collective over the group.
         """
         self.optimizers.init_state()
-        if self._can_copy():
+        if self.group.is_spare:
+            self.standing = "spare"
+        elif self._can_copy():
             self.standing = "listening"
         else:
             self.restore()
@@ -542,6 +545,8 @@ def run_group(
             while not session.is_over:
                 session.train_lease()
                 session.sync_groups()
+        except Dismissed as message:
+            logger.info("this spare ends: %s", message)
         finally:
             session.close()
     return session.final_metrics

@@ -189,7 +189,7 @@ class GroupMember(EventPart):
     group: Count
     incarnation: Count
     hosts: list[str]
-    standing: Literal["initial", "listening", "current"]
+    standing: Literal["initial", "spare", "listening", "current"]
 
 
 class MembershipChanged(EventModel):

@@ -68,13 +68,19 @@ class Group:
         """Register a rank, at first or after it reconnected."""
         self.ranks.setdefault(hello.rank, RankState(hello)).hello = hello
         if not self.is_current:
-            is_new = self.donor is None and all(each.standing == "initial" for each in self.hellos)
-            self.standing = "initial" if is_new else "listening"
+            told = {each.standing for each in self.hellos}
+            is_new = self.donor is None and told in ({"initial"}, {"spare"})
+            self.standing = told.pop() if is_new else "listening"
 
     @property
     def is_current(self) -> bool:
         """Whether it holds the newest commit and trains."""
         return self.standing == "current"
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it waits until it is wanted."""
+        return self.standing == "spare"
 
     @property
     def is_complete(self) -> bool:

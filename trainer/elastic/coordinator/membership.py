@@ -116,7 +116,7 @@ class Membership:
             self._recovery_ends_at = now + self._policy.recovery_grace_s
         self._returning |= set(hello.members) if self._is_recovering else set()
         self._rounds.remember(hello.round, hello.generation)
-        if self._groups.get(hello.group) is None:
+        if self._groups.get(hello.group) is None and hello.standing != "spare":
             self._metrics.goodput.start(hello.group, now)
         self._groups.enter(hello, now)
         self._unwelcomed.append((rank, request_id))
@@ -281,11 +281,23 @@ class Membership:
         leaving = self._groups.get(group)
         if leaving and cause in ("resize", "drain"):
             self._expected.discard(group)
-        if leaving and leaving.is_complete:
+        if leaving and leaving.is_spare:
+            self._rounds.dismiss_spare(leaving, f"asked to leave: {cause}")
+            self._rounds.release(leaving, cause, now)
+        elif leaving and leaving.is_complete:
             leaving.leave_cause = cause
         elif leaving:
             self._effects += leaving.dismiss(fenced(f"asked to leave: {cause}"))
             self._rounds.release(leaving, cause, now)
+            self._advance(now)
+        return self._take_effects()
+
+    def promote(self, group: int, now: float) -> list[Effect]:
+        """Let a spare group join: from the next round on it copies from one that trains."""
+        spare = self._groups.get(group)
+        if spare and spare.is_spare:
+            spare.standing = "listening"
+            self._metrics.goodput.start(group, now)
             self._advance(now)
         return self._take_effects()
 
@@ -324,7 +336,7 @@ class Membership:
 
         Raises `LeaseError`.
         """
-        ready = [group for group in self._groups.present if group.is_ready]
+        ready = [g for g in self._groups.present if g.is_ready and not g.is_spare]
         for group in ready:
             if group.standing != "initial":
                 message = "no group is left that it could copy from"

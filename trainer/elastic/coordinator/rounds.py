@@ -207,7 +207,7 @@ class SyncRounds:
             if any(each.commit == own.commit and each.round != own.round for each in held):
                 self.lose(group, "stale", "it holds another sync of the same number", now)
         for group in self._groups.present:
-            is_new = group.standing == "initial" and not group.was_in_round
+            is_new = group.standing != "listening" and not group.was_in_round
             if not (group.is_current or is_new):
                 group.demote()
         self._emit_membership(now)
@@ -223,7 +223,8 @@ class SyncRounds:
         if not self.is_over:
             if group.is_current:
                 self._metrics.record_incident(reason, now, syncs_lost=int(num_rows > 0))
-            self._metrics.goodput.lose(group.group, now)
+            if not group.is_spare:
+                self._metrics.goodput.lose(group.group, now)
             self._effects.append(
                 events.GroupLost(
                     time=now,
@@ -244,6 +245,11 @@ class SyncRounds:
         self._metrics.goodput.leave(group.group, now)
         left = events.GroupLeft(time=now, cause=cause, **group.identity)  # type: ignore[arg-type]
         self._effects.append(left)
+
+    def dismiss_spare(self, spare: Group, message: str) -> None:
+        """Tell the ranks of a spare that wait to end; nothing is lost with them."""
+        rejection = Rejection(reason="dismissed", message=message)
+        self._effects += spare.dismiss(rejection, only_waiting=True)
 
     def fail(self, reason: str, message: str, now: float) -> None:
         """The run cannot go on: every rank is told so."""
@@ -335,7 +341,7 @@ class SyncRounds:
 
     def lose_guilty(self, now: float) -> None:
         """Give up the group that makes rounds fail, once those who were in the last are back."""
-        able = [group for group in self._groups.present if group.standing != "listening"]
+        able = [g for g in self._groups.present if g.standing in ("initial", "current")]
         if not all(group.is_ready for group in able):
             return
         guilty = self._faults.judge({group.group: group.joined_at for group in able})
@@ -356,8 +362,11 @@ class SyncRounds:
                 return
             if not all(group.is_ready for group in current):
                 return
-        suspended = self._suspended if current else ()
-        ready = [g for g in self._groups.present if g.is_ready and g not in suspended]
+        spares = [group for group in self._groups.present if group.is_spare]
+        for spare in spares if self.has_finished else ():
+            self.dismiss_spare(spare, "the training is complete")
+        left_out = [*spares, *(self._suspended if current else ())]
+        ready = [g for g in self._groups.present if g.is_ready and g not in left_out]
         if ready:
             self.open(ready, [], now)
 

@@ -265,6 +265,9 @@ class Coordinator:
     def retire(self, group: int, cause: str) -> None:
         self._call(lambda: self._take(lambda: self._membership.retire(group, cause, self._now())))
 
+    def promote(self, group: int) -> None:
+        self._call(lambda: self._take(lambda: self._membership.promote(group, self._now())))
+
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._call(
             lambda: self._take(

@@ -49,6 +49,7 @@ class World:
     killed: list[tuple[str, frozenset[int]]] = field(default_factory=list)
     retired: list[tuple[int, str]] = field(default_factory=list)
     leaving: dict[tuple[int, int], str] = field(default_factory=dict)
+    promoted: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     is_stopped: bool = False
@@ -161,6 +162,9 @@ class World:
     def retire(self, group: int, cause: str) -> None:
         self.retired.append((group, cause))
         self.leaving |= {life: cause for life in self.standings if life[0] == group}
+
+    def promote(self, group: int) -> None:
+        self.promoted.append(group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self.dropped.append((group, incarnation))
@@ -560,3 +564,91 @@ def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: 
     world.add("d")
     world.look()
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
+
+
+@pytest.fixture
+def spared(tmp_path: Path) -> World:
+    """Two groups of one worker and a spare on three hosts, none on the same host."""
+    sizes = {"workers": {"min": 1, "max": 2}, "shard_group_size": 1, "placement": "inter_host"}
+    job = spec(parallelism=sizes | {"survive": {"hosts": 1}, "spares": 1})
+    return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+
+
+def train_with_spare(world: World) -> None:
+    assert world.look() is None
+    world.become("current", (0, 0), (1, 0))
+    world.become("spare", (2, 0))
+    assert world.look() is None
+
+
+def test_a_spare_takes_the_place_of_a_lost_group_at_once_and_another_one_is_started(
+    spared: World,
+) -> None:
+    world = spared
+    train_with_spare(world)
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert world.expected == [0, 1], "nobody waits for the spare"
+    assert [run.config.group.is_spare for run, _ in world.runs.values()] == [False, False, True]
+    del world.hosts["b"]
+    world.end((1, 0), LOST)
+    world.look()
+    assert world.promoted == [2]
+    assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room for another"
+    world.look()
+    assert world.promoted == [2, 2], "a coordinator that was started again hears it once more"
+    world.become("current", (2, 0))
+    world.hosts["d"] = 1
+    world.look(5)
+    assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
+    assert world.runs[1, 1][0].config.group.is_spare
+    assert not world.told(events.Resized)
+    # The job does not depend on it, and can't go on from it.
+    world.become("spare", (1, 1))
+    world.look()
+    world.end((0, 0), LOST)
+    world.end((2, 0), LOST)
+    assert world.look() == Ended(LOST)
+
+
+def test_a_spare_that_is_not_ready_is_promoted_all_the_same(spared: World) -> None:
+    spared.look()
+    spared.become("current", (0, 0), (1, 0))
+    spared.look()
+    spared.end((1, 0), LOST)
+    spared.look()
+    assert not spared.promoted, "the coordinator does not know it yet"
+    spared.become("spare", (2, 0))
+    spared.look()
+    assert spared.promoted == [2]
+
+
+def test_a_resize_leaves_spares_alone_and_a_drained_one_moves(spared: World) -> None:
+    train_with_spare(spared)
+    spared.wish('{"id": "r-1", "workers": 1}')
+    spared.look()
+    assert spared.retired == [(1, "resize")]
+    spared.end((1, 0))
+    spared.look()
+    (resized,) = spared.told(events.Resized)
+    assert (resized.world_size_before, resized.world_size) == (2, 1)
+    spared.wish('{"id": "r-2", "workers": null, "drain_hosts": ["c"]}')
+    spared.look()
+    assert spared.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert spared.retired[-1] == (2, "drain")
+    left = Departure(group=2, incarnation=0, reason="drain", message="", is_lost=False)
+    spared.departures.append(left)
+    spared.end((2, 0), LOST)
+    spared.look()
+    assert not spared.dropped, "it left, however its processes ended"
+    assert 2 not in spared.life.runs
+
+
+def test_an_autoscaler_is_asked_for_room_for_spares(spared: World) -> None:
+    spared.grow_by_itself()
+    spared.look()
+    (asked,) = spared.told(events.CapacityRequested)
+    assert (asked.num_wanted, asked.num_needed) == (3, 1)
+    for address in "abc":
+        spared.add(address)
+    spared.look()
+    assert [run.config.group.is_spare for run, _ in spared.runs.values()] == [False, False, True]

@@ -166,6 +166,8 @@ def _group_lost(event: events.GroupLost, membership: Membership | None) -> str:
         for member in (membership.members if membership else ())
         if member.standing == CURRENT and member.group != event.group
     ]
+    if event.is_spare:
+        return f"spare {_group(event)} was lost: {cause}"
     follows = f"{counted(len(others), 'group trains', 'groups train')} on"
     if not others:
         follows = "no other group trains"
@@ -190,6 +192,7 @@ def _membership_changed(event: events.MembershipChanged) -> str:
     verbs = {
         "current": ("trains", "train"),
         "listening": ("copies from a peer", "copy from a peer"),
+        "spare": ("is a spare", "are spares"),
         "initial": ("starts", "start"),
     }
     parts = [

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import wraps
 from itertools import pairwise
 
+from service.domain.membership import SPARE
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
@@ -138,6 +139,7 @@ _STANDINGS = {
     "current": ("trains", "good"),
     "listening": ("copies from a peer", "active"),
     "initial": ("starts", "neutral"),
+    "spare": ("spare", "neutral"),
     "gone": ("gone", "bad"),
 }
 _DOMAINS = {
@@ -219,6 +221,9 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
         text = f"{current} of {wanted} groups, generation {membership.generation}"
         tone = "good" if current >= wanted else "warn"
         least = job.spec.parallelism.min_groups
+        if num_spares := job.spec.parallelism.spares:
+            ready = sum(member.standing == SPARE for member in membership.members)
+            text += f", {ready} of {counted(num_spares, 'spare')}"
         if current < least:
             text = f"waits for {least - current} more: {text}, min_groups {least}"
         facts.append(Fact("Training", f"{text}, commit {membership.commit:,}", tone))

@@ -208,7 +208,10 @@ class MembershipChanged(EventModel):
 
 
 class GroupLost(EventModel):
-    """A sharding group ended that should have gone on; the others train on."""
+    """A sharding group ended that should have gone on; the others train on.
+
+    One that `is_spare` held nothing.
+    """
 
     kind: Literal["group_lost"] = "group_lost"
     group: Count
@@ -217,6 +220,7 @@ class GroupLost(EventModel):
     message: str
     hosts: list[str]
     rows_returned: Count = Field(description="Rows of its leases, which others will train.")
+    is_spare: bool = False
 
 
 class GroupJoined(EventModel):

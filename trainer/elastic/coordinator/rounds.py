@@ -231,6 +231,7 @@ class SyncRounds:
                     reason=reason,
                     message=message,
                     rows_returned=num_rows,
+                    is_spare=group.is_spare,
                     **group.identity,
                 )
             )

@@ -16,6 +16,7 @@ from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Answer,
     Arrive,
+    GroupState,
     Heartbeat,
     Hello,
     Lease,
@@ -58,7 +59,13 @@ class Copy:
 class SimRank:
     """One rank: what it knows, what it asked, what was sent to it."""
 
-    def __init__(self, world: World, rank_id: RankId, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        world: World,
+        rank_id: RankId,
+        checkpoint: Checkpoint,
+        standing: GroupState = "initial",
+    ) -> None:
         self.world, self.id = world, rank_id
         self.inbox: deque[tuple[int, Answer]] = deque()
         self.outbox: deque[Numbered] = deque()
@@ -71,11 +78,11 @@ class SimRank:
             pid=1,
             donor=f"donor-{rank_id.group}-{rank_id.rank}",
             origin=f"commit-{checkpoint.ledger.commit}",
-            standing="initial",
+            standing=standing,
             ledger=checkpoint.ledger,
         )
         self.applied = dict(checkpoint.applied)
-        self.standing = "initial"
+        self.standing = standing
         self.ledger = checkpoint.ledger
         self.copy: Copy | None = None
         self.interval: tuple[Lease, ...] = ()
@@ -84,6 +91,7 @@ class SimRank:
         self.will_refuse = False
         self.is_through = False
         self.is_fenced = False
+        self.is_dismissed = False
         self.round: Round | None = None
         self.request: Numbered | None = None
         self._next_id = 1
@@ -115,7 +123,8 @@ class SimRank:
             return
         request_id, body = self.inbox.popleft()
         if isinstance(body, Rejection):
-            self.is_fenced = True
+            self.is_dismissed = body.reason == "dismissed"
+            self.is_fenced = not self.is_dismissed
         elif isinstance(body, Welcome):
             if self.request is None and not self.is_through:
                 self.arrive()
@@ -276,11 +285,11 @@ class World:
             if not rank.is_fenced and not rank.is_through:
                 rank.connect()
 
-    def start_group(self, group: int) -> None:
+    def start_group(self, group: int, standing: GroupState = "initial") -> None:
         """A life of a group, from a live donor or from the checkpoint."""
-        life = self.incarnations[group]
+        life = self.incarnations.setdefault(group, 0)
         ids = [RankId(group, life, rank) for rank in range(NUM_RANKS)]
-        self.groups[group] = [SimRank(self, rank_id, self.checkpoint) for rank_id in ids]
+        self.groups[group] = [SimRank(self, rank_id, self.checkpoint, standing) for rank_id in ids]
 
     def kill(self, group: int) -> None:
         """All ranks of a group end; the next life is another one."""
@@ -421,7 +430,7 @@ class World:
         for _ in range(300):
             if self.end is None:
                 self.tend()
-            elif all(rank.is_through or rank.is_fenced for rank in self.ranks()):
+            elif all(r.is_through or r.is_fenced or r.is_dismissed for r in self.ranks()):
                 return
             self.exchange(num_turns=8)
             self.copy_all()

@@ -540,6 +540,72 @@ def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     assert standings(alone) == {0: "current"}, "the last group does not leave"
 
 
+def with_spare(**policy: Any) -> World:
+    """Two groups that train and a third that waits."""
+    world = World(2, **policy)
+    world.start_group(2, "spare")
+    world.exchange(20)
+    assert world.status.phase == "starting"
+    world.tend()
+    world.run_to_commit(2)
+    assert standings(world) == {0: "current", 1: "current", 2: "spare"}
+    return world
+
+
+def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains():
+    world = with_spare()
+    world.wait(300)
+    world.run_to_commit(4)
+    assert {m.group for each in world.rounds.values() for m in each.members} == {0, 1}
+    members = world.told("membership_changed")[-1]
+    assert [each.standing for each in members.groups] == ["current", "current", "spare"]
+    assert members.copies_alive == 2
+    values = world.membership._metrics.goodput.metrics(world.now, 0, 0)
+    assert values["elastic/groups"] == 2
+    assert values["goodput/lost_s/start"] == 0, "the job does not wait for it"
+    world.kill(1)
+    world.act(world.membership.promote(2, world.now))
+    world.run_until(lambda: listening(world, 2))
+    world.copy_all()
+    world.run_until(lambda: standings(world) == {0: "current", 2: "current"})
+    (joined,) = [each for each in world.told("group_joined") if each.group == 2]
+    assert (joined.how, joined.copied_bytes) == ("peer_copy", NUM_RANKS * COPIED_BYTES)
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_spares_end_well_when_the_training_does_or_when_they_are_not_wanted():
+    world = with_spare()
+    world.act(world.membership.retire(2, "drain", world.now))
+    world.exchange(4)
+    assert all(rank.is_dismissed for rank in world.groups[2])
+    assert [left.group for left in world.told("group_left")] == [2]
+    world = with_spare()
+    world.run_to_end()
+    world.tend()
+    world.wait(1)
+    world.exchange(4)
+    assert all(rank.is_dismissed for rank in world.groups[2])
+    assert not world.told("group_lost")
+    world.check_rows()
+
+
+def test_a_spare_outlives_a_coordinator_and_its_loss_is_nothing_to_recover_from():
+    world = with_spare()
+    world.start_coordinator()
+    world.run_to_commit(4)
+    assert standings(world)[2] == "spare"
+    world.act(world.membership.promote(2, world.now))
+    world.start_coordinator()
+    world.run_to_commit(6)
+    assert standings(world)[2] == "spare", "it had heard of no round: the driver says so again"
+    world.kill(2)
+    world.run_to_commit(8)
+    (lost,) = world.told("group_lost")
+    assert lost.is_spare
+    assert {each.cause for each in world.told("recovered")} == {"the coordinator was restarted"}
+
+
 def straggling(world: World, times_of: Callable[[int, int], tuple[float, float]]) -> None:
     """Two minutes in which each rank takes the step and local times given."""
     for window in range(30):

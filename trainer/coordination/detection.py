@@ -295,6 +295,11 @@ class HeartbeatMonitor:
     def hear(self, rank: RankId, now: float) -> None:
         self._ranks.setdefault(rank, _Watched(now)).heard_at = now
 
+    def busy_rank(self, ranks: Sequence[RankId]) -> RankId:
+        """Of the ranks of a group, the first that does not wait for the others."""
+        beats = ((rank, self._ranks[rank].heartbeat) for rank in ranks if rank in self._ranks)
+        return next((rank for rank, beat in beats if beat and not beat.is_waiting), ranks[0])
+
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
         self.hear(rank, now)
         watched = self._ranks[rank]
@@ -328,17 +333,21 @@ class HeartbeatMonitor:
         """Ranks without a message for too long, or for a `share` of that."""
         return [rank for rank in self._ranks if self.is_silent(rank, now, share)]
 
-    def hangs(self, now: float, waiting: Collection[RankId] = (), share: float = 1.0) -> list[Hang]:
+    def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Hang]:
         """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
 
-        Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
-        that ends. Outside of training, where a rank tells of no steps, it may stand still for
-        longer, and so may the ranks of its group, which wait for it. `share` is that of the limits.
+        Groups in `waiting` wait for others or for the coordinator; the clocks of their ranks, and
+        of those that say that they wait, start when that ends. Outside of training, where a rank
+        tells of no steps, it may stand still for longer, and so may the ranks of its group, which
+        wait for it. `share` is that of the limits.
         """
-        waiting = self._ranks.keys() & set(waiting)
-        for rank in waiting:
-            self._ranks[rank].since = now
-        beats = {r: each.heartbeat for r, each in self._ranks.items() if each.heartbeat}
+        beats: dict[RankId, Heartbeat] = {}
+        for rank, watched in self._ranks.items():
+            beat = watched.heartbeat
+            if rank.group in waiting or (beat and beat.is_waiting):
+                watched.since = now
+            if beat:
+                beats[rank] = beat
         known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
         median_s = statistics.median(known_s) if known_s else 0.0
         limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
@@ -350,12 +359,13 @@ class HeartbeatMonitor:
             other = first.get(rank.group)
             if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang
-            if beat.phase != "train" and hang.idle_s <= untimed_s and rank not in waiting:
+            is_waiting = beat.is_waiting or rank.group in waiting
+            if beat.phase != "train" and hang.idle_s <= untimed_s and not is_waiting:
                 excused.add(rank.group)
         return [hang for group, hang in first.items() if group not in excused]
 
-    def stragglers(self, ranks: Collection[RankId], now: float) -> dict[RankId, float]:
-        """Slowdown of those of `ranks` that are persistently slow; checked once per window.
+    def stragglers(self, groups: Collection[int], now: float) -> dict[RankId, float]:
+        """Slowdown of the ranks of `groups` that are persistently slow; checked once per window.
 
         Slow is what takes more than `straggler_factor` times the median, the lower one, so that of
         two ranks, or of two hosts, the slow one shows. Each is told once, and again only after it
@@ -366,7 +376,11 @@ class HeartbeatMonitor:
         if now < self._window_ends:
             return {}
         self._window_ends = now + _WINDOW_S
-        beats = {r: w.heartbeat for r, w in self._ranks.items() if r in ranks and w.heartbeat}
+        beats = {
+            rank: watched.heartbeat
+            for rank, watched in self._ranks.items()
+            if rank.group in groups and watched.heartbeat
+        }
         known = {rank: each for rank, each in times_needed(beats).items() if each > 0}
         median_s = statistics.median_low(known.values()) if known else 0.0
         slowdown = {rank: each / median_s for rank, each in known.items()}

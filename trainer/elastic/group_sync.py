@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupNCCL as Nccl
 
 _POLL = timedelta(milliseconds=20)
-_MEET_POLL_S = 0.001
+_MEET_POLL_S, _MAX_MEET_POLL_S = 0.001, 0.05
 _DEVICE_POLL_S = 0.0002
 _PROBE_S = 1.0
 _PROBES_AT_ONCE = 32
@@ -218,11 +218,15 @@ class CrossGroupProcessGroup:
         """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
         here = [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
+        started = time.monotonic()
         try:
             store.set(here[self.replica.index], address)
-            while not store.check(here):
+            if store.add("num_here", 1) == self.replica.size:
+                store.set("all_here", "")
+            while not store.check(["all_here"]):
                 self._check(deadline, "meet")
-                time.sleep(_MEET_POLL_S)
+                waited_s = time.monotonic() - started
+                time.sleep(min(max(_MEET_POLL_S, waited_s / 10), _MAX_MEET_POLL_S))
         except ExchangeError as error:
             absent = [place for place, key in enumerate(here) if not store.check([key])]
             raise ExchangeError(str(error), absent, gave_up=error.gave_up) from None
@@ -588,7 +592,7 @@ class GroupSync:
             error=error,
             suspects=attempt.suspects,
             gave_up=attempt.gave_up,
-            checksums=tuple((name, int(each)) for name, each in attempt.checksums),
+            checksums=(tuple((name, int(each)) for name, each in attempt.checksums),),
         )
         attempt.result = self._client.vote(vote)
 

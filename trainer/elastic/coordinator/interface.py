@@ -19,7 +19,7 @@ from trainer.spec.job import JobSpec
 
 @dataclass(frozen=True)
 class Reply:
-    """Send `body` to a rank, as the answer to its request `id`; 0 where it asked nothing."""
+    """Send `body` to a speaker, as the answer to its request `id`; 0 where it asked nothing."""
 
     to: RankId
     id: int

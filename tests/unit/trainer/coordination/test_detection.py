@@ -39,7 +39,7 @@ def test_slow_steps_stretch_the_limit() -> None:
 def test_who_waits_for_other_groups_does_not_hang() -> None:
     detector = monitor()
     detector.beat(A0, STILL, 0)
-    assert detector.hangs(100, waiting={A0}) == []
+    assert detector.hangs(100, waiting={A0.group}) == []
     assert detector.hangs(109) == []
     assert len(detector.hangs(111)) == 1
 
@@ -58,6 +58,13 @@ def test_ranks_that_wait_for_one_which_waits_for_storage_do_not_hang() -> None:
     detector.beat(A1, waits, 5)
     assert detector.hangs(50) == []
     assert [hang.rank for hang in detector.hangs(106)] == [A0]
+
+
+def test_of_a_group_the_rank_that_the_others_wait_for_hangs() -> None:
+    detector = monitor()
+    detector.beat(A0, STILL.model_copy(update={"is_waiting": True}), 5)
+    detector.beat(A1, STILL, 6)
+    assert [hang.rank for hang in detector.hangs(17)] == [A1]
 
 
 def test_a_group_that_is_gone_never_hangs() -> None:
@@ -86,7 +93,8 @@ def stragglers(windows: Windows) -> Windows:
     for number, times in enumerate(windows, start=1):
         for rank, step_time_s in times.items():
             detector.beat(rank, timed(step_time_s), 10 * number)
-        found.append(detector.stragglers(times, 10 * number))
+        groups = {rank.group for rank in times}
+        found.append(detector.stragglers(groups, 10 * number))
     return found
 
 

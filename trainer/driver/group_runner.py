@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from trainer import failures
 from trainer.coordination.client import finding_s
-from trainer.coordination.detection import HostRecord
+from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.coordinator_actor import RayCoordinator
@@ -195,6 +196,7 @@ class GroupRunLoop:
     coordinator: RayCoordinator
     record: HostRecord
     run_index: int
+    replacements: ReplacementPolicy
     runs: dict[int, GroupRun] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -211,6 +213,8 @@ class GroupRunLoop:
         self._requests = ResizeRequests(attempt.context.files)
         self._failures = FailureTracker(self.record, attempt.context.max_worker_failures)
         self._zombies: list[GroupRun] = []
+        self._stragglers: list[events.StragglerFound] = []
+        self._slow_hosts: set[str] = set()
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
         self._shortage = ShortageTimer(recovery.start_grace_s)
@@ -257,6 +261,7 @@ class GroupRunLoop:
     def _apply_status(self, status: CoordinatorStatus) -> None:
         """Apply which groups the coordinator has, lost or let go."""
         self._has_finished = status.has_finished
+        self._stragglers = self.replacements.new(status.stragglers)
         for group in status.groups:
             run = self._run_of(group.group, group.incarnation)
             if run:
@@ -370,6 +375,7 @@ class GroupRunLoop:
         """Start and retire groups by the policy; ends a run that has room for none."""
         request, hosts = self._requests.poll(), self.config.read_hosts()
         self._save_before_loss(hosts)
+        self._judge_stragglers(request, hosts)
         actions = decide(self._policy, self._view(request, hosts))
         starts = [each for each in actions if isinstance(each, Start) and not each.is_spare]
         is_first = not self._next_incarnations
@@ -381,6 +387,24 @@ class GroupRunLoop:
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
         return self._check_shortage()
+
+    def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
+        """Report new stragglers; the groups of those that are replaced move to other hosts."""
+        stragglers, self._stragglers = self._stragglers, []
+        for found in stragglers:
+            view = self._view(request, hosts)
+            without = decide(self._policy, replace(view, drained=view.drained | {found.host}))
+            has_room = any(
+                isinstance(each, Promote) or (isinstance(each, Start) and not each.is_spare)
+                for each in without
+            )
+            is_replaced = self.replacements.replaces(found.host, has_room=has_room)
+            action: Literal["none", "replace"] = "replace" if is_replaced else "none"
+            self.config.attempt.writer.write(found.model_copy(update={"action": action}))
+            if is_replaced:
+                exclusion = self.record.exclude_slow(found, self.config.clock())
+                self.config.attempt.writer.write(exclusion)
+                self._slow_hosts.add(found.host)
 
     def _save_before_loss(self, hosts: Sequence[Host]) -> None:
         """Have the leader save where Ray drains hosts of every group that trains, as if preempted.
@@ -421,13 +445,14 @@ class GroupRunLoop:
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
+        excluded = self.record.excluded(now)
         wanted = request.wanted_beside(self._num_staying() * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(hosts, self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
             target=self._policy.target(wanted),
-            drained=request.drain_hosts,
-            excluded=self.record.excluded(now),
+            drained=request.drain_hosts | (self._slow_hosts & excluded),
+            excluded=excluded,
             may_start=now >= self._failures.may_start_at,
         )
 
@@ -470,14 +495,16 @@ class GroupRunLoop:
             self.coordinator.promote(run.group)
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
-        run = self.runs[action.group]
-        run.is_leaving, run.leave_cause = True, action.cause
-        self.coordinator.retire(action.group, action.cause)
-        logger.info("%s shall leave: %s", run.name, action.cause)
+        run, cause = self.runs[action.group], str(action.cause)
+        if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
+            cause = "straggler"
+        run.is_leaving, run.leave_cause = True, cause
+        self.coordinator.retire(action.group, cause)
+        logger.info("%s shall leave: %s", run.name, cause)
         if run.is_spare:
             return
-        is_requested = action.cause == "resize" and request.workers is not None
-        self._resize_cause = "request" if is_requested else action.cause
+        is_requested = cause == "resize" and request.workers is not None
+        self._resize_cause = "request" if is_requested else cause
 
     def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
         """Report another number of workers once no group comes or goes."""
@@ -526,12 +553,13 @@ class GroupRunLoop:
 def run_groups(
     config: RunnerConfig,
     record: HostRecord,
+    replacements: ReplacementPolicy,
     start_coordinator: Callable[[int], RayCoordinator],
     run_index: int,
 ) -> Failure | None:
-    """Run all groups once, with a coordinator of its own; `record` lasts for all runs."""
+    """Run all groups once, with a coordinator of its own; the records last for all runs."""
     coordinator = start_coordinator(run_index)
-    loop = GroupRunLoop(config, coordinator, record, run_index)
+    loop = GroupRunLoop(config, coordinator, record, run_index, replacements)
     try:
         while (ended := loop.tick()) is None:
             config.wait(_POLL_S)

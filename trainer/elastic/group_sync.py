@@ -47,7 +47,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -215,7 +215,7 @@ class CrossGroupProcessGroup:
         self._form(own_keys)
 
     def _meet(self, store: dist.Store, address: str) -> None:
-        """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
+        """Wait until all are here. Forming the backend waits too, but names nobody."""
         here = [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
         started = time.monotonic()
@@ -251,7 +251,9 @@ class CrossGroupProcessGroup:
                 self._backend = new_nccl(store, replica, self._device, self._timeout_s)
                 self._connect(self._backend)
             else:
-                self._backend = dist.ProcessGroupGloo(store, replica.index, replica.size, timeout)
+                self._backend = self._formed(
+                    lambda: dist.ProcessGroupGloo(store, replica.index, replica.size, timeout)
+                )
         except RuntimeError as error:
             gave_up = self._is_given_up
             cause = self._failure("connect") if self._timer.has_fired else error
@@ -259,6 +261,23 @@ class CrossGroupProcessGroup:
             message = f"no replica group was formed: {_first_line(cause)}"
             suspects = [] if gave_up else self._unreachable()
             raise ExchangeError(message, suspects, gave_up=gave_up) from None
+
+    def _formed(self, form: Callable[[], Gloo]) -> Gloo:
+        """Form a backend in a thread, which is left behind where this rank must not wait for it."""
+        forming: Future[Gloo] = Future()
+
+        def run() -> None:
+            try:
+                forming.set_result(form())
+            except BaseException as error:  # handed to whoever waits
+                forming.set_exception(error)
+
+        threading.Thread(target=run, name="forming", daemon=True).start()
+        deadline = time.monotonic() + self._timeout_s + _ABORT_S
+        while True:
+            with suppress(TimeoutError):
+                return forming.result(_POLL.total_seconds())
+            self._check(deadline, "connect")
 
     def _connect(self, backend: Nccl) -> None:
         """Connect the ranks now: the first exchange would wait for that."""

@@ -285,13 +285,19 @@ class Resized(EventModel):
 
 
 class StragglerFound(EventModel):
-    """A rank is persistently slower than the others."""
+    """A rank is persistently slower than the others.
+
+    It takes `own_s` for a step when it waits for nobody, the median rank `median_s`. With `replace`
+    its workers move to another host.
+    """
 
     kind: Literal["straggler_found"] = "straggler_found"
     group: Count
     rank: Count
     host: str
-    slowdown: float = Field(description="Its median step over the median of all.")
+    slowdown: float = Field(description="`own_s` over `median_s`.")
+    own_s: float = 0.0
+    median_s: float = 0.0
     action: Literal["none", "replace"]
 
 

@@ -10,7 +10,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from trainer.coordination.detection import HeartbeatMonitor, RankId, Suspect, SuspicionFilter
+from trainer.coordination.detection import (
+    HeartbeatMonitor,
+    RankId,
+    Slowness,
+    Suspect,
+    SuspicionFilter,
+)
 from trainer.coordination.messages import (
     Answer,
     Arrive,
@@ -323,9 +329,13 @@ class GroupRegistry:
         """Whether a rank has been silent for so long that its connection may be broken."""
         return self._monitor.is_silent(rank, now, _DOUBTFUL_SHARE)
 
-    def stragglers(self, now: float) -> dict[RankId, float]:
-        """Slowdown of the ranks of current groups that are found to be slow now."""
-        return self._monitor.stragglers({group.group for group in self.current}, now)
+    def stragglers(self, now: float) -> dict[RankId, Slowness]:
+        """The ranks of groups that train which are found to be slow now.
+
+        Where all workers are one group, which syncs with no other, that trains.
+        """
+        training = self.current or self.present
+        return self._monitor.stragglers({group.group for group in training}, now)
 
     def judge(self, now: float, only_silence: bool) -> tuple[list[Suspect], list[Note]]:
         """Who is lost for silence, a hang or a missing vote, and what to say about the others.

@@ -19,6 +19,7 @@ hangs are suspicions (`GroupRegistry.judge`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ from trainer.elastic.coordinator.rounds import SyncRounds
 from trainer.protocol import events
 
 _METRICS_EVERY_S = 10.0
+_NUM_STRAGGLERS = 20
 
 
 class Membership:
@@ -61,6 +63,7 @@ class Membership:
         self._metrics = RunMetrics(policy.rows_per_step)
         self._rounds = SyncRounds(policy, book, self._groups, self._metrics, self._effects)
         self._expected = set(range(policy.num_groups))
+        self._stragglers: deque[events.StragglerFound] = deque(maxlen=_NUM_STRAGGLERS)
         self._start_since: float | None = None
         self._recovery_ends_at: float | None = None
         self._knows_run = False  # how far it has come
@@ -93,6 +96,7 @@ class Membership:
             leader=self._groups.choose_leader(),
             groups=tuple(group.status() for group in self._groups.present),
             departures=tuple(self._groups.departures),
+            stragglers=tuple(self._stragglers),
             failure=self._rounds.failure,
         )
 
@@ -262,21 +266,20 @@ class Membership:
         self._rounds.lose(group, suspect.reason, message, now)
 
     def _find_stragglers(self, now: float) -> None:
-        replace = self._policy.replace_stragglers and len(self._groups.current) > 1
-        for rank, slowdown in self._groups.stragglers(now).items():
+        for rank, slowness in self._groups.stragglers(now).items():
             group = self._groups.find(rank)
             assert group, "a straggler is there"
-            if replace:
-                group.leave_cause = "straggler"
             found = events.StragglerFound(
                 time=now,
                 group=rank.group,
                 rank=rank.rank,
                 host=group.ranks[rank.rank].host,
-                slowdown=slowdown,
-                action="replace" if replace else "none",
+                slowdown=slowness.slowdown,
+                own_s=slowness.own_s,
+                median_s=slowness.median_s,
+                action="none",
             )
-            self._effects.append(found)
+            self._stragglers.append(found)
 
     # --- requests of the driver
 

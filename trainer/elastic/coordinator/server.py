@@ -69,7 +69,7 @@ _GC_THRESHOLDS = (200_000, 20, 1000)
 _BACKLOG = 4096  # all may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
-_MONITORED_KINDS = frozenset({"hang_found", "straggler_found"})
+_MONITORED_KINDS = frozenset({"hang_found"})
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -80,7 +80,7 @@ class CoordinatorConfig:
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
     `book` is that of a fresh run. Its events go to the attempt's files. Only clients with `token`,
     the attempt's, are heard. There are `num_stores` for the process groups of as many shards. With
-    `only_watches` there is one group that syncs with no other: only hangs and stragglers are
+    `only_watches` there is one group that syncs with no other: only hangs are
     reported, a rank that ends does not end the others, and there is no store.
     """
 

@@ -14,7 +14,7 @@ from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, attempt_in
 from trainer import failures
-from trainer.coordination.detection import HostRecord
+from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
@@ -40,6 +40,7 @@ class World:
     now: float = 1000.0
     standings: dict[tuple[int, int], str] = field(default_factory=dict)
     departures: list[Departure] = field(default_factory=list)
+    stragglers: list[events.StragglerFound] = field(default_factory=list)
     failure: Failure | None = None
     has_finished: bool = False
     answers: bool = True
@@ -67,7 +68,8 @@ class World:
         times = {"clock": lambda: self.now, "wait": self.wait}
         times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
         config = RunnerConfig(attempt, self.read_hosts, self.launch, self.kill_on, **times)
-        self.life = GroupRunLoop(config, self, HostRecord(2, 600), run_index=0)
+        policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
+        self.life = GroupRunLoop(config, self, HostRecord(2, 600), 0, policy)
 
     def grow_by_itself(self) -> None:
         """The cluster has an autoscaler, and no host yet."""
@@ -153,6 +155,7 @@ class World:
             leader=0,
             groups=groups,
             departures=tuple(self.departures),
+            stragglers=tuple(self.stragglers),
             failure=self.failure,
         )
 
@@ -473,7 +476,8 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(world: World) -> Non
             world.failure = Failure(failures.NON_FINITE, "nan")
 
     config = replace(world.life.config, wait=wait)
-    failure = run_groups(config, world.life.record, lambda run_index: world, 0)
+    policy = ReplacementPolicy(is_wanted=False)
+    failure = run_groups(config, world.life.record, policy, lambda run_index: world, 0)
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
@@ -652,3 +656,41 @@ def test_an_autoscaler_is_asked_for_room_for_spares(spared: World) -> None:
         spared.add(address)
     spared.look()
     assert [run.config.group.is_spare for run, _ in spared.runs.values()] == [False, False, True]
+
+
+def straggler(group: int, host: str, time: float) -> events.StragglerFound:
+    times = {"slowdown": 2.0, "own_s": 0.4, "median_s": 0.2}
+    return events.StragglerFound(time=time, group=group, rank=0, host=host, action="none", **times)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_group_of_a_straggler_moves_where_that_is_wanted_and_there_is_room(
+    tmp_path: Path, is_wanted: bool
+) -> None:
+    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
+    job = spec(parallelism=sizes, recovery={"replace_stragglers": is_wanted})
+    world = World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+    world.train()
+    world.stragglers.append(straggler(1, "b", time=1))
+    world.look()
+    world.hosts["d"] = 1
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}, "there was no room when it was found"
+    world.stragglers.append(straggler(1, "b", time=2))
+    world.look()
+    found = world.told(events.StragglerFound)
+    assert [each.action for each in found] == ["none", "replace" if is_wanted else "none"]
+    if not is_wanted:
+        assert not world.told(events.HostExcluded)
+        return
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c", 3: "d"}
+    (excluded,) = world.told(events.HostExcluded)
+    assert "2.0 times as slow" in excluded.reason
+    assert not world.retired, "its replacement does not train yet"
+    world.become("current", (3, 0))
+    world.look()
+    assert world.retired == [(1, "straggler")]
+    world.end((1, 0))
+    world.look()
+    assert world.hosts_in_use == {0: "a", 2: "c", 3: "d"}, "nobody starts on the slow host"
+    assert not world.told(events.Resized)

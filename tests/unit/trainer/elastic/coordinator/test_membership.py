@@ -607,27 +607,32 @@ def test_a_spare_outlives_a_coordinator_and_its_loss_is_nothing_to_recover_from(
 def straggling(world: World, times_of: Callable[[int, int], tuple[float, float]]) -> None:
     """Two minutes in which each rank takes the step and local times given."""
     for window in range(30):
-        for group in (0, 1, 2):
+        for group in sorted(world.groups):
             for rank in (0, 1):
                 step_time_s, local_s = times_of(group, rank)
                 beat(world, group, rank, window, step_time_s=step_time_s, local_s=local_s)
         tick(world, 4)
 
 
-def test_a_straggler_is_told_by_name_and_replaced_if_that_is_wanted():
-    world = running(replace_stragglers=True, heartbeat_timeout_s=60.0)
+def test_the_driver_is_told_of_stragglers_by_name():
+    world = running(heartbeat_timeout_s=60.0)
     straggling(world, lambda group, rank: (0.5 if group == 1 else 0.1, 0.0))
-    found = world.told("straggler_found")
-    assert {(each.group, each.action) for each in found} == {(1, "replace")}
-    world.run_until(lambda: world.told("group_left"))
-    assert world.told("group_left")[0].cause == "straggler"
+    found = world.status.stragglers
+    assert {(each.group, each.host, each.slowdown) for each in found} == {(1, "host-1", 5.0)}
+    assert {(each.own_s, each.median_s) for each in found} == {(0.5, 0.1)}
     # A rank that holds up its own group.
     world = running(heartbeat_timeout_s=60.0)
     slow = (0.1, 0.09)
     straggling(
         world, lambda *rank: slow if rank == (1, 1) else (0.1 if rank[0] == 1 else 0.05, 0.04)
     )
-    assert [(each.group, each.rank) for each in world.told("straggler_found")] == [(1, 1)]
+    assert [(each.group, each.rank) for each in world.status.stragglers] == [(1, 1)]
+    # All workers are one group that is in no round: only watched.
+    watched = World(1, heartbeat_timeout_s=60.0)
+    watched.start_group(0)
+    watched.exchange(1)
+    straggling(watched, lambda group, rank: (0.2, 0.1 if rank else 0.04))
+    assert [(each.group, each.rank) for each in watched.status.stragglers] == [(0, 1)]
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])

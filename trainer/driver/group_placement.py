@@ -59,7 +59,8 @@ class View:
     """What is there. `hosts` are the live ones; `num_free` counts starting workers as there.
 
     `drained` hosts shall be left, `excluded` ones failed too often, and no group may start while
-    `may_start` is False (shortly after a failure).
+    `may_start` is False (shortly after a failure). On `doubtful` ones a group was lost just now:
+    they may be gone, though the cluster does not say so yet.
     """
 
     hosts: Sequence[Host]
@@ -68,6 +69,7 @@ class View:
     drained: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     may_start: bool = True
+    doubtful: frozenset[str] = frozenset()
 
     @property
     def avoided(self) -> frozenset[str]:
@@ -197,8 +199,9 @@ def _starts(policy: GroupPolicy, view: View) -> list[Start]:
     num_missing = max(0, view.target - len(view.staying))
     num_wanted = num_missing + max(0, policy.num_spares - len(view.spares))
     for place in range(num_wanted):
-        if place == num_missing:
+        if place == num_missing:  # nothing waits for spares
             slots.target += policy.num_spares
+            slots.hosts = [host for host in slots.hosts if host.address not in view.doubtful]
         hosts = slots.take()
         if hosts is None:
             break

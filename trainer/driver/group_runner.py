@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
+_DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
@@ -215,6 +216,7 @@ class GroupRunLoop:
         self._zombies: list[GroupRun] = []
         self._stragglers: list[events.StragglerFound] = []
         self._slow_hosts: set[str] = set()
+        self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
         self._shortage = ShortageTimer(recovery.start_grace_s)
@@ -331,6 +333,7 @@ class GroupRunLoop:
         run.lost_at = self.config.clock()
         del self.runs[run.group]
         self._zombies.append(run)
+        self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
         if not run.is_spare:
             self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
@@ -454,6 +457,7 @@ class GroupRunLoop:
             drained=request.drain_hosts | (self._slow_hosts & excluded),
             excluded=excluded,
             may_start=now >= self._failures.may_start_at,
+            doubtful=frozenset(h for h, at in self._lost_at.items() if now - at < _DOUBTFUL_S),
         )
 
     def _act(self, actions: list[Action], request: ResizeRequest) -> None:

@@ -312,7 +312,7 @@ class Membership:
         """Let a spare group join: from the next round on it copies from one that trains."""
         spare = self._groups.get(group)
         if spare and spare.is_spare:
-            spare.standing = "listening"
+            spare.standing, spare.joined_at = "listening", now
             self._metrics.goodput.start(group, now)
             self._advance(now)
         return self._take_effects()

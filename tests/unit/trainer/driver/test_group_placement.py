@@ -97,6 +97,8 @@ def test_spares_come_after_all_groups_and_on_hosts_of_their_own_where_there_are_
     assert started[2:] == [Start(2, ("c", "c"), is_spare=True)]
     assert len(decide(spread, View(two, [], target=2))) == 2, "no two groups share a host"
     assert len(decide(spread, View(two, [], target=3))) == 2, "a group has no room"
+    lost = View([*two, host("c", 4), host("d", 4)], [], target=2, doubtful=frozenset("c"))
+    assert decide(spread, lost)[2:] == [Start(2, ("d", "d"), is_spare=True)]
     together = replace(THREE, num_spares=1)
     assert decide(together, View(two, [], target=2))[2:] == [Start(2, ("a", "a"), is_spare=True)]
 

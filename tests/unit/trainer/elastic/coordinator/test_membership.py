@@ -568,6 +568,7 @@ def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains(
     world.run_until(lambda: standings(world) == {0: "current", 2: "current"})
     (joined,) = [each for each in world.told("group_joined") if each.group == 2]
     assert (joined.how, joined.copied_bytes) == ("peer_copy", COPIED_BYTES)
+    assert joined.duration_s < 300, "it has not copied before"
     world.run_to_end()
     world.check_rows()
 

@@ -34,7 +34,7 @@ from service.api.middleware import (
     SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
-from service.api.routers import artifacts, auth, drivers, jobs, records, system, webhooks
+from service.api.routers import artifacts, auth, drivers, jobs, records, sweeps, system, webhooks
 from service.auth.security import Security, write_first_key
 from service.backends.base import Backend
 from service.backends.fake import FakeBackend
@@ -44,6 +44,7 @@ from service.db.engine import WalCheckpointer
 from service.db.idempotency import IdempotencyStore
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
+from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.errors import ServiceError
 from service.files import make_private
@@ -54,6 +55,7 @@ from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.loop import Reconciler
 from service.settings import Settings
+from service.sweeps.runner import SweepRunner
 from service.webhooks.sender import WebhookSender
 
 # Not __name__, which is __main__ when the module is run.
@@ -95,11 +97,15 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    sweep_store = SweepStore(store.engine)
+    sweep_runner = SweepRunner(sweep_store, store, settings, reconciler.wake)
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
-        lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
+        lifespan=partial(
+            _lifespan, reconciler=reconciler, runner=sweep_runner, wal=WalCheckpointer(store.engine)
+        ),
         dependencies=[Depends(authorize)],
         redoc_url=None,
         static_url="/docs/assets",
@@ -120,6 +126,8 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         tracing,
         ProjectStore(store.engine),
         exports,
+        sweep_store,
+        sweep_runner.wake,
     )
     add_error_handlers(app)
     for router in (
@@ -127,6 +135,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         auth.router,
         drivers.router,
         records.router,
+        sweeps.router,
         webhooks.router,
         *artifacts.routers,
         *system.routers,
@@ -172,7 +181,7 @@ def _add_middleware(
 
 @asynccontextmanager
 async def _lifespan(
-    app: FastAPI, *, reconciler: Reconciler, wal: WalCheckpointer
+    app: FastAPI, *, reconciler: Reconciler, runner: SweepRunner, wal: WalCheckpointer
 ) -> AsyncIterator[None]:
     context: Context = app.state.context
     # Kept for jobs which then were not stored, or are deleted.
@@ -182,12 +191,14 @@ async def _lifespan(
     )
     wal.start()
     reconciler.start()
+    runner.start()
     sender.start()
     context.exports.start()
     try:
         yield
     finally:
         context.closing.set()
+        runner.close()
         reconciler.close()
         sender.close()
         context.exports.close()

@@ -8,10 +8,10 @@ between groups, later all processes of a host in the middle of a step. Its pause
 next committed sync beyond the usual wait, the longer of the two; it writes no checkpoint, so there
 is nothing on storage to read. The peer is the same model and data in an elastic TorchTrainer over
 all workers, with tuned time-outs and durable checkpoints, of which a host is killed midway between
-two of them; its pause ends with the first step after the restart. How long the lost group is missed
-is measured on two groups and a third host: from its loss to the first commit with the one in its
-place, a spare, over the same job without a spare, which starts a group there. Where torchft installs from the
-package index, groups that average through it are killed likewise, with time-outs like ours.
+two of them; its pause ends with the first step after the restart. How long a lost group is missed
+is measured on two groups and a third host: until one has taken its place, a spare there, over the
+same job without a spare, which starts a group there. Where torchft installs from the package index,
+groups that average through it are killed likewise, with time-outs like ours.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class OpenRound:
         self.means = {name: total / weight for name, total in sums.items()} if weight else {}
         self.undecided = {group for group in groups if group.standing != "listening"}
         self.votes: dict[Group, Vote] = {}
+        self.is_timed = False  # votes have a deadline
         self.agreed_at: float | None = None
 
     def message_for(self, group: Group) -> Round:
@@ -431,8 +432,11 @@ class SyncRounds:
 
         Shards are unequal, but a group votes only once its slowest is averaged, as all others' is.
         """
+        if opened.is_timed:
+            return
+        opened.is_timed = True
         for group in opened.groups:
-            group.vote_due_at = min(group.vote_due_at, now + self._policy.vote_timeout_s)
+            group.vote_due_at = now + self._policy.vote_timeout_s
 
     def _suspend(self, listeners: Sequence[Group], now: float) -> None:
         """An exchange with these listeners failed: they are not in the next one, nor for ever."""

@@ -392,9 +392,8 @@ class Coordinator:
         """Take a line from a group or rank."""
         body, now = line.body, self._now()
         if isinstance(body, Hello):
-            speaker = RankId(body.group, body.incarnation, body.ranks[0].rank)
-            connection.speaker = speaker
-            self._connections[speaker] = connection
+            known = RankId(body.group, body.incarnation, body.ranks[0].rank)
+            connection.speaker, self._connections[known] = known, connection
             self._take(lambda: self._membership.on_hello(body, line.id, now))
         elif speaker := connection.speaker:
             self._take(lambda: self._receive_from(speaker, line, now))

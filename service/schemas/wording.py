@@ -218,12 +218,13 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
     facts = []
     if membership.changed_at and job.status is JobStatus.RUNNING:
         current, wanted = membership.num_current, membership.num_wanted
-        text = f"{current} of {wanted} groups, generation {membership.generation}"
-        tone = "good" if current >= wanted else "warn"
-        least = job.spec.parallelism.min_groups
+        text = f"{current} of {wanted} groups"
         if num_spares := job.spec.parallelism.spares:
             ready = sum(member.standing == SPARE for member in membership.members)
-            text += f", {ready} of {counted(num_spares, 'spare')}"
+            text += f" and {ready} of {counted(num_spares, 'spare')}"
+        text += f", generation {membership.generation}"
+        tone = "good" if current >= wanted else "warn"
+        least = job.spec.parallelism.min_groups
         if current < least:
             text = f"waits for {least - current} more: {text}, min_groups {least}"
         facts.append(Fact("Training", f"{text}, commit {membership.commit:,}", tone))

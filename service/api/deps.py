@@ -36,7 +36,7 @@ from service.auth.permissions import (
     rule_of,
 )
 from service.auth.security import Security
-from service.backends.base import Backend
+from service.backends.base import Backend, ClusterWatch
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.sweeps import SweepStore
@@ -175,6 +175,7 @@ class Context:
     tracing: Tracing
     projects: ProjectStore
     exports: ExportRunner
+    cluster: ClusterWatch
     sweeps: SweepStore
     wake_sweeps: Callable[[], None]
     closing: threading.Event = field(default_factory=threading.Event)

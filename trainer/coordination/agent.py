@@ -37,6 +37,7 @@ from trainer.coordination.messages import (
     Round,
     RoundResult,
     Vote,
+    Welcome,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,9 @@ class _Upstream(CoordinatorClient):
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         return self._agent.take_heartbeats()
+
+    def take_welcome(self, welcome: Welcome) -> None:
+        self._agent.tell_all(welcome)
 
     def take_abort(self, result: RoundResult) -> None:
         self._agent.tell_all(result)

@@ -349,13 +349,14 @@ class CoordinatorClient:
         if line.id == 0:
             if isinstance(line.body, RoundResult):
                 self.take_abort(line.body)
+            elif isinstance(line.body, Welcome):
+                self.take_welcome(line.body)
             return
+        if isinstance(line.body, Welcome):
+            self.take_welcome(line.body)
         again = None
         with self._changed:
-            if isinstance(line.body, Welcome) and line.body.stores:
-                stores = line.body.stores
-                self._store_address = stores[self.identity.rank % len(stores)]
-            elif isinstance(line.body, RoundResult):
+            if isinstance(line.body, RoundResult):
                 self._is_through = line.body.should_leave or line.body.has_finished
             assert self._hello
             self._hello = remembering(self._hello, line.body)
@@ -367,6 +368,11 @@ class CoordinatorClient:
             self._changed.notify_all()
         if again:
             self._send(again)
+
+    def take_welcome(self, welcome: Welcome) -> None:
+        """A coordinator is there, perhaps another one, with stores of its own."""
+        if stores := welcome.stores:
+            self._store_address = stores[self.identity.rank % len(stores)]
 
     def take_abort(self, result: RoundResult) -> None:
         """A round has failed while this rank may still wait in a collective of it."""

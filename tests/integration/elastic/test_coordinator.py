@@ -412,7 +412,8 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
         assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert pause_s < _NEVER_S / 4
     (lost,) = events_of(tmp_path, "group_lost")
-    assert lost.reason == "connection" and lost.message.startswith(f"rank {rank} on 127.0.0.4 ended")
+    assert lost.reason == "connection"
+    assert lost.message.startswith(f"rank {rank} on 127.0.0.4 ended")
     assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
         "peer_copy"
     ]
@@ -465,6 +466,7 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
             wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
         with coordinating(port, 2, tmp_path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
+            assert not lives[1].member.store().check(["seat"]), "ranks know the new store"
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
     for agent in agents:

@@ -346,14 +346,12 @@ class CoordinatorClient:
         if isinstance(line.body, Rejection):
             self.take_rejection(line.body)
             return
+        if isinstance(line.body, Welcome):
+            self.take_welcome(line.body)
         if line.id == 0:
             if isinstance(line.body, RoundResult):
                 self.take_abort(line.body)
-            elif isinstance(line.body, Welcome):
-                self.take_welcome(line.body)
             return
-        if isinstance(line.body, Welcome):
-            self.take_welcome(line.body)
         again = None
         with self._changed:
             if isinstance(line.body, RoundResult):

@@ -19,8 +19,9 @@ from trainer.protocol.events import HostExcluded, StragglerFound
 _UNTIMED_FACTOR = 10
 # A rank that is slow in so many windows, without one in which it has recovered, is persistently so.
 _SLOW_WINDOWS = 5
-# Less than this share of a step is nothing that others wait for.
-_LEAST_EXCESS = 0.1
+# Less than this share of a step is nothing that others wait for. The backward pass, in which a slow
+# rank is slow too, is in no local time, as it waits for others.
+_LEAST_EXCESS = 0.05
 _MAX_REPLACEMENTS = 3
 _WINDOW_S = 10.0
 _FAILURE_WINDOW_S = 3600.0

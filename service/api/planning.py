@@ -13,9 +13,11 @@ from dataclasses import replace
 from service.backends.base import cluster_text
 from service.domain.membership import sizes_of_spec
 from service.domain.models import HostFacts
+from service.domain.timeline import counted
 from service.schemas.jobs import JobPlan, LayoutOption
 from trainer.layout.choice import Choice, candidates, choose, need_of
 from trainer.layout.layout import LayoutError
+from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
 _MAX_OPTIONS = 8
@@ -33,6 +35,8 @@ def plan_of(
     num_there = len(hosts)
     hosts = hosts_to_come(spec, hosts, max_workers) if max_workers else hosts
     stated, room = stated_rooms(spec), rooms(spec, hosts)
+    if max_workers is None:
+        _check_spares(spec, sum(map(bool, room)))
     choice, obstacle = _chosen(spec, room, worker_bytes(spec, hosts)) if hosts else (None, "")
     is_stated = choice is None and bool(stated)
     if is_stated:
@@ -56,6 +60,14 @@ def plan_of(
         layout=_option(choice, choice) if choice else None,
         options=tuple(_option(each, choice) for each in _options(spec, hosts)),
     )
+
+
+def _check_spares(spec: JobSpec, num_hosts: int) -> None:
+    """Raise `SpecError` for more spares than hosts, where the cluster's are known."""
+    num_spares = spec.parallelism.spares
+    if 0 < num_hosts < num_spares:
+        message = f"the cluster has {counted(num_hosts, 'host')} for workers; set at most that"
+        raise SpecError([FieldProblem("parallelism.spares", "spares", message)])
 
 
 def _chosen(

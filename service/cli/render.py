@@ -92,10 +92,11 @@ def shape_text(job: JobSummary | JobPlan) -> str:
     """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
     span = span_text(job.min_workers, job.world_size)
     workers = "1 worker" if span == "1" else f"{span} workers"
+    spares = f" and {job.spare_workers} in spares" if job.spare_workers else ""
     if job.num_replicas is None or job.shard_group_size is None:
-        return f"{workers} (auto)"
+        return f"{workers} (auto){spares}"
     replicas = span_text(job.min_workers // job.shard_group_size, job.num_replicas)
-    return f"{workers} ({replicas} replicas x {job.shard_group_size} shards)"
+    return f"{workers} ({replicas} replicas x {job.shard_group_size} shards){spares}"
 
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:

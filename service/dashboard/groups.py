@@ -91,7 +91,9 @@ def standings_over_time(lines: Iterable[TimelineEvent]) -> list[tuple[float, dic
             case "membership_changed":
                 present = {each["group"]: each["standing"] for each in data["groups"]}
                 known = {**dict.fromkeys(known, "gone"), **present}
-            case "group_left" if data["cause"] in FOR_GOOD:
+            case "group_left" | "group_lost" if (
+                data.get("is_spare") or data.get("cause") in FOR_GOOD
+            ):
                 known = {group: known[group] for group in known if group != data["group"]}
             case "group_lost" | "group_left":
                 known = {**known, data["group"]: "gone"}

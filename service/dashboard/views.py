@@ -28,13 +28,17 @@ NUM_HOST_COLOURS = 8
 
 
 def layout_text(job: Job) -> str:
-    """World size as replicas times shards, `4 = 2 × 2` (T = M × L); bounds where it may change."""
+    """World size as replicas times shards, `4 = 2 × 2` (T = M × L); bounds where it may change.
+
+    What is added are the workers of spares.
+    """
     sizes = sizes_of_job(job)
     workers = span_text(sizes.min_workers, sizes.world_size)
     if sizes.num_replicas is None or sizes.shard_group_size is None:
         return f"{workers} (auto)"
     replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
-    return f"{workers} = {replicas} {wording.TIMES} {sizes.shard_group_size}"
+    spares = f" + {sizes.spare_workers}" if sizes.spare_workers else ""
+    return f"{workers} = {replicas} {wording.TIMES} {sizes.shard_group_size}{spares}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from service.domain.models import (
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
-CURRENT = "current"
+CURRENT, SPARE = "current", "spare"
 # Causes after which no group of that number comes back.
 FOR_GOOD = frozenset({"resize", "drain"})
 
@@ -45,6 +45,8 @@ def apply_event(
             return replace(known, layout=layout, world_size=layout.world_size)
         case events.MembershipChanged():
             return _on_members(known, event)
+        case events.GroupLost() if event.is_spare:
+            return _with_out(known, event)
         case events.GroupLost():
             lost = _with_gone(known, event, event.reason, event.message)
             return replace(lost, num_losses=known.num_losses + 1)
@@ -156,14 +158,23 @@ def group_size(membership: Membership) -> int:
     return max(map(len, [*hosts, *(gone.hosts for gone in membership.gone)]), default=0)
 
 
+def num_spares(membership: Membership) -> int:
+    return sum(member.standing == SPARE for member in membership.members)
+
+
 def num_wanted(membership: Membership) -> int:
+    """How many groups should train; spares are beside them."""
     size = group_size(membership)
-    return max(membership.world_size // size if size else 0, len(membership.members))
+    return max(membership.world_size // size if size else 0, _num_members(membership))
+
+
+def _num_members(membership: Membership) -> int:
+    return len(membership.members) - num_spares(membership)
 
 
 def missing(membership: Membership) -> tuple[GoneGroup, ...]:
     """Groups that are gone and awaited: the newest ones, up to `num_wanted` groups in all."""
-    num_awaited = max(0, num_wanted(membership) - len(membership.members))
+    num_awaited = max(0, num_wanted(membership) - _num_members(membership))
     present = {member.group for member in membership.members}
     not_back = tuple(each for each in membership.gone if each.group not in present)
     return not_back[max(0, len(not_back) - num_awaited) :]
@@ -180,12 +191,16 @@ def copies_needed(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bounds of T, then L, M at most workers, and the placement; None while they are `auto`."""
+    """Bounds of T, then L, M at most workers, and the placement; None while they are `auto`.
+
+    `spare_workers` are those of spare groups, beside T.
+    """
 
     min_workers: int
     world_size: int
     shard_group_size: int | None
     placement: str | None
+    spare_workers: int = 0
 
     @property
     def num_replicas(self) -> int | None:
@@ -201,6 +216,7 @@ def sizes_of_spec(spec: JobSpec) -> Sizes:
         world_size=parallelism.world_size,
         shard_group_size=None if size == "auto" else size,
         placement=None if placement == "auto" else placement,
+        spare_workers=parallelism.spare_workers,
     )
 
 
@@ -216,6 +232,7 @@ def sizes_of_job(job: Job) -> Sizes:
         world_size=given.world_size // size * size,
         shard_group_size=size,
         placement=chosen.placement,
+        spare_workers=job.spec.parallelism.spares * size if chosen.num_replicas > 1 else 0,
     )
 
 
@@ -225,9 +242,9 @@ def span_text(least: int, most: int) -> str:
 
 
 def workers_held(job: Job) -> int:
-    """How many workers a job has now, at most; 0 where it does not run."""
+    """How many workers a job has now, at most, with its spares; 0 where it does not run."""
     if job.status.is_terminal or job.status.is_at_rest:
         return 0
-    membership = current_membership(job)
+    membership, sizes = current_membership(job), sizes_of_job(job)
     reported = membership.world_size if membership else 0
-    return reported or QueueState.of(job).workers or sizes_of_job(job).world_size
+    return sizes.spare_workers + (reported or QueueState.of(job).workers or sizes.world_size)

@@ -70,6 +70,7 @@ _RESIZES = {
     "resize": "as asked",
     "room": "as the cluster has room",
     "drain": "to leave a host",
+    "straggler": "to leave a host that is too slow",
 }
 _LEAVES = {
     "resize": "fewer workers are wanted",
@@ -130,8 +131,11 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
         case events.Resized():
             return _resized(event)
         case events.StragglerFound():
-            follows = "its group is replaced" if event.action == "replace" else "it stays"
+            follows = "it moves to another" if event.action == "replace" else "it stays"
             slow = f"{event.slowdown:.1f} times as slow as the others"
+            if event.median_s:
+                own, others = (f"{1e3 * each:.3g} ms" for each in (event.own_s, event.median_s))
+                slow += f" ({own} of its own a step, the median rank {others})"
             return f"{_rank(event)} is {slow}; {follows}"
         case events.HangFound():
             idle = f"nothing done for {event.idle_s:.0f} s in phase {event.phase}"
@@ -166,6 +170,8 @@ def _group_lost(event: events.GroupLost, membership: Membership | None) -> str:
         for member in (membership.members if membership else ())
         if member.standing == CURRENT and member.group != event.group
     ]
+    if event.is_spare:
+        return f"spare {_group(event)} was lost: {cause}"
     follows = f"{counted(len(others), 'group trains', 'groups train')} on"
     if not others:
         follows = "no other group trains"
@@ -190,6 +196,7 @@ def _membership_changed(event: events.MembershipChanged) -> str:
     verbs = {
         "current": ("trains", "train"),
         "listening": ("copies from a peer", "copy from a peer"),
+        "spare": ("is a spare", "are spares"),
         "initial": ("starts", "start"),
     }
     parts = [

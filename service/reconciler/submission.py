@@ -49,7 +49,8 @@ def submission_of(
         optional["SHARDLOOM_CA_FILE"] = str(settings.driver_ca_file)
     # How far the job's cluster can grow, if it does: the driver then asks for capacity.
     has_own = following.spec.resources.cluster == "own"
-    most = following.spec.parallelism.world_size if has_own else settings.cluster_max_workers
+    sizes = following.spec.parallelism
+    most = sizes.world_size + sizes.spare_workers if has_own else settings.cluster_max_workers
     if has_own:
         # In a Secret. The environment of a Ray job is shown to all who may use the cluster.
         optional["SHARDLOOM_ATTEMPT_TOKEN"] = _token_of(attempt, settings)

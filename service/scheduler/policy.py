@@ -132,8 +132,9 @@ def workers_by_host(job: Job) -> Mapping[str, int]:
 
 def most_held(job: Job) -> int:
     """The most workers that a job may grow to in this attempt; 0 where it does not run."""
-    held = workers_held(job)
-    return max(held, QueueState.of(job).max_workers or sizes_of_job(job).world_size) if held else 0
+    held, sizes = workers_held(job), sizes_of_job(job)
+    most = (QueueState.of(job).max_workers or sizes.world_size) + sizes.spare_workers
+    return max(held, most) if held else 0
 
 
 # A blocked job at the head of the queue may be passed this long; then the cluster drains for it.
@@ -142,11 +143,15 @@ PASS_WINDOW_S = 300.0
 
 @dataclass(frozen=True)
 class Held:
-    """How many workers a job has, and the `most` that it may grow to by itself."""
+    """How many workers a job has, and the `most` that it may grow to by itself, with spares."""
 
     job: Job
     workers: int
     most: int
+
+
+def _without_spares(held: Held) -> int:
+    return held.workers - sizes_of_job(held.job).spare_workers
 
 
 @dataclass(frozen=True)
@@ -275,10 +280,10 @@ class _SchedulingPass:
             free = max(0, total - self._used.workers)
             for each in growing:
                 if each.workers + free < each.most:
-                    limits[each.job.id] = each.workers + free
+                    limits[each.job.id] = _without_spares(each) + free
         if blocked is not None:
             waited_for = [each for each in growing if each.job.priority <= blocked.priority]
-            limits |= {each.job.id: each.workers for each in waited_for}
+            limits |= {each.job.id: _without_spares(each) for each in waited_for}
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""
@@ -297,7 +302,8 @@ class _SchedulingPass:
         step = sizes.shard_group_size or 1
         workers = max(sizes.min_workers, workers // step * step)
         capped = most // step * step if most < sizes.world_size else None
-        held = Held(job, workers, capped or sizes.world_size)
+        spares = sizes.spare_workers
+        held = Held(job, workers + spares, (capped or sizes.world_size) + spares)
         self.held.append(held)
         self._count(held)
         self.result.starts.append(Start(job, workers, capped))
@@ -309,11 +315,13 @@ class _SchedulingPass:
         if project is None or project.max_workers is None:
             return None
         # An elastic job grows by itself: it counts with all that it may take.
-        return project.max_workers - self._claims[job.project]
+        spares = sizes_of_job(job).spare_workers
+        return project.max_workers - self._claims[job.project] - spares
 
     def _quota_reason(self, job: Job) -> str:
         """Why a quota keeps a job waiting; empty where none does."""
-        project, least = self.projects.get(job.project), sizes_of_job(job).min_workers
+        project, sizes = self.projects.get(job.project), sizes_of_job(job)
+        least = sizes.min_workers + sizes.spare_workers
         if project is None:
             return ""
         most, most_jobs = project.max_workers, project.max_running_jobs

@@ -38,6 +38,7 @@ class WaitingJob(ApiModel):
     priority: int
     min_workers: int
     world_size: int
+    spare_workers: int = 0
     waits_since: float
     retry_at: float | None
     position: int | None
@@ -143,6 +144,7 @@ class JobSummary(ApiModel):
     ended_at: float | None
     min_workers: int
     world_size: int = Field(description="T, the most workers where their number may change.")
+    spare_workers: int = Field(default=0, description="Workers of spare groups, beside T.")
     shard_group_size: int | None = Field(description="L; null while it is auto.")
     num_replicas: int | None = Field(description="M at most workers; null while L is auto.")
     num_attempts: int
@@ -219,6 +221,7 @@ class JobPlan(ApiModel):
     spec: JobSpec
     min_workers: int
     world_size: int
+    spare_workers: int = Field(default=0, description="Workers of spare groups, beside T.")
     shard_group_size: int | None
     num_replicas: int | None
     placement: str | None

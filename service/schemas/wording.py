@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import wraps
 from itertools import pairwise
 
+from service.domain.membership import SPARE
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
@@ -138,6 +139,7 @@ _STANDINGS = {
     "current": ("trains", "good"),
     "listening": ("copies from a peer", "active"),
     "initial": ("starts", "neutral"),
+    "spare": ("spare", "neutral"),
     "gone": ("gone", "bad"),
 }
 _DOMAINS = {
@@ -216,7 +218,11 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
     facts = []
     if membership.changed_at and job.status is JobStatus.RUNNING:
         current, wanted = membership.num_current, membership.num_wanted
-        text = f"{current} of {wanted} groups, generation {membership.generation}"
+        text = f"{current} of {wanted} groups"
+        if num_spares := job.spec.parallelism.spares:
+            ready = sum(member.standing == SPARE for member in membership.members)
+            text += f" and {ready} of {counted(num_spares, 'spare')}"
+        text += f", generation {membership.generation}"
         tone = "good" if current >= wanted else "warn"
         least = job.spec.parallelism.min_groups
         if current < least:

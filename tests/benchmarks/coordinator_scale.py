@@ -2,20 +2,23 @@
 
 python -m tests.benchmarks.coordinator_scale --json FILE
 
-The coordinator is the real one, at real sockets, alone in this process. The ranks are simulated
-in other processes, each with its own connection: in a sync every rank sends a heartbeat and
+The coordinator is the real one, at real sockets, alone in this process, with a book of as many
+windows as a large split has, of which every lane has one. The groups' agents are simulated in other
+processes, each with its own connection: in a sync every agent sends the heartbeats of its ranks and
 arrives, votes as soon as it is told of the round, and waits for the verdict. Their messages are
-those of the real client; of the answers they read only what the next message needs. Then the ranks
-of one group close their connections in a round on which all others have voted, and the survivors
-are told that it has failed.
+those of the real client; of the answers they read only what the next message needs. Then one group
+closes its connection in a round on which all others have voted, and these are told that it has
+failed.
 
 `cpu_s_512`: CPU of the coordinator's process for one sync; `commit_s_512`: from the moment that the
-last rank arrives until the last has its verdict; `loss_s_512`: from the first connection closed
-until the last survivor is told; `exponent`: how CPU of a sync grows with groups, from 64 to 512.
+last group arrives until the last has its verdict; `loss_s_512`: from the connection closed until
+the last survivor is told; `exponent`: how CPU of a sync grows with groups, from 64 to 512. What
+goes on between an agent and its ranks, within a host or two, is not in these.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import re
@@ -27,22 +30,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
 from tests.harness.processes import die_with_parent
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.messages import (
-    Answered,
     Arrive,
     Heartbeat,
+    Heartbeats,
     Hello,
+    Lease,
     Ledger,
     Numbered,
+    RankProcess,
     Request,
-    RoundResult,
     Vote,
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
@@ -55,7 +62,8 @@ NUM_GROUPS = (8, 64, 512)
 NUM_RANKS = 8
 NUM_SYNCS = 5
 NUM_PROCESSES = 2
-ROWS_PER_LEASE = 64
+ROWS_PER_LEASE = NUM_RANKS * 1024
+NUM_WINDOWS, ROWS_PER_WINDOW = 16_384, 1 << 16
 _NEVER_S = 3600.0
 _HEARTBEAT_TIMEOUT_S = 20.0
 _ANSWER_S = 300.0
@@ -157,7 +165,8 @@ def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
         vote_timeout_s=_NEVER_S,
         min_hang_s=_NEVER_S,
     )
-    book = LeaseBook(10**9, 1, ROWS_PER_LEASE, num_lanes=NUM_RANKS)
+    bounds = window_bounds()
+    book = LeaseBook(bounds[-1], 1, ROWS_PER_LEASE, windows=bounds, num_lanes=NUM_RANKS)
     prepare_process()  # as the actor does
     with TemporaryDirectory() as folder:
         attempt_dir = Path(folder, "runs", "job", "attempts", "a0")
@@ -168,7 +177,14 @@ def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
             coordinator.stop()
 
 
-# --- simulated ranks
+def window_bounds() -> list[int]:
+    """Bounds of windows of unequal size, as row groups of files are."""
+    random = Random(0)
+    sizes = (random.randint(ROWS_PER_WINDOW // 2, ROWS_PER_WINDOW) for _ in range(NUM_WINDOWS))
+    return [0, *accumulate(sizes)]
+
+
+# --- simulated agents
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ class Told:
 
 @contextmanager
 def agents_of(address: str, groups: range) -> Iterator[Connection]:
-    """A process with the ranks of `groups`; it answers the name of each phase with `Told`."""
+    """A process with the agents of `groups`; it answers the name of each phase with `Told`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=simulate, args=(address, groups, theirs))
@@ -203,21 +219,21 @@ def ask_all(agents: Sequence[Connection], phase: str) -> list[Told]:
     told = []
     for agent in agents:
         if not agent.poll(_ANSWER_S):
-            raise BenchmarkError(f"simulated ranks did not end the phase {phase} in {_ANSWER_S} s")
+            raise BenchmarkError(f"simulated agents did not end the phase {phase} in {_ANSWER_S} s")
         told.append(agent.recv())
     return told
 
 
 def simulate(address: str, groups: range, pipe: Connection) -> None:
-    """Body of a process of simulated ranks, until the other end of the pipe is closed."""
+    """Body of a process of simulated agents, until the other end of the pipe is closed."""
     die_with_parent()
     prepare_process()
-    ranks = SimulatedRanks(address, groups)
+    agents = SimulatedAgents(address, groups)
     phases: dict[str, Callable[[], Told]] = {
-        "join": ranks.join,
-        "sync": ranks.sync,
-        "vote_all_but_one": ranks.vote_all_but_one,
-        "lose_one": ranks.lose_one,
+        "join": agents.join,
+        "sync": agents.sync,
+        "vote_all_but_one": agents.vote_all_but_one,
+        "lose_one": agents.lose_one,
     }
     while True:
         try:
@@ -228,48 +244,44 @@ def simulate(address: str, groups: range, pipe: Connection) -> None:
 
 
 @dataclass(eq=False)
-class SimulatedRank:
+class SimulatedAgent:
     """One connection, and what was read from it and not taken yet."""
 
     group: int
-    rank: int
     connection: socket.socket
     buffer: bytearray = field(default_factory=bytearray)
 
 
-class SimulatedRanks:
-    """Ranks of several groups on one thread."""
+class SimulatedAgents:
+    """Agents of several groups on one thread."""
 
     def __init__(self, address: str, groups: range) -> None:
         host, _, port = address.rpartition(":")
         self._selector = selectors.DefaultSelector()
-        self._ranks: list[SimulatedRank] = []
-        self._verdicts: dict[int, RoundResult] = {}
-        self._is_current = False
+        self._agents: list[SimulatedAgent] = []
+        self._verdicts: dict[int, dict[str, Any]] = {}
         self._num_sent = self._num_read = 0
         for group in groups:
-            for number in range(NUM_RANKS):
-                connection = socket.create_connection((host, int(port)), _ANSWER_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                authenticate(connection, _TOKEN, address, _ANSWER_S)
-                rank = SimulatedRank(group, number, connection)
-                self._ranks.append(rank)
-                self._selector.register(connection, selectors.EVENT_READ, rank)
+            connection = socket.create_connection((host, int(port)), _ANSWER_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            authenticate(connection, _TOKEN, address, _ANSWER_S)
+            agent = SimulatedAgent(group, connection)
+            self._agents.append(agent)
+            self._selector.register(connection, selectors.EVENT_READ, agent)
 
     def join(self) -> Told:
         began_at = self._begin()
-        for rank in self._ranks:
-            self._send(rank, 1, _hello_of(rank))
-        self._wait(self._ranks, b'"kind":"welcome"', lambda rank, line: None)
+        for agent in self._agents:
+            self._send(agent, 1, _hello_of(agent))
+        self._wait(self._agents, b'"kind":"welcome"', lambda agent, line: None)
         return self._told(began_at)
 
     def sync(self) -> Told:
         """Beat, arrive, vote, and keep what is told to the group."""
         self._begin()
         began_at = self._arrive()
-        self._wait(self._ranks, b'"kind":"round"', self._vote)
-        self._wait(self._ranks, b'"kind":"verdict","committed":true', self._keep)
-        self._is_current = True
+        self._wait(self._agents, b'"kind":"round"', self._vote)
+        self._wait(self._agents, b'"kind":"verdict","committed":true', self._keep)
         return self._told(began_at)
 
     def vote_all_but_one(self) -> Told:
@@ -277,22 +289,22 @@ class SimulatedRanks:
         self._begin()
         began_at = self._arrive()
 
-        def vote(rank: SimulatedRank, line: bytes) -> None:
-            if rank.group != 0:
-                self._vote(rank, line)
+        def vote(agent: SimulatedAgent, line: bytes) -> None:
+            if agent.group != 0:
+                self._vote(agent, line)
 
-        self._wait(self._ranks, b'"kind":"round"', vote)
+        self._wait(self._agents, b'"kind":"round"', vote)
         return self._told(began_at)
 
     def lose_one(self) -> Told:
         """Group 0 ends, and the others are told that the round has failed."""
         began_at = self._begin()
-        for rank in self._ranks:
-            if rank.group == 0:
-                self._selector.unregister(rank.connection)
-                rank.connection.close()
-        survivors = [rank for rank in self._ranks if rank.group != 0]
-        self._wait(survivors, b'"kind":"verdict","committed":false', lambda rank, line: None)
+        for agent in self._agents:
+            if agent.group == 0:
+                self._selector.unregister(agent.connection)
+                agent.connection.close()
+        survivors = [agent for agent in self._agents if agent.group != 0]
+        self._wait(survivors, b'"kind":"verdict","committed":false', lambda agent, line: None)
         return self._told(began_at)
 
     def _begin(self) -> float:
@@ -304,93 +316,93 @@ class SimulatedRanks:
 
     def _arrive(self) -> float:
         """All beat, then all arrive; returns when the last one did."""
-        beat = Heartbeat(progress=self._num_read, phase="train", step=1, step_time_s=0.1)
-        for rank in self._ranks:
-            self._send(rank, 0, beat)
-        arrivals = {rank.group: self._arrival_of(rank.group) for rank in self._ranks}
-        for rank in self._ranks:
-            self._send(rank, 2, arrivals[rank.group])
+        beat = Heartbeat(
+            progress=self._num_read, phase="train", step=1, step_time_s=0.1, local_s=0.08
+        )
+        beats = tuple(beat.model_copy(update={"rank": rank}) for rank in range(NUM_RANKS))
+        for agent in self._agents:
+            self._send(agent, 0, Heartbeats(ranks=beats))
+        for agent in self._agents:
+            self._send(agent, 2, self._arrival_of(agent.group))
         return time.monotonic()
 
     def _arrival_of(self, group: int) -> Arrive:
         verdict = self._verdicts.get(group)
         if verdict is None:
             return Arrive(standing="initial", commit=0)
+        lease = Lease.model_validate(verdict["leases"][0])
         return Arrive(
             standing="current",
-            commit=verdict.ledger.commit,
-            leases=tuple(lease.id for lease in verdict.leases[:1]),
-            num_rows=sum(lease.num_rows for lease in verdict.leases[:1]),
+            commit=verdict["ledger"]["commit"],
+            leases=(lease.id,),
+            num_rows=lease.num_rows,
             sums={"loss": 1.0},
         )
 
-    def _vote(self, rank: SimulatedRank, line: bytes) -> None:
+    def _vote(self, agent: SimulatedAgent, line: bytes) -> None:
         found = _ROUND.search(line)
         assert found, line[:200]
-        self._send(rank, 3, Vote(round=int(found[1]), commit=int(found[2]), ok=True))
+        self._send(agent, 3, Vote(round=int(found[1]), commit=int(found[2]), ok=True))
 
-    def _keep(self, rank: SimulatedRank, line: bytes) -> None:
-        if rank.rank == 0:
-            verdict = Answered.model_validate_json(line).body
-            assert isinstance(verdict, RoundResult)
-            self._verdicts[rank.group] = verdict
+    def _keep(self, agent: SimulatedAgent, line: bytes) -> None:
+        self._verdicts[agent.group] = json.loads(line)["body"]
 
-    def _send(self, rank: SimulatedRank, request_id: int, body: Request) -> None:
+    def _send(self, agent: SimulatedAgent, request_id: int, body: Request) -> None:
         line = Numbered(id=request_id, body=body).model_dump_json().encode() + b"\n"
-        rank.connection.sendall(line)
+        agent.connection.sendall(line)
         self._num_sent += len(line)
 
     def _wait(
         self,
-        ranks: Sequence[SimulatedRank],
+        agents: Sequence[SimulatedAgent],
         kind: bytes,
-        take: Callable[[SimulatedRank, bytes], None],
+        take: Callable[[SimulatedAgent, bytes], None],
     ) -> None:
-        """Read until each of `ranks` has a line of this kind, which `take` is given."""
-        waiting = set(ranks)
-        for rank in ranks:
-            if b"\n" in rank.buffer:
-                self._take_line(rank, kind, take, waiting)
+        """Read until each of `agents` has a line of this kind, which `take` is given."""
+        waiting = set(agents)
+        for agent in agents:
+            if b"\n" in agent.buffer:
+                self._take_line(agent, kind, take, waiting)
         while waiting:
             for key, _ in self._selector.select(_ANSWER_S):
-                rank = key.data
-                data = rank.connection.recv(_RECV_BYTES)
-                assert data, f"group {rank.group} rank {rank.rank} was cut off"
+                agent = key.data
+                data = agent.connection.recv(_RECV_BYTES)
+                assert data, f"group {agent.group} was cut off"
                 self._num_read += len(data)
-                rank.buffer += data
+                agent.buffer += data
                 if data.endswith(b"\n"):
-                    self._take_line(rank, kind, take, waiting)
+                    self._take_line(agent, kind, take, waiting)
 
     @staticmethod
     def _take_line(
-        rank: SimulatedRank,
+        agent: SimulatedAgent,
         kind: bytes,
-        take: Callable[[SimulatedRank, bytes], None],
-        waiting: set[SimulatedRank],
+        take: Callable[[SimulatedAgent, bytes], None],
+        waiting: set[SimulatedAgent],
     ) -> None:
-        """Take the line of a rank that waits for one; another's stays in its buffer.
+        """Take the line of an agent that waits for one; another's stays in its buffer.
 
         Nobody is told two things at once, but a verdict may come while others wait for a round.
         """
-        if rank not in waiting:
+        if agent not in waiting:
             return
-        line = bytes(rank.buffer).splitlines()[-1]  # a roster may come before it
+        line = bytes(agent.buffer).splitlines()[-1]  # a roster may come before it
         assert kind in line[:200], f"waited for {kind!r}, was told {line[:200]!r}"
-        rank.buffer.clear()
-        waiting.discard(rank)
-        take(rank, line)
+        agent.buffer.clear()
+        waiting.discard(agent)
+        take(agent, line)
 
 
-def _hello_of(rank: SimulatedRank) -> Hello:
-    host = f"10.0.{rank.group // 250}.{rank.group % 250}"
+def _hello_of(agent: SimulatedAgent) -> Hello:
+    host = f"10.0.{agent.group // 250}.{agent.group % 250}"
     return Hello(
-        group=rank.group,
+        group=agent.group,
         incarnation=0,
-        rank=rank.rank,
         num_ranks=NUM_RANKS,
-        host=host,
-        pid=1,
-        donor=f"{host}:41234",
+        ranks=tuple(
+            RankProcess(rank=rank, host=host, pid=1, donor=f"{host}:{41234 + rank}")
+            for rank in range(NUM_RANKS)
+        ),
         origin="seed",
         standing="initial",
         ledger=Ledger(),

@@ -85,6 +85,10 @@ class OurJob:
         groups = changes[-1].groups if changes else []
         return sum(group.standing == "current" for group in groups)
 
+    def has_spare(self) -> bool:
+        changes = self.driver.told(events.MembershipChanged)
+        return bool(changes) and any(each.standing == "spare" for each in changes[-1].groups)
+
     def wait_for(self, look: Callable[[], Any], what: str) -> Any:
         """First true answer of `look`; raises `BenchmarkError` in the end."""
         deadline = time.monotonic() + TIMEOUT_S

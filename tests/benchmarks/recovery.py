@@ -8,8 +8,10 @@ between groups, later all processes of a host in the middle of a step. Its pause
 next committed sync beyond the usual wait, the longer of the two; it writes no checkpoint, so there
 is nothing on storage to read. The peer is the same model and data in an elastic TorchTrainer over
 all workers, with tuned time-outs and durable checkpoints, of which a host is killed midway between
-two of them; its pause ends with the first step after the restart. Where torchft installs from the
-package index, groups that average through it are killed likewise, with time-outs like ours.
+two of them; its pause ends with the first step after the restart. How long a lost group is missed
+is measured on two groups and a third host: until one has taken its place, a spare there, over the
+same job without a spare, which starts a group there. Where torchft installs from the package index,
+groups that average through it are killed likewise, with time-outs like ours.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ GOALS = [
     Goal("pause_s", "pause_in_s", "s", 1.5, "lower", "1 s"),
     Goal("syncs_lost", "syncs_lost", "syncs", 1.0, "lower", "1 sync of one group"),
     Goal("storage_bytes_read", "storage_bytes_read", "bytes", 0.0, "lower", "1 byte"),
+    Goal("missed_over_no_spare", "missed_s", "s", 0.5, "lower", "the same job without a spare"),
 ]
 TORCHFT_GOAL = Goal("pause_over_torchft", "torchft_pause_s", "s", 1.0, "lower", "torchft, tuned")
 
@@ -103,7 +106,22 @@ def measure_ours(document: Mapping[str, Any]) -> Values:
             "pause_as_told_s": max(each.pause_s for each in recoveries),
             "syncs_lost": float(max(each.syncs_lost for each in recoveries)),
             "storage_bytes_read": float(_checkpoint_bytes(job)),
+            "missed_s": _missed_s(document, num_spares=1),
         }
+
+
+def _missed_s(document: Mapping[str, Any], num_spares: int) -> float:
+    """From the loss of a host until another group has taken the place of its own."""
+    sizes = {"workers": 2 * RANKS_PER_HOST, "spares": num_spares}
+    job_of_two = {**document, "parallelism": {**document["parallelism"], **sizes}}
+    with our_job(job_of_two, len(HOSTS)) as job:
+        job.wait_for_groups(2)
+        if num_spares:
+            job.wait_for(job.has_spare, "a spare")
+        began = time.time()
+        job.hosts.kill(HOSTS[1])
+        lost, joined = job.first(events.GroupLost, began), job.first(events.GroupJoined, began)
+        return float(joined.time - lost.time)
 
 
 def _pause_after(job: OurJob, since: float) -> float:
@@ -130,6 +148,7 @@ def measure_peers(document: Mapping[str, Any], torchft: TorchftLab | None) -> Va
         "pause_in_s": 1.0,
         "syncs_lost": 1.0,
         "storage_bytes_read": 1.0,
+        "missed_s": _missed_s(document, num_spares=0),
     }
     if torchft:
         values["torchft_pause_s"] = torchft.measure(document)

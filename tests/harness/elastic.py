@@ -154,9 +154,9 @@ class ElasticHarness:
         time.sleep(down_s)
         self.start_coordinator()
 
-    def start_group(self, group: int, incarnation: int = 0) -> None:
+    def start_group(self, group: int, incarnation: int = 0, *, is_spare: bool = False) -> None:
         """Start a life of a group."""
-        placed = GroupConfig(group, incarnation, actor_name="")
+        placed = GroupConfig(group, incarnation, actor_name="", is_spare=is_spare)
         life = RankLife(
             config=replace(self.config, group=placed, run_index=0),
             rank=0,

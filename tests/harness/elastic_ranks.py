@@ -157,8 +157,8 @@ def _enter_world(life: RankLife) -> None:
 
 def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[str, float]:
     from trainer import fault_injection
-    from trainer.coordination.client import CoordinatorClient, Identity
-    from trainer.elastic.group_session import run_group
+    from trainer.coordination.client import Identity
+    from trainer.elastic.group_session import connect, run_group
 
     config, group = life.config, life.config.group
     _record_sessions(record, listener)
@@ -172,11 +172,8 @@ def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[st
         host=life.host,
     )
     timeout_s = config.spec.recovery.heartbeat_timeout_s
-    member = CoordinatorClient(identity, lambda: life.coordinator, timeout_s, config.token)
-    try:
-        return run_group(config, member, life.host)
-    finally:
-        member.close()
+    with connect(identity, lambda: life.coordinator, timeout_s, config.token) as client:
+        return run_group(config, client, life.host)
 
 
 def _record_faults(record: Recorder) -> None:
@@ -214,11 +211,12 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
     def recorded_result(self: GroupSession, result: RoundResult) -> None:
         take(self, result)
         is_ahead = self._num_steps_ahead > 0
+        others = set() if self.group.group == result.leader else {"open_epochs"}
         record(
             "committed",
             standing=result.standing,
             hash=None if is_ahead else state_hash(self),
-            **result.ledger.model_dump(mode="json"),
+            **result.ledger.model_dump(exclude=others),
         )
 
     GroupSession.train_lease = recorded_lease  # type: ignore[method-assign]

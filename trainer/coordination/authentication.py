@@ -1,10 +1,10 @@
 """Mutual proof, on a new connection, that both ends have the token of the same attempt.
 
-All jobs of a cluster reach the ports of a coordinator and of a donor. The server sends a nonce; the
-client answers with a nonce of its own and HMAC-SHA256(token, role, address, both nonces); the
-server does the same, or sends `_REFUSAL` and closes. Each message has a fixed length, and neither
-end reads or says anything else before. With the address that the client connected to in it, a proof
-is of no use at another port. What follows is neither encrypted nor signed.
+All jobs of a cluster reach the ports of a coordinator, an agent and a donor. The server sends a
+nonce; the client answers with a nonce of its own and HMAC-SHA256(token, role, address, both
+nonces); the server does the same, or sends `_REFUSAL` and closes. Each message has a fixed length,
+and neither end reads or says anything else before. With the address that the client connected to
+in it, a proof is of no use at another port. What follows is neither encrypted nor signed.
 
 `multiprocessing.connection` has such a challenge, but with HMAC-MD5 of the nonce alone, which one
 end can send back to the other, for blocking connections without a deadline.
@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Generic, Literal, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ RESPONSE_BYTES = 2 * _NUM_BYTES
 _REFUSAL = bytes(_NUM_BYTES)
 _LOG_EVERY_S = 60.0
 _FILE_SHARE = 4
+_MAX_UNPROVEN = 64  # of a server in a rank
 
 
 class NotAuthenticated(ConnectionError):
@@ -158,3 +160,59 @@ class UnprovenConnections(Generic[Connection]):
             "looks for open ports, connects to it",
             *(self._server, peer, cause, number),
         )
+
+
+class AuthenticatedServer:
+    """Listens at a free port of `host`; serves who proves `token`, each in a thread of its own.
+
+    `serve` is given the connection, whose end it may meet as an `OSError`.
+    """
+
+    def __init__(
+        self, name: str, host: str, token: bytes, serve: Callable[[socket.socket], None]
+    ) -> None:
+        self._name, self._token, self._serve = name, token, serve
+        self._unproven = UnprovenConnections(name, _MAX_UNPROVEN, _shut_down)
+        self._socket = socket.create_server((host, 0))
+        self._connections: set[socket.socket] = set()
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        """Where it listens (host:port)."""
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        # Closing alone would leave the threads waiting for the next request.
+        for each in (self._socket, *self._connections):
+            _shut_down(each)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                self._connections.add(connection)
+                self._unproven.add(connection)
+                run = self._answer
+                threading.Thread(
+                    target=run, args=[connection], name=self._name, daemon=True
+                ).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with closing(connection), suppress(OSError):
+            if self._is_proven(connection):
+                self._serve(connection)
+        self._connections.discard(connection)
+
+    def _is_proven(self, connection: socket.socket) -> bool:
+        try:
+            challenge(connection, self._token, self.address, PROOF_TIMEOUT_S)
+        except NotAuthenticated as error:
+            self._unproven.log_refusal(str(error), connection.getpeername())
+            return False
+        finally:
+            self._unproven.discard(connection)
+        return True
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,8 @@
 """A rank's side of the coordinator: requests, heartbeats, reconnection; loads no torch by itself.
 
-`CoordinatorClient` connects a rank; `HeartbeatReporter` times its steps and reports them;
-`report_heartbeats` connects a worker of the domain `job`, for hang detection only.
+`CoordinatorClient` connects a rank to its group's agent, and the agent to the coordinator;
+`HeartbeatReporter` times a rank's steps and reports them; `report_heartbeats` connects a worker of
+the domain `job`, for hang detection only.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.messages import (
@@ -27,11 +28,14 @@ from trainer.coordination.messages import (
     Answer,
     Answered,
     Arrive,
+    GroupEnded,
     GroupState,
     Heartbeat,
+    Heartbeats,
     Hello,
     Ledger,
     Numbered,
+    RankProcess,
     Rejection,
     Request,
     Roster,
@@ -63,6 +67,10 @@ class Refused(Exception):
     """The coordinator does not let this rank go on: its life, or the whole run, is over."""
 
 
+class Dismissed(Refused):
+    """This rank is of a spare group, which is not wanted any more."""
+
+
 class CoordinatorLost(Exception):
     """No coordinator could be reached for a long time."""
 
@@ -91,7 +99,7 @@ def _connect_timeout_s(heartbeat_timeout_s: float) -> float:
 
 
 class CoordinatorClient:
-    """The connection of one rank, kept up by a thread; another one sends heartbeats.
+    """A connection of one rank, or of an agent, kept up by a thread; another one sends heartbeats.
 
     Requests are repeated after a reconnection. One thread may send requests; `progress` and
     `is_aborted` may be called from any.
@@ -106,7 +114,8 @@ class CoordinatorClient:
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
-        It raises `OSError` or `ValueError` while there is none. `token` is the attempt's.
+        It raises `OSError` or `ValueError` while there is none, and `Refused` where there will be
+        none any more. `token` is the attempt's.
         """
         self.identity, self._locate, self.token = identity, locate, token
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
@@ -126,7 +135,8 @@ class CoordinatorClient:
         self._problem = ""  # why the newest try to connect failed
         self._aborted_round = -1
         self._roster = Roster(members=())
-        self._heartbeat = Heartbeat(progress=0, phase="start", step=0)
+        self._heartbeat = Heartbeat(rank=identity.rank, progress=0, phase="start", step=0)
+        self._is_through = False
         self._store_address = ""
         self._store: tuple[str, Store] | None = None
         self._threads: list[threading.Thread] = []
@@ -136,40 +146,40 @@ class CoordinatorClient:
     def join(self, standing: GroupState, origin: str, ledger: Ledger, donor: str) -> Welcome:
         """Say who this rank is and what it holds; may be said again before the first `arrive`.
 
-        Raises `Refused` or `CoordinatorLost`.
+        All ranks of its group say the same. Raises `Refused` or `CoordinatorLost`.
         """
+        identity = self.identity
+        process = RankProcess(rank=identity.rank, host=identity.host, pid=os.getpid(), donor=donor)
         hello = Hello(
-            **asdict(self.identity),
-            pid=os.getpid(),
-            donor=donor,
+            group=identity.group,
+            incarnation=identity.incarnation,
+            num_ranks=identity.num_ranks,
+            ranks=(process,),
             origin=origin,
             standing=standing,
             ledger=ledger,
         )
-        with self._changed:
-            self._hello = hello
-        if not self._threads:
-            self._away_since = time.monotonic()
-            name = f"member-{self.identity.group}-{self.identity.rank}"
-            for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
-                thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        return self._request_answer(hello, Welcome)
+        return self._answer_to(hello, Welcome)
 
     def arrive(self, arrive: Arrive) -> Round:
         """Wait until the next round opens. Raises as `join`."""
-        return self._request_answer(arrive, Round)
+        return self._answer_to(arrive, Round)
 
     def vote(self, vote: Vote) -> RoundResult:
         """Wait until the round has ended. Raises as `join`."""
-        return self._request_answer(vote, RoundResult)
+        return self._answer_to(vote, RoundResult)
+
+    def _answer_to(self, body: Request, expected: type[Expected]) -> Expected:
+        answer = self.ask(body)
+        assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
+        return answer
 
     def progress(
         self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
     ) -> None:
         """Note that something got done, for the next heartbeat."""
         self._heartbeat = Heartbeat(
+            rank=self.identity.rank,
             progress=self._heartbeat.progress + 1,
             phase=phase,
             step=step,
@@ -186,7 +196,7 @@ class CoordinatorClient:
         return number <= self._aborted_round
 
     def store(self) -> Store:
-        """A client of the store in which process groups meet, kept while its address is."""
+        """A client of the store in which this rank's process groups meet, kept while that is."""
         from torch.distributed import TCPStore
 
         address = self._store_address
@@ -206,24 +216,42 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.join(timeout=2 * self._connect_timeout_s)
 
-    def _request_answer(self, body: Request, expected: type[Expected]) -> Expected:
+    def ask(self, body: Request) -> Answer:
+        """Send a request and wait for its answer; the first is a `Hello`. Raises as `join`."""
         with self._changed:
+            if isinstance(body, Hello):
+                self._hello = body
             request = Numbered(id=self._next_id, body=body)
             self._next_id += 1
             self._request, self._answer = request, None
             is_welcome = self._is_welcome
-        if is_welcome:
+        if not self._threads:
+            self._start()
+        elif is_welcome:
             self._send(request)
         with self._changed:
             while self._answer is None:
                 self._check()
                 self._changed.wait(timeout=1.0)
             answer, self._answer, self._request = self._answer, None, None
-        assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
         return answer
+
+    def end_group(self, reason: Literal["connection", "stale"], message: str) -> None:
+        """Say that the group of this agent is over."""
+        self._send(Numbered(id=0, body=GroupEnded(reason=reason, message=message)))
+
+    def _start(self) -> None:
+        self._away_since = time.monotonic()
+        name = f"member-{self.identity.group}-{self.identity.rank}"
+        for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
+            thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""
+        if self._refusal and self._refusal.reason == "dismissed":
+            raise Dismissed(self._refusal.message)
         if self._refusal:
             raise Refused(self._refusal.message)
         if self._is_closed:
@@ -247,12 +275,14 @@ class CoordinatorClient:
         while not self._is_closed and self._refusal is None:
             try:
                 self._serve_connection()
+            except Refused as error:
+                self.take_rejection(Rejection(reason="fenced", message=str(error)))
             except (OSError, ValueError) as error:
                 self._problem = str(error)
                 logger.debug("the coordinator is away: %s", error)
             self._hang_up()
             with self._changed:
-                if self._is_welcome and not self._is_closed:
+                if self._is_welcome and not (self._is_closed or self._refusal):
                     logger.warning("the coordinator is away; this rank looks for it")
                     self._away_since = time.monotonic()
                 self._is_welcome = False
@@ -305,7 +335,7 @@ class CoordinatorClient:
 
     def _take_line(self, line: Answered) -> None:
         if isinstance(line.body, Roster):
-            self._roster = line.body
+            self._roster = line.body.after(self._roster)
         elif isinstance(line.body, Round):
             body = line.body.with_members(self._roster)
             self._take_answer(line.model_copy(update={"body": body}))
@@ -314,16 +344,18 @@ class CoordinatorClient:
 
     def _take_answer(self, line: Answered) -> None:
         if isinstance(line.body, Rejection):
-            self._take_rejection(line.body)
+            self.take_rejection(line.body)
             return
+        if isinstance(line.body, Welcome):
+            self.take_welcome(line.body)
         if line.id == 0:
             if isinstance(line.body, RoundResult):
-                self._aborted_round = max(self._aborted_round, line.body.round)
+                self.take_abort(line.body)
             return
         again = None
         with self._changed:
-            if isinstance(line.body, Welcome):
-                self._store_address = line.body.store
+            if isinstance(line.body, RoundResult):
+                self._is_through = line.body.should_leave or line.body.has_finished
             assert self._hello
             self._hello = remembering(self._hello, line.body)
             if line.id == self._welcome_id and not self._is_welcome:
@@ -335,11 +367,21 @@ class CoordinatorClient:
         if again:
             self._send(again)
 
-    def _take_rejection(self, refusal: Rejection) -> None:
+    def take_welcome(self, welcome: Welcome) -> None:
+        """A coordinator is there, perhaps another one, with stores of its own."""
+        if stores := welcome.stores:
+            self._store_address = stores[self.identity.rank % len(stores)]
+
+    def take_abort(self, result: RoundResult) -> None:
+        """A round has failed while this rank may still wait in a collective of it."""
+        self._aborted_round = max(self._aborted_round, result.round)
+
+    def take_rejection(self, refusal: Rejection) -> None:
+        """This life of the group, or the whole run, is over."""
         with self._changed:
             self._refusal = refusal
             self._changed.notify_all()
-        if self.on_refusal and refusal.reason == "fenced":
+        if self.on_refusal and refusal.reason == "fenced" and not self._is_through:
             self.on_refusal(refusal.message)
 
     def _hang_up(self) -> None:
@@ -360,11 +402,15 @@ class CoordinatorClient:
                     return
                 is_welcome = self._is_welcome
             if is_welcome:
-                self._send(Numbered(id=0, body=self._heartbeat))
+                self._send(Numbered(id=0, body=Heartbeats(ranks=self.heartbeats())))
+
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        """What there is to say now of the ranks that this connection speaks for."""
+        return (self._heartbeat,)
 
 
 def remembering(hello: Hello, answer: Answer) -> Hello:
-    """What a rank says next time after this answer: what a restarted coordinator will need."""
+    """What a group says next time after this answer: what a restarted coordinator will need."""
     news: dict[str, object] = {}
     if isinstance(answer, Round):
         members = tuple((member.group, member.incarnation) for member in answer.members)
@@ -372,9 +418,8 @@ def remembering(hello: Hello, answer: Answer) -> Hello:
             "members": members,
             "round": answer.round,
             "generation": answer.generation,
-            "overlaps": answer.overlaps,
         }
-        if answer.donor:
+        if answer.donors:
             news["standing"] = "listening"
     elif isinstance(answer, RoundResult):
         # `initial` tells a listener to start over: it is not what a seed or checkpoint made.

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
-from trainer.protocol.events import HostExcluded
+from trainer.protocol.events import HostExcluded, StragglerFound
 
 _UNTIMED_FACTOR = 10
-# A rank that is slow in so many windows in a row is persistently slow.
+# A rank that is slow in so many windows, without one in which it has recovered, is persistently so.
 _SLOW_WINDOWS = 5
+# Less than this share of a step is nothing that others wait for. The backward pass, in which a slow
+# rank is slow too, is in no local time, as it waits for others.
+_LEAST_EXCESS = 0.05
+_MAX_REPLACEMENTS = 3
 _WINDOW_S = 10.0
 _FAILURE_WINDOW_S = 3600.0
 _CLEAR_FAULTS = 2
@@ -92,6 +96,75 @@ def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
         for rank, each in mates.items():
             needed[rank] = max(step_s - (busiest_s - each.local_s), each.local_s)
     return needed
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """A rank takes `own_s` for a step in which it waits for nobody, the median one `median_s`."""
+
+    own_s: float
+    median_s: float
+
+    @property
+    def slowdown(self) -> float:
+        return self.own_s / self.median_s
+
+
+def slowness_of(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, Slowness]:
+    """How slow each rank is beside the others whose times are known; `beats` are their newest.
+
+    Of two measures the greater counts: the step that it needs beside those of all ranks, and what
+    it does on its own (reading, lookups, the dense part) beside the ranks that step with it, unless
+    that is too little for these to wait for. The median is the lower one, so that of two ranks, or
+    of two hosts, the slow one shows.
+    """
+    needed = {rank: each for rank, each in times_needed(beats).items() if each > 0}
+    if not needed:
+        return {}
+    median_s = statistics.median_low(needed.values())
+    found = {rank: Slowness(each, median_s) for rank, each in needed.items()}
+    groups: defaultdict[int, dict[RankId, Heartbeat]] = defaultdict(dict)
+    for rank in needed:
+        groups[rank.group][rank] = beats[rank]
+    for mates in groups.values():
+        own_s = statistics.median_low(each.local_s for each in mates.values())
+        for rank, each in mates.items():
+            own = Slowness(each.local_s, own_s)
+            is_felt = own_s and each.local_s - own_s > _LEAST_EXCESS * each.step_time_s
+            if is_felt and own.slowdown > found[rank].slowdown:
+                found[rank] = own
+    return found
+
+
+class ReplacementPolicy:
+    """Whether a straggler's host is replaced: only where that is wanted, and not for ever.
+
+    No host is twice, and no `place` of the job: who is slow there on another host, too, has more to
+    do. In all there are a few replacements.
+    """
+
+    def __init__(self, is_wanted: bool, most: int = _MAX_REPLACEMENTS) -> None:
+        self._num_left = most if is_wanted else 0
+        self._hosts: set[str] = set()
+        self._places: set[int] = set()
+        self._judged_until = -math.inf
+
+    def new(self, found: Iterable[StragglerFound]) -> list[StragglerFound]:
+        """Those that it was not told of before; times never run backwards."""
+        new = [each for each in found if each.time > self._judged_until]
+        self._judged_until = max((each.time for each in new), default=self._judged_until)
+        return new
+
+    def replaces(self, host: str, *, has_room: bool, place: int | None = None) -> bool:
+        """Decide on a straggler; with `has_room` as many workers fit elsewhere."""
+        is_new = host not in self._hosts and place not in self._places
+        if not (has_room and is_new and self._num_left):
+            return False
+        self._num_left -= 1
+        self._hosts.add(host)
+        if place is not None:
+            self._places.add(place)
+        return True
 
 
 @dataclass(frozen=True)
@@ -250,6 +323,11 @@ class HostRecord:
         """Leave a host out that nothing has failed on yet; `reason` goes on after its name."""
         return self._exclude(host, now, num_failures=0, reason=reason)
 
+    def exclude_slow(self, found: StragglerFound, now: float) -> HostExcluded:
+        """Leave the host of a straggler out."""
+        slow = f"is {found.slowdown:.1f} times as slow as the others (rank {found.rank})"
+        return self.exclude(found.host, slow, now)
+
     def _exclude(self, host: str, now: float, **why: Any) -> HostExcluded:
         self._until[host] = until = now + self._exclude_s
         return HostExcluded(time=now, host=host, until=until, **why)
@@ -295,6 +373,11 @@ class HeartbeatMonitor:
     def hear(self, rank: RankId, now: float) -> None:
         self._ranks.setdefault(rank, _Watched(now)).heard_at = now
 
+    def busy_rank(self, ranks: Sequence[RankId]) -> RankId:
+        """Of the ranks of a group, the first that does not wait for the others."""
+        beats = ((rank, self._ranks[rank].heartbeat) for rank in ranks if rank in self._ranks)
+        return next((rank for rank, beat in beats if beat and not beat.is_waiting), ranks[0])
+
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
         self.hear(rank, now)
         watched = self._ranks[rank]
@@ -328,17 +411,21 @@ class HeartbeatMonitor:
         """Ranks without a message for too long, or for a `share` of that."""
         return [rank for rank in self._ranks if self.is_silent(rank, now, share)]
 
-    def hangs(self, now: float, waiting: Collection[RankId] = (), share: float = 1.0) -> list[Hang]:
+    def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Hang]:
         """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
 
-        Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
-        that ends. Outside of training, where a rank tells of no steps, it may stand still for
-        longer, and so may the ranks of its group, which wait for it. `share` is that of the limits.
+        Groups in `waiting` wait for others or for the coordinator; the clocks of their ranks, and
+        of those that say that they wait, start when that ends. Outside of training, where a rank
+        tells of no steps, it may stand still for longer, and so may the ranks of its group, which
+        wait for it. `share` is that of the limits.
         """
-        waiting = self._ranks.keys() & set(waiting)
-        for rank in waiting:
-            self._ranks[rank].since = now
-        beats = {r: each.heartbeat for r, each in self._ranks.items() if each.heartbeat}
+        beats: dict[RankId, Heartbeat] = {}
+        for rank, watched in self._ranks.items():
+            beat = watched.heartbeat
+            if rank.group in waiting or (beat and beat.is_waiting):
+                watched.since = now
+            if beat:
+                beats[rank] = beat
         known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
         median_s = statistics.median(known_s) if known_s else 0.0
         limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
@@ -350,27 +437,31 @@ class HeartbeatMonitor:
             other = first.get(rank.group)
             if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang
-            if beat.phase != "train" and hang.idle_s <= untimed_s and rank not in waiting:
+            is_waiting = beat.is_waiting or rank.group in waiting
+            if beat.phase != "train" and hang.idle_s <= untimed_s and not is_waiting:
                 excused.add(rank.group)
         return [hang for group, hang in first.items() if group not in excused]
 
-    def stragglers(self, ranks: Collection[RankId], now: float) -> dict[RankId, float]:
-        """Slowdown of those of `ranks` that are persistently slow; checked once per window.
+    def stragglers(self, groups: Collection[int], now: float) -> dict[RankId, Slowness]:
+        """The ranks of `groups` that are persistently slow; checked once per window.
 
-        Slow is what takes more than `straggler_factor` times the median, the lower one, so that of
-        two ranks, or of two hosts, the slow one shows. Each is told once, and again only after it
-        had recovered.
+        Slow is what takes more than `straggler_factor` times the median; a rank has recovered when
+        it is half as far above. Each is told once, and again only after it had recovered.
         """
         if self._window_ends is None:
             self._window_ends = now + _WINDOW_S
         if now < self._window_ends:
             return {}
         self._window_ends = now + _WINDOW_S
-        beats = {r: w.heartbeat for r, w in self._ranks.items() if r in ranks and w.heartbeat}
-        known = {rank: each for rank, each in times_needed(beats).items() if each > 0}
-        median_s = statistics.median_low(known.values()) if known else 0.0
-        slowdown = {rank: each / median_s for rank, each in known.items()}
-        slow = [rank for rank, each in slowdown.items() if each > self._straggler_factor]
-        self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
-        told = [r for r, count in self._slow_windows.items() if count == _SLOW_WINDOWS]
-        return {rank: slowdown[rank] for rank in sorted(told)}
+        found = slowness_of(
+            {
+                rank: watched.heartbeat
+                for rank, watched in self._ranks.items()
+                if rank.group in groups and watched.heartbeat
+            }
+        )
+        is_fine = (1 + self._straggler_factor) / 2
+        counts = {r: self._slow_windows.get(r, 0) for r in found if found[r].slowdown > is_fine}
+        slow = [rank for rank in counts if found[rank].slowdown > self._straggler_factor]
+        self._slow_windows = counts | {rank: counts[rank] + 1 for rank in slow}
+        return {rank: found[rank] for rank in sorted(slow) if counts[rank] + 1 == _SLOW_WINDOWS}

@@ -1,16 +1,25 @@
-"""Messages between ranks and the coordinator: JSON lines over TCP, as pure data.
+"""Messages between groups and the coordinator: JSON lines over TCP, as pure data.
 
-A *round* is one try at a sync: the coordinator answers every rank's `Arrive` with the same `Round`
+A *round* is one try at a sync: the coordinator answers every group's `Arrive` with the same `Round`
 once each live group has arrived, the ranks average in buffers and `Vote`, and the `RoundResult`
 says whether all of them did. Only then is anything applied. The `Ledger` that comes with it sums
-up all committed syncs; every rank keeps the newest, for a coordinator that was restarted.
+up all committed syncs; every group keeps the newest, for a coordinator that was restarted.
+
+Ranks send the same messages to their group's agent, which makes one of them for all
+(`trainer.coordination.agent`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from operator import sub
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 WATCH_SILENCE_S = 30.0
 """Longest silence of a worker in the domain `job`, where only its peers wait for it."""
@@ -18,6 +27,8 @@ WATCH_SILENCE_S = 30.0
 Count = Annotated[int, Field(ge=0)]
 # Copies trained on rows of weight 0 alone must become equal again: decay and moments moved them.
 _LEAST_ROW_WEIGHT = 1e-9
+_FAST = 1  # level of compression
+_WORD = 8  # bytes of a number
 Span = tuple[Count, Count]
 """Rows [start, stop) of an epoch's order."""
 
@@ -53,6 +64,43 @@ class EpochRows(Message):
     done: tuple[Span, ...] = ()
 
 
+def _pack(epochs: Sequence[EpochRows]) -> list[tuple[int, str]]:
+    """Rows of epochs in a few bytes a span: distances between bounds, compressed."""
+    return [(each.epoch, _pack_spans(each.done)) for each in epochs]
+
+
+def _pack_spans(spans: Sequence[Span]) -> str:
+    bounds = list(chain.from_iterable(spans))
+    distances = list(map(sub, bounds, [0, *bounds]))
+    # Gaps apart from lengths, which are much alike, and of all numbers the same byte together.
+    packed = struct.pack(f"<{len(bounds)}q", *distances[::2], *distances[1::2])
+    planes = b"".join(packed[place::_WORD] for place in range(_WORD))
+    return base64.b64encode(zlib.compress(planes, _FAST)).decode()
+
+
+def _unpack(value: Any) -> Any:
+    """What `_pack` made of epochs; other values, such as epochs, are left to their validation."""
+    is_packed = isinstance(value, list) and all(isinstance(each, list) for each in value)
+    if not is_packed:
+        return value
+    return [{"epoch": epoch, "done": _unpack_spans(text)} for epoch, text in value]
+
+
+def _unpack_spans(text: str) -> list[Span]:
+    try:
+        planes = zlib.decompress(base64.b64decode(text))
+        packed, num_words = bytearray(len(planes)), len(planes) // _WORD
+        for place in range(_WORD):
+            packed[place::_WORD] = planes[place * num_words : (place + 1) * num_words]
+        distances = struct.unpack(f"<{num_words}q", packed)
+    except (zlib.error, struct.error) as error:
+        raise ValueError(f"no packed spans: {error}") from None
+    half = len(distances) // 2
+    gaps_and_lengths = zip(distances[:half], distances[half:], strict=True)
+    bounds = list(accumulate(chain.from_iterable(gaps_and_lengths)))
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
 class EarlyStoppingState(Message):
     """How long validation has stood still: `num_validations` since one found `best`."""
 
@@ -79,13 +127,17 @@ class Ledger(Message):
     purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
     the round that made `commit`: a number of commits alone does not say which try it was. `led`
     says up to where some leader has validated and saved what was due: what a leader was lost over
-    stays due for the next.
+    stays due for the next. As JSON `open_epochs` are packed: every lane of every group adds a span.
     """
 
     commit: Count = 0
     round: Count = 0
     epoch: Count = 0
-    open_epochs: tuple[EpochRows, ...] = ()
+    open_epochs: Annotated[
+        tuple[EpochRows, ...],
+        BeforeValidator(_unpack),
+        PlainSerializer(_pack, when_used="json"),
+    ] = ()
     rows_trained: Count = 0
     rows_skipped: Count = 0
     best: float | None = None
@@ -99,66 +151,89 @@ class Ledger(Message):
         return self.rows_trained + self.rows_skipped
 
 
-GroupState = Literal["initial", "listening", "current"]
-"""`initial`: as the seed or a checkpoint made it; `listening`: copying from a peer, hears every
-round at weight 0; `current`: holds the newest commit and trains."""
+GroupState = Literal["initial", "spare", "listening", "current"]
+"""`initial`: as the seed or a checkpoint made it; `spare`: holds nothing, is in no round and waits
+until it is wanted; `listening`: copying from a peer, hears every round at weight 0; `current`:
+holds the newest commit and trains."""
+
+
+class RankProcess(Message):
+    """The process of one rank of a group; `donor` is where it serves its shard (host:port)."""
+
+    rank: Count
+    host: str
+    pid: Count
+    donor: str
 
 
 class Hello(Message):
-    """First words of a rank on a connection, also after the coordinator was restarted.
+    """First words on a connection, also after the coordinator was restarted: for whom it speaks.
 
-    A rank may say it again on the same connection with another `standing`: as `listening` with
-    nothing at hand it asks whether there is somebody to copy from (`Welcome.has_current`), and
+    It may be said again on the same connection with another `standing`: as `listening` with
+    nothing at hand a group asks whether there is somebody to copy from (`Welcome.has_current`), and
     comes again as `initial` when there is not.
 
-    `incarnation` counts the lives of a group: a newer one fences the older. `donor` is where this
-    rank serves its shard (host:port). `origin` names the state that an `initial` group starts from.
-    `leases` are those that the group holds.
+    An agent speaks for all `ranks` of its group, a rank for itself alone. `incarnation` counts the
+    lives of a group: a newer one fences the older. `origin` names the state that an `initial` group
+    starts from. `leases` are those that the group holds.
     """
 
     kind: Literal["hello"] = "hello"
     group: Count
     incarnation: Count
-    rank: Count
     num_ranks: Annotated[int, Field(ge=1)]
-    host: str
-    pid: Count
-    donor: str
+    ranks: Annotated[tuple[RankProcess, ...], Field(min_length=1)]
     origin: str
     standing: GroupState
     ledger: Ledger
     leases: tuple[Lease, ...] = ()
     members: tuple[tuple[Count, Count], ...] = Field(
-        default=(), description="(group, incarnation) of the last round this rank was in."
+        default=(), description="(group, incarnation) of the last round this group was in."
     )
-    round: Count = Field(default=0, description="The highest round that this rank was in.")
+    round: Count = Field(default=0, description="The highest round that this group was in.")
     generation: Count = Field(default=0, description="The highest generation that it was in.")
-    overlaps: bool = Field(default=False, description="Whether its group trains on in that round.")
 
 
 class Welcome(Message):
-    """Answer to `Hello`: where the store of the process groups is (host:port)."""
+    """Answer to `Hello`: where the stores are in which the ranks of each shard meet (host:port)."""
 
     kind: Literal["welcome"] = "welcome"
-    store: str
+    stores: tuple[str, ...] = ()
     has_current: bool = Field(
         default=False, description="Whether some group holds commits that are worth copying."
     )
 
 
 class Heartbeat(Message):
-    """Says that the process lives; `progress` counts what its main thread got done.
+    """Says that the process of `rank` lives; `progress` counts what its main thread got done.
 
     `step_time_s` is the median time of its newest steps without waiting for other groups,
-    `local_s` what of a step it waited for no rank at all, reading included; 0 if unknown.
+    `local_s` what of a step it waited for no rank at all, reading included; 0 if unknown. It
+    `is_waiting` for the rest of its group, or for an answer.
     """
 
-    kind: Literal["heartbeat"] = "heartbeat"
+    rank: Count = 0
     progress: Count
     phase: str
     step: Count
     step_time_s: float = 0.0
     local_s: float = 0.0
+    is_waiting: bool = False
+
+
+class Heartbeats(Message):
+    """The heartbeats that a connection has heard since it sent the last ones."""
+
+    kind: Literal["heartbeats"] = "heartbeats"
+    ranks: tuple[Heartbeat, ...]
+
+
+class GroupEnded(Message):
+    """A rank has ended, or contradicts the others of its group, which cannot go on."""
+
+    kind: Literal["ended"] = "ended"
+    reason: Literal["connection", "stale"]
+    message: str
 
 
 class Report(Message):
@@ -173,13 +248,13 @@ class Report(Message):
 
 
 class Arrive(Message):
-    """A rank is ready for the next sync, having trained `leases` (ids, whole ones) since the last.
+    """A group is ready for the next sync, having trained `leases` (ids, whole ones) since the last.
 
     Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
     says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
     infinite, so its interval must not count. `may_overlap` says that the group could train on while
     the averages are formed. `needs_exact` asks for a round that `is_exact`, as before a save.
-    `sums` are summed over ranks (loss x weight and the like) and become means in the ledger.
+    `sums` are over its ranks (loss x weight and the like) and become means in the ledger.
     """
 
     kind: Literal["arrive"] = "arrive"
@@ -194,7 +269,7 @@ class Arrive(Message):
     needs_exact: bool = False
     report: Report | None = None
     sums: dict[str, float] = {}
-    copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
+    copied_bytes: Count = Field(default=0, description="What a listener has copied so far.")
 
     @property
     def copy_weight(self) -> float:
@@ -221,14 +296,32 @@ class Roster(Message):
     """Who is in the rounds that this connection is told of from now on; their weights are 0 here.
 
     It precedes the first round of a connection and any whose members differ in more than weights.
+    With `gone` it is a change of the last one: these groups are not in it any more, and `members`
+    are new, or others than before.
     """
 
     kind: Literal["roster"] = "roster"
     members: tuple[RoundMember, ...]
+    gone: tuple[Count, ...] | None = None
 
     @classmethod
     def of(cls, members: tuple[RoundMember, ...]) -> Roster:
         return cls(members=tuple(each.model_copy(update={"weight": 0.0}) for each in members))
+
+    def since(self, before: Roster) -> Roster:
+        """This whole one as a change of a whole one."""
+        known = {each.group: each for each in before.members}
+        new = tuple(each for each in self.members if known.pop(each.group, None) != each)
+        return Roster(members=new, gone=tuple(known))
+
+    def after(self, before: Roster) -> Roster:
+        """The whole one after this, of which `before` was told."""
+        if self.gone is None:
+            return self
+        members = {each.group: each for each in (*before.members, *self.members)}
+        for group in self.gone:
+            del members[group]
+        return Roster(members=tuple(member for _, member in sorted(members.items())))
 
 
 class Round(Message):
@@ -237,9 +330,10 @@ class Round(Message):
     `generation` changes with the members and after every round that failed; process groups are
     formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
     nothing to average; with `is_exact` everything that differs is averaged, in full precision,
-    whatever the policy. `donor` is where a listener copies its shard from. With `overlaps` all
-    ranks of the group train on from here, and apply the averages when they have trained what they
-    hold. On the wire it has `weights` in the place of `members`: those of the newest `Roster`.
+    whatever the policy. `donors` are where a listener copies its shards from, by rank. With
+    `overlaps` all ranks of the group train on from here, and apply the averages when they have
+    trained what they hold. On the wire it has `weights` in the place of `members`: those of the
+    newest `Roster`.
     """
 
     kind: Literal["round"] = "round"
@@ -251,7 +345,7 @@ class Round(Message):
     is_idle: bool = False
     is_exact: bool = False
     overlaps: bool = False
-    donor: str | None = None
+    donors: tuple[str, ...] = ()
 
     def without_members(self) -> Round:
         """As it travels after a `Roster` of its members."""
@@ -267,17 +361,17 @@ class Round(Message):
         return self.model_copy(update={"members": members, "weights": ()})
 
 
-Checksum = tuple[str, int]
-"""(table or whatever else, checksum): alike on the same rank of all groups."""
+Checksums = tuple[tuple[str, int], ...]
+"""(table or whatever else, checksum) of one rank: alike on the same rank of all groups."""
 
 
 class Vote(Message):
-    """Whether this rank holds the averages of `round`; it applies nothing before the verdict.
+    """Whether a group holds the averages of `round`; it applies nothing before the verdict.
 
-    Without `ok`, `error` says why, and `suspects` are the groups that this rank could not reach.
-    One that `gave_up` as the round had failed for others knows nothing itself. `checksums` are of
-    all that must be equal on the copies, where that is to be compared: what the round leaves alone,
-    and the averages.
+    Without `ok`, `error` says why, and `suspects` are the groups that it could not reach.
+    One that `gave_up` as the round had failed for others knows nothing itself. `checksums` are, by
+    rank, of all that must be equal on the copies, where that is to be compared: what the round
+    leaves alone, and the averages.
     """
 
     kind: Literal["vote"] = "vote"
@@ -287,7 +381,7 @@ class Vote(Message):
     error: str = ""
     suspects: tuple[Count, ...] = ()
     gave_up: bool = False
-    checksums: tuple[Checksum, ...] = ()
+    checksums: tuple[Checksums, ...] = ()
 
 
 class RoundResult(Message):
@@ -314,19 +408,22 @@ class RoundResult(Message):
 
 
 class Rejection(Message):
-    """Answer to anything: `fenced` ends the process, since another life of its group counts."""
+    """Answer to anything: `fenced` ends the process, since another life of its group counts.
+
+    A spare that is not wanted any more is `dismissed`, and ends well.
+    """
 
     kind: Literal["refusal"] = "refusal"
-    reason: Literal["fenced", "failed"]
+    reason: Literal["fenced", "failed", "dismissed"]
     message: str
 
 
-Request = Annotated[Hello | Heartbeat | Arrive | Vote, Field(discriminator="kind")]
+Request = Annotated[Hello | Heartbeats | Arrive | Vote | GroupEnded, Field(discriminator="kind")]
 Answer = Annotated[Welcome | Roster | Round | RoundResult | Rejection, Field(discriminator="kind")]
 
 
 class Numbered(Message):
-    """One line from a rank: `id` comes back with the answer. Heartbeats are not answered."""
+    """One line to the coordinator: `id` comes back with the answer. Heartbeats have none."""
 
     id: Count
     body: Request

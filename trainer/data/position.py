@@ -62,6 +62,11 @@ class Spans:
         new_stop = [stop] if last % 2 != is_in else []
         self._bounds[first:last] = new_start + new_stop
 
+    def run_at(self, row: int) -> Span | None:
+        """The span that `row` is in, if it is in the set."""
+        place = bisect_right(self._bounds, row)
+        return (self._bounds[place - 1], self._bounds[place]) if place % 2 else None
+
     def gap(self, start: int, stop: int) -> Span | None:
         """The first run of rows in [start, stop) that are not in the set, if there are any."""
         place = bisect_right(self._bounds, start)

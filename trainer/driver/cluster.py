@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 0.5
 _NO_LIMIT = 1_000_000
 
 
@@ -139,7 +142,7 @@ def cluster_answers() -> bool:
 
 
 def kill_on(host: Host, pids: Collection[int]) -> None:
-    """SIGKILL workers of ours on `host`, stopped ones too; does not wait, and may fail silently.
+    """Kill workers of ours on `host`, stopped ones too; does not wait, and may fail silently.
 
     For workers that nobody waits for any more: a coordinator keeps them out in any case.
     """
@@ -153,11 +156,15 @@ def kill_on(host: Host, pids: Collection[int]) -> None:
     task.options(**options).remote(sorted(pids))
 
 
-def kill_workers(pids: Iterable[int]) -> None:
-    """SIGKILL those of `pids` that are Ray workers: another process may have the number by now."""
-    for pid in pids:
-        try:
-            if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+def kill_workers(pids: Collection[int], wait: Callable[[float], None] = time.sleep) -> None:
+    """End those of `pids` that are Ray workers: another process may have the number by now.
+
+    By SIGABRT first, on which faulthandler logs the stacks of all threads, whoever holds the GIL.
+    """
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for pid in pids:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, number)
+        if number is signal.SIGABRT:
+            wait(_LAST_WORDS_S)

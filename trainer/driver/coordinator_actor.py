@@ -75,6 +75,7 @@ class RayCoordinator:
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
             token=attempt.token,
+            num_stores=attempt.spec.parallelism.group_size,
         )
         actor_class: Any = ray.remote(CoordinatorActor)
         self._actor = actor_class.options(
@@ -101,6 +102,9 @@ class RayCoordinator:
 
     def retire(self, group: int, cause: str) -> None:
         self._actor.retire.remote(group, cause)
+
+    def promote(self, group: int) -> None:
+        self._actor.promote.remote(group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._actor.drop.remote(group, incarnation, reason)

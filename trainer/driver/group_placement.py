@@ -3,6 +3,9 @@
 Groups are kept on hosts of their own, because a lost host then takes one copy of the tables with it
 and not two. A group that must move is started elsewhere under another number first, and retired
 when the new one trains.
+
+Spare groups are started where all others have room, on hosts of their own if there are such. One
+is promoted as soon as a group is missing, and another one started in its place.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from typing import Literal
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host, fill_hosts
 
-GroupPhase = Literal["starting", "training", "leaving"]
-"""`starting`: not current yet; `leaving`: asked to leave."""
+GroupPhase = Literal["starting", "idle", "training", "leaving"]
+"""`starting`: not current yet; `idle`: a spare that is ready; `leaving`: asked to leave."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class PlacedGroup:
     group: int
     hosts: tuple[str, ...]
     phase: GroupPhase
+    is_spare: bool = False
 
 
 @dataclass(frozen=True)
 class GroupPolicy:
-    """Between `least` and `most` groups of `group_size` workers.
+    """Between `least` and `most` groups of `group_size` workers, and `num_spares` beside them.
 
     With `must_spread` no two groups share a host, whatever it costs; without, they do where there
     are fewer hosts than groups.
@@ -41,6 +45,7 @@ class GroupPolicy:
     least: int
     most: int
     must_spread: bool = False
+    num_spares: int = 0
 
     def target(self, wanted_workers: int | None) -> int:
         """How many groups to aim at when `wanted_workers` (None: as many as may be) are wanted."""
@@ -54,7 +59,8 @@ class View:
     """What is there. `hosts` are the live ones; `num_free` counts starting workers as there.
 
     `drained` hosts shall be left, `excluded` ones failed too often, and no group may start while
-    `may_start` is False (shortly after a failure).
+    `may_start` is False (shortly after a failure). On `doubtful` ones a group was lost just now:
+    they may be gone, though the cluster does not say so yet.
     """
 
     hosts: Sequence[Host]
@@ -63,6 +69,7 @@ class View:
     drained: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     may_start: bool = True
+    doubtful: frozenset[str] = frozenset()
 
     @property
     def avoided(self) -> frozenset[str]:
@@ -71,17 +78,34 @@ class View:
 
     @property
     def staying(self) -> list[PlacedGroup]:
-        """Groups that neither leave nor have to."""
+        """Groups that neither leave nor have to, without spares."""
+        return [group for group in self._kept if not group.is_spare]
+
+    @property
+    def spares(self) -> list[PlacedGroup]:
+        """Spares that neither leave nor have to."""
+        return [group for group in self._kept if group.is_spare]
+
+    @property
+    def _kept(self) -> list[PlacedGroup]:
         avoided = self.avoided
         return [g for g in self.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start `group` with one rank on each of `hosts`."""
+    """Start `group` with one rank on each of `hosts`, perhaps as a spare."""
 
     group: int
     hosts: tuple[str, ...]
+    is_spare: bool = False
+
+
+@dataclass(frozen=True)
+class Promote:
+    """Let the spare `group` take the place of a missing one."""
+
+    group: int
 
 
 @dataclass(frozen=True)
@@ -92,15 +116,52 @@ class Retire:
     cause: Literal["resize", "drain"]
 
 
-Action = Start | Retire
+Action = Start | Promote | Retire
 
 
 def decide(policy: GroupPolicy, view: View) -> list[Action]:
     """What to do now; nothing that is under way already."""
+    promoted = _promotions(policy, view)
+    view = _with_promoted(view, promoted)
+    staying, spares = view.staying, view.spares
+    moving = [g for g in view.groups if g.phase != "leaving" and g not in (*staying, *spares)]
+    starts = _starts(policy, view)
+    return [
+        *promoted,
+        *starts,
+        *(Retire(group.group, "drain") for group in moving if group.is_spare),
+        *_moves(
+            view,
+            [group for group in moving if not group.is_spare],
+            staying,
+            [start for start in starts if not start.is_spare],
+        ),
+        *_surplus(view, staying),
+    ]
+
+
+def _promotions(policy: GroupPolicy, view: View) -> list[Promote]:
+    """Spares for the places of missing groups: ready ones first, while others train to copy from.
+
+    None joins a host with another group where groups must not share hosts.
+    """
     staying = view.staying
-    moving = [g for g in view.groups if g.phase != "leaving" and g not in staying]
-    starts = _starts(policy, view, staying)
-    return [*starts, *_moves(view, moving, staying, starts), *_surplus(view, staying)]
+    if not any(group.phase == "training" for group in view.groups):
+        return []
+    taken = {host for group in staying for host in group.hosts} if policy.must_spread else set()
+    able = [spare for spare in view.spares if not taken & set(spare.hosts)]
+    able.sort(key=lambda spare: (spare.phase != "idle", spare.group))
+    return [Promote(spare.group) for spare in able[: max(0, view.target - len(staying))]]
+
+
+def _with_promoted(view: View, promoted: Sequence[Promote]) -> View:
+    """The view once these spares are groups that start."""
+    numbers = {each.group for each in promoted}
+    groups = [
+        replace(group, phase="starting", is_spare=False) if group.group in numbers else group
+        for group in view.groups
+    ]
+    return replace(view, groups=groups)
 
 
 def need_of(policy: GroupPolicy, view: View) -> CapacityDemand:
@@ -109,8 +170,9 @@ def need_of(policy: GroupPolicy, view: View) -> CapacityDemand:
     A group that is missing wants hosts that no group is on: on one with a group there is either no
     room, or `decide` would have taken it.
     """
-    starts = _starts(policy, view, view.staying)
-    num_groups, size = len(view.staying) + len(starts), policy.group_size
+    starts = _starts(policy, view)
+    num_groups, size = len(view.staying) + len(view.spares) + len(starts), policy.group_size
+    num_wanted = view.target + policy.num_spares
     placed: list[PlacedGroup | Start] = [*view.groups, *starts]
     missing = CapacityRequest(
         size,
@@ -119,14 +181,14 @@ def need_of(policy: GroupPolicy, view: View) -> CapacityDemand:
     )
     return CapacityDemand(
         has=num_groups * size,
-        wants=view.target * size,
+        wants=num_wanted * size,
         least=policy.least * size,
-        requests=(missing,) * (view.target - num_groups),
+        requests=(missing,) * (num_wanted - num_groups),
     )
 
 
-def _starts(policy: GroupPolicy, view: View, staying: Sequence[PlacedGroup]) -> list[Start]:
-    """Starts of the groups that are missing, as far as there is room."""
+def _starts(policy: GroupPolicy, view: View) -> list[Start]:
+    """Starts of the groups that are missing and then of spares, as far as there is room."""
     if not view.may_start:
         return []
     num_on = Counter(host for group in view.groups for host in set(group.hosts))
@@ -134,11 +196,16 @@ def _starts(policy: GroupPolicy, view: View, staying: Sequence[PlacedGroup]) -> 
     taken = {group.group for group in view.groups}
     numbers = (number for number in itertools.count() if number not in taken)
     starts: list[Start] = []
-    for _ in range(view.target - len(staying)):
+    num_missing = max(0, view.target - len(view.staying))
+    num_wanted = num_missing + max(0, policy.num_spares - len(view.spares))
+    for place in range(num_wanted):
+        if place == num_missing:  # nothing waits for spares
+            slots.target += policy.num_spares
+            slots.hosts = [host for host in slots.hosts if host.address not in view.doubtful]
         hosts = slots.take()
         if hosts is None:
             break
-        starts.append(Start(next(numbers), hosts))
+        starts.append(Start(next(numbers), hosts, is_spare=place >= num_missing))
     return starts
 
 

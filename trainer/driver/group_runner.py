@@ -2,8 +2,8 @@
 
 Every group is a TorchTrainer of its own in a thread of the driver; the groups meet at a coordinator
 (`trainer.elastic.coordinator.server`), which also knows who trains. The loop compares what is there
-with what the job wants, starts what is missing and retires what is too much; placement is decided
-in `trainer.driver.group_placement`. A poll without an answer means nothing.
+with what the job wants, starts what is missing, promotes spares and retires what is too much;
+placement is decided in `trainer.driver.group_placement`. A poll without an answer means nothing.
 
 A run of all groups ends when training is complete, when an error would only recur, or when no group
 is left that holds what was trained since the newest checkpoint.
@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from trainer import failures
 from trainer.coordination.client import finding_s
-from trainer.coordination.detection import HostRecord
+from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.coordinator_actor import RayCoordinator
@@ -30,6 +31,7 @@ from trainer.driver.group_placement import (
     GroupPhase,
     GroupPolicy,
     PlacedGroup,
+    Promote,
     Retire,
     Start,
     View,
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
+_DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
@@ -95,18 +98,21 @@ class FailureTracker:
 class GroupRun:
     """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
-    `pids` go by host, once the coordinator knows the group. `was_current` stays true when the group
-    was current once. `leave_cause` is why it was asked to leave, `lost_at` when it was given up,
-    `absent_since` from when on a coordinator did not know it that had known it before.
+    `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
+    promoted. `was_current` stays true when the group was current once. `leave_cause` is why it was
+    asked to leave, which it `has_left` as, `lost_at` when it was given up, `absent_since` from when
+    on a coordinator did not know it that had known it before.
     """
 
     group: int
     incarnation: int
     hosts: tuple[str, ...]
     future: Future[Failure | None]
+    is_spare: bool = False
     was_current: bool = False
     is_leaving: bool = False
     leave_cause: str | None = None
+    has_left: bool = False
     lost_at: float | None = None
     absent_since: float | None = None
     is_killed: bool = False
@@ -115,12 +121,16 @@ class GroupRun:
     @property
     def name(self) -> str:
         again = f", life {self.incarnation + 1}" if self.incarnation else ""
-        return f"group {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
+        kind = "spare group" if self.is_spare else "group"
+        return f"{kind} {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
 
     @property
     def placed(self) -> PlacedGroup:
         phase: GroupPhase = "training" if self.was_current else "starting"
-        return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
+        if self.is_spare and self.pids:
+            phase = "idle"
+        phase = "leaving" if self.is_leaving else phase
+        return PlacedGroup(self.group, self.hosts, phase, self.is_spare)
 
     def apply(self, status: GroupStatus) -> None:
         self.absent_since = None
@@ -187,6 +197,7 @@ class GroupRunLoop:
     coordinator: RayCoordinator
     record: HostRecord
     run_index: int
+    replacements: ReplacementPolicy
     runs: dict[int, GroupRun] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -198,10 +209,14 @@ class GroupRunLoop:
             least=max(parallelism.min_workers // size, 1),
             most=parallelism.num_replicas,
             must_spread=parallelism.survive is not None,
+            num_spares=parallelism.spares,
         )
         self._requests = ResizeRequests(attempt.context.files)
         self._failures = FailureTracker(self.record, attempt.context.max_worker_failures)
         self._zombies: list[GroupRun] = []
+        self._stragglers: list[events.StragglerFound] = []
+        self._slow_hosts: set[str] = set()
+        self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
         self._shortage = ShortageTimer(recovery.start_grace_s)
@@ -248,6 +263,7 @@ class GroupRunLoop:
     def _apply_status(self, status: CoordinatorStatus) -> None:
         """Apply which groups the coordinator has, lost or let go."""
         self._has_finished = status.has_finished
+        self._stragglers = self.replacements.new(status.stragglers)
         for group in status.groups:
             run = self._run_of(group.group, group.incarnation)
             if run:
@@ -256,12 +272,14 @@ class GroupRunLoop:
                 if run.leave_cause and group.leave_cause is None:
                     # A restarted coordinator does not know of it.
                     self.coordinator.retire(run.group, run.leave_cause)
+                if group.standing == "spare" and not run.is_spare:
+                    self.coordinator.promote(run.group)  # again: it began with that only now
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run:
-                run.is_leaving = True
+                run.is_leaving = run.has_left = True
         self._lose_absent(status)
 
     def _lose_absent(self, status: CoordinatorStatus) -> None:
@@ -296,7 +314,7 @@ class GroupRunLoop:
 
     def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
         """Remove a group whose workers have ended; the failure if it ends the job."""
-        if failure and not run.lost_at and not self._has_finished:
+        if failure and not (run.lost_at or run.has_left or self._has_finished):
             self._lose(run, failure)
         elif failure and run.lost_at:
             last = self._failures.last
@@ -304,7 +322,7 @@ class GroupRunLoop:
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
-        if failure is None or run.is_killed or self._has_finished:
+        if failure is None or run.is_killed or run.has_left or self._has_finished:
             return None
         ended = f"{run.name} ended: {failure.reason}: {failure.message}"
         warn(self.config.attempt.writer, ended)
@@ -315,7 +333,9 @@ class GroupRunLoop:
         run.lost_at = self.config.clock()
         del self.runs[run.group]
         self._zombies.append(run)
-        self._resize_cause = failure.reason
+        self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
+        if not run.is_spare:
+            self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
             self.config.attempt.writer.write(exclusion)
@@ -337,7 +357,12 @@ class GroupRunLoop:
         if self._has_trained:
             return not any(run.was_current for run in self.runs.values())
         last = self._failures.last
-        return last is not None and not self.runs and last.reason != failures.NO_ROOM
+        return last is not None and not self._groups and last.reason != failures.NO_ROOM
+
+    @property
+    def _groups(self) -> list[GroupRun]:
+        """The groups that are no spares."""
+        return [run for run in self.runs.values() if not run.is_spare]
 
     def _end_without_groups(self) -> Ended | None:
         """The end of a run without groups, once its cause is known or after `_LAST_WORDS_S`."""
@@ -353,8 +378,9 @@ class GroupRunLoop:
         """Start and retire groups by the policy; ends a run that has room for none."""
         request, hosts = self._requests.poll(), self.config.read_hosts()
         self._save_before_loss(hosts)
+        self._judge_stragglers(request, hosts)
         actions = decide(self._policy, self._view(request, hosts))
-        starts = [action for action in actions if isinstance(action, Start)]
+        starts = [each for each in actions if isinstance(each, Start) and not each.is_spare]
         is_first = not self._next_incarnations
         if is_first and len(starts) < self._policy.least:
             actions = []
@@ -364,6 +390,24 @@ class GroupRunLoop:
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
         return self._check_shortage()
+
+    def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
+        """Report new stragglers; the groups of those that are replaced move to other hosts."""
+        stragglers, self._stragglers = self._stragglers, []
+        for found in stragglers:
+            view = self._view(request, hosts)
+            without = decide(self._policy, replace(view, drained=view.drained | {found.host}))
+            has_room = any(
+                isinstance(each, Promote) or (isinstance(each, Start) and not each.is_spare)
+                for each in without
+            )
+            is_replaced = self.replacements.replaces(found.host, has_room=has_room)
+            action: Literal["none", "replace"] = "replace" if is_replaced else "none"
+            self.config.attempt.writer.write(found.model_copy(update={"action": action}))
+            if is_replaced:
+                exclusion = self.record.exclude_slow(found, self.config.clock())
+                self.config.attempt.writer.write(exclusion)
+                self._slow_hosts.add(found.host)
 
     def _save_before_loss(self, hosts: Sequence[Host]) -> None:
         """Have the leader save where Ray drains hosts of every group that trains, as if preempted.
@@ -400,24 +444,28 @@ class GroupRunLoop:
             capacity.seek(need_of(self._policy, self._view(request, hosts)), hosts)
 
     def _num_staying(self) -> int:
-        return sum(not run.is_leaving for run in self.runs.values())
+        return sum(not run.is_leaving for run in self._groups)
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
+        excluded = self.record.excluded(now)
         wanted = request.wanted_beside(self._num_staying() * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(hosts, self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
             target=self._policy.target(wanted),
-            drained=request.drain_hosts,
-            excluded=self.record.excluded(now),
+            drained=request.drain_hosts | (self._slow_hosts & excluded),
+            excluded=excluded,
             may_start=now >= self._failures.may_start_at,
+            doubtful=frozenset(h for h, at in self._lost_at.items() if now - at < _DOUBTFUL_S),
         )
 
     def _act(self, actions: list[Action], request: ResizeRequest) -> None:
         for action in actions:
             if isinstance(action, Start):
                 self._start(action)
+            elif isinstance(action, Promote):
+                self._promote(self.runs[action.group])
             elif self.runs[action.group].pids:
                 self._retire(action, request)
             # A group that the coordinator does not know yet is retired later.
@@ -426,7 +474,9 @@ class GroupRunLoop:
         incarnation = self._next_incarnations[start.group]
         self._next_incarnations[start.group] += 1
         attempt = self.config.attempt
-        group = GroupConfig(start.group, incarnation, self.coordinator.actor_name)
+        group = GroupConfig(
+            start.group, incarnation, self.coordinator.actor_name, is_spare=start.is_spare
+        )
         node_ids = {host.address: host.node_id for host in self.config.read_hosts()}
         run = TrainRun(
             attempt.config(self.run_index, group),
@@ -438,20 +488,31 @@ class GroupRunLoop:
         if attempt.capacity:
             attempt.capacity.give(run.node_ids)
         future = self.config.launch(run)
-        self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
-        logger.info("starting %s", self.runs[start.group].name)
+        started = GroupRun(start.group, incarnation, start.hosts, future, start.is_spare)
+        self.runs[start.group] = started
+        logger.info("starting %s", started.name)
+
+    def _promote(self, run: GroupRun) -> None:
+        logger.info("%s takes the place of a missing group", run.name)
+        run.is_spare = False
+        if run.pids:  # else as soon as the coordinator knows it
+            self.coordinator.promote(run.group)
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
-        run = self.runs[action.group]
-        run.is_leaving, run.leave_cause = True, action.cause
-        self.coordinator.retire(action.group, action.cause)
-        is_requested = action.cause == "resize" and request.workers is not None
-        self._resize_cause = "request" if is_requested else action.cause
-        logger.info("%s shall leave: %s", run.name, action.cause)
+        run, cause = self.runs[action.group], str(action.cause)
+        if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
+            cause = "straggler"
+        run.is_leaving, run.leave_cause = True, cause
+        self.coordinator.retire(action.group, cause)
+        logger.info("%s shall leave: %s", run.name, cause)
+        if run.is_spare:
+            return
+        is_requested = cause == "resize" and request.workers is not None
+        self._resize_cause = "request" if is_requested else cause
 
     def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
         """Report another number of workers once no group comes or goes."""
-        runs = self.runs.values()
+        runs = self._groups
         is_steady &= all(run.was_current and not run.is_leaving for run in runs)
         if not runs or not is_steady:
             return
@@ -472,9 +533,9 @@ class GroupRunLoop:
             "each, outside the hosts that are drained or excluded, and the job needs "
             f"{self._policy.least}"
         )
-        if self._emptiness.is_due(not self.runs and not has_autoscaler, now):
+        if self._emptiness.is_due(not self._groups and not has_autoscaler, now):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
-        if is_short and self.runs:
+        if is_short and self._groups:
             warn(attempt.writer, f"{message}; training goes on with fewer")
         elif is_short and has_autoscaler:
             warn(attempt.writer, f"{message}; the job waits for the autoscaler")
@@ -485,7 +546,8 @@ class GroupRunLoop:
         runs = [*self.runs.values(), *self._zombies]
         ends = [run.future for run in runs]
         if ended.failure is None:
-            futures.wait(ends, self.config.end_grace_s)
+            # A spare has nothing to end, and may still be starting.
+            futures.wait([run.future for run in runs if not run.is_spare], self.config.end_grace_s)
         for run in runs:
             if not run.future.done():
                 self._kill(run)
@@ -495,12 +557,13 @@ class GroupRunLoop:
 def run_groups(
     config: RunnerConfig,
     record: HostRecord,
+    replacements: ReplacementPolicy,
     start_coordinator: Callable[[int], RayCoordinator],
     run_index: int,
 ) -> Failure | None:
-    """Run all groups once, with a coordinator of its own; `record` lasts for all runs."""
+    """Run all groups once, with a coordinator of its own; the records last for all runs."""
     coordinator = start_coordinator(run_index)
-    loop = GroupRunLoop(config, coordinator, record, run_index)
+    loop = GroupRunLoop(config, coordinator, record, run_index, replacements)
     try:
         while (ended := loop.tick()) is None:
             config.wait(_POLL_S)

@@ -11,15 +11,17 @@ by their timeout, a stopped process or a reader on dead storage does not.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from trainer import failures
-from trainer.coordination.detection import HostRecord
+from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import WATCH_SILENCE_S
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
@@ -31,7 +33,14 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import Failure
 from trainer.protocol import requests
-from trainer.protocol.events import CheckpointCommitted, Event, Metrics, Progress, WorkersStarted
+from trainer.protocol.events import (
+    CheckpointCommitted,
+    Event,
+    Metrics,
+    Progress,
+    StragglerFound,
+    WorkersStarted,
+)
 from trainer.protocol.outbox import read_batch
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 
@@ -41,6 +50,8 @@ _REPORT_EVERY_S = 10.0
 _HANGS = frozenset({"hang", "silent"})
 _MAX_STARTS_WITHOUT_ROOM = 3
 _POLL_S = 0.5
+# Workers that were given up log what their threads do, and end by themselves if they can.
+_KILL_AFTER_S = 2.0
 # A restart costs seconds of training, so growing waits until room has stayed for this long, and the
 # workers have run for so long.
 _STEADY_S, _MIN_RUN_S = 10.0, 60.0
@@ -125,6 +136,8 @@ class HangMonitor:
         self._run_index = -1
         self.processes: dict[str, set[int]] = {}
         """Process ids of the run that was checked last, by host."""
+        self.stragglers: tuple[StragglerFound, ...] = ()
+        """The newest stragglers of that run."""
         self.address = self._coordinator.address
         """Where workers send their heartbeats (host:port)."""
 
@@ -137,6 +150,7 @@ class HangMonitor:
             if group.incarnation == run_index:
                 for host, pid in group.processes:
                     self.processes.setdefault(host, set()).add(pid)
+        self.stragglers = status.stragglers if self.processes else ()
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
                 return Failure(failures.HANG, each.message, evidence={"watch": each.message})
@@ -261,6 +275,7 @@ class JobRunner:
         )
         self._requests = ResizeRequests(self.attempt.context.files)
         self._goodput = JobGoodput(self.attempt.writer.write)
+        self._replacements = ReplacementPolicy(self.attempt.spec.recovery.replace_stragglers)
         self._size: int | None = None
         self._cause = ""
         self._num_without_room = 0
@@ -363,13 +378,17 @@ class JobRunner:
         Returns why they were given up, if they were.
         """
         given_up: Failure | None = None
-        began = self.clock()
+        began, kill_at = self.clock(), math.inf
         better_since: float | None = None
         is_asked = False
         while not future.done():
             self.wait(_POLL_S)
             self._goodput.poll(time.time())
-            given_up = given_up or self._give_up(run_index)
+            if given_up is None and (given_up := self.hang_monitor.check(run_index)):
+                kill_at = self.clock() + _KILL_AFTER_S
+            if self.clock() >= kill_at:
+                self._kill()
+                kill_at = math.inf
             is_pausing = self.attempt.context.is_pause_wanted
             if is_pausing and self.attempt.capacity:
                 # The job that preempts this one may need that room; saving takes time.
@@ -381,7 +400,12 @@ class JobRunner:
                 is_asked = True
                 continue
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
-            cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
+            request, hosts = self._requests.poll(), self._hosts_but_excluded(current)
+            if self._leaves_straggler(current, request, hosts):
+                self._stop(run_index, "straggler")
+                is_asked = True
+                continue
+            cause = cause_to_stop(self._bounds, current, hosts, request)
             if cause is None:
                 better_since = None
                 continue
@@ -392,6 +416,30 @@ class JobRunner:
                 self._stop(run_index, cause)
                 is_asked = True
         return given_up
+
+    def _hosts_but_excluded(self, current: Plan) -> list[Host]:
+        """The hosts that a restart might use; excluded ones in use were taken as others lacked."""
+        excluded = self.record.excluded(time.time()) - current.addresses
+        return [host for host in self.read_hosts() if host.address not in excluded]
+
+    def _leaves_straggler(
+        self, current: Plan, request: ResizeRequest, hosts: Sequence[Host]
+    ) -> bool:
+        """Report new stragglers; whether to start again without the host of one, now excluded."""
+        must_leave = False
+        for found in self._replacements.new(self.hang_monitor.stragglers):
+            num_there = len(self.hang_monitor.processes.get(found.host, ()))
+            elsewhere = _usable(hosts, {found.host, *request.drain_hosts})
+            has_room = 0 < num_there <= sum(host.num_free for host in elsewhere)
+            is_replaced = not must_leave and self._replacements.replaces(
+                found.host, has_room=has_room, place=found.rank
+            )
+            action: Literal["none", "replace"] = "replace" if is_replaced else "none"
+            self.attempt.writer.write(found.model_copy(update={"action": action}))
+            if is_replaced:
+                must_leave = True
+                self.attempt.writer.write(self.record.exclude_slow(found, time.time()))
+        return must_leave
 
     def _seek_capacity(self, current: Plan, *, is_new: bool) -> None:
         """Request the room that the running workers would grow into."""
@@ -410,15 +458,12 @@ class JobRunner:
         avoided = request.drain_hosts | excluded
         capacity.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
-    def _give_up(self, run_index: int) -> Failure | None:
-        """Kill workers that hang; why they did."""
-        failure = self.hang_monitor.check(run_index)
-        if failure:
-            processes = self.hang_monitor.processes
-            for host in self.read_hosts():
-                if host.address in processes:
-                    self.kill_on(host, processes[host.address])
-        return failure
+    def _kill(self) -> None:
+        """Kill workers that hang."""
+        processes = self.hang_monitor.processes
+        for host in self.read_hosts():
+            if host.address in processes:
+                self.kill_on(host, processes[host.address])
 
     def _stop(self, run_index: int, cause: str) -> None:
         logger.info("asking the workers to save and stop: %s", cause)

@@ -23,6 +23,7 @@ from functools import partial
 import httpx
 
 from trainer import failures
+from trainer.coordination.detection import ReplacementPolicy
 from trainer.data.inputs import resolve_inputs
 from trainer.driver.attempt import (
     PAUSED_EARLY,
@@ -282,7 +283,8 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
         _set_unless_given(GROUP_SETTINGS)
         config = RunnerConfig(attempt, find_hosts, launch)
         start = partial(RayCoordinator, attempt)
-        return partial(run_groups, config, record, start)
+        replacements = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
+        return partial(run_groups, config, record, replacements, start)
 
     import ray.util
 

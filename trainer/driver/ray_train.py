@@ -127,6 +127,8 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
 
     # A TCPStore client resolves its peer's name; without a name server that would stall for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    # Collectives of NCCL that are remembered, for the log of a worker that hangs in one.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     worker = config["worker"]
     os.environ.update(worker.secrets.values)
     rank = ray.train.get_context().get_world_rank()

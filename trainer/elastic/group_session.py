@@ -13,16 +13,19 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.manager import TrainState
+from trainer.coordination.agent import GroupAgent, connect_once
 from trainer.coordination.client import (
     LOCATE_S,
     CoordinatorClient,
+    Dismissed,
     HeartbeatReporter,
     Identity,
     end_process,
@@ -139,7 +142,7 @@ class GroupSession(Session):
     @property
     def rows_agreed(self) -> int:
         """Rows of the run that are trained or left out by the last committed sync."""
-        return self.state.position.rows_done(self.shape.num_rows)
+        return self.ledger.rows_done
 
     @property
     def _accumulate_steps(self) -> int:
@@ -159,10 +162,12 @@ class GroupSession(Session):
     def begin(self) -> None:
         """Take the state from a live group, else from a checkpoint, else from the seed.
 
-        Collective over the group.
+        A spare takes none before it is wanted. Collective over the group.
         """
         self.optimizers.init_state()
-        if self._can_copy():
+        if self.group.is_spare:
+            self.standing = "spare"
+        elif self._can_copy():
             self.standing = "listening"
         else:
             self.restore()
@@ -172,13 +177,9 @@ class GroupSession(Session):
         self.speed.restart()
 
     def _can_copy(self) -> bool:
-        """Whether some group holds what this one needs; the first rank asks for all."""
-        box: list[bool] = [False]
-        if self.groups.rank == 0:
-            welcome = self.client.join("listening", "", self.ledger, self.group_sync.donor)
-            box[0] = welcome.has_current
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Whether some group holds what this one needs."""
+        welcome = self.client.join("listening", "", self.ledger, self.group_sync.donor)
+        return welcome.has_current
 
     def train_lease(self) -> None:
         """Train the next lease, if the group holds one. Collective over the group.
@@ -366,8 +367,8 @@ class GroupSession(Session):
 
     def _adopt(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        position = position_of(ledger)
-        rows_done = position.rows_done(self.shape.num_rows)
+        position = position_of(ledger)  # without the rows of open epochs where another group leads
+        rows_done = ledger.rows_done
         is_complete = rows_done >= self.num_rows
         step = self.total_steps if is_complete else rows_done // self.shape.rows_per_step
         self.state = TrainState.at(step, position, ledger)
@@ -539,6 +540,8 @@ def run_group(
             while not session.is_over:
                 session.train_lease()
                 session.sync_groups()
+        except Dismissed as message:
+            logger.info("this spare ends: %s", message)
         finally:
             session.close()
     return session.final_metrics
@@ -553,17 +556,32 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> Non
         num_ranks=dist.get_world_size(),
         host=host,
     )
-    client = CoordinatorClient(
-        identity,
-        lambda: locate(group.actor_name),
-        config.spec.recovery.heartbeat_timeout_s,
-        config.token,
-    )
-    client.on_refusal = end_process
-    try:
+    timeout_s = config.spec.recovery.heartbeat_timeout_s
+    with connect(identity, lambda: locate(group.actor_name), timeout_s, config.token) as client:
+        client.on_refusal = end_process
         run_group(config, client, host)
+
+
+@contextmanager
+def connect(
+    identity: Identity, locate: Callable[[], str], heartbeat_timeout_s: float, token: bytes
+) -> Iterator[CoordinatorClient]:
+    """A client of the group's agent, which its first rank runs: that connects to the coordinator.
+
+    `locate` gives the address of that. Collective over the group's default process group.
+    """
+    agent = None
+    if identity.rank == 0:
+        agent = GroupAgent(identity, locate, heartbeat_timeout_s, token)
+    box = [agent.address if agent else ""]
+    dist.broadcast_object_list(box, src=0)
+    client = CoordinatorClient(identity, connect_once(box[0]), heartbeat_timeout_s, token)
+    try:
+        yield client
     finally:
         client.close()
+        if agent:
+            agent.close()
 
 
 def locate(actor_name: str) -> str:

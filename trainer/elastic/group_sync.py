@@ -47,7 +47,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupNCCL as Nccl
 
 _POLL = timedelta(milliseconds=20)
-_MEET_POLL_S = 0.001
+_MEET_POLL_S, _MAX_MEET_POLL_S = 0.001, 0.05
 _DEVICE_POLL_S = 0.0002
 _PROBE_S = 1.0
 _PROBES_AT_ONCE = 32
@@ -215,14 +215,18 @@ class CrossGroupProcessGroup:
         self._form(own_keys)
 
     def _meet(self, store: dist.Store, address: str) -> None:
-        """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
+        """Wait until all are here. Forming the backend waits too, but names nobody."""
         here = [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
+        started = time.monotonic()
         try:
             store.set(here[self.replica.index], address)
-            while not store.check(here):
+            if store.add("num_here", 1) == self.replica.size:
+                store.set("all_here", "")
+            while not store.check(["all_here"]):
                 self._check(deadline, "meet")
-                time.sleep(_MEET_POLL_S)
+                waited_s = time.monotonic() - started
+                time.sleep(min(max(_MEET_POLL_S, waited_s / 10), _MAX_MEET_POLL_S))
         except ExchangeError as error:
             absent = [place for place, key in enumerate(here) if not store.check([key])]
             raise ExchangeError(str(error), absent, gave_up=error.gave_up) from None
@@ -247,7 +251,9 @@ class CrossGroupProcessGroup:
                 self._backend = new_nccl(store, replica, self._device, self._timeout_s)
                 self._connect(self._backend)
             else:
-                self._backend = dist.ProcessGroupGloo(store, replica.index, replica.size, timeout)
+                self._backend = self._formed(
+                    lambda: dist.ProcessGroupGloo(store, replica.index, replica.size, timeout)
+                )
         except RuntimeError as error:
             gave_up = self._is_given_up
             cause = self._failure("connect") if self._timer.has_fired else error
@@ -255,6 +261,23 @@ class CrossGroupProcessGroup:
             message = f"no replica group was formed: {_first_line(cause)}"
             suspects = [] if gave_up else self._unreachable()
             raise ExchangeError(message, suspects, gave_up=gave_up) from None
+
+    def _formed(self, form: Callable[[], Gloo]) -> Gloo:
+        """Form a backend in a thread, which is left behind where this rank must not wait for it."""
+        forming: Future[Gloo] = Future()
+
+        def run() -> None:
+            try:
+                forming.set_result(form())
+            except BaseException as error:  # handed to whoever waits
+                forming.set_exception(error)
+
+        threading.Thread(target=run, name="forming", daemon=True).start()
+        deadline = time.monotonic() + self._timeout_s + _ABORT_S
+        while True:
+            with suppress(TimeoutError):
+                return forming.result(_POLL.total_seconds())
+            self._check(deadline, "connect")
 
     def _connect(self, backend: Nccl) -> None:
         """Connect the ranks now: the first exchange would wait for that."""
@@ -588,7 +611,7 @@ class GroupSync:
             error=error,
             suspects=attempt.suspects,
             gave_up=attempt.gave_up,
-            checksums=tuple((name, int(each)) for name, each in attempt.checksums),
+            checksums=(tuple((name, int(each)) for name, each in attempt.checksums),),
         )
         attempt.result = self._client.vote(vote)
 

@@ -41,20 +41,13 @@ from io import BufferedReader
 
 import torch
 
-from trainer.coordination.authentication import (
-    PROOF_TIMEOUT_S,
-    NotAuthenticated,
-    UnprovenConnections,
-    authenticate,
-    challenge,
-)
+from trainer.coordination.authentication import AuthenticatedServer, authenticate
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.parallel.row_store import CachedRows, RowStore
 from trainer.parallel.touched_rows import RowNumbers, Rows
 
 logger = logging.getLogger(__name__)
-_MAX_UNPROVEN = 64
 _IDLE_TIMEOUT_S = 60.0  # of a donor's connection to a joiner that requests nothing
 _CHUNK_REQUEST = struct.Struct("!IQQ")  # piece, first row, row after the last
 Incarnation = tuple[int, int]
@@ -237,47 +230,15 @@ class DonorServer:
     def __init__(self, identity: Identity, pieces: Sequence[Piece], token: bytes) -> None:
         self._identity = identity
         self._pieces = pieces
-        self._token = token
-        self._unproven = UnprovenConnections("donor", _MAX_UNPROVEN, _shut_down)
-        self._socket = socket.create_server((identity.host, 0))
-        self._connections: set[socket.socket] = set()
-        threading.Thread(target=self._accept, name="donor", daemon=True).start()
+        self._server = AuthenticatedServer("donor", identity.host, token, self._answer)
 
     @property
     def address(self) -> str:
         """Where it listens (host:port)."""
-        return f"{self._identity.host}:{self._socket.getsockname()[1]}"
+        return self._server.address
 
     def close(self) -> None:
-        # Closing alone would leave the threads waiting for the next request.
-        for open_socket in (self._socket, *self._connections):
-            _shut_down(open_socket)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                self._connections.add(connection)
-                self._unproven.add(connection)
-                args = [connection]
-                threading.Thread(target=self._serve, args=args, name="donor", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with closing(connection), suppress(OSError):
-            if self._is_proven(connection):
-                self._answer(connection)
-        self._connections.discard(connection)
-
-    def _is_proven(self, connection: socket.socket) -> bool:
-        try:
-            challenge(connection, self._token, self.address, PROOF_TIMEOUT_S)
-        except NotAuthenticated as error:
-            self._unproven.log_refusal(str(error), connection.getpeername())
-            return False
-        finally:
-            self._unproven.discard(connection)
-        return True
+        self._server.close()
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_IDLE_TIMEOUT_S)
@@ -304,11 +265,6 @@ class DonorServer:
         own = torch.cuda.default_stream if is_cached else torch.cuda.Stream
         with torch.cuda.stream(own(device)):
             return _bytes_of(rows.read().cpu())
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:
@@ -380,13 +336,14 @@ class Joiner:
         if self._commit is not None and round.commit != self._commit + 1:
             self.restart()
         donors = {(m.group, m.incarnation) for m in round.members if m.standing != "listening"}
+        address = round.donors[self._identity.rank] if round.donors else ""
         donor = self._copy.donor
-        is_lost = donor not in donors if donor else round.donor != self._donor_address
+        is_lost = donor not in donors if donor else address != self._donor_address
         if is_lost:
             self.close()
-        if self._thread is None and round.donor and not self._copy.is_complete:
-            self._donor_address, self._thread = round.donor, Future()
-            work = (self._thread, self._copy, self._copy.roll_back(), round.donor, donors)
+        if self._thread is None and address and not self._copy.is_complete:
+            self._donor_address, self._thread = address, Future()
+            work = (self._thread, self._copy, self._copy.roll_back(), address, donors)
             threading.Thread(target=self._run, args=work, name="joiner", daemon=True).start()
         if self._donor_address:
             self._commit = round.commit - 1

@@ -189,7 +189,7 @@ class GroupMember(EventPart):
     group: Count
     incarnation: Count
     hosts: list[str]
-    standing: Literal["initial", "listening", "current"]
+    standing: Literal["initial", "spare", "listening", "current"]
 
 
 class MembershipChanged(EventModel):
@@ -208,7 +208,10 @@ class MembershipChanged(EventModel):
 
 
 class GroupLost(EventModel):
-    """A sharding group ended that should have gone on; the others train on."""
+    """A sharding group ended that should have gone on; the others train on.
+
+    One that `is_spare` held nothing.
+    """
 
     kind: Literal["group_lost"] = "group_lost"
     group: Count
@@ -217,6 +220,7 @@ class GroupLost(EventModel):
     message: str
     hosts: list[str]
     rows_returned: Count = Field(description="Rows of its leases, which others will train.")
+    is_spare: bool = False
 
 
 class GroupJoined(EventModel):
@@ -281,13 +285,19 @@ class Resized(EventModel):
 
 
 class StragglerFound(EventModel):
-    """A rank is persistently slower than the others."""
+    """A rank is persistently slower than the others.
+
+    It takes `own_s` for a step when it waits for nobody, the median rank `median_s`. With `replace`
+    its workers move to another host.
+    """
 
     kind: Literal["straggler_found"] = "straggler_found"
     group: Count
     rank: Count
     host: str
-    slowdown: float = Field(description="Its median step over the median of all.")
+    slowdown: float = Field(description="`own_s` over `median_s`.")
+    own_s: float = 0.0
+    median_s: float = 0.0
     action: Literal["none", "replace"]
 
 

@@ -29,13 +29,15 @@ class SecretEnv:
 class GroupConfig:
     """Which sharding group a worker belongs to where each is a failure domain of its own.
 
-    `incarnation` counts the restarts of the group. The coordinator is the Ray actor `actor_name` in
+    `incarnation` counts the restarts of the group. One that `is_spare` waits, with its model built,
+    until it is wanted. The coordinator is the Ray actor `actor_name` in
     the namespace `shardloom`.
     """
 
     group: int
     incarnation: int
     actor_name: str
+    is_spare: bool = False
 
 
 @dataclass(frozen=True)

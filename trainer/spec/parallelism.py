@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BeforeValidator,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
@@ -157,6 +158,14 @@ class ParallelismSpec(SpecModel):
             "the state. It goes on when enough have copied it from those that do."
         ),
     ] = 1
+    spares: Annotated[
+        NonNegativeInt,
+        Field(
+            description="Where groups are failure domains: so many more of them are started and "
+            "wait, with their model built, to copy the state when a group is lost. They take "
+            "workers beside `workers`, on hosts of their own, where all groups have room."
+        ),
+    ] = 0
     all_to_all: AllToAllSpec = AllToAllSpec()
     divergence_check: DivergenceCheckSpec | None = None
     planner: PlannerSpec = PlannerSpec()
@@ -190,6 +199,11 @@ class ParallelismSpec(SpecModel):
     def num_replicas(self) -> int:
         """M, the number of sharding groups at T workers; raises ValueError while L is `auto`."""
         return self.world_size // self.group_size
+
+    @property
+    def spare_workers(self) -> int:
+        """Workers of the spare groups, at least: while L is `auto` one each."""
+        return self.spares * (1 if self.shard_group_size == "auto" else self.shard_group_size)
 
     @property
     def failure_domain(self) -> FailureDomain:
@@ -287,6 +301,33 @@ class ParallelismSpec(SpecModel):
                 f"make {most} of {size}; raise workers to {needed * size}, or {instead}",
                 "survive.hosts",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_spares(self, info: ValidationInfo) -> Self:
+        if not self.spares or (info.context and info.context.get("chosen")):
+            return self
+        most = None if self.shard_group_size == "auto" else self.num_replicas
+        why = ""
+        if most == 1:
+            why = (
+                "workers / shard_group_size is 1: a spare copies its state from another group, and "
+                "there is none; remove it, or raise workers"
+            )
+        elif self.independence_obstacles or not (self.survive or self.placement == "inter_host"):
+            ties = [f"{field} {text}" for field, text in self.independence_obstacles]
+            why = (
+                "only where each sharding group is a failure domain can a spare take the place of "
+                f"one ({ties[0] if ties else f'placement is {self.placement}'}); remove it, or "
+                f"{'change that' if ties else 'use placement inter_host'}"
+            )
+        elif most is not None and self.spares > most:
+            why = (
+                f"there are {most} groups, each on a host of its own at best, so that no more than "
+                f"{most} can be lost at once; set at most that"
+            )
+        if why:
+            raise problem("spares", why, "spares")
         return self
 
     @model_validator(mode="after")

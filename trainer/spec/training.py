@@ -219,11 +219,12 @@ class RecoverySpec(SpecModel):
     second. One operation of a sync takes at most
     `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
     at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
-    straggler. A start waits `start_grace_s` for hosts and groups that are missing. A host with
-    `exclude_host_after` failures is left out for `exclude_host_s`. With `min_node_speed` hosts are
-    checked before workers are placed on them (matrix products, memory, network, storage; some
-    seconds each), and one is left out for as long that fails, or is slower in one of these than
-    this share of the median host.
+    straggler; with `replace_stragglers` its workers move, once, to a host that has room for them,
+    and the slow host is left out as one that fails. A start waits `start_grace_s` for hosts and
+    groups that are missing. A host with `exclude_host_after` failures is left out for
+    `exclude_host_s`. With `min_node_speed` hosts are checked before workers are placed on them
+    (matrix products, memory, network, storage; some seconds each), and one is left out for as long
+    that fails, or is slower in one of these than this share of the median host.
     """
 
     heartbeat_timeout_s: PositiveFloat = 5.0

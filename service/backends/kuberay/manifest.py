@@ -95,7 +95,8 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
                 )
             least = max(_num_hosts(spec), math.ceil(parallelism.min_workers / fitting))
             most = max(least, math.ceil(parallelism.world_size / fitting))
-            return ClusterSize(shape, fitting, least, most)
+            spares = max(parallelism.spares, math.ceil(parallelism.spare_workers / fitting))
+            return ClusterSize(shape, fitting, least + spares, most + spares)
     gpu = " and a GPU" if resources.device == "cuda" else ""
     wanted = f"{resources.cpus_per_worker:g} CPU(s){gpu}"
     offers = "; ".join(

@@ -469,7 +469,7 @@ def test_the_quality_of_every_model_is_measured_on_the_same_rows(tmp_path):
     assert document["settings"]["num_held_out"] < document["settings"]["num_fitted"] / 5
 
 
-def test_simulated_ranks_sync_with_the_real_coordinator_and_hear_of_a_loss():
+def test_simulated_groups_sync_with_the_real_coordinator_and_hear_of_a_loss():
     scale = coordinator_scale.measure(num_groups=3, num_syncs=2)
     assert scale.cpu_s > 0 and scale.commit_s > 0 and scale.loss_s > 0
-    assert scale.sent_bytes > 3 * coordinator_scale.NUM_RANKS * 200
+    assert scale.sent_bytes > 3 * 1000, "a round and a result for each"

@@ -25,11 +25,12 @@ from tests.integration.ranks.sync_cases import (
     clones,
     make_batch,
 )
-from trainer.coordination.client import CoordinatorClient, Identity
+from trainer.coordination.client import Identity
 from trainer.coordination.messages import Arrive, GroupState, Ledger, RoundResult
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
+from trainer.elastic.group_session import connect
 from trainer.elastic.group_sync import GroupSync
 from trainer.parallel.sync import SyncReport
 from trainer.spec.parallelism import SyncSpec
@@ -74,12 +75,9 @@ class Life:
         self.groups, self.group, self.incarnation = groups, group, incarnation
         rank = _enter_world(groups, group, incarnation)
         self.training = Training(case_of(groups.num_ranks, **changes))
-        self.member = CoordinatorClient(
-            Identity(group, incarnation, rank, groups.num_ranks, HOST),
-            lambda: groups.address,
-            scaled(2.0),
-            TOKEN,
-        )
+        identity = Identity(group, incarnation, rank, groups.num_ranks, HOST)
+        self._connection = connect(identity, lambda: groups.address, scaled(2.0), TOKEN)
+        self.member = self._connection.__enter__()
         self.sync = GroupSync(
             self.training.model,
             SyncSpec(**sync),
@@ -193,7 +191,7 @@ class Life:
     def end(self) -> None:
         """Be gone, as a process that died is for the others."""
         self.sync.close()
-        self.member.close()
+        self._connection.__exit__(None, None, None)
 
 
 def _enter_world(groups: Groups, group: int, incarnation: int) -> int:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import TOKEN, make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
+from trainer.coordination.agent import GroupAgent, connect_once
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.client import (
     CoordinatorClient,
@@ -43,6 +43,7 @@ from trainer.coordination.messages import (
     Hello,
     Ledger,
     Numbered,
+    RankProcess,
     Report,
     Request,
     Roster,
@@ -57,6 +58,7 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import write_whole
 from trainer.protocol.worker_config import WorkerConfig
 
 _NUM_RANKS = 2
@@ -118,15 +120,25 @@ class Life:
         )
 
 
-def live(identity: Identity, address: str, timeout_s: float) -> None:
-    """A process that lives one life; ends with exit code FENCED when it is over before its time."""
+def live(identity: Identity, address: str, timeout_s: float, folder: Path) -> None:
+    """A process that lives one life; ends with exit code FENCED when it is over before its time.
+
+    The first rank of a group writes into `folder` where its agent listens.
+    """
     die_with_parent()
-    life = Life(identity, lambda: address, timeout_s)
+    written, agent = folder / f"agent-{identity.group}-{identity.incarnation}", None
+    if identity.rank == 0:
+        agent = GroupAgent(identity, lambda: address, timeout_s, TOKEN)
+        write_whole(written, agent.address.encode())
+    wait_until(written.exists, "the agent listens")
+    life = Life(identity, connect_once(written.read_text()), timeout_s)
     life.member.on_refusal = lambda _: os._exit(FENCED)
     try:
         life.run()
     except Refused:
         os._exit(FENCED)
+    if agent:
+        agent.close()
 
 
 def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
@@ -186,7 +198,11 @@ EVERY_ROW_ONCE = Counter({(epoch, row): 1 for epoch in range(EPOCHS) for row in 
 
 
 def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1) -> Identity:
-    return Identity(group, incarnation, rank, num_ranks, f"host-{group}")
+    return Identity(group, incarnation, rank, num_ranks, f"127.0.0.{group + 2}")
+
+
+def ranks_of(group: int, incarnation: int = 0) -> list[Identity]:
+    return [identity(group, incarnation, rank, _NUM_RANKS) for rank in range(_NUM_RANKS)]
 
 
 wait_until = partial(wait_for, poll_s=0.005)
@@ -195,18 +211,18 @@ wait_until = partial(wait_for, poll_s=0.005)
 class Groups:
     """Processes of ranks, by group."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self.address, self.timeout_s = address, timeout_s
+    def __init__(self, address: str, timeout_s: float, folder: Path) -> None:
+        self.address, self.timeout_s, self.folder = address, timeout_s, folder
         self.ranks: dict[int, list[multiprocessing.process.BaseProcess]] = {}
 
     def start(self, group: int, incarnation: int = 0) -> None:
         self.ranks[group] = [
             FORK_SERVER.Process(
                 target=live,
-                args=(identity(group, incarnation, r, _NUM_RANKS), self.address, self.timeout_s),
+                args=(each, self.address, self.timeout_s, self.folder),
                 daemon=True,
             )
-            for r in range(_NUM_RANKS)
+            for each in ranks_of(group, incarnation)
         ]
         for rank in self.ranks[group]:
             rank.start()
@@ -233,7 +249,7 @@ def exit_codes(ranks: Sequence[multiprocessing.process.BaseProcess]) -> list[int
 def training(folder: Path, num_groups: int, timeout_s: float) -> Iterator[tuple]:
     """A coordinator on a thread of this process, with groups as processes."""
     coordinator = start(0, timeout_s, num_groups, folder)
-    groups = Groups(coordinator.address, timeout_s)
+    groups = Groups(coordinator.address, timeout_s, folder)
     try:
         for group in range(num_groups):
             groups.start(group)
@@ -275,7 +291,13 @@ def connect(address: str) -> socket.socket:
 
 def hello_of(rank: Identity) -> Hello:
     return Hello(
-        **asdict(rank), pid=1, donor="", origin="seed", standing="initial", ledger=Ledger()
+        group=rank.group,
+        incarnation=rank.incarnation,
+        num_ranks=rank.num_ranks,
+        ranks=(RankProcess(rank=rank.rank, host=rank.host, pid=1, donor=""),),
+        origin="seed",
+        standing="initial",
+        ledger=Ledger(),
     )
 
 
@@ -351,12 +373,13 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
         ask(lines, hello, "welcome")
         roster, first = ask(lines, Arrive(standing="initial", commit=0), "round")
         assert isinstance(roster, Roster) and isinstance(first, Round)
-        assert [each.hosts for each in first.with_members(roster).members] == [("host-0",)]
+        assert [each.hosts for each in first.with_members(roster).members] == [("127.0.0.2",)]
         (result,) = ask(lines, Vote(round=1, commit=1, ok=True), "verdict")
         assert isinstance(result, RoundResult) and result.committed
         arrival = Arrive(standing="current", commit=1, leases=(result.leases[0].id,), num_rows=5)
         # It is current now, which is a change; from here on its weight alone differs.
         current, second = ask(lines, arrival, "round")
+        assert isinstance(current, Roster) and current.gone == ()
         (result,) = ask(lines, Vote(round=2, commit=2, ok=True), "verdict")
         arrival = arrival.model_copy(update={"commit": 2, "leases": (result.leases[0].id,)})
         (third,) = ask(lines, arrival.model_copy(update={"num_rows": 3}), "round")
@@ -367,26 +390,30 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
             authenticate(again, TOKEN, coordinator.address, scaled(10))
             lines = again.makefile("rwb")
             ask(lines, hello.model_copy(update={"round": 3}), "welcome")
-            assert ask(lines, arrival, "round") == [current, third]
+            assert ask(lines, arrival, "round") == [current.after(roster), third]
     coordinator.stop()
 
 
-def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path):
+@pytest.mark.parametrize("rank", [0, 1], ids=["agent", "other"])
+def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path, rank: int):
     with training(tmp_path, num_groups=3, timeout_s=_NEVER_S) as (coordinator, groups):
         wait_until(lambda: coordinator.status().ledger.commit > 5, "the groups train")
-        groups.signal(2, 1, signal.SIGKILL)
+        groups.signal(2, rank, signal.SIGKILL)
         killed = time.monotonic()
         wait_until(lambda: standing(coordinator, 2, 0) is None, "the loss is noticed")
         commit = coordinator.status().ledger.commit
         wait_until(lambda: coordinator.status().ledger.commit > commit + 1, "the others train on")
         pause_s = time.monotonic() - killed
+        assert sorted(exit_codes(groups.ranks[2])) == [-signal.SIGKILL, FENCED]
         groups.start(2, incarnation=1)
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
         assert [exit_codes(groups.ranks[group]) for group in range(3)] == [[0, 0]] * 3
         assert coordinator.status().has_finished
         assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert pause_s < _NEVER_S / 4
-    assert [lost.reason for lost in events_of(tmp_path, "group_lost")] == ["connection"]
+    (lost,) = events_of(tmp_path, "group_lost")
+    assert lost.reason == "connection"
+    assert lost.message.startswith(f"rank {rank} on 127.0.0.4 ended")
     assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
         "peer_copy"
     ]
@@ -424,16 +451,26 @@ def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
 
 def test_a_run_outlives_its_coordinators(tmp_path: Path):
     port = free_port()
-    ids = [identity(group, 0, rank, _NUM_RANKS) for group in range(2) for rank in range(2)]
-    lives = [Life(each, lambda: f"127.0.0.1:{port}", _NEVER_S) for each in ids]
+    groups = [ranks_of(group) for group in range(2)]
+    agents = [
+        GroupAgent(first, lambda: f"127.0.0.1:{port}", _NEVER_S, TOKEN) for first, _ in groups
+    ]
+    lives = [
+        Life(each, connect_once(agent.address), _NEVER_S)
+        for ranks, agent in zip(groups, agents, strict=True)
+        for each in ranks
+    ]
     with ThreadPoolExecutor(len(lives)) as pool:
         with coordinating(port, 2, tmp_path):
             ends = [pool.submit(life.run) for life in lives]
             wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
         with coordinating(port, 2, tmp_path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
+            assert not lives[1].member.store().check(["seat"]), "ranks know the new store"
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
+    for agent in agents:
+        agent.close()
     assert {verdict.ledger.rows_trained for verdict in verdicts} == {EPOCHS * ROWS}
     assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert not events_of(tmp_path, "group_lost")

@@ -79,7 +79,8 @@ def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
         RoundMember(group=group, incarnation=0, weight=0, standing=standing)
         for group, standing in standings.items()
     )
-    return Round(round=commit, generation=1, members=members, commit=commit, donor=donor)
+    donors = (donor,) if donor else ()
+    return Round(round=commit, generation=1, members=members, commit=commit, donors=donors)
 
 
 def _hear(joiner: Joiner) -> None:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.coordination.detection import HeartbeatMonitor, RankId, Suspect, SuspicionFilter
+from trainer.coordination.detection import (
+    HeartbeatMonitor,
+    RankId,
+    Slowness,
+    Suspect,
+    SuspicionFilter,
+)
 from trainer.coordination.messages import (
     Answer,
     Arrive,
     GroupState,
     Heartbeat,
     Hello,
+    RankProcess,
     Rejection,
     RoundMember,
     Vote,
@@ -30,31 +36,25 @@ _NUM_DEPARTURES = 100
 _DOUBTFUL_SHARE = 0.5
 
 
-@dataclass
-class RankState:
-    """One rank: its unanswered `request`, and the `round` that it was told of and must vote on."""
-
-    hello: Hello
-    request: Arrive | Vote | None = None
-    request_id: int = 0
-    round: int | None = None
-    vote_due_at: float = math.inf
-
-
 class Group:
     """One incarnation of a sharding group.
 
-    `copy` is that of a listener: `live` while it copies from `donor` and has missed no committed
-    round since, `stale` once it has missed one or holds what must not count. `missed_round` is the
-    newest round that was committed without it although it was in it; `num_suspended` counts how
-    often it was left out of one, since one with it had failed.
+    It has an unanswered `request` at most, and was told of a `round` on which it must vote by
+    `vote_due_at`. `copy` is that of a listener: `live` while it copies from `donor` and has missed
+    no committed round since, `stale` once it has missed one or holds what must not count.
+    `missed_round` is the newest round that was committed without it although it was in it;
+    `num_suspended` counts how often it was left out of one, since one with it had failed.
     """
 
     def __init__(self, hello: Hello, now: float) -> None:
         self.group, self.incarnation = hello.group, hello.incarnation
-        self.num_ranks = hello.num_ranks
         self.joined_at = now
-        self.ranks: dict[int, RankState] = {}
+        self.hello = hello
+        self.ranks: dict[int, RankProcess] = {}
+        self.request: Arrive | Vote | None = None
+        self.round: int | None = None
+        self.vote_due_at = math.inf
+        self.has_begun = bool(hello.members)  # has come to a round
         self.standing: GroupState = "initial"
         self.copy: Literal["absent", "live", "stale"] = "absent"
         self.donor: Group | None = None
@@ -62,14 +62,18 @@ class Group:
         self.leave_cause: str | None = None
         self.missed_round = 0
         self.num_suspended = 0
-        self._num_waiting = 0  # ranks that wait for the next round
+        self._request_id = 0
+        self._speakers: set[int] = set()  # the first rank of each of its connections
 
-    def add_rank(self, hello: Hello) -> None:
-        """Register a rank, at first or after it reconnected."""
-        self.ranks.setdefault(hello.rank, RankState(hello)).hello = hello
+    def add(self, hello: Hello) -> None:
+        """Register the ranks of a connection, at first or after it was made again."""
+        self.hello = hello
+        self.ranks |= {process.rank: process for process in hello.ranks}
+        self.ranks = dict(sorted(self.ranks.items()))
+        self._speakers.add(hello.ranks[0].rank)
         if not self.is_current:
-            is_new = self.donor is None and all(each.standing == "initial" for each in self.hellos)
-            self.standing = "initial" if is_new else "listening"
+            is_new = self.donor is None and hello.standing in ("initial", "spare")
+            self.standing = hello.standing if is_new else "listening"
 
     @property
     def is_current(self) -> bool:
@@ -77,75 +81,80 @@ class Group:
         return self.standing == "current"
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all of its ranks are there."""
-        return len(self.ranks) == self.num_ranks
+    def is_spare(self) -> bool:
+        """Whether it waits until it is wanted."""
+        return self.standing == "spare"
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of its ranks wait for the next round."""
-        return self._num_waiting == self.num_ranks
+        """Whether it waits for the next round."""
+        return isinstance(self.request, Arrive)
 
     @property
     def was_in_round(self) -> bool:
         """Whether it was in a round before this coordinator was started."""
-        return any(hello.members for hello in self.hellos)
+        return bool(self.hello.members)
 
     @property
     def has_exact_copy(self) -> bool:
         """Whether a listener that has missed no round has copied everything."""
-        return self.copy == "live" and all(arrival.has_copied for arrival in self.arrivals)
+        return self.copy == "live" and self.arrival.has_copied
 
     @property
     def may_overlap(self) -> bool:
         """Whether it could train on during the next round, and is not about to leave."""
-        return self.leave_cause is None and all(each.may_overlap for each in self.arrivals)
+        return self.leave_cause is None and self.arrival.may_overlap
 
     @property
-    def hellos(self) -> list[Hello]:
-        """The newest `Hello` of each rank, in the order of arrival."""
-        return [state.hello for state in self.ranks.values()]
-
-    @property
-    def arrivals(self) -> list[Arrive]:
-        """What the ranks arrived with, by rank."""
-        requests = (state.request for _, state in sorted(self.ranks.items()))
-        return [request for request in requests if isinstance(request, Arrive)]
+    def arrival(self) -> Arrive:
+        """What it arrived with, which is ready."""
+        assert isinstance(self.request, Arrive)
+        return self.request
 
     @property
     def origin(self) -> tuple[int, str]:
         """The state that it starts from: number of commits, and name."""
-        hello = self.ranks[0].hello
-        return hello.ledger.commit, hello.origin
+        return self.hello.ledger.commit, self.hello.origin
 
     @property
     def hosts(self) -> list[str]:
-        return [state.hello.host for _, state in sorted(self.ranks.items())]
+        return [process.host for process in self.ranks.values()]
+
+    @property
+    def donors(self) -> tuple[str, ...]:
+        """Where its ranks serve their shards."""
+        return tuple(process.donor for process in self.ranks.values())
 
     @property
     def identity(self) -> dict[str, Any]:
         """Its number, incarnation and hosts, as events and messages name them."""
         return {"group": self.group, "incarnation": self.incarnation, "hosts": self.hosts}
 
-    def rank_id(self, rank: int) -> RankId:
-        return RankId(self.group, self.incarnation, rank)
+    @property
+    def rank_ids(self) -> list[RankId]:
+        return [RankId(self.group, self.incarnation, rank) for rank in self.ranks]
 
-    def keep(self, rank: int, request: Arrive | Vote | None, request_id: int) -> None:
-        """A rank asks something, or with None was answered."""
-        state = self.ranks[rank]
-        self._num_waiting += isinstance(request, Arrive) - isinstance(state.request, Arrive)
-        state.request, state.request_id = request, request_id
+    def keep(self, request: Arrive | Vote | None, request_id: int) -> None:
+        """It asks something, or with None was answered."""
+        self.request, self._request_id = request, request_id
+        self.has_begun |= request is not None
 
-    def answer(self, rank: int, body: Answer) -> Reply:
-        """The answer to what a rank asked, which one is told that asked nothing, too (id 0)."""
-        reply = Reply(self.rank_id(rank), self.ranks[rank].request_id, body)
-        self.keep(rank, None, 0)
+    def answer(self, body: Answer) -> Reply:
+        """The answer to what it asked; it is told also where it asked nothing (id 0)."""
+        (reply,) = self._tell(body, [min(self._speakers)])
         return reply
 
     def dismiss(self, rejection: Rejection, only_waiting: bool = False) -> list[Reply]:
-        """Tell its ranks to end, also those that wait for no answer."""
-        told = [rank for rank, state in self.ranks.items() if state.request or not only_waiting]
-        return [self.answer(rank, rejection) for rank in told]
+        """Tell it to end, also if it waits for no answer."""
+        return self._tell(rejection, self._speakers) if self.request or not only_waiting else []
+
+    def _tell(self, body: Answer, speakers: Iterable[int]) -> list[Reply]:
+        told = [
+            Reply(RankId(self.group, self.incarnation, rank), self._request_id, body)
+            for rank in speakers
+        ]
+        self.keep(None, 0)
+        return told
 
     def promote(self) -> None:
         """From here on it holds the newest commit."""
@@ -156,27 +165,18 @@ class Group:
         self.standing, self.copy = "listening", "stale"
 
     def status(self) -> GroupStatus:
-        processes = tuple((hello.host, hello.pid) for hello in self.hellos)
         return GroupStatus(
             group=self.group,
             incarnation=self.incarnation,
             standing=self.standing,
             leave_cause=self.leave_cause,
-            processes=processes,
+            processes=tuple((process.host, process.pid) for process in self.ranks.values()),
         )
 
     def as_member(self) -> RoundMember:
-        """Its entry in the next round, by what its ranks arrived with."""
-        weight = self.arrivals[0].copy_weight if self.is_current else 0.0
+        """Its entry in the next round, by what it arrived with."""
+        weight = self.arrival.copy_weight if self.is_current else 0.0
         return RoundMember(weight=weight, standing=self.standing, **self.identity)
-
-
-def disagreement(group: Group) -> str | None:
-    """How the ranks of a ready group contradict each other; None where they agree."""
-    seen = {(arrival.leases, arrival.num_rows, arrival.commit) for arrival in group.arrivals}
-    if len(seen) > 1:
-        return f"its ranks arrived with different leases, rows or commits: {sorted(seen)}"
-    return None
 
 
 def choose_donor(listener: Group, current: Iterable[Group], groups: Iterable[Group]) -> Group:
@@ -221,6 +221,7 @@ class GroupRegistry:
         self._fences: dict[int, int] = {}  # the oldest incarnation that may join
         self.departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
         self._leader: int | None = None
+        self._awaited: list[Group] = []
         self._suspicions = SuspicionFilter(policy.min_hang_s)
         limits = policy.heartbeat_timeout_s, policy.min_hang_s
         self._monitor = HeartbeatMonitor(*limits, policy.hang_factor, policy.straggler_factor)
@@ -250,10 +251,20 @@ class GroupRegistry:
         return self._leader
 
     def is_waited_for(self) -> bool:
-        """Whether a current group has still to arrive for the next round; the last is likeliest."""
-        return any(
-            each.is_current and not each.is_ready for each in reversed(self._groups.values())
-        )
+        """Whether a current group has still to arrive for the next round.
+
+        All are gone through only when the last of those found so before has arrived.
+        """
+
+        def is_awaited(group: Group) -> bool:
+            is_there = self._groups.get(group.group) is group
+            return is_there and group.is_current and not group.is_ready
+
+        while self._awaited and not is_awaited(self._awaited[-1]):
+            self._awaited.pop()
+        if not self._awaited:
+            self._awaited = [group for group in self._groups.values() if is_awaited(group)]
+        return bool(self._awaited)
 
     # --- joining and leaving
 
@@ -263,19 +274,20 @@ class GroupRegistry:
         return max(self._fences.get(number, 0), known.incarnation if known else 0)
 
     def is_back_or_over(self, number: int, incarnation: int) -> bool:
-        """Whether an incarnation is complete, or one that need not be waited for."""
+        """Whether an incarnation is there, or one that need not be waited for."""
         group = self._groups.get(number)
-        is_back = group is not None and group.is_complete and group.incarnation >= incarnation
+        is_back = group is not None and group.incarnation >= incarnation
         return is_back or incarnation < self._fences.get(number, 0)
 
     def enter(self, hello: Hello, now: float) -> Group:
-        """A rank joins, at first or after it reconnected."""
+        """A group joins, at first or after it reconnected."""
         if hello.group not in self._groups:
             self._groups[hello.group] = Group(hello, now)
             self._groups = dict(sorted(self._groups.items()))
         group = self._groups[hello.group]
-        group.add_rank(hello)
-        self._monitor.hear(RankId(hello.group, hello.incarnation, hello.rank), now)
+        group.add(hello)
+        for process in hello.ranks:
+            self._monitor.hear(RankId(hello.group, hello.incarnation, process.rank), now)
         return group
 
     def fence(self, number: int, incarnation: int) -> None:
@@ -298,11 +310,10 @@ class GroupRegistry:
 
     # --- heartbeats
 
-    def hear(self, rank: RankId, now: float, heartbeat: Heartbeat | None = None) -> None:
-        if heartbeat:
-            self._monitor.beat(rank, heartbeat, now)
-        else:
-            self._monitor.hear(rank, now)
+    def beat(self, group: Group, heartbeats: Iterable[Heartbeat], now: float) -> None:
+        for each in heartbeats:
+            rank = RankId(group.group, group.incarnation, each.rank)
+            self._monitor.beat(rank, each, now)
 
     def forget_rank(self, rank: RankId) -> None:
         self._monitor.forget_rank(rank)
@@ -312,17 +323,19 @@ class GroupRegistry:
         slept_s = self._monitor.wake(now)
         if slept_s:
             for group in self._groups.values():
-                for state in group.ranks.values():
-                    state.vote_due_at += slept_s
+                group.vote_due_at += slept_s
 
     def is_doubtful(self, rank: RankId, now: float) -> bool:
         """Whether a rank has been silent for so long that its connection may be broken."""
         return self._monitor.is_silent(rank, now, _DOUBTFUL_SHARE)
 
-    def stragglers(self, now: float) -> dict[RankId, float]:
-        """Slowdown of the ranks of current groups that are found to be slow now."""
-        ranks = {group.rank_id(rank) for group in self.current for rank in group.ranks}
-        return self._monitor.stragglers(ranks, now)
+    def stragglers(self, now: float) -> dict[RankId, Slowness]:
+        """The ranks of groups that train which are found to be slow now.
+
+        Where all workers are one group, which syncs with no other, that trains.
+        """
+        training = self.current or self.present
+        return self._monitor.stragglers({group.group for group in training}, now)
 
     def judge(self, now: float, only_silence: bool) -> tuple[list[Suspect], list[Note]]:
         """Who is lost for silence, a hang or a missing vote, and what to say about the others.
@@ -358,18 +371,14 @@ class GroupRegistry:
             found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
         if only_silence:
             return found
-        ranks = [
-            (group.rank_id(rank), state)
-            for group in self._groups.values()
-            for rank, state in group.ranks.items()
-        ]
-        waiting = [rank for rank, state in ranks if state.request]
+        waiting = {group.group for group in self._groups.values() if group.request}
         for hang in self._monitor.hangs(now, waiting, share):
             suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
             found.setdefault(hang.rank.group, suspect)
         late_s = policy.vote_timeout_s
-        for rank, state in ranks:
-            is_voting = state.round is not None and state.request is None
-            if is_voting and state.vote_due_at - (1 - share) * late_s < now:
-                found.setdefault(rank.group, Suspect(rank, "hang", "sync", late_s, late_s))
+        for group in self._groups.values():
+            is_voting = group.round is not None and group.request is None
+            if is_voting and group.vote_due_at - (1 - share) * late_s < now:
+                rank = self._monitor.busy_rank(group.rank_ids)
+                found.setdefault(group.group, Suspect(rank, "hang", "sync", late_s, late_s))
         return found

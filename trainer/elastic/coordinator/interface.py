@@ -13,13 +13,13 @@ from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Message
 from trainer.failures import Failure
-from trainer.protocol.events import Event
+from trainer.protocol.events import Event, StragglerFound
 from trainer.spec.job import JobSpec
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Send `body` to a rank, as the answer to its request `id`; 0 where it asked nothing."""
+    """Send `body` to a speaker, as the answer to its request `id`; 0 where it asked nothing."""
 
     to: RankId
     id: int
@@ -55,7 +55,6 @@ class MembershipPolicy:
     min_hang_s: float = 60.0
     holds_suspicions: bool = True
     straggler_factor: float = 1.5
-    replace_stragglers: bool = False
     on_non_finite: Literal["fail", "skip"] = "fail"
     on_divergence: Literal["fail", "rebroadcast"] = "fail"
 
@@ -101,7 +100,8 @@ class Departure(Message):
 
 
 class CoordinatorStatus(Message):
-    """A snapshot of the run. `departures` are the newest ones, oldest first.
+    """A snapshot of the run. `departures` and `stragglers` are the newest ones, oldest first; what
+    to do about a straggler, and what to tell of it, is the driver's.
 
     With `failure` the run cannot go on.
     """
@@ -111,6 +111,7 @@ class CoordinatorStatus(Message):
     leader: Count | None
     groups: tuple[GroupStatus, ...]
     departures: tuple[Departure, ...] = ()
+    stragglers: tuple[StragglerFound, ...] = ()
     failure: Failure | None = None
 
     @property

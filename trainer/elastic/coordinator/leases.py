@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
@@ -36,6 +37,7 @@ class OpenEpoch:
         self._window_of: dict[Lane, int] = {}
         self._num_lanes_in: Counter[int] = Counter()
         self._open = Spans()
+        self._runs: list[tuple[int, Span]] = []  # heap of open windows in a row; some are no more
         for window in range(len(self._bounds) - 1):
             self._update(window)
 
@@ -83,10 +85,11 @@ class OpenEpoch:
 
     def _claim(self, lane: Lane, span: Span) -> None:
         self._taken.add(*span)
-        self._leave(lane)
         windows = self._windows_of(*span)
-        self._window_of[lane] = windows[-1]
-        self._num_lanes_in[windows[-1]] += 1
+        if self._window_of.get(lane) != windows[-1]:
+            self._leave(lane)
+            self._window_of[lane] = windows[-1]
+            self._num_lanes_in[windows[-1]] += 1
         for window in windows:
             self._update(window)
 
@@ -113,7 +116,21 @@ class OpenEpoch:
     def _update(self, window: int) -> None:
         """Whether a window is open may have changed."""
         is_open = not self._num_lanes_in[window] and self._has_free_rows(window)
+        if is_open == self._is_open(window):
+            return
         (self._open.add if is_open else self._open.remove)(window, window + 1)
+        for run in {self._open.run_at(place) for place in (window - 1, window, window + 1)}:
+            if run:
+                heappush(self._runs, (run[0] - run[1], run))
+
+    def _longest_run(self) -> Span | None:
+        """The most open windows in a row, the first of several; None where none is open."""
+        while self._runs:
+            _, run = self._runs[0]
+            if self._open.run_at(run[0]) == run:
+                return run
+            heappop(self._runs)
+        return None
 
     def _choose_window(self, lane: Lane) -> int:
         """A window with free rows, of which there must be one."""
@@ -122,8 +139,8 @@ class OpenEpoch:
             return own
         if own >= 0 and self._is_open(own + 1):
             return own + 1
-        if runs := self._open.spans:
-            return self._entry(*max(runs, key=lambda run: run[1] - run[0]))
+        if run := self._longest_run():
+            return self._entry(*run)
         occupied = (window for window, num_lanes in self._num_lanes_in.items() if num_lanes)
         return max(sorted(occupied), key=self._num_free)
 

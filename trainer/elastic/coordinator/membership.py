@@ -5,10 +5,13 @@ Unix time in seconds that never runs backwards. It decides who may join, who is 
 round opens: once every current group is ready for it. `GroupRegistry` knows the groups,
 `SyncRounds` what becomes of a round.
 
-Nothing about the run is stored: every rank keeps the newest ledger, its group's leases and the
-members of its last round, and sends them in its `Hello`. A coordinator that was restarted waits for
-the groups of the last round and takes over the newest ledger among them. A sync counts if any rank
-received its result; the others receive it when they repeat their vote.
+Nothing about the run is stored: every group keeps the newest ledger, its leases and the members of
+its last round, and sends them in its `Hello`. A coordinator that was restarted waits for the groups
+of the last round and takes over the newest ledger among them. A sync counts if any group received
+its result; the others receive it when they repeat their vote.
+
+A *speaker* is the first rank that a connection speaks for: in the domain `job` each worker speaks
+for itself alone, and says no more than that it lives.
 
 Closed connections and what the driver knows (`drop`) are facts, which count at once; silence and
 hangs are suspicions (`GroupRegistry.judge`).
@@ -16,18 +19,17 @@ hangs are suspicions (`GroupRegistry.judge`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from trainer.coordination.client import remembering
 from trainer.coordination.detection import RankId, Suspect
 from trainer.coordination.messages import (
     Arrive,
+    GroupEnded,
     Heartbeat,
     Hello,
     Rejection,
-    Round,
-    RoundMember,
     Vote,
     Welcome,
 )
@@ -45,19 +47,23 @@ from trainer.elastic.coordinator.rounds import SyncRounds
 from trainer.protocol import events
 
 _METRICS_EVERY_S = 10.0
+_NUM_STRAGGLERS = 20
 
 
 class Membership:
     """The state of one run, rebuilt from what the groups say where it is lost."""
 
-    def __init__(self, policy: MembershipPolicy, book: LeaseBook, store: str = "") -> None:
-        """`book` is that of a fresh run; `store` (host:port) is named in every `Welcome`."""
-        self._policy, self._store = policy, store
+    def __init__(
+        self, policy: MembershipPolicy, book: LeaseBook, stores: Sequence[str] = ()
+    ) -> None:
+        """`book` is that of a fresh run; `stores` (host:port) are named in every `Welcome`."""
+        self._policy, self._stores = policy, tuple(stores)
         self._effects: list[Effect] = []
         self._groups = GroupRegistry(policy)
         self._metrics = RunMetrics(policy.rows_per_step)
         self._rounds = SyncRounds(policy, book, self._groups, self._metrics, self._effects)
         self._expected = set(range(policy.num_groups))
+        self._stragglers: deque[events.StragglerFound] = deque(maxlen=_NUM_STRAGGLERS)
         self._start_since: float | None = None
         self._recovery_ends_at: float | None = None
         self._knows_run = False  # how far it has come
@@ -90,6 +96,7 @@ class Membership:
             leader=self._groups.choose_leader(),
             groups=tuple(group.status() for group in self._groups.present),
             departures=tuple(self._groups.departures),
+            stragglers=tuple(self._stragglers),
             failure=self._rounds.failure,
         )
 
@@ -101,11 +108,11 @@ class Membership:
     # --- messages
 
     def on_hello(self, hello: Hello, request_id: int, now: float) -> list[Effect]:
-        """A rank joins, for the first time or again after its connection broke."""
-        rank = RankId(hello.group, hello.incarnation, hello.rank)
+        """A group joins, for the first time or again after its connection broke."""
+        speaker = RankId(hello.group, hello.incarnation, hello.ranks[0].rank)
         rejection = self._rejection_of(hello)
         if rejection:
-            self._effects.append(Reply(rank, request_id, rejection))
+            self._effects.append(Reply(speaker, request_id, rejection))
             return self._take_effects()
         known = self._groups.get(hello.group)
         is_newer = known is not None and known.incarnation < hello.incarnation
@@ -116,17 +123,17 @@ class Membership:
             self._recovery_ends_at = now + self._policy.recovery_grace_s
         self._returning |= set(hello.members) if self._is_recovering else set()
         self._rounds.remember(hello.round, hello.generation)
-        if self._groups.get(hello.group) is None:
+        if self._groups.get(hello.group) is None and hello.standing != "spare":
             self._metrics.goodput.start(hello.group, now)
         self._groups.enter(hello, now)
-        self._unwelcomed.append((rank, request_id))
+        self._unwelcomed.append((speaker, request_id))
         if is_newer or self._is_recovering:  # otherwise a hello makes no round possible
             self._advance(now)
         self._welcome()
         return self._take_effects()
 
     def _rejection_of(self, hello: Hello) -> Rejection | None:
-        """Why this rank may not join; None if it may."""
+        """Why this group may not join; None if it may."""
         if self._rounds.failure:
             return Rejection(reason="failed", message=self._rounds.failure.message)
         number, oldest = hello.group, self._groups.first_incarnation(hello.group)
@@ -140,74 +147,84 @@ class Membership:
         return None
 
     def _welcome(self) -> None:
-        """Welcome the ranks that wait for it; in a recovery only those that were in a round before.
+        """Welcome the groups that wait for it; in a recovery only those in a round before it.
 
         The others ask by it whether there is somebody to copy from, which is not known yet.
         """
         waiting, self._unwelcomed = self._unwelcomed, []
-        welcome = Welcome(store=self._store, has_current=bool(self._groups.current))
-        for rank, request_id in waiting:
-            group = self._groups.find(rank)
-            if group and self._is_recovering and not group.ranks[rank.rank].hello.members:
-                self._unwelcomed.append((rank, request_id))
+        welcome = Welcome(stores=self._stores, has_current=bool(self._groups.current))
+        for speaker, request_id in waiting:
+            group = self._groups.find(speaker)
+            if group and self._is_recovering and not group.was_in_round:
+                self._unwelcomed.append((speaker, request_id))
             elif group:
-                self._effects.append(Reply(rank, request_id, welcome))
+                self._effects.append(Reply(speaker, request_id, welcome))
 
-    def on_heartbeat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> list[Effect]:
-        if self._groups.find(rank):
-            self._groups.hear(rank, now, heartbeat)
-            if rank.rank == 0:
-                self._metrics.record_heartbeat(rank.group, heartbeat, now)
+    def on_heartbeats(
+        self, speaker: RankId, heartbeats: Sequence[Heartbeat], now: float
+    ) -> list[Effect]:
+        group = self._groups.find(speaker)
+        if group:
+            self._groups.beat(group, heartbeats, now)
+            if heartbeats and heartbeats[0].rank == 0:
+                self._metrics.record_heartbeat(group.group, heartbeats[0], now)
         return self._take_effects()
 
-    def on_arrive(self, rank: RankId, request_id: int, arrive: Arrive, now: float) -> list[Effect]:
-        """A rank is ready for the next round."""
-        group = self._accept(rank, request_id, arrive, now)
-        if group is None or self._rounds.repeat(group, rank.rank):
+    def on_arrive(
+        self, speaker: RankId, request_id: int, arrive: Arrive, now: float
+    ) -> list[Effect]:
+        """A group is ready for the next round."""
+        group = self._accept(speaker, request_id, arrive)
+        if group is None or self._rounds.repeat(group):
             return self._take_effects()
-        group.ranks[rank.rank].round = None
-        if not (self._is_recovering or self._tell_missed_round(group, rank.rank)):
+        group.round = None
+        if not self._is_recovering:
             if arrive.report and group.is_current and group.group == self._groups.choose_leader():
                 self._rounds.report = arrive.report
-            if group.is_ready:
-                self._rounds.inspect(group, now)
-                if self._rounds.is_over or not self._groups.is_waited_for():
-                    self._advance(now)
+            self._rounds.inspect(group, now)
+            if self._rounds.is_over or not self._groups.is_waited_for():
+                self._advance(now)
         return self._take_effects()
 
-    def on_vote(self, rank: RankId, request_id: int, vote: Vote, now: float) -> list[Effect]:
-        """A rank holds the averages of a round, or could not form them."""
-        group = self._accept(rank, request_id, vote, now)
+    def on_vote(self, speaker: RankId, request_id: int, vote: Vote, now: float) -> list[Effect]:
+        """A group holds the averages of a round, or could not form them."""
+        group = self._accept(speaker, request_id, vote)
         if group and not self._is_recovering:
-            self._rounds.vote(group, rank.rank, vote, now)
+            self._rounds.vote(group, vote, now)
             self._advance(now)
         return self._take_effects()
 
-    def _accept(
-        self, rank: RankId, request_id: int, request: Arrive | Vote, now: float
-    ) -> Group | None:
+    def _accept(self, speaker: RankId, request_id: int, request: Arrive | Vote) -> Group | None:
         """Keep a request until it is answered; reject that of an incarnation which is over."""
-        group, failure = self._groups.find(rank), self._rounds.failure
+        group, failure = self._groups.find(speaker), self._rounds.failure
         if failure or group is None:
             message = "this incarnation of the group is over: it was lost, or left"
             over = Rejection(reason="failed", message=failure.message) if failure else None
-            self._effects.append(Reply(rank, request_id, over or fenced(message)))
+            self._effects.append(Reply(speaker, request_id, over or fenced(message)))
             return None
-        group.keep(rank.rank, request, request_id)
-        self._groups.hear(rank, now)
+        group.keep(request, request_id)
         return group
 
-    def on_disconnect(self, rank: RankId, now: float, is_broken: bool = False) -> list[Effect]:
-        """The connection of a rank is closed, which ends its group.
+    def on_ended(self, speaker: RankId, ended: GroupEnded, now: float) -> list[Effect]:
+        """A group says that it cannot go on."""
+        group = self._groups.find(speaker)
+        return self._lose(group, ended.reason, ended.message, now) if group else []
 
-        One that broke after silence says nothing: that is the network, and the rank may come back.
+    def on_disconnect(self, speaker: RankId, now: float, is_broken: bool = False) -> list[Effect]:
+        """The connection of a group is closed, which ends it.
+
+        One that broke after silence says nothing: that is the network, and the group may come back.
         """
-        group = self._groups.find(rank)
-        if group and not (is_broken and self._groups.is_doubtful(rank, now)):
-            host = group.ranks[rank.rank].hello.host
-            message = f"rank {rank.rank} on {host} ended: its connection was closed"
-            self._rounds.lose(group, "connection", message, now)
-            self._advance(now)
+        group = self._groups.find(speaker)
+        if group is None or (is_broken and self._groups.is_doubtful(speaker, now)):
+            return []
+        host = group.ranks[speaker.rank].host
+        message = f"rank {speaker.rank} on {host} ended: its connection was closed"
+        return self._lose(group, "connection", message, now)
+
+    def _lose(self, group: Group, reason: str, message: str, now: float) -> list[Effect]:
+        self._rounds.lose(group, reason, message, now)
+        self._advance(now)
         return self._take_effects()
 
     def forget_rank(self, rank: RankId) -> None:
@@ -240,7 +257,7 @@ class Membership:
         if suspect.reason == "silent":
             message = f"rank {rank.rank} was silent for {idle_s} s"
         else:
-            host = group.ranks[rank.rank].hello.host
+            host = group.ranks[rank.rank].host
             message = f"rank {rank.rank} on {host} got nothing done for {idle_s:.1f} s in {phase!r}"
             self._metrics.goodput.spend(rank.group, "hang", idle_s)
             at: dict[str, Any] = {"host": host, "phase": phase, "idle_s": idle_s}
@@ -249,21 +266,20 @@ class Membership:
         self._rounds.lose(group, suspect.reason, message, now)
 
     def _find_stragglers(self, now: float) -> None:
-        replace = self._policy.replace_stragglers and len(self._groups.current) > 1
-        for rank, slowdown in self._groups.stragglers(now).items():
+        for rank, slowness in self._groups.stragglers(now).items():
             group = self._groups.find(rank)
             assert group, "a straggler is there"
-            if replace:
-                group.leave_cause = "straggler"
             found = events.StragglerFound(
                 time=now,
                 group=rank.group,
                 rank=rank.rank,
-                host=group.hosts[rank.rank],
-                slowdown=slowdown,
-                action="replace" if replace else "none",
+                host=group.ranks[rank.rank].host,
+                slowdown=slowness.slowdown,
+                own_s=slowness.own_s,
+                median_s=slowness.median_s,
+                action="none",
             )
-            self._effects.append(found)
+            self._stragglers.append(found)
 
     # --- requests of the driver
 
@@ -276,16 +292,28 @@ class Membership:
     def retire(self, group: int, cause: str, now: float) -> list[Effect]:
         """Let a group go at the next commit, for one of the causes of `GroupLeft`.
 
-        The last current group stays until another one is.
+        The last current group stays until another one is. Who has not begun goes at once.
         """
         leaving = self._groups.get(group)
         if leaving and cause in ("resize", "drain"):
             self._expected.discard(group)
-        if leaving and leaving.is_complete:
+        if leaving and leaving.is_spare:
+            self._rounds.dismiss_spare(leaving, f"asked to leave: {cause}")
+            self._rounds.release(leaving, cause, now)
+        elif leaving and leaving.has_begun:
             leaving.leave_cause = cause
         elif leaving:
             self._effects += leaving.dismiss(fenced(f"asked to leave: {cause}"))
             self._rounds.release(leaving, cause, now)
+            self._advance(now)
+        return self._take_effects()
+
+    def promote(self, group: int, now: float) -> list[Effect]:
+        """Let a spare group join: from the next round on it copies from one that trains."""
+        spare = self._groups.get(group)
+        if spare and spare.is_spare:
+            spare.standing, spare.joined_at = "listening", now
+            self._metrics.goodput.start(group, now)
             self._advance(now)
         return self._take_effects()
 
@@ -324,7 +352,7 @@ class Membership:
 
         Raises `LeaseError`.
         """
-        ready = [group for group in self._groups.present if group.is_ready]
+        ready = [g for g in self._groups.present if g.is_ready and not g.is_spare]
         for group in ready:
             if group.standing != "initial":
                 message = "no group is left that it could copy from"
@@ -337,7 +365,7 @@ class Membership:
         is_late = now >= self._start_since + self._policy.start_grace_s
         if is_late or self._expected <= {group.group for group in able}:
             starts = choose_start(able)
-            self._rounds.begin_from(starts[0].ranks[0].hello.ledger, starts[0].group)
+            self._rounds.begin_from(starts[0].hello.ledger, starts[0].group)
             self._rounds.open(able, starts, now)
 
     # --- recovery
@@ -351,51 +379,12 @@ class Membership:
         if not is_late and not all(self._groups.is_back_or_over(*each) for each in self._returning):
             return
         self._recovery_ends_at, self._knows_run = None, True
-        for group in self._groups.present:
-            if not group.is_complete and group.was_in_round:
-                self._rounds.lose(group, "connection", "not all of its ranks came back", now)
-        # What one of its ranks received, all of them will.
-        trained = [
-            group
-            for group in self._groups.present
-            if any(hello.standing == "current" for hello in group.hellos)
-        ]
+        trained = [each for each in self._groups.present if each.hello.standing == "current"]
         if trained:
             self._rounds.take_over(trained, now)
         self._welcome()
         for group in self._groups.present:
-            self._take_up_requests(group, now)
-
-    def _take_up_requests(self, group: Group, now: float) -> None:
-        """Go on with what the ranks of a group have asked during the recovery."""
-        for rank, state in list(group.ranks.items()):
-            if isinstance(state.request, Vote) and self._groups.get(group.group) is group:
-                self._rounds.vote(group, rank, state.request, now)
-            elif isinstance(state.request, Arrive):
-                self._tell_missed_round(group, rank)
-        if group.is_ready:
-            self._rounds.inspect(group, now)
-
-    def _tell_missed_round(self, group: Group, rank: int) -> bool:
-        """Tell a rank of a round that the last coordinator told only others of its group.
-
-        They train on in it and wait for this rank; it cannot be committed any more.
-        """
-        state = group.ranks[rank]
-        told = max(group.hellos, key=lambda hello: hello.round)
-        if not told.overlaps or state.hello.round >= told.round:
-            return False
-        missed = Round(
-            round=told.round,
-            generation=told.generation,
-            members=tuple(
-                RoundMember(group=number, incarnation=incarnation, weight=0, standing="current")
-                for number, incarnation in told.members
-            ),
-            commit=told.ledger.commit + 1,
-            is_idle=True,
-            overlaps=True,
-        )
-        self._effects.append(group.answer(rank, missed))
-        state.hello = remembering(state.hello, missed)
-        return True
+            if isinstance(group.request, Vote):
+                self._rounds.vote(group, group.request, now)
+            elif group.is_ready:
+                self._rounds.inspect(group, now)

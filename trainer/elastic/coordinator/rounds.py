@@ -1,7 +1,7 @@
 """Sync rounds: how they open, fail and count, and what becomes of rows and copies then.
 
-A round ends with the first refusal, with the loss of any of its groups, or when all ranks agreed,
-and every rank that voted is answered then. A listener is in the rounds that it has arrived for,
+A round ends with the first refusal, with the loss of any of its groups, or when all groups agreed,
+and every group that voted is answered then. A listener is in the rounds that it has arrived for,
 delays none for long, and ends none: without its vote a round commits all the same, and where one
 with it has failed the next is without it.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from trainer import failures
-from trainer.coordination.detection import DivergentShard, FaultRecord, RankId, differing_copies
+from trainer.coordination.detection import DivergentShard, FaultRecord, differing_copies
 from trainer.coordination.messages import Lease, Ledger, Rejection, Report, Round, RoundResult, Vote
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.groups import (
@@ -22,7 +22,6 @@ from trainer.elastic.coordinator.groups import (
     GroupRegistry,
     choose_donor,
     copies_alive,
-    disagreement,
     fenced,
 )
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
@@ -46,7 +45,7 @@ Joining = Literal["start", "peer_copy"]
 class OpenRound:
     """A round that `groups` were told of; none of them changes its standing before it ends.
 
-    `leases` are those that they trained since the last sync, and `means` are over the ranks that
+    `leases` are those that they trained since the last sync, and `means` are over the groups that
     count. `joining` become current when it commits; `overlapping` train on meanwhile. Listeners
     hear it and count for nothing: it commits `_LISTENER_GRACE_S` after `agreed_at`, when all others
     held the averages; `undecided` are those that do not yet.
@@ -63,7 +62,7 @@ class OpenRound:
         """`groups` are all ready, in the order of their numbers."""
         self.number, self.commit, self.groups, self.joining = number, commit, groups, joining
         current = [group for group in groups if group.is_current]
-        arrivals = [arrival for group in current for arrival in group.arrivals]
+        arrivals = [group.arrival for group in current]
         members = tuple(group.as_member() for group in groups)
         weight = sum(member.weight for member in members)
         is_asked = any(arrival.needs_exact for arrival in arrivals)
@@ -76,46 +75,44 @@ class OpenRound:
             is_idle=not (weight or is_asked or has_listeners),
             is_exact=is_asked or len(current) < len(groups),
         )
-        self._told: dict[tuple[bool, str | None], Round] = {}
+        self._told: dict[tuple[bool, Group | None], Round] = {}
         may_overlap = weight and not self._message.is_exact
         self.overlapping = {group for group in groups if may_overlap and group.may_overlap}
         self.weights = {member.group: member.weight for member in members}
-        self.leases = [lease for group in current for lease in group.arrivals[0].leases]
+        self.leases = [lease for arrival in arrivals for lease in arrival.leases]
         sums: dict[str, float] = defaultdict(float)
         for name, value in (each for arrival in arrivals for each in arrival.sums.items()):
             sums[name] += value
         self.means = {name: total / weight for name, total in sums.items()} if weight else {}
-        voters = (group for group in groups if group.standing != "listening")
-        self.undecided = {group.rank_id(rank) for group in voters for rank in group.ranks}
-        self.votes: dict[RankId, Vote] = {}
-        self.shards_due: set[int] = set()  # whose votes have a deadline
+        self.undecided = {group for group in groups if group.standing != "listening"}
+        self.votes: dict[Group, Vote] = {}
+        self.is_timed = False  # votes have a deadline
         self.agreed_at: float | None = None
 
-    def message_for(self, group: Group, rank: int) -> Round:
-        """The message for one rank: the same object for all that are told the same."""
-        donor = group.donor.ranks[rank].hello.donor if group.donor else None
-        own = group in self.overlapping, donor
+    def message_for(self, group: Group) -> Round:
+        """The message for one group: the same object for all that are told the same."""
+        own = group in self.overlapping, group.donor
         if own not in self._told:
-            update = {"overlaps": own[0], "donor": donor}
+            donors = group.donor.donors if group.donor else ()
+            update = {"overlaps": own[0], "donors": donors}
             self._told[own] = self._message.model_copy(update=update)
         return self._told[own]
 
     def missing(self) -> list[Group]:
-        """Groups of which a rank does not hold the averages, as far as is known."""
-        num_ready = Counter(voter.group for voter, vote in self.votes.items() if vote.ok)
-        return [group for group in self.groups if num_ready[group.group] < len(group.ranks)]
+        """Groups that do not hold the averages, as far as is known."""
+        return [each for each in self.groups if each not in self.votes or not self.votes[each].ok]
 
     def differing(self) -> list[DivergentShard]:
-        """What some copies hold unlike most, by the checksums in their ranks' votes."""
+        """What some copies hold unlike most, by the checksums in the groups' votes."""
         current = [group for group in self.groups if group.is_current]
         found: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for rank in current[0].ranks if current else ():
-            votes = [self.votes[group.rank_id(rank)].checksums for group in current]
-            for copies in zip(*votes, strict=True):
+        votes = (self.votes[group].checksums for group in current)
+        for rank, shards in enumerate(zip(*votes, strict=True)):
+            for copies in zip(*shards, strict=True):
                 names, checksums = zip(*copies, strict=True)
                 for place in differing_copies(checksums):
                     group = current[place]
-                    found[names[0], rank].add(group.group * group.num_ranks + rank)
+                    found[names[0], rank].add(group.group * len(group.ranks) + rank)
         return [DivergentShard(*at, tuple(sorted(ranks))) for at, ranks in sorted(found.items())]
 
 
@@ -186,12 +183,11 @@ class SyncRounds:
         self._metrics.remember(self.ledger)
 
     def take_over(self, trained: Sequence[Group], now: float) -> None:
-        """Continue from the ledger with the most commits that a current rank holds.
+        """Continue from the ledger with the most commits that a current group holds.
 
         Raises `LeaseError`.
         """
-        hellos = (hello for group in trained for hello in group.hellos)
-        ledgers = (hello.ledger for hello in hellos if hello.standing == "current")
+        ledgers = (group.hello.ledger for group in trained)
         self.ledger = max(ledgers, key=lambda each: (each.commit, each.rows_done))
         self._book.restore(self.ledger)
         self._metrics.record_incident("the coordinator was restarted", now)
@@ -199,23 +195,22 @@ class SyncRounds:
         for group in trained:
             group.promote()
             self._metrics.goodput.train(group.group, now)
-            newest = max(group.hellos, key=lambda hello: hello.ledger.commit)
-            self._book.adopt(newest.leases, group.group)
+            self._book.adopt(group.hello.leases, group.group)
         own = self.ledger
         for group in self._groups.current:
-            held = [hello.ledger for hello in group.hellos]
-            if any(each.commit == own.commit and each.round != own.round for each in held):
+            held = group.hello.ledger
+            if held.commit == own.commit and held.round != own.round:
                 self.lose(group, "stale", "it holds another sync of the same number", now)
         for group in self._groups.present:
-            is_new = group.standing == "initial" and not group.was_in_round
+            is_new = group.standing != "listening" and not group.was_in_round
             if not (group.is_current or is_new):
                 group.demote()
         self._emit_membership(now)
 
     def lose(self, group: Group, reason: str, message: str, now: float) -> None:
-        """A group is lost: its leases return, its ranks are told to end, its round has failed.
+        """A group is lost: its leases return, it is told to end, its round has failed.
 
-        After the end of the run that is how groups go: ranks that still clean up are left alone.
+        After the end of the run that is how groups go: who still cleans up is left alone.
         """
         self._effects += group.dismiss(fenced(message), only_waiting=self.has_finished)
         self._groups.remove(group, reason, message, is_lost=not self.is_over)
@@ -223,13 +218,15 @@ class SyncRounds:
         if not self.is_over:
             if group.is_current:
                 self._metrics.record_incident(reason, now, syncs_lost=int(num_rows > 0))
-            self._metrics.goodput.lose(group.group, now)
+            if not group.is_spare:
+                self._metrics.goodput.lose(group.group, now)
             self._effects.append(
                 events.GroupLost(
                     time=now,
                     reason=reason,
                     message=message,
                     rows_returned=num_rows,
+                    is_spare=group.is_spare,
                     **group.identity,
                 )
             )
@@ -245,8 +242,13 @@ class SyncRounds:
         left = events.GroupLeft(time=now, cause=cause, **group.identity)  # type: ignore[arg-type]
         self._effects.append(left)
 
+    def dismiss_spare(self, spare: Group, message: str) -> None:
+        """Tell the ranks of a spare that wait to end; nothing is lost with them."""
+        rejection = Rejection(reason="dismissed", message=message)
+        self._effects += spare.dismiss(rejection, only_waiting=True)
+
     def fail(self, reason: str, message: str, now: float) -> None:
-        """The run cannot go on: every rank is told so."""
+        """The run cannot go on: every group is told so."""
         self.failure = Failure(reason, message)
         self._effects.append(events.Note(time=now, level="error", message=message))
         for group in self._groups.present:
@@ -254,7 +256,7 @@ class SyncRounds:
 
     def _emit_membership(self, now: float) -> None:
         """Emit who is there, where that changed."""
-        present = [group for group in self._groups.present if group.is_complete]
+        present = [group for group in self._groups.present if group.has_begun]
         members = [events.GroupMember(standing=each.standing, **each.identity) for each in present]
         if members == self._emitted_members:
             return
@@ -280,19 +282,18 @@ class SyncRounds:
     # --- opening
 
     def inspect(self, group: Group, now: float) -> None:
-        """Check what a group arrived with, all of whose ranks wait for the next round."""
+        """Check what a group arrived with that waits for the next round."""
         if not group.is_current:
             return
-        arrival = group.arrivals[0]
+        arrival, problem = group.arrival, ""
         held = {lease.id for lease in self._book.held(group.group)}
-        problem = disagreement(group)
         if arrival.commit != self.ledger.commit:
             problem = f"it holds commit {arrival.commit}, the others {self.ledger.commit}"
         elif not held.issuperset(arrival.leases):
             problem = f"it trained leases {arrival.leases}, but holds {sorted(held)}"
         if problem:
             self.lose(group, "stale", problem, now)
-        elif any(each.is_poisoned for each in group.arrivals):
+        elif arrival.is_poisoned:
             self._skip(group, now)
 
     def _skip(self, group: Group, now: float) -> None:
@@ -311,7 +312,7 @@ class SyncRounds:
             advice = "lower the learning rate, or look for outliers in the rows that it trained"
             self.fail("non_finite", f"{message}; {advice}", now)
             return
-        for lease_id in group.arrivals[0].leases:
+        for lease_id in group.arrival.leases:
             lease = self._book.skip(lease_id)
             self._skipped.append(lease)
             starts, stops = zip(*lease.spans, strict=True)
@@ -335,7 +336,7 @@ class SyncRounds:
 
     def lose_guilty(self, now: float) -> None:
         """Give up the group that makes rounds fail, once those who were in the last are back."""
-        able = [group for group in self._groups.present if group.standing != "listening"]
+        able = [g for g in self._groups.present if g.standing in ("initial", "current")]
         if not all(group.is_ready for group in able):
             return
         guilty = self._faults.judge({group.group: group.joined_at for group in able})
@@ -356,8 +357,11 @@ class SyncRounds:
                 return
             if not all(group.is_ready for group in current):
                 return
-        suspended = self._suspended if current else ()
-        ready = [g for g in self._groups.present if g.is_ready and g not in suspended]
+        spares = [group for group in self._groups.present if group.is_spare]
+        for spare in spares if self.has_finished else ():
+            self.dismiss_spare(spare, "the training is complete")
+        left_out = [*spares, *(self._suspended if current else ())]
+        ready = [g for g in self._groups.present if g.is_ready and g not in left_out]
         if ready:
             self.open(ready, [], now)
 
@@ -372,7 +376,7 @@ class SyncRounds:
         listeners = [group for group in groups if not group.is_current and group not in starts]
         for group in listeners:
             group.standing = "listening"
-            group.copied_bytes = sum(arrival.copied_bytes for arrival in group.arrivals)
+            group.copied_bytes = group.arrival.copied_bytes
             if group.copy == "absent":
                 group.copy = "live"
             if donors:
@@ -388,51 +392,51 @@ class SyncRounds:
         self._round = opened
         self._metrics.start_round()
         for group in groups:
-            for rank, state in sorted(group.ranks.items()):
-                self._effects.append(group.answer(rank, opened.message_for(group, rank)))
-                state.round, state.vote_due_at = opened.number, math.inf
+            self._effects.append(group.answer(opened.message_for(group)))
+            group.round, group.vote_due_at = opened.number, math.inf
         self._emit_membership(now)
 
-    def repeat(self, group: Group, rank: int) -> bool:
-        """Tell a rank again of the open round, where it has not voted on it; whether it was so."""
-        opened, state = self._round, group.ranks[rank]
-        if opened is None or state.round != opened.number:
+    def repeat(self, group: Group) -> bool:
+        """Tell a group again of the open round, where it has not voted on it; whether it was so."""
+        opened = self._round
+        if opened is None or group.round != opened.number:
             return False
-        self._effects.append(group.answer(rank, opened.message_for(group, rank)))
+        self._effects.append(group.answer(opened.message_for(group)))
         return True
 
     # --- votes
 
-    def vote(self, group: Group, rank: int, vote: Vote, now: float) -> None:
-        """A rank holds the averages of a round, or could not form them."""
-        opened, state, voter = self._round, group.ranks[rank], group.rank_id(rank)
-        if state.round == vote.round:
-            state.round = None
+    def vote(self, group: Group, vote: Vote, now: float) -> None:
+        """A group holds the averages of a round, or could not form them."""
+        opened = self._round
+        if group.round == vote.round:
+            group.round = None
         is_listener = group.standing == "listening"
         if not (vote.ok or vote.gave_up or is_listener):
             self._faults.complain(vote.round, group.group, vote.suspects, vote.error)
         if opened is None or vote.round != opened.number:
-            self._answer_late(group, rank, vote, now)
+            self._answer_late(group, vote, now)
             return
-        self._limit_votes(opened, [rank], now)
-        opened.votes[voter] = vote
+        self._limit_votes(opened, now)
+        opened.votes[group] = vote
         if vote.ok or is_listener:
-            opened.undecided.discard(voter)
+            opened.undecided.discard(group)
             self.end_if_agreed(now)
         else:
-            self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
+            self._end_round(f"group {group.group} refused: {vote.error}", now)
             listeners = [each for each in opened.groups if each.standing == "listening"]
             self._suspend(listeners, now)
 
-    def _limit_votes(self, opened: OpenRound, shards: Collection[int], now: float) -> None:
-        """Ranks that hold one of `shards` must vote in time: a copy of it has, or the round ended.
+    def _limit_votes(self, opened: OpenRound, now: float) -> None:
+        """All must vote in time from here on: one group has on all its shards, or the round ended.
 
-        Shards are unequal, and who averages a small one says nothing of the others.
+        Shards are unequal, but a group votes only once its slowest is averaged, as all others' is.
         """
-        for shard in set(shards) - opened.shards_due:
-            opened.shards_due.add(shard)
-            for group in opened.groups:
-                group.ranks[shard].vote_due_at = now + self._policy.vote_timeout_s
+        if opened.is_timed:
+            return
+        opened.is_timed = True
+        for group in opened.groups:
+            group.vote_due_at = now + self._policy.vote_timeout_s
 
     def _suspend(self, listeners: Sequence[Group], now: float) -> None:
         """An exchange with these listeners failed: they are not in the next one, nor for ever."""
@@ -450,8 +454,8 @@ class SyncRounds:
             return
         if opened.agreed_at is None:
             opened.agreed_at = now
-        num_voters = sum(len(group.ranks) for group in opened.groups)
-        if len(opened.votes) < num_voters and now < opened.agreed_at + _LISTENER_GRACE_S:
+        is_whole = len(opened.votes) == len(opened.groups)
+        if not is_whole and now < opened.agreed_at + _LISTENER_GRACE_S:
             return
         found = opened.differing()
         if found:
@@ -467,7 +471,7 @@ class SyncRounds:
             self._effects.append(told)
         current = self._groups.current
         ranks = {rank for each in found for rank in each.ranks}
-        differing = [g for g in current if any(rank // g.num_ranks == g.group for rank in ranks)]
+        differing = [g for g in current if any(rank // len(g.ranks) == g.group for rank in ranks)]
         if action == "fail" or len(differing) == len(current):
             self.fail(failures.DIVERGED, str(failures.DivergenceError(found)), now)
             return
@@ -476,7 +480,7 @@ class SyncRounds:
             group.demote()
         self._end_round("copies of a shard differed", now)
 
-    def _answer_late(self, group: Group, rank: int, vote: Vote, now: float) -> None:
+    def _answer_late(self, group: Group, vote: Vote, now: float) -> None:
         """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self.ledger
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
@@ -486,13 +490,13 @@ class SyncRounds:
             self.lose(group, "stale", message, now)
             return
         result = self._result(group, vote.round, committed=is_newest)
-        self._effects.append(group.answer(rank, result))
+        self._effects.append(group.answer(result))
 
     def _end_round(self, why: str, now: float) -> None:
         """A round has failed: answer who voted, and notify who may still wait for its peers."""
         ended, self._round, self._formed = self._round, None, None
         assert ended, "a round is open"
-        self._limit_votes(ended, ended.groups[0].ranks, now)
+        self._limit_votes(ended, now)
         self._metrics.record_incident(why, now)
         for group in ended.groups:
             if self._groups.get(group.group) is group:
@@ -501,14 +505,13 @@ class SyncRounds:
     def _end_round_of(self, group: Group, number: int) -> None:
         """Tell a group that a round was not committed with it."""
         result = self._result(group, number, committed=False)
-        for rank, state in group.ranks.items():
-            if isinstance(state.request, Vote) or state.round == number:
-                self._effects.append(group.answer(rank, result))
+        if isinstance(group.request, Vote) or group.round == number:
+            self._effects.append(group.answer(result))
 
     # --- commits
 
     def _commit(self, ended: OpenRound, now: float) -> None:
-        """Every rank that counts holds the averages: the sync counts."""
+        """Every group that counts holds the averages: the sync counts."""
         self._round, self._suspended = None, ()
         self._faults.clear()
         self._book.commit(ended.leases)
@@ -529,7 +532,7 @@ class SyncRounds:
         self._hand_out()
         for group in voters:
             result = self._result(group, ended.number, True, should_leave=group in leavers)
-            self._effects += [group.answer(rank, result) for rank in group.ranks]
+            self._effects.append(group.answer(result))
             if group.copy == "stale":
                 group.copy = "absent"  # it was told to start over
         for group in missing:

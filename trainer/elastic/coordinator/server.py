@@ -1,4 +1,4 @@
-"""The coordinator's server: `Membership` behind a TCP port, with the store of the process groups.
+"""The coordinator's server: `Membership` behind a TCP port, with the stores of process groups.
 
 It runs on a thread of its own in any process; under Ray it is an actor, which Ray restarts. Its
 state is not stored: a new server rebuilds it (`trainer.elastic.coordinator.membership`). Messages
@@ -37,7 +37,8 @@ from trainer.coordination.messages import (
     Answer,
     Answered,
     Arrive,
-    Heartbeat,
+    GroupEnded,
+    Heartbeats,
     Hello,
     Ledger,
     Numbered,
@@ -65,10 +66,10 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
 _GC_THRESHOLDS = (200_000, 20, 1000)
-_BACKLOG = 4096  # all ranks may connect at once
+_BACKLOG = 4096  # all may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
-_MONITORED_KINDS = frozenset({"hang_found", "straggler_found"})
+_MONITORED_KINDS = frozenset({"hang_found"})
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -78,9 +79,9 @@ class CoordinatorConfig:
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
     `book` is that of a fresh run. Its events go to the attempt's files. Only clients with `token`,
-    the attempt's, are heard. With `only_watches` there is one group that syncs with no other: only
-    hangs and stragglers are reported, a rank that ends does not end the others, and there is no
-    store.
+    the attempt's, are heard. There are `num_stores` for the process groups of as many shards. With
+    `only_watches` there is one group that syncs with no other: only hangs are
+    reported, a rank that ends does not end the others, and there is no store.
     """
 
     policy: MembershipPolicy
@@ -89,6 +90,7 @@ class CoordinatorConfig:
     token: bytes = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 0
+    num_stores: int = 1
     only_watches: bool = False
 
 
@@ -144,16 +146,16 @@ class _Unproven(asyncio.Protocol):
 
 
 class _Connection(asyncio.Protocol):
-    """The connection of one rank: cuts what comes into lines."""
+    """The connection of a group's agent, or of a rank: cuts what comes into lines."""
 
     transport: asyncio.Transport
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._buffer = b""
-        self.rank: RankId | None = None
+        self.speaker: RankId | None = None
         self.roster: Roster | None = None
-        """The newest one that the rank was told."""
+        """The newest one that it was told."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -165,44 +167,47 @@ class _Connection(asyncio.Protocol):
             for line in lines:
                 self._coordinator.receive(self, Numbered.model_validate_json(line))
         except ValidationError:
-            logger.exception("%s sent an invalid message", self.rank)
+            logger.exception("%s sent an invalid message", self.speaker)
             self.transport.close()
         if len(self._buffer) > _MAX_LINE_BYTES:
-            logger.error("%s sent a line without an end", self.rank)
+            logger.error("%s sent a line without an end", self.speaker)
             self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         if error:
-            logger.info("%s: %s", self.rank, error)
+            logger.info("%s: %s", self.speaker, error)
         self._coordinator.disconnect(self, is_broken=error is not None)
 
 
 class _AnswerEncoder:
-    """Makes lines of answers; what many ranks are told is encoded once for all of them."""
+    """Makes lines of answers; what many groups are told is encoded once for all of them."""
 
     def __init__(self) -> None:
         self._roster, self._roster_line = Roster(members=()), b""
+        self._last_roster, self._change_line = self._roster, b""
         self._ledger, self._ledger_json = Ledger(), b""
         self._body: Answer | None = None
         self._encoded = b""
 
     def lines_for(self, connection: _Connection, reply: Reply) -> bytes:
-        """The answer, after the roster of its round where the rank has not been told that."""
+        """The answer, after the roster of its round, or its change, where that is news."""
         if reply.body is not self._body:
             self._encode(reply.body)
         line = b'{"id":%d,"body":%b}\n' % (reply.id, self._encoded)
         if not isinstance(reply.body, Round) or connection.roster is self._roster:
             return line
+        is_change = connection.roster is self._last_roster
         connection.roster = self._roster
-        return self._roster_line + line
+        return (self._change_line if is_change else self._roster_line) + line
 
     def _encode(self, body: Answer) -> None:
         self._body = body
         if isinstance(body, Round):
             roster = Roster.of(body.members)
             if roster != self._roster:
-                self._roster = roster
-                self._roster_line = Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
+                self._last_roster, self._roster = self._roster, roster
+                self._roster_line = _line_of(roster)
+                self._change_line = _line_of(roster.since(self._last_roster))
             body = body.without_members()
         if isinstance(body, RoundResult):
             if body.ledger is not self._ledger:
@@ -216,6 +221,10 @@ class _AnswerEncoder:
             self._encoded = body.model_dump_json().encode()
 
 
+def _line_of(roster: Roster) -> bytes:
+    return Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
+
+
 class Coordinator:
     """A running server; its methods may be called from any thread but its own."""
 
@@ -227,9 +236,10 @@ class Coordinator:
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
         self._config, self._on_crash = config, on_crash
-        self._store = None if config.only_watches else _open_store(config.host)
-        store_address = f"{config.host}:{self._store.port}" if self._store else ""
-        self._membership = Membership(config.policy, config.book, store_address)
+        num_stores = 0 if config.only_watches else config.num_stores
+        self._stores = [_open_store(config.host) for _ in range(num_stores)]
+        addresses = [f"{config.host}:{store.port}" for store in self._stores]
+        self._membership = Membership(config.policy, config.book, addresses)
         self._connections: dict[RankId, _Connection] = {}
         self._open: set[asyncio.Transport] = set()
         self.unproven = UnprovenConnections[_Unproven](
@@ -265,6 +275,9 @@ class Coordinator:
     def retire(self, group: int, cause: str) -> None:
         self._call(lambda: self._take(lambda: self._membership.retire(group, cause, self._now())))
 
+    def promote(self, group: int) -> None:
+        self._call(lambda: self._take(lambda: self._membership.promote(group, self._now())))
+
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self._call(
             lambda: self._take(
@@ -273,7 +286,7 @@ class Coordinator:
         )
 
     def stop(self) -> None:
-        """End the server. Connected ranks look for another one."""
+        """End the server. Who is connected looks for another one."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_stopping.set)
             self._thread.join()
@@ -339,12 +352,13 @@ class Coordinator:
             self._is_stopping.set()
 
     def _delete_old_keys(self) -> None:
-        """Delete what older generations left in the store, whose ranks may be one behind."""
+        """Delete what older generations left in the stores, whose ranks may be one behind."""
         newest, known = self._membership.generation, self._generation
-        if self._store is None or newest == known:
+        if newest == known:
             return
         self._generation = newest
-        self._writing.submit(_delete_keys, self._store, newest - 1)
+        for store in self._stores:
+            self._writing.submit(_delete_keys, store, newest - 1)
 
     def challenge(self, connection: _Unproven) -> Challenge:
         """A connection was accepted; what it must prove."""
@@ -361,36 +375,43 @@ class Coordinator:
         self._open.add(connection.transport)
 
     def disconnect(self, connection: _Connection, is_broken: bool) -> None:
-        """Forget a connection; the end of a rank's newest one is the end of the rank."""
+        """Forget a connection; the end of a speaker's newest one is its own."""
         self.forget(connection.transport)
-        rank = connection.rank
-        if rank is None or self._connections.get(rank) is not connection:
+        speaker = connection.speaker
+        if speaker is None or self._connections.get(speaker) is not connection:
             return
-        del self._connections[rank]
+        del self._connections[speaker]
         if self._is_stopping.is_set():
             return
         if self._config.only_watches:
-            self._membership.forget_rank(rank)
+            self._membership.forget_rank(speaker)
         else:
-            self._take(lambda: self._membership.on_disconnect(rank, self._now(), is_broken))
+            self._take(lambda: self._membership.on_disconnect(speaker, self._now(), is_broken))
 
     def receive(self, connection: _Connection, line: Numbered) -> None:
-        """Take a line from a rank."""
+        """Take a line from a group or rank."""
         body, now = line.body, self._now()
         if isinstance(body, Hello):
-            connection.rank = RankId(body.group, body.incarnation, body.rank)
-            self._connections[connection.rank] = connection
+            known = RankId(body.group, body.incarnation, body.ranks[0].rank)
+            connection.speaker, self._connections[known] = known, connection
             self._take(lambda: self._membership.on_hello(body, line.id, now))
-            return
-        rank = connection.rank
-        if rank is None:
+        elif speaker := connection.speaker:
+            self._take(lambda: self._receive_from(speaker, line, now))
+        else:
             logger.warning("a connection began with %s and not with a hello", body.kind)
-        elif isinstance(body, Heartbeat):
-            self._take(lambda: self._membership.on_heartbeat(rank, body, now))
-        elif isinstance(body, Arrive):
-            self._take(lambda: self._membership.on_arrive(rank, line.id, body, now))
-        elif isinstance(body, Vote):
-            self._take(lambda: self._membership.on_vote(rank, line.id, body, now))
+
+    def _receive_from(self, speaker: RankId, line: Numbered, now: float) -> Iterable[Effect]:
+        membership = self._membership
+        match line.body:
+            case Heartbeats() as body:
+                return membership.on_heartbeats(speaker, body.ranks, now)
+            case Arrive() as body:
+                return membership.on_arrive(speaker, line.id, body, now)
+            case Vote() as body:
+                return membership.on_vote(speaker, line.id, body, now)
+            case GroupEnded() as body:
+                return membership.on_ended(speaker, body, now)
+        return ()
 
     def _act(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

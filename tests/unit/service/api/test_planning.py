@@ -104,6 +104,10 @@ def test_a_spec_that_does_not_allow_the_choice_names_the_field() -> None:
     wanted = job(4, "auto", moment_scale=4, resources={"memory_bytes_per_worker": 2500})
     with pytest.raises(SpecError, match="moment_scale"):
         plan_of(wanted, hosts(4))
+    spared = job(3, 1, placement="inter_host", spares=3)
+    assert plan_of(spared, hosts(4, 4, 4)).spare_workers == 3
+    with pytest.raises(SpecError, match=r"parallelism\.spares: the cluster has 2 hosts"):
+        plan_of(spared, hosts(4, 4))
 
 
 def test_room_is_counted_in_what_a_worker_asks_for() -> None:

@@ -206,6 +206,22 @@ def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
     assert grid.hosts == HOSTS
 
 
+def test_a_spare_has_a_row_and_leaves_none_when_it_is_lost() -> None:
+    members = [*map(group_member, range(3)), group_member(3, "spare")]
+    spared = SPREAD | {"placement": "inter_host", "spares": 1}
+    told = scene(layout_chosen(), membership_changed(*members), parallelism=spared)
+    assert [row.standing for row in grid_of(told).rows] == ["trains"] * 3 + ["spare"]
+    view = view_of(told)
+    training = {fact.name: fact.text for fact in view.facts}["Training"]
+    assert training.startswith("3 of 3 groups and 1 of 1 spare, generation 1")
+    lost = group_lost(3, is_spare=True, time=NOW + 9)
+    told = scene(membership_changed(*members), lost, parallelism=spared)
+    assert told[1][-1].message.startswith("spare group 3 (")
+    assert [row.standing for row in grid_of(told).rows] == ["trains"] * 3
+    last = view_of(told).rows[-1]
+    assert last.group == 3 and [span.title for span in last.spans][-1].startswith("group 3 spare")
+
+
 def test_copies_alive_are_counted_under_each_shard() -> None:
     copies = grid_of(degraded()).copies
     assert [(each.text, each.tone) for each in copies] == [("2 of 3", "good")] * 2

@@ -92,6 +92,7 @@ def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
 
 _MOVED = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
 _NEW_LIFE = membership_changed(group_member(0), group_member(1, incarnation=1))
+_SPARED = membership_changed(*map(group_member, range(3)), group_member(3, "spare"), generation=2)
 _EARLIER = membership_changed(time=NOW - 1)
 _SMALL = layout_chosen(world_size=4, num_replicas=2)
 
@@ -112,6 +113,10 @@ _SMALL = layout_chosen(world_size=4, num_replicas=2)
         # There are more groups than the layout was chosen for, or no layout was told.
         ((_SMALL, membership_changed(), group_lost(1)), 2, 3, [1]),
         ((membership_changed(), group_lost(1)), 2, 3, [1]),
+        # Spares are beside the groups that should train, and not missed.
+        ((*START, _SPARED), 3, 3, []),
+        ((*START, _SPARED, group_lost(3, is_spare=True)), 3, 3, []),
+        ((*START, _SPARED, group_lost(1)), 2, 3, [1]),
     ],
 )
 def test_groups_are_awaited_up_to_what_there_should_be(
@@ -222,6 +227,11 @@ def test_lists_and_pages_show_what_is_decided() -> None:
     for job, listed, shown in (
         (job_of(4), "4 = 2 x 2", "4 workers (2 replicas x 2 shards)"),
         (job_of({"min": 2, "max": 6}, **AUTO), "2-6 (auto)", "2-6 workers (auto)"),
+        (
+            job_of(4, placement="inter_host", spares=1),
+            "4 = 2 x 2 + 2",
+            "4 workers (2 replicas x 2 shards) and 2 in spares",
+        ),
         (job_of(1, shard_group_size=1), "1 = 1 x 1", "1 worker (1 replicas x 1 shards)"),
         (
             with_choice(job_of({"min": 3, "max": 7}, **AUTO), 2),

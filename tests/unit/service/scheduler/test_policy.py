@@ -161,6 +161,21 @@ def test_a_job_that_shall_survive_needs_hosts_for_its_groups() -> None:
     assert decide([asked], [], cluster(3, 1)).starts == []
 
 
+def test_spares_count_with_their_job() -> None:
+    sizes = {"workers": {"min": 2, "max": 4}, "shard_group_size": 1, "placement": "inter_host"}
+    spared = queued_job(name="spared", parallelism=sizes | {"spares": 1})
+    (start,) = decide([spared], [], cluster(4), Project("default", max_workers=4)).starts
+    assert (start.workers, start.max_workers) == (3, 3)
+    found = decide([spared], [], None, Project("default", max_workers=2))
+    assert "the job needs 3" in reasons(found)["spared"]
+    busy = replace(spared, status=JobStatus.RUNNING, id="busy")
+    assert workers_held(busy) == 5
+    waiting = job("waiting", 8, age_s=1e6)
+    assert decide([waiting], [busy], cluster(8)).growth_limits == {}
+    few = replace(busy, queue_note=QueueState(workers=2).document)
+    assert decide([waiting], [few], cluster(8)).growth_limits == {"busy": 2}
+
+
 def test_a_job_that_its_quota_or_cluster_can_never_hold_blocks_nobody() -> None:
     ads = Project("ads", max_workers=4)
     queued = [job("big", 8, project="ads", age_s=1e6), job("small", project="ads")]

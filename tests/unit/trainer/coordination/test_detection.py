@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.coordination import client as ranks
-from trainer.coordination.detection import HeartbeatMonitor, HostRecord, RankId, times_needed
+from trainer.coordination.detection import (
+    HeartbeatMonitor,
+    HostRecord,
+    RankId,
+    ReplacementPolicy,
+    slowness_of,
+    times_needed,
+)
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded
 
@@ -39,7 +46,7 @@ def test_slow_steps_stretch_the_limit() -> None:
 def test_who_waits_for_other_groups_does_not_hang() -> None:
     detector = monitor()
     detector.beat(A0, STILL, 0)
-    assert detector.hangs(100, waiting={A0}) == []
+    assert detector.hangs(100, waiting={A0.group}) == []
     assert detector.hangs(109) == []
     assert len(detector.hangs(111)) == 1
 
@@ -60,6 +67,13 @@ def test_ranks_that_wait_for_one_which_waits_for_storage_do_not_hang() -> None:
     assert [hang.rank for hang in detector.hangs(106)] == [A0]
 
 
+def test_of_a_group_the_rank_that_the_others_wait_for_hangs() -> None:
+    detector = monitor()
+    detector.beat(A0, STILL.model_copy(update={"is_waiting": True}), 5)
+    detector.beat(A1, STILL, 6)
+    assert [hang.rank for hang in detector.hangs(17)] == [A1]
+
+
 def test_a_group_that_is_gone_never_hangs() -> None:
     detector = monitor()
     detector.beat(A0, STILL, 0)
@@ -78,15 +92,18 @@ def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: floa
 Windows = list[dict[RankId, float]]
 
 
-def stragglers(windows: Windows) -> Windows:
-    """What is found in each window, by the step times of ranks in it."""
+def stragglers(windows: list[dict[RankId, Heartbeat]] | Windows) -> Windows:
+    """Slowdown of whom is found in each window, by the heartbeats or step times in it."""
     detector = monitor()
     detector.stragglers((), 0)
     found = []
-    for number, times in enumerate(windows, start=1):
-        for rank, step_time_s in times.items():
-            detector.beat(rank, timed(step_time_s), 10 * number)
-        found.append(detector.stragglers(times, 10 * number))
+    for number, beats in enumerate(windows, start=1):
+        for rank, each in beats.items():
+            beat = each if isinstance(each, Heartbeat) else timed(each)
+            detector.beat(rank, beat, 10 * number)
+        groups = {rank.group for rank in beats}
+        slow = detector.stragglers(groups, 10 * number)
+        found.append({rank: each.slowdown for rank, each in slow.items()})
     return found
 
 
@@ -95,13 +112,64 @@ def test_a_rank_that_stays_slow_is_told_once() -> None:
     assert found == [{}] * 4 + [{B0: pytest.approx(2.0 / 1.1)}] + [{}] * 2
 
 
-def test_a_rank_that_recovers_starts_over() -> None:
-    slow, fast = {A0: 1.0, B0: 2.0}, {A0: 1.0, B0: 1.0}
+def test_a_rank_that_recovers_starts_over_and_one_that_hardly_does_is_no_news() -> None:
+    slow, middling, fast = {A0: 1.0, B0: 2.0}, {A0: 1.0, B0: 1.4}, {A0: 1.0, B0: 1.2}
     assert stragglers([slow] * 4 + [fast] + [slow] * 5) == [{}] * 9 + [{B0: 2.0}]
+    assert stragglers([slow] * 4 + [middling, slow]) == [{}] * 5 + [{B0: 2.0}]
+    assert stragglers([slow] * 5 + [middling, slow] * 9)[5:] == [{}] * 18
+    assert stragglers([slow, fast] * 9) == [{}] * 18
 
 
 def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
     assert stragglers([{A0: 0.0, B0: 9.0}] * 6) == stragglers([{}] * 6) == [{}] * 6
+
+
+RANKS = [RankId(0, 0, rank) for rank in range(4)]
+# Heartbeats of four ranks that step together, one of them on a CPU with half the speed: local times
+# of a step in seconds in windows of 10 s, and whole steps, which all wait for the slow one.
+LOCAL_S = [
+    (0.031, 0.034, 0.066, 0.030),
+    (0.033, 0.029, 0.071, 0.032),
+    (0.030, 0.047, 0.064, 0.033),
+    (0.036, 0.031, 0.068, 0.031),
+    (0.032, 0.033, 0.070, 0.029),
+    (0.031, 0.032, 0.065, 0.034),
+]
+STEP_S = 0.21
+
+
+def series(local_s: list[tuple[float, ...]], step_s: float) -> list[dict[RankId, Heartbeat]]:
+    return [
+        {rank: timed(step_s, own) for rank, own in zip(RANKS, window, strict=True)}
+        for window in local_s
+    ]
+
+
+def test_of_ranks_that_step_together_the_one_is_found_that_has_more_to_do_on_its_own() -> None:
+    found = stragglers(series(LOCAL_S, STEP_S))
+    assert found[:4] == [{}] * 4
+    assert found[4].keys() == {RANKS[2]}
+    assert found[4][RANKS[2]] == pytest.approx(0.070 / 0.032)
+    uniform = [(2 * each[0],) * 4 for each in LOCAL_S]
+    assert stragglers(series(uniform, 2 * STEP_S)) == [{}] * 6, "the whole job is slow"
+    spiky = [
+        tuple(0.07 if number % 4 == rank else 0.03 for rank in range(4)) for number in range(20)
+    ]
+    assert stragglers(series(spiky, STEP_S)) == [{}] * 20
+    # What is twice nothing holds nobody up.
+    assert stragglers(series(LOCAL_S, step_s=2.0)) == [{}] * 6
+    assert slowness_of({RANKS[0]: timed(0.2, 0.1)})[RANKS[0]].slowdown == 1
+
+
+def test_no_host_and_no_place_is_replaced_twice_and_few_are_in_all() -> None:
+    policy = ReplacementPolicy(is_wanted=True, most=2)
+    assert not policy.replaces("a", has_room=False)
+    assert policy.replaces("a", has_room=True, place=3)
+    assert not policy.replaces("a", has_room=True, place=1)
+    assert not policy.replaces("b", has_room=True, place=3), "there is more to do at that place"
+    assert policy.replaces("b", has_room=True)
+    assert not policy.replaces("c", has_room=True)
+    assert not ReplacementPolicy(is_wanted=False).replaces("a", has_room=True)
 
 
 @pytest.mark.parametrize(

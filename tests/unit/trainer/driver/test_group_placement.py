@@ -15,6 +15,7 @@ from trainer.driver.group_placement import (
     GroupPhase,
     GroupPolicy,
     PlacedGroup,
+    Promote,
     Retire,
     Start,
     View,
@@ -86,12 +87,45 @@ def test_a_host_that_ray_drains_is_left_like_one_that_people_drain() -> None:
     assert decide(SPREAD, view) == [Start(2, ("c", "c"))]
 
 
+def spare(number: int, address: str, phase: GroupPhase = "idle") -> PlacedGroup:
+    return PlacedGroup(number, (address, address), phase, is_spare=True)
+
+
+def test_spares_come_after_all_groups_and_on_hosts_of_their_own_where_there_are_such() -> None:
+    spread, two = replace(SPREAD, num_spares=1), [host("a", 4), host("b", 4)]
+    started = decide(spread, View([*two, host("c", 4)], [], target=2))
+    assert started[2:] == [Start(2, ("c", "c"), is_spare=True)]
+    assert len(decide(spread, View(two, [], target=2))) == 2, "no two groups share a host"
+    assert len(decide(spread, View(two, [], target=3))) == 2, "a group has no room"
+    lost = View([*two, host("c", 4), host("d", 4)], [], target=2, doubtful=frozenset("c"))
+    assert decide(spread, lost)[2:] == [Start(2, ("d", "d"), is_spare=True)]
+    together = replace(THREE, num_spares=1)
+    assert decide(together, View(two, [], target=2))[2:] == [Start(2, ("a", "a"), is_spare=True)]
+
+
+def test_a_spare_is_promoted_where_others_train_and_where_its_host_has_no_group() -> None:
+    policy = replace(SPREAD, num_spares=2)
+    hosts = [host("a", 0, 2), host("b", 0, 2), host("c", 0, 2)]
+    both = [spare(3, "c", "starting"), spare(4, "b")]
+    view = View(hosts, [group(0, "a"), *both], target=2, may_start=False)
+    assert decide(policy, view) == [Promote(4)], "one that is ready comes first"
+    view = replace(view, groups=[group(0, "a", "starting"), *both])
+    assert decide(policy, view) == [], "there is nobody to copy from"
+    beside = [group(0, "a"), spare(3, "a")]
+    assert decide(policy, replace(view, groups=beside)) == []
+    assert decide(replace(THREE, num_spares=1), replace(view, groups=beside)) == [Promote(3)]
+    # It takes the place of a group whose host is drained, too.
+    drained = replace(view, groups=[group(0, "a"), group(1, "b"), both[0]], drained=frozenset("b"))
+    assert decide(policy, drained) == [Promote(3)]
+    assert decide(policy, replace(drained, drained=frozenset("c"))) == [Retire(3, "drain")]
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[GroupPolicy, View]:
     size = draw(st.integers(1, 3))
     least = draw(st.integers(1, 3))
     most = draw(st.integers(least, 4))
-    policy = GroupPolicy(size, least, most, draw(st.booleans()))
+    policy = GroupPolicy(size, least, most, draw(st.booleans()), draw(st.integers(0, 2)))
     addresses = [f"h{i}" for i in range(draw(st.integers(0, 5)))]
     slots = [draw(st.integers(0, 6)) for _ in addresses]
     hosts = [
@@ -100,10 +134,14 @@ def situations(draw: st.DrawFn) -> tuple[GroupPolicy, View]:
     ]
     numbers = draw(st.lists(st.integers(0, 5), unique=True, max_size=4)) if addresses else []
     phases = st.sampled_from(["starting", "training", "leaving"])
-    placed = [
-        PlacedGroup(n, tuple(draw(st.sampled_from(addresses)) for _ in range(size)), draw(phases))
-        for n in numbers
-    ]
+    placed = []
+    for number in numbers:
+        ranks = tuple(draw(st.sampled_from(addresses)) for _ in range(size))
+        if draw(st.booleans()):
+            placed.append(PlacedGroup(number, ranks, draw(phases)))
+        else:
+            phase = draw(st.sampled_from(["starting", "idle", "leaving"]))
+            placed.append(PlacedGroup(number, ranks, phase, is_spare=True))
     some = st.frozensets(st.sampled_from(addresses)) if addresses else st.just(frozenset[str]())
     view = View(
         hosts,
@@ -138,7 +176,16 @@ def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> No
         assert all(n == 1 for n in per_host.values())
         assert not occupied & per_host.keys()
     staying = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
-    assert len(staying) + len(starts) <= max(view.target, len(staying))
+    promoted = [a.group for a in actions if isinstance(a, Promote)]
+    num_groups = sum(not g.is_spare for g in staying)
+    assert all(there[number] in staying and there[number].is_spare for number in promoted)
+    assert not promoted or any(g.phase == "training" for g in view.groups)
+    new = len(promoted) + sum(not start.is_spare for start in starts)
+    assert num_groups + new <= max(view.target, num_groups)
+    num_spares = len(staying) - num_groups - len(promoted)
+    new_spares = sum(start.is_spare for start in starts)
+    assert num_spares + new_spares <= max(policy.num_spares, num_spares)
+    assert not new_spares or num_groups + new == view.target, "groups come first"
     training = {g.group for g in view.groups if g.phase == "training"}
     assert not training or training - retired, "nobody is left to train"
 

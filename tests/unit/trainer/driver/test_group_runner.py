@@ -14,7 +14,7 @@ from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, attempt_in
 from trainer import failures
-from trainer.coordination.detection import HostRecord
+from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
@@ -40,6 +40,7 @@ class World:
     now: float = 1000.0
     standings: dict[tuple[int, int], str] = field(default_factory=dict)
     departures: list[Departure] = field(default_factory=list)
+    stragglers: list[events.StragglerFound] = field(default_factory=list)
     failure: Failure | None = None
     has_finished: bool = False
     answers: bool = True
@@ -49,6 +50,7 @@ class World:
     killed: list[tuple[str, frozenset[int]]] = field(default_factory=list)
     retired: list[tuple[int, str]] = field(default_factory=list)
     leaving: dict[tuple[int, int], str] = field(default_factory=dict)
+    promoted: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     is_stopped: bool = False
@@ -66,7 +68,8 @@ class World:
         times = {"clock": lambda: self.now, "wait": self.wait}
         times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
         config = RunnerConfig(attempt, self.read_hosts, self.launch, self.kill_on, **times)
-        self.life = GroupRunLoop(config, self, HostRecord(2, 600), run_index=0)
+        policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
+        self.life = GroupRunLoop(config, self, HostRecord(2, 600), 0, policy)
 
     def grow_by_itself(self) -> None:
         """The cluster has an autoscaler, and no host yet."""
@@ -152,6 +155,7 @@ class World:
             leader=0,
             groups=groups,
             departures=tuple(self.departures),
+            stragglers=tuple(self.stragglers),
             failure=self.failure,
         )
 
@@ -161,6 +165,9 @@ class World:
     def retire(self, group: int, cause: str) -> None:
         self.retired.append((group, cause))
         self.leaving |= {life: cause for life in self.standings if life[0] == group}
+
+    def promote(self, group: int) -> None:
+        self.promoted.append(group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self.dropped.append((group, incarnation))
@@ -469,7 +476,8 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(world: World) -> Non
             world.failure = Failure(failures.NON_FINITE, "nan")
 
     config = replace(world.life.config, wait=wait)
-    failure = run_groups(config, world.life.record, lambda run_index: world, 0)
+    policy = ReplacementPolicy(is_wanted=False)
+    failure = run_groups(config, world.life.record, policy, lambda run_index: world, 0)
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
@@ -560,3 +568,129 @@ def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: 
     world.add("d")
     world.look()
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
+
+
+@pytest.fixture
+def spared(tmp_path: Path) -> World:
+    """Two groups of one worker and a spare on three hosts, none on the same host."""
+    sizes = {"workers": {"min": 1, "max": 2}, "shard_group_size": 1, "placement": "inter_host"}
+    job = spec(parallelism=sizes | {"survive": {"hosts": 1}, "spares": 1})
+    return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+
+
+def train_with_spare(world: World) -> None:
+    assert world.look() is None
+    world.become("current", (0, 0), (1, 0))
+    world.become("spare", (2, 0))
+    assert world.look() is None
+
+
+def test_a_spare_takes_the_place_of_a_lost_group_at_once_and_another_one_is_started(
+    spared: World,
+) -> None:
+    world = spared
+    train_with_spare(world)
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert world.expected == [0, 1], "nobody waits for the spare"
+    assert [run.config.group.is_spare for run, _ in world.runs.values()] == [False, False, True]
+    del world.hosts["b"]
+    world.end((1, 0), LOST)
+    world.look()
+    assert world.promoted == [2]
+    assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room for another"
+    world.look()
+    assert world.promoted == [2, 2], "a coordinator that was started again hears it once more"
+    world.become("current", (2, 0))
+    world.hosts["d"] = 1
+    world.look(5)
+    assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
+    assert world.runs[1, 1][0].config.group.is_spare
+    assert not world.told(events.Resized)
+    # The job does not depend on it, and can't go on from it.
+    world.become("spare", (1, 1))
+    world.look()
+    world.end((0, 0), LOST)
+    world.end((2, 0), LOST)
+    assert world.look() == Ended(LOST)
+
+
+def test_a_spare_that_is_not_ready_is_promoted_all_the_same(spared: World) -> None:
+    spared.look()
+    spared.become("current", (0, 0), (1, 0))
+    spared.look()
+    spared.end((1, 0), LOST)
+    spared.look()
+    assert not spared.promoted, "the coordinator does not know it yet"
+    spared.become("spare", (2, 0))
+    spared.look()
+    assert spared.promoted == [2]
+
+
+def test_a_resize_leaves_spares_alone_and_a_drained_one_moves(spared: World) -> None:
+    train_with_spare(spared)
+    spared.wish('{"id": "r-1", "workers": 1}')
+    spared.look()
+    assert spared.retired == [(1, "resize")]
+    spared.end((1, 0))
+    spared.look()
+    (resized,) = spared.told(events.Resized)
+    assert (resized.world_size_before, resized.world_size) == (2, 1)
+    spared.wish('{"id": "r-2", "workers": null, "drain_hosts": ["c"]}')
+    spared.look()
+    assert spared.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert spared.retired[-1] == (2, "drain")
+    left = Departure(group=2, incarnation=0, reason="drain", message="", is_lost=False)
+    spared.departures.append(left)
+    spared.end((2, 0), LOST)
+    spared.look()
+    assert not spared.dropped, "it left, however its processes ended"
+    assert 2 not in spared.life.runs
+
+
+def test_an_autoscaler_is_asked_for_room_for_spares(spared: World) -> None:
+    spared.grow_by_itself()
+    spared.look()
+    (asked,) = spared.told(events.CapacityRequested)
+    assert (asked.num_wanted, asked.num_needed) == (3, 1)
+    for address in "abc":
+        spared.add(address)
+    spared.look()
+    assert [run.config.group.is_spare for run, _ in spared.runs.values()] == [False, False, True]
+
+
+def straggler(group: int, host: str, time: float) -> events.StragglerFound:
+    times = {"slowdown": 2.0, "own_s": 0.4, "median_s": 0.2}
+    return events.StragglerFound(time=time, group=group, rank=0, host=host, action="none", **times)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_the_group_of_a_straggler_moves_where_that_is_wanted_and_there_is_room(
+    tmp_path: Path, is_wanted: bool
+) -> None:
+    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
+    job = spec(parallelism=sizes, recovery={"replace_stragglers": is_wanted})
+    world = World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+    world.train()
+    world.stragglers.append(straggler(1, "b", time=1))
+    world.look()
+    world.hosts["d"] = 1
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}, "there was no room when it was found"
+    world.stragglers.append(straggler(1, "b", time=2))
+    world.look()
+    found = world.told(events.StragglerFound)
+    assert [each.action for each in found] == ["none", "replace" if is_wanted else "none"]
+    if not is_wanted:
+        assert not world.told(events.HostExcluded)
+        return
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c", 3: "d"}
+    (excluded,) = world.told(events.HostExcluded)
+    assert "2.0 times as slow" in excluded.reason
+    assert not world.retired, "its replacement does not train yet"
+    world.become("current", (3, 0))
+    world.look()
+    assert world.retired == [(1, "straggler")]
+    world.end((1, 0))
+    world.look()
+    assert world.hosts_in_use == {0: "a", 2: "c", 3: "d"}, "nobody starts on the slow host"
+    assert not world.told(events.Resized)

@@ -152,6 +152,7 @@ class World:
     # As a `HangMonitor`, which hears of a hang at a time.
     address: str = "127.0.0.1:1"
     processes: ClassVar = {"a": {11, 12}, "gone": {13}}
+    stragglers: tuple[events.StragglerFound, ...] = ()
 
     def __post_init__(self) -> None:
         self.files = self.attempt.context.files
@@ -314,9 +315,39 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     assert isinstance(outcome, Failure)
     assert outcome.reason == failures.HANG
     assert world.killed == [("a", {11, 12})]
+    assert world.now >= 22, "first they log what they do"
     config = world.launched[0].config
     assert config.watch_address == "127.0.0.1:1"
     assert config.token == world.runner.attempt.token
+
+
+def test_a_straggler_is_left_at_a_restart_from_a_checkpoint_where_others_have_room(
+    tmp_path: Path,
+) -> None:
+    sizes = {"workers": {"min": 2, "max": 4}, "shard_group_size": 2, "placement": "intra_host"}
+    job = spec(parallelism=sizes, recovery={"replace_stragglers": True})
+    world = World(attempt_in(tmp_path, job), [host("a", 2), host("b", 2)])
+
+    def find(address: str, time: float) -> Callable[[], None]:
+        at = {"group": 0, "rank": 1, "host": address}
+        found = events.StragglerFound(time=time, **at, slowdown=2.0, action="none")
+        return lambda: setattr(world, "stragglers", (*world.stragglers, found))
+
+    used = host("a", 0), host("b", 0)
+    world.plot = [(1, world.change(*used, host("c", 1))), (5, find("a", 1.0))]
+    world.plot += [(20, world.change(*used, host("c", 2))), (21, find("a", 2.0)), (25, world.stop)]
+    assert world.runner.run_once(0) == Restart()
+    actions = [each.action for each in world.told(events.StragglerFound)]
+    assert actions == ["none", "replace"], "there was no room for two workers, then there was"
+    (excluded,) = world.told(events.HostExcluded)
+    assert (excluded.host, excluded.num_failures) == ("a", 0)
+    world.change(host("a", 2), host("b", 2), host("c", 2))()
+    slow_again = world.now + 5, find("a", 3.0)
+    world.plot = [slow_again, (world.now + 100, world.end())]
+    assert world.runner.run_once(1) is None, "room on the slow host is no cause to restart"
+    assert set(world.launched[1].node_ids) == {"node-b", "node-c"}
+    assert world.told(events.StragglerFound)[-1].action == "none"
+    assert not world.told(events.Resized)
 
 
 def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> None:

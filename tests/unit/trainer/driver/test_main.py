@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from unittest.mock import Mock
 
 import httpx
@@ -11,6 +14,7 @@ import pytest
 
 from tests.harness.builders import spec
 from tests.harness.files import records_in
+from tests.harness.wait import scaled
 from trainer import failures
 from trainer.driver import main
 from trainer.driver.attempt import (
@@ -22,7 +26,7 @@ from trainer.driver.attempt import (
     Restart,
     run_with_restarts,
 )
-from trainer.driver.cluster import Host, hosts_of, num_that_fit, shortage
+from trainer.driver.cluster import Host, hosts_of, kill_workers, num_that_fit, shortage
 from trainer.driver.main import choose_layout
 from trainer.failures import Failure
 from trainer.layout.choice import Choice
@@ -258,3 +262,24 @@ def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:
 def test_a_given_layout_is_not_refused_for_lack_of_room() -> None:
     job = spec(parallelism={"workers": 4, "shard_group_size": 2})
     assert choose(job, hosts(2)) == (None, [])
+
+
+def test_a_worker_that_is_killed_logs_the_stacks_of_its_threads_whoever_holds_the_gil() -> None:
+    # re backtracks in C for minutes, and lets no other thread run.
+    hang = "import faulthandler, re; faulthandler.enable(); print(flush=True); re.match"
+    code = f"{hang}('(a*)*b', 'a' * 40)"
+    ray_worker, other = (
+        subprocess.Popen([sys.executable, "-c", code, name], stdout=PIPE, stderr=PIPE)
+        for name in ("ray::worker", "other")
+    )
+    try:
+        for process in (ray_worker, other):
+            assert process.stdout and process.stdout.readline()
+        pids = [ray_worker.pid, other.pid, 2**22 + 1]
+        kill_workers(pids, wait=lambda _: ray_worker.wait(scaled(30)))
+        _, logged = ray_worker.communicate()
+        assert other.poll() is None, "its number is another process's by now"
+    finally:
+        other.kill()
+        other.communicate()
+    assert b"most recent call first" in logged

@@ -185,6 +185,31 @@ def test_an_abort_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
     fake.end.set()
 
 
+@pytest.mark.parametrize("how", ["hang", "error", "late"])
+def test_gloo_that_does_not_form_a_group_holds_up_nobody_who_is_told_to_give_up(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def form_gloo(*_: object) -> SimpleNamespace:
+        has_begun.set()
+        if how == "error":
+            raise RuntimeError("gloo: connection refused")
+        may_end.wait()
+        return SimpleNamespace(abort=lambda: None)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", form_gloo)
+    is_aborted = has_begun.is_set if how == "hang" else lambda: False
+    if how == "late":
+        threading.Timer(0.1, may_end.set).start()
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
+        return
+    with pytest.raises(ExchangeError, match="given up" if how == "hang" else "refused") as failed:
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
+    assert failed.value.gave_up == (how == "hang")
+    may_end.set()
+
+
 def test_torch_never_ends_the_process_for_the_sake_of_a_free_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

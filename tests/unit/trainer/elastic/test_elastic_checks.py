@@ -30,6 +30,9 @@ WHOLE_RUN = [FIRST, rows_done(1, [[0, 4]], 4), SECOND, commit(2, epoch=1, rows_t
 
 def test_rows_that_do_not_count_once_are_found() -> None:
     assert check_rows(WHOLE_RUN, NUM_ROWS, epochs=1)["commit"] == 2
+    told_by_another_group = commit(1, group=1, rows_trained=4)
+    del told_by_another_group["open_epochs"]
+    assert check_rows([told_by_another_group, *WHOLE_RUN], NUM_ROWS, epochs=1)["commit"] == 2
     for records, message in (
         ([record for record in WHOLE_RUN if record != SECOND], "nobody trained"),
         ([*WHOLE_RUN[:-1], commit(2, epoch=1, rows_trained=12)], "12 rows by number, 8 by span"),

@@ -163,6 +163,14 @@ parallelism.survive={{hosts: 0}} => parallelism.survive.hosts greater_than
 parallelism.survive={{hosts: 2}} => parallelism.survive.hosts survive workers to 6, or lower it to 1
 parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
     => parallelism.survive.hosts survive 4 worker(s) make 1 of 4; raise workers to 8
+parallelism.spares=1 => parallelism.spares spares placement is intra_host); remove
+parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spares=1
+    => parallelism.spares spares dense averages gradients
+parallelism.placement=inter_host; parallelism.shard_group_size=4; parallelism.spares=1
+    => parallelism.spares spares there is none; remove it
+parallelism.placement=inter_host; parallelism.spares=3
+    => parallelism.spares spares there are 2 groups, each on a host of its own
+parallelism.spares=-1 => parallelism.spares greater_than_equal
 {AUTO}; parallelism.survive={{hosts: 4}} => parallelism.survive.hosts survive make 4 of 1
 {SURVIVE}; parallelism.placement=intra_host => parallelism.placement survive inter_host
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent

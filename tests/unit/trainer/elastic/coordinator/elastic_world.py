@@ -1,13 +1,14 @@
-"""A job's ranks and coordinator as plain objects whose messages a test delivers one by one.
+"""A job's groups and coordinator as plain objects whose messages a test delivers one by one.
 
-Ranks behave as workers do: train a lease, arrive, vote, apply. What a rank would compute is stood
-for by the syncs that it applied, as {commit: round}: two copies are equal if those are.
+Groups behave as workers do, all ranks of one alike: train a lease, arrive, vote, apply. What they
+would compute is stood for by the syncs that they applied, as {commit: round}: two copies are equal
+if those are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +17,13 @@ from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Answer,
     Arrive,
+    GroupState,
     Heartbeat,
     Hello,
     Lease,
     Ledger,
     Numbered,
+    RankProcess,
     Rejection,
     Report,
     Round,
@@ -55,27 +58,33 @@ class Copy:
     is_done: bool = False
 
 
-class SimRank:
-    """One rank: what it knows, what it asked, what was sent to it."""
+class SimGroup:
+    """One life of a group: what it knows, what it asked, what was sent to it."""
 
-    def __init__(self, world: World, rank_id: RankId, checkpoint: Checkpoint) -> None:
-        self.world, self.id = world, rank_id
+    def __init__(
+        self,
+        world: World,
+        speaker: RankId,
+        checkpoint: Checkpoint,
+        standing: GroupState = "initial",
+    ) -> None:
+        self.world, self.id = world, speaker
         self.inbox: deque[tuple[int, Answer]] = deque()
         self.outbox: deque[Numbered] = deque()
         self.hello = Hello(
-            group=rank_id.group,
-            incarnation=rank_id.incarnation,
-            rank=rank_id.rank,
+            group=speaker.group,
+            incarnation=speaker.incarnation,
             num_ranks=NUM_RANKS,
-            host=f"host-{rank_id.group}",
-            pid=1,
-            donor=f"donor-{rank_id.group}-{rank_id.rank}",
+            ranks=tuple(
+                RankProcess(rank=rank, host=f"host-{speaker.group}", pid=1, donor=f"donor-{rank}")
+                for rank in range(NUM_RANKS)
+            ),
             origin=f"commit-{checkpoint.ledger.commit}",
-            standing="initial",
+            standing=standing,
             ledger=checkpoint.ledger,
         )
         self.applied = dict(checkpoint.applied)
-        self.standing = "initial"
+        self.standing = standing
         self.ledger = checkpoint.ledger
         self.copy: Copy | None = None
         self.interval: tuple[Lease, ...] = ()
@@ -84,6 +93,7 @@ class SimRank:
         self.will_refuse = False
         self.is_through = False
         self.is_fenced = False
+        self.is_dismissed = False
         self.round: Round | None = None
         self.request: Numbered | None = None
         self._next_id = 1
@@ -102,20 +112,12 @@ class SimRank:
         self.request = Numbered(id=self._next_id, body=body)
         self.outbox.append(self.request)
 
-    @property
-    def waits_for_peers(self) -> bool:
-        """Whether it trains on in an overlapping round of which its group has not all heard."""
-        peers = self.world.groups.get(self.id.group, [])
-        newest = max((peer.hello.round for peer in peers), default=0)
-        return bool(self.ahead) and any(peer.hello.round < newest for peer in peers)
-
     def hear(self) -> None:
-        """Take the next line from the coordinator, unless it must train first."""
-        if self.waits_for_peers and isinstance(self.inbox[0][1], RoundResult):
-            return
+        """Take the next line from the coordinator."""
         request_id, body = self.inbox.popleft()
         if isinstance(body, Rejection):
-            self.is_fenced = True
+            self.is_dismissed = body.reason == "dismissed"
+            self.is_fenced = not self.is_dismissed
         elif isinstance(body, Welcome):
             if self.request is None and not self.is_through:
                 self.arrive()
@@ -152,8 +154,8 @@ class SimRank:
                 is_poisoned=self.is_poisoned,
                 may_overlap=self.world.overlaps and bool(self.next_leases),
                 needs_exact=self.id.group in self.world.needing_exact,
-                report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
-                sums={"loss": 2.0 * self.num_rows / NUM_RANKS},
+                report=Report(has_finished=has_finished),
+                sums={"loss": 2.0 * self.num_rows},
             )
         )
 
@@ -163,15 +165,17 @@ class SimRank:
         assert own.incarnation == self.id.incarnation
         if own.standing == "listening":
             assert own.weight == 0
-            assert round_.donor or self.world.status.has_finished
+            assert round_.donors or self.world.status.has_finished
             self.copy = self.copy or Copy(round_.commit - 1)
         if round_.overlaps:
             assert all(member.standing == "current" for member in round_.members)
             self.ahead = self.next_leases
         suspects = self.unreachable_in(round_)
         ok, self.will_refuse = not (self.will_refuse or suspects), False
-        is_spoilt = (self.id.group, self.id.rank) in self.world.spoilt
-        checksums = (("users", is_spoilt * (1 + self.id.group)), ("averages", 7))
+        spoilt = [(self.id.group, rank) in self.world.spoilt for rank in range(NUM_RANKS)]
+        checksums = tuple(
+            (("users", is_spoilt * (1 + self.id.group)), ("averages", 7)) for is_spoilt in spoilt
+        )
         self.ask(
             Vote(
                 round=round_.round,
@@ -227,7 +231,7 @@ class SimRank:
             assert self.copy.is_done, "a group became current before its copy was complete"
             assert self.copy.heard == list(range(self.copy.base + 1, newest + 1))
             self.applied = dict(self.world.history[newest, verdict.round])
-            self.world.spoilt.discard((self.id.group, self.id.rank))
+            self.world.spoilt -= {(self.id.group, rank) for rank in range(NUM_RANKS)}
         self.copy, self.standing = None, "current"
 
     def train(self, leases: tuple[Lease, ...]) -> None:
@@ -255,7 +259,7 @@ class World:
         self.now = 1000.0
         self.checkpoint = Checkpoint()
         self.incarnations = dict.fromkeys(range(num_groups), 0)
-        self.groups: dict[int, list[SimRank]] = {}
+        self.groups: dict[int, SimGroup] = {}
         self.rounds: dict[int, Round] = {}
         self.trained: dict[tuple[int, int], list[Lease]] = {}
         self.history: dict[tuple[int, int], dict[int, int]] = {}
@@ -269,48 +273,49 @@ class World:
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        """A new one that knows nothing; every rank connects again."""
+        """A new one that knows nothing; every group connects again."""
         self.membership = Membership(self.policy, LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE))
         self.greeted: dict[int, int] = {}
-        for rank in self.ranks():
-            if not rank.is_fenced and not rank.is_through:
-                rank.connect()
+        for group in self.lives():
+            if not group.is_fenced and not group.is_through:
+                group.connect()
 
-    def start_group(self, group: int) -> None:
+    def start_group(self, group: int, standing: GroupState = "initial") -> None:
         """A life of a group, from a live donor or from the checkpoint."""
-        life = self.incarnations[group]
-        ids = [RankId(group, life, rank) for rank in range(NUM_RANKS)]
-        self.groups[group] = [SimRank(self, rank_id, self.checkpoint) for rank_id in ids]
+        speaker = RankId(group, self.incarnations.setdefault(group, 0), 0)
+        self.groups[group] = SimGroup(self, speaker, self.checkpoint, standing)
 
     def kill(self, group: int) -> None:
-        """All ranks of a group end; the next life is another one."""
-        ranks = self.groups.pop(group)
+        """A group ends; the next life is another one."""
+        life = self.groups.pop(group)
         self.hung.discard(group)
         self.incarnations[group] += 1
-        for rank in ranks:
-            self.act(self.membership.on_disconnect(rank.id, self.now))
+        self.act(self.membership.on_disconnect(life.id, self.now))
 
-    def deliver(self, rank: SimRank) -> None:
-        """One line from a rank reaches the coordinator."""
-        line = rank.outbox.popleft()
+    def deliver(self, group: SimGroup) -> None:
+        """One line from a group reaches the coordinator."""
+        line = group.outbox.popleft()
         body, membership = line.body, self.membership
         if isinstance(body, Hello):
-            known = self.greeted.get(rank.id.group, 0)
-            self.greeted[rank.id.group] = max(known, rank.id.incarnation)
+            known = self.greeted.get(group.id.group, 0)
+            self.greeted[group.id.group] = max(known, group.id.incarnation)
             self.act(membership.on_hello(body, line.id, self.now))
         elif isinstance(body, Arrive):
-            self.act(membership.on_arrive(rank.id, line.id, body, self.now))
+            self.act(membership.on_arrive(group.id, line.id, body, self.now))
         else:
             assert isinstance(body, Vote)
-            self.act(membership.on_vote(rank.id, line.id, body, self.now))
+            self.act(membership.on_vote(group.id, line.id, body, self.now))
 
     def wait(self, seconds: float) -> None:
-        """Time passes; ranks that do not hang beat."""
+        """Time passes; groups that do not hang beat."""
         self.now += seconds
-        for rank in self.ranks():
-            if rank.id.group not in self.hung and not rank.outbox:
-                beat = Heartbeat(progress=0, phase="train", step=0)
-                self.act(self.membership.on_heartbeat(rank.id, beat, self.now))
+        for group in self.lives():
+            if group.id.group not in self.hung and not group.outbox:
+                beats = [
+                    Heartbeat(rank=rank, progress=0, phase="train", step=0)
+                    for rank in range(NUM_RANKS)
+                ]
+                self.act(self.membership.on_heartbeats(group.id, beats, self.now))
         self.act(self.membership.tick(self.now))
 
     def act(self, effects: Iterable[Effect]) -> None:
@@ -326,9 +331,9 @@ class World:
         if sync in self.trained:
             return
         members = self.rounds[result.round].members
-        knowing = [self.groups[m.group][0] for m in members if m.standing != "listening"]
+        knowing = [self.groups[m.group] for m in members if m.standing != "listening"]
         assert knowing or self.status.has_finished
-        self.trained[sync] = [lease for rank in knowing for lease in rank.interval]
+        self.trained[sync] = [lease for group in knowing for lease in group.interval]
         if knowing:
             self.history[sync] = knowing[0].applied | {sync[0]: sync[1]}
 
@@ -339,17 +344,17 @@ class World:
                 assert member.incarnation >= self.greeted[member.group], "a stale life in a round"
         elif isinstance(reply.body, RoundResult) and reply.body.committed:
             self.enter(reply.body)
-        for rank in self.groups.get(reply.to.group, []):
-            if rank.id == reply.to:
-                rank.inbox.append((reply.id, reply.body))
+        group = self.groups.get(reply.to.group)
+        if group and group.id == reply.to:
+            group.inbox.append((reply.id, reply.body))
 
     def save(self) -> None:
         """The leader's state becomes a durable checkpoint."""
         leader = self.status.leader
         if leader is not None and leader in self.groups:
-            rank = self.groups[leader][0]
-            if rank.standing == "current":
-                self.checkpoint = Checkpoint(rank.ledger, dict(rank.applied))
+            group = self.groups[leader]
+            if group.standing == "current":
+                self.checkpoint = Checkpoint(group.ledger, dict(group.applied))
 
     def is_poison(self, lease) -> bool:
         """Whether rows of this lease make the loss NaN."""
@@ -359,16 +364,16 @@ class World:
             for start, stop in lease.spans
         )
 
-    def ranks(self) -> Iterator[SimRank]:
-        for group in sorted(self.groups):
-            yield from self.groups[group]
+    def lives(self) -> list[SimGroup]:
+        """The groups that are there, by number."""
+        return [group for _, group in sorted(self.groups.items())]
 
-    def current(self) -> list[SimRank]:
-        """Ranks of the groups that the coordinator holds to be current."""
+    def current(self) -> list[SimGroup]:
+        """The groups that the coordinator holds to be current."""
         status = self.status
         lives = {(g.group, g.incarnation) for g in status.groups if g.standing == "current"}
-        ranks = self.ranks() if status.phase in ("running", "finished") else ()
-        return [r for r in ranks if r.id[:2] in lives and r.standing == "current"]
+        groups = self.lives() if status.phase in ("running", "finished") else ()
+        return [each for each in groups if each.id[:2] in lives and each.standing == "current"]
 
     @property
     def status(self) -> CoordinatorStatus:
@@ -391,37 +396,37 @@ class World:
         self.run_until(lambda: self.status.ledger.commit >= commit)
 
     def exchange(self, num_turns: int) -> None:
-        """In each turn, every rank hears a line or gets one through."""
+        """In each turn, every group hears a line or gets one through."""
         for _ in range(num_turns):
-            for rank in list(self.ranks()):
-                if rank.is_fenced or rank.id.group in self.hung:
+            for group in self.lives():
+                if group.is_fenced or group.id.group in self.hung:
                     continue
-                if rank.inbox:
-                    rank.hear()
-                elif rank.outbox:
-                    self.deliver(rank)
+                if group.inbox:
+                    group.hear()
+                elif group.outbox:
+                    self.deliver(group)
 
     def copy_all(self) -> None:
-        for rank in self.ranks():
-            if rank.copy:
-                rank.copy.is_done = True
+        for group in self.lives():
+            if group.copy:
+                group.copy.is_done = True
 
     def tend(self) -> None:
         """Start again what ended, as a supervisor does."""
         for group in range(self.num_groups):
-            ranks = self.groups.get(group)
-            if ranks and any(rank.is_fenced for rank in ranks):
+            life = self.groups.get(group)
+            if life and life.is_fenced:
                 self.kill(group)
             if group not in self.groups:
                 self.start_group(group)
 
     def run_to_end(self) -> None:
-        """No more faults: the run must end, for every rank of it."""
+        """No more faults: the run must end, for every group of it."""
         self.hung.clear()
         for _ in range(300):
             if self.end is None:
                 self.tend()
-            elif all(rank.is_through or rank.is_fenced for rank in self.ranks()):
+            elif all(g.is_through or g.is_fenced or g.is_dismissed for g in self.lives()):
                 return
             self.exchange(num_turns=8)
             self.copy_all()

@@ -29,6 +29,7 @@ from trainer.coordination.messages import (
     Hello,
     LeaderProgress,
     Ledger,
+    RankProcess,
     Report,
 )
 from trainer.data.position import DataPosition
@@ -38,7 +39,6 @@ from trainer.elastic.coordinator.groups import (
     choose_donor,
     choose_start,
     copies_alive,
-    disagreement,
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import OpenRound
@@ -59,12 +59,13 @@ def standings(world: World) -> dict[int, str]:
 
 
 def beat(
-    world: World, group: int, rank: int, progress: int, phase: str = "train", **times: float
+    world: World, group: int, rank: int, progress: int, phase: str = "train", **times: Any
 ) -> None:
     """A rank says how it gets on."""
-    rank_id = RankId(group, world.incarnations[group], rank)
-    heartbeat = {"progress": progress, "phase": phase, "step": 1, "step_time_s": 0.1} | times
-    world.act(world.membership.on_heartbeat(rank_id, Heartbeat(**heartbeat), world.now))
+    speaker = RankId(group, world.incarnations[group], 0)
+    values = {"progress": progress, "phase": phase, "step": 1, "step_time_s": 0.1} | times
+    heartbeat = Heartbeat(rank=rank, **values)
+    world.act(world.membership.on_heartbeats(speaker, [heartbeat], world.now))
 
 
 def begun_alone(**policy) -> World:
@@ -77,13 +78,13 @@ def begun_alone(**policy) -> World:
 
 def listening(world: World, group: int) -> bool:
     """Whether a group copies what it is to train."""
-    return standings(world).get(group) == "listening" and bool(world.groups[group][0].copy)
+    return standings(world).get(group) == "listening" and bool(world.groups[group].copy)
 
 
 def has_ready(world: World, group: int, kind: str) -> bool:
-    """Whether all ranks of a group are about to send this message."""
-    lines = [rank.outbox[0].body.kind for rank in world.groups[group] if rank.outbox]
-    return lines == [kind] * len(world.groups[group])
+    """Whether a group is about to send this message."""
+    outbox = world.groups[group].outbox
+    return bool(outbox) and outbox[0].body.kind == kind
 
 
 def tick(world: World, seconds: float) -> None:
@@ -190,7 +191,7 @@ def test_a_ledger_of_other_data_fails_the_run():
 
 def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row():
     world = running(commit=1)
-    world.run_until(lambda: any(rank.num_rows for rank in world.ranks()))
+    world.run_until(lambda: any(group.num_rows for group in world.lives()))
     world.run_to_commit(2)
     (opened,) = (each for each in world.rounds.values() if each.commit == 2)
     assert [member.weight for member in opened.members] == [4, 4, 4]
@@ -200,20 +201,19 @@ def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row
 def test_a_refused_round_is_tried_again_with_the_same_rows():
     world = running()
     trained = world.status.ledger.rows_trained
-    world.groups[1][0].will_refuse = True
+    world.groups[1].will_refuse = True
     world.run_to_commit(3)
     assert world.status.ledger.rows_trained == trained + 12
     (recovered,) = world.told("recovered")
     assert (recovered.num_tries, recovered.syncs_lost) == (2, 0)
-    assert recovered.cause.startswith("group 1 rank 0 refused")
+    assert recovered.cause.startswith("group 1 refused")
 
 
 def test_a_group_that_refuses_again_and_again_is_lost():
     world = running()
 
     def refuse() -> bool:
-        for rank in world.groups[1]:
-            rank.will_refuse = True
+        world.groups[1].will_refuse = True
         return bool(world.told("group_lost"))
 
     world.run_until(refuse)
@@ -259,8 +259,7 @@ def test_a_listener_that_refuses_blocks_no_commit():
     world = joining()
 
     def refuse() -> bool:
-        for rank in world.groups[2]:
-            rank.will_refuse = True
+        world.groups[2].will_refuse = True
         return world.status.ledger.commit >= 5
 
     world.run_until(refuse)
@@ -281,7 +280,7 @@ def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
     assert world.status.ledger.commit == commit + 1
     world.hung.clear()
     world.copy_all()
-    world.run_until(lambda: world.groups[2][0].copy is None)
+    world.run_until(lambda: world.groups[2].copy is None)
     assert standings(world)[2] == "listening", "it has missed a commit"
     world.run_to_end()
     world.check_rows()
@@ -300,7 +299,7 @@ def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_
 
 def test_a_lost_group_ends_the_round_and_others_train_its_rows():
     world = running()
-    world.run_until(lambda: world.groups[0][0].round is not None)
+    world.run_until(lambda: world.groups[0].round is not None)
     world.kill(2)
     (lost,) = world.told("group_lost")
     assert (lost.group, lost.reason, lost.rows_returned) == (2, "connection", 8)
@@ -330,15 +329,14 @@ def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
     world = running(min_hang_s=20.0, hang_factor=2.0)
     world.run_until(lambda: has_ready(world, 0, "arrive"))
     world.hung.add(0)
-    world.deliver(world.groups[0][0])
     world.exchange(20)
     for _ in range(60):
         for group in standings(world):
             for rank in (0, 1):
-                beat(world, group, rank, progress=1)
+                beat(world, group, rank, progress=1, is_waiting=(group, rank) == (0, 0))
         tick(world, 0.4)
     (found,) = world.told("hang_found")
-    assert (found.group, found.rank) == (0, 1)
+    assert (found.group, found.rank) == (0, 1), "the other waits for it"
     assert found.idle_s == pytest.approx(20, abs=1)
     assert standings(world).keys() == {1, 2}, "who waits for a hung group does not hang"
 
@@ -437,15 +435,15 @@ def test_all_that_wait_for_storage_are_given_up_one_wait_later_and_only_if_it_st
     assert {lost.reason for lost in world.told("group_lost")} == {"hang"}
 
 
-def test_a_slow_shard_has_the_same_time_in_all_groups():
+def test_the_time_for_votes_begins_when_a_group_has_averaged_all_its_shards():
     world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
     world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
-    for ranks in world.groups.values():
-        world.deliver(ranks[0])  # the other shard is larger
-    tick(world, 5.1)
+    tick(world, 20.0)
     assert not world.told("hang_found") and not world.told("note")
     for group in (0, 1):
-        world.deliver(world.groups[group][1])
+        world.deliver(world.groups[group])
+    beat(world, 2, 0, progress=1, is_waiting=True)  # has voted in its group
+    beat(world, 2, 1, progress=1)
     tick(world, 4.9)
     assert not world.told("hang_found")
     tick(world, 0.2)
@@ -455,12 +453,12 @@ def test_a_slow_shard_has_the_same_time_in_all_groups():
 def test_votes_that_miss_on_most_copies_are_waited_for_once_more():
     world = running(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
     world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
-    world.deliver(world.groups[0][0])
+    world.deliver(world.groups[0])
     tick(world, 5.1)
     assert not world.told("hang_found")
-    for rank in world.ranks():
-        while rank.outbox:
-            world.deliver(rank)
+    for group in world.lives():
+        while group.outbox:
+            world.deliver(group)
     assert world.status.ledger.commit == 3
 
 
@@ -482,9 +480,9 @@ def test_a_newer_life_fences_the_older_one():
     world.exchange(20)
     assert [lost.reason for lost in world.told("group_lost")] == ["replaced"]
     world.groups[1] = old
-    old[0].connect()
+    old.connect()
     world.exchange(2)
-    assert old[0].is_fenced
+    assert old.is_fenced
 
 
 def test_a_listener_counts_after_the_commit_that_follows_its_copy():
@@ -497,19 +495,19 @@ def test_a_listener_counts_after_the_commit_that_follows_its_copy():
     world.run_until(lambda: standings(world)[1] == "current")
     joined = world.told("group_joined")
     assert [each.how for each in joined] == ["start", "start", "peer_copy"]
-    assert [each.copied_bytes for each in joined] == [0, 0, NUM_RANKS * COPIED_BYTES]
+    assert [each.copied_bytes for each in joined] == [0, 0, COPIED_BYTES]
 
 
 def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():
     world = running(num_groups=2)
     world.kill(1)
     world.start_group(1)
-    world.run_until(lambda: world.groups[1][0].copy and has_ready(world, 1, "arrive"))
+    world.run_until(lambda: world.groups[1].copy and has_ready(world, 1, "arrive"))
     world.hung.add(1)
     world.run_to_commit(world.status.ledger.commit + 2)
     world.copy_all()
     world.hung.clear()
-    world.run_until(lambda: world.groups[1][0].copy is None)
+    world.run_until(lambda: world.groups[1].copy is None)
     assert standings(world)[1] == "listening"
 
 
@@ -529,7 +527,7 @@ def test_a_listener_without_a_donor_ends():
 def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     world = running()
     world.act(world.membership.retire(1, "resize", world.now))
-    world.run_until(lambda: all(rank.is_through for rank in world.groups[1]))
+    world.run_until(lambda: world.groups[1].is_through)
     (left,) = world.told("group_left")
     assert (left.group, left.cause) == (1, "resize")
     assert not world.told("group_lost")
@@ -540,30 +538,102 @@ def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     assert standings(alone) == {0: "current"}, "the last group does not leave"
 
 
+def with_spare(**policy: Any) -> World:
+    """Two groups that train and a third that waits."""
+    world = World(2, **policy)
+    world.start_group(2, "spare")
+    world.exchange(20)
+    assert world.status.phase == "starting"
+    world.tend()
+    world.run_to_commit(2)
+    assert standings(world) == {0: "current", 1: "current", 2: "spare"}
+    return world
+
+
+def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains():
+    world = with_spare()
+    world.wait(300)
+    world.run_to_commit(4)
+    assert {m.group for each in world.rounds.values() for m in each.members} == {0, 1}
+    members = world.told("membership_changed")[-1]
+    assert [each.standing for each in members.groups] == ["current", "current", "spare"]
+    assert members.copies_alive == 2
+    values = world.membership._metrics.goodput.metrics(world.now, 0, 0)
+    assert values["elastic/groups"] == 2
+    assert values["goodput/lost_s/start"] == 0, "the job does not wait for it"
+    world.kill(1)
+    world.act(world.membership.promote(2, world.now))
+    world.run_until(lambda: listening(world, 2))
+    world.copy_all()
+    world.run_until(lambda: standings(world) == {0: "current", 2: "current"})
+    (joined,) = [each for each in world.told("group_joined") if each.group == 2]
+    assert (joined.how, joined.copied_bytes) == ("peer_copy", COPIED_BYTES)
+    assert joined.duration_s < 300, "it has not copied before"
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_spares_end_well_when_the_training_does_or_when_they_are_not_wanted():
+    world = with_spare()
+    world.act(world.membership.retire(2, "drain", world.now))
+    world.exchange(4)
+    assert world.groups[2].is_dismissed
+    assert [left.group for left in world.told("group_left")] == [2]
+    world = with_spare()
+    world.run_to_end()
+    world.tend()
+    world.wait(1)
+    world.exchange(4)
+    assert world.groups[2].is_dismissed
+    assert not world.told("group_lost")
+    world.check_rows()
+
+
+def test_a_spare_outlives_a_coordinator_and_its_loss_is_nothing_to_recover_from():
+    world = with_spare()
+    world.start_coordinator()
+    world.run_to_commit(4)
+    assert standings(world)[2] == "spare"
+    world.act(world.membership.promote(2, world.now))
+    world.start_coordinator()
+    world.run_to_commit(6)
+    assert standings(world)[2] == "spare", "it had heard of no round: the driver says so again"
+    world.kill(2)
+    world.run_to_commit(8)
+    (lost,) = world.told("group_lost")
+    assert lost.is_spare
+    assert {each.cause for each in world.told("recovered")} == {"the coordinator was restarted"}
+
+
 def straggling(world: World, times_of: Callable[[int, int], tuple[float, float]]) -> None:
     """Two minutes in which each rank takes the step and local times given."""
     for window in range(30):
-        for group in (0, 1, 2):
+        for group in sorted(world.groups):
             for rank in (0, 1):
                 step_time_s, local_s = times_of(group, rank)
                 beat(world, group, rank, window, step_time_s=step_time_s, local_s=local_s)
         tick(world, 4)
 
 
-def test_a_straggler_is_told_by_name_and_replaced_if_that_is_wanted():
-    world = running(replace_stragglers=True, heartbeat_timeout_s=60.0)
+def test_the_driver_is_told_of_stragglers_by_name():
+    world = running(heartbeat_timeout_s=60.0)
     straggling(world, lambda group, rank: (0.5 if group == 1 else 0.1, 0.0))
-    found = world.told("straggler_found")
-    assert {(each.group, each.action) for each in found} == {(1, "replace")}
-    world.run_until(lambda: world.told("group_left"))
-    assert world.told("group_left")[0].cause == "straggler"
+    found = world.status.stragglers
+    assert {(each.group, each.host, each.slowdown) for each in found} == {(1, "host-1", 5.0)}
+    assert {(each.own_s, each.median_s) for each in found} == {(0.5, 0.1)}
     # A rank that holds up its own group.
     world = running(heartbeat_timeout_s=60.0)
     slow = (0.1, 0.09)
     straggling(
         world, lambda *rank: slow if rank == (1, 1) else (0.1 if rank[0] == 1 else 0.05, 0.04)
     )
-    assert [(each.group, each.rank) for each in world.told("straggler_found")] == [(1, 1)]
+    assert [(each.group, each.rank) for each in world.status.stragglers] == [(1, 1)]
+    # All workers are one group that is in no round: only watched.
+    watched = World(1, heartbeat_timeout_s=60.0)
+    watched.start_group(0)
+    watched.exchange(1)
+    straggling(watched, lambda group, rank: (0.2, 0.1 if rank else 0.04))
+    assert [(each.group, each.rank) for each in watched.status.stragglers] == [(0, 1)]
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
@@ -651,7 +721,7 @@ def test_poison_fails_the_run_where_that_is_asked_for():
     assert world.status.failure
     assert world.status.failure.reason == "non_finite"
     world.exchange(10)
-    assert all(rank.is_fenced for rank in world.ranks())
+    assert all(group.is_fenced for group in world.lives())
 
 
 def test_the_lowest_group_leads_until_it_is_lost():
@@ -670,60 +740,46 @@ def test_a_listener_hears_of_the_end_too():
     world = running(num_groups=2)
     world.kill(1)
     world.start_group(1)
-    world.run_until(lambda: world.groups[1][0].copy and has_ready(world, 1, "arrive"))
+    world.run_until(lambda: world.groups[1].copy and has_ready(world, 1, "arrive"))
     world.hung.add(1)
     world.run_until(lambda: world.status.has_finished)
     world.hung.clear()
-    world.run_until(lambda: all(rank.is_through for rank in world.ranks()))
+    world.run_until(lambda: all(group.is_through for group in world.lives()))
     assert world.status.ledger.epoch == EPOCHS
     assert world.told("metrics"), "the last metrics go out"
 
 
-def test_a_sync_that_one_rank_heard_of_counts_for_all():
+def test_a_sync_that_one_group_heard_of_counts_for_all():
     world = running()
     world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
-    for rank in world.ranks():
-        world.deliver(rank)
-    heard = world.groups[0][0]
+    for group in world.lives():
+        world.deliver(group)
+    heard = world.groups[0]
     heard.hear()
-    assert [rank.ledger.commit for rank in world.ranks()] == [3, 2, 2, 2, 2, 2]
+    assert [group.ledger.commit for group in world.lives()] == [3, 2, 2]
     world.start_coordinator()
-    world.run_until(lambda: all(rank.ledger.commit >= 3 for rank in world.ranks()))
-    assert {rank.applied[3] for rank in world.ranks()} == {heard.applied[3]}
+    world.run_until(lambda: all(group.ledger.commit >= 3 for group in world.lives()))
+    assert {group.applied[3] for group in world.lives()} == {heard.applied[3]}
     assert not world.told("group_lost")
-
-
-def test_a_round_that_a_group_trains_on_in_is_told_to_all_its_ranks_whatever_happens():
-    world = running(overlaps=True)
-    world.run_until(lambda: all(has_ready(world, group, "arrive") for group in range(3)))
-    for rank in world.ranks():
-        world.deliver(rank)
-    told = world.groups[0][0]
-    told.hear()
-    assert told.ahead
-    world.start_coordinator()
-    world.run_to_commit(told.ledger.commit + 2)
-    assert not world.told("group_lost")
-    world.run_to_end()
-    world.check_rows()
 
 
 def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     world = running(overlaps=True)
-    newest = world.groups[0][0].round
+    newest = world.groups[0].round
     assert newest and newest.overlaps and not newest.is_exact
     world.needing_exact.add(1)
     world.run_to_commit(world.status.ledger.commit + 3)
-    rounds = [rank.round for rank in world.ranks()]
+    rounds = [group.round for group in world.lives()]
     assert all(each and each.is_exact and not each.overlaps for each in rounds)
     world.needing_exact.clear()
     world.kill(1)
     world.start_group(1)
     world.run_until(lambda: listening(world, 1))
-    assert all(rank.round and rank.round.is_exact for rank in world.groups[1])
+    joining = world.groups[1].round
+    assert joining and joining.is_exact
     world.needing_exact.add(0)
     world.run_to_end()
-    last = world.groups[0][0].round
+    last = world.groups[0].round
     assert last and not last.is_idle and not any(member.weight for member in last.members)
 
 
@@ -734,7 +790,7 @@ def test_nothing_is_answered_until_all_are_back():
     world.exchange(20)
     world.wait(0.5)
     assert world.status.phase == "recovering"
-    assert all(rank.ledger.commit <= 3 for rank in world.ranks())
+    assert all(group.ledger.commit <= 3 for group in world.lives())
     world.hung.clear()
     world.run_to_commit(4)
 
@@ -750,7 +806,7 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     world.run_to_commit(4)
     world.hung.clear()
     world.exchange(10)
-    assert all(rank.is_fenced for rank in world.groups[2])
+    assert world.groups[2].is_fenced
 
 
 def test_who_comes_back_too_late_is_fenced():
@@ -763,21 +819,28 @@ def test_who_comes_back_too_late_is_fenced():
     world.run_to_commit(4)
     world.hung.clear()
     world.exchange(10)
-    assert all(rank.is_fenced for rank in world.groups[2])
+    assert world.groups[2].is_fenced
     world.run_to_end()
     world.check_rows()
 
 
 def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> Group:
     """A current group with one rank on each host."""
-    made = None
-    facts = {"group": number, "incarnation": 0, "num_ranks": max(len(hosts), 1), "pid": 1}
-    facts |= {"donor": "", "origin": origin, "standing": "initial"}
-    for rank, host in enumerate(hosts or ("a",)):
-        hello = Hello(**facts, rank=rank, host=host, ledger=Ledger(commit=commit))
-        made = made or Group(hello, now=0.0)
-        made.add_rank(hello)
-    assert made
+    ranks = tuple(
+        RankProcess(rank=rank, host=host, pid=1, donor="")
+        for rank, host in enumerate(hosts or ("a",))
+    )
+    hello = Hello(
+        group=number,
+        incarnation=0,
+        num_ranks=len(ranks),
+        ranks=ranks,
+        origin=origin,
+        standing="initial",
+        ledger=Ledger(commit=commit),
+    )
+    made = Group(hello, now=0.0)
+    made.add(hello)
     made.standing = "current"
     return made
 
@@ -808,15 +871,6 @@ def test_a_run_begins_from_the_most_commits_and_then_from_what_most_hold():
     assert [each.group for each in choose_start([*most, group(3, commit=1)])] == [3]
 
 
-def test_ranks_of_a_group_must_come_with_the_same():
-    pair = group(0, "a", "a")
-    same = Arrive(standing="current", commit=1, leases=(1,), num_rows=4)
-    pair.ranks[0].request = pair.ranks[1].request = same
-    assert disagreement(pair) is None
-    pair.ranks[1].request = same.model_copy(update={"leases": (2,)})
-    assert "different leases" in (disagreement(pair) or "")
-
-
 @pytest.mark.parametrize(
     ("weights", "expected", "loss"),
     [
@@ -829,11 +883,11 @@ def test_ranks_of_a_group_must_come_with_the_same():
 def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss):
     groups = [group(0), group(1)]
     for each, num_rows, weight in zip(groups, (4, 12), weights, strict=True):
-        each.ranks[0].request = Arrive(
+        each.request = Arrive(
             standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
         )
     opened = OpenRound(1, 1, 2, groups, {})
-    members = opened.message_for(groups[0], 0).members
+    members = opened.message_for(groups[0]).members
     assert [member.weight for member in members] == pytest.approx(expected)
     assert opened.means == pytest.approx({"loss": loss})
 
@@ -878,7 +932,8 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
         data=None,
     )
     session.shape = SimpleNamespace(num_rows=40 * 8, rows_per_step=8)
-    session.ledger, session.total_steps = Ledger(led=led), 100
+    session.ledger = Ledger(led=led, rows_trained=step * 8)
+    session.total_steps = 100
     session.validation_source, session._has_finished = object(), False
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
     session.saves, session._urgent_step = SaveStanding(), 0
@@ -927,6 +982,7 @@ def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable(
     session.saves = SaveStanding(saved_step=42)
     assert not session.is_checkpoint_step()
     session.state = TrainState(step=43, reached=session.state.position)
+    session.ledger = session.ledger.model_copy(update={"rows_trained": 43 * 8})
     session._read_requests(torch.tensor([1.0]), torch.empty(0))
     assert session.is_checkpoint_step()
     session.saves = SaveStanding(saved_step=43)
@@ -969,5 +1025,6 @@ def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_ma
     assert not session._needs_exact(untrained)
     assert not session._needs_exact(SimpleNamespace(num_rows=8))  # up to step 45 nothing is due
     session.state = TrainState(step=46, reached=DataPosition(1, 6 * 8))
+    session.ledger = session.ledger.model_copy(update={"rows_trained": 46 * 8})
     assert not session._needs_exact(untrained)
     assert session._needs_exact(SimpleNamespace(num_rows=8))

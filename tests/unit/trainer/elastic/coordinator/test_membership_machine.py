@@ -10,11 +10,10 @@ from tests.harness.properties import examples
 from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
 
 GROUPS = st.integers(0, 2)
-RANKS = st.integers(0, 5)
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """Three groups of two ranks train a small data set while everything goes wrong."""
+    """Three groups train a small data set while everything goes wrong."""
 
     @initialize(overlaps=st.booleans())
     def start(self, overlaps):
@@ -22,24 +21,24 @@ class MembershipMachine(RuleBasedStateMachine):
         self.world.tend()
 
     def pick(self, index: int):
-        ranks = list(self.world.ranks())
-        return ranks[index % len(ranks)] if ranks else None
+        groups = self.world.lives()
+        return groups[index % len(groups)] if groups else None
 
     @rule(num_turns=st.integers(1, 20))
     def exchange(self, num_turns):
         self.world.exchange(num_turns)
 
-    @rule(index=RANKS)
+    @rule(index=GROUPS)
     def deliver_one(self, index):
-        rank = self.pick(index)
-        if rank and rank.outbox and rank.id.group not in self.world.hung:
-            self.world.deliver(rank)
+        group = self.pick(index)
+        if group and group.outbox and group.id.group not in self.world.hung:
+            self.world.deliver(group)
 
-    @rule(index=RANKS)
+    @rule(index=GROUPS)
     def hear_one(self, index):
-        rank = self.pick(index)
-        if rank and rank.inbox and not rank.is_fenced and rank.id.group not in self.world.hung:
-            rank.hear()
+        group = self.pick(index)
+        if group and group.inbox and not group.is_fenced and group.id.group not in self.world.hung:
+            group.hear()
 
     @rule()
     def end_copies(self):
@@ -59,11 +58,11 @@ class MembershipMachine(RuleBasedStateMachine):
     def hang(self, group):
         self.world.hung.add(group)
 
-    @rule(index=RANKS)
+    @rule(index=GROUPS)
     def refuse_next_round(self, index):
-        rank = self.pick(index)
-        if rank:
-            rank.will_refuse = True
+        group = self.pick(index)
+        if group:
+            group.will_refuse = True
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 6.0]))
     def wait(self, seconds):
@@ -94,7 +93,7 @@ class MembershipMachine(RuleBasedStateMachine):
     @invariant()
     def copies_are_equal(self):
         """Of the syncs that two current copies know, each was applied by both, or by neither."""
-        applied = [rank.applied for rank in self.world.current()]
+        applied = [group.applied for group in self.world.current()]
         for one in applied:
             for other in applied:
                 behind = min(max(one, default=0), max(other, default=0))

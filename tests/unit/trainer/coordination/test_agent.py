@@ -1,0 +1,72 @@
+"""What a group asks the coordinator, by what its ranks ask their agent."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.coordination.agent import Disagreement, merged
+from trainer.coordination.messages import Arrive, Hello, Ledger, RankProcess, Report, Vote
+
+
+def hello(rank: int, commit: int = 0) -> Hello:
+    process = RankProcess(rank=rank, host=f"host-{rank}", pid=7 + rank, donor=f"donor-{rank}")
+    facts = {"group": 3, "incarnation": 1, "num_ranks": 2, "ranks": (process,)}
+    return Hello(**facts, origin="seed", standing="initial", ledger=Ledger(commit=commit))
+
+
+def test_a_group_greets_with_the_processes_of_all_its_ranks() -> None:
+    said = merged({0: hello(0), 1: hello(1)})
+    assert isinstance(said, Hello)
+    assert [(each.rank, each.pid, each.donor) for each in said.ranks] == [
+        (0, 7, "donor-0"),
+        (1, 8, "donor-1"),
+    ]
+
+
+def arrival(**values: object) -> Arrive:
+    return Arrive.model_validate({"standing": "current", "commit": 4} | values)
+
+
+def test_a_group_arrives_with_the_sums_of_its_ranks_and_what_holds_for_all_of_them() -> None:
+    report = Report(best=0.5)
+    first = arrival(sums={"loss": 1.0}, may_overlap=True, has_copied=True, report=report)
+    second = arrival(sums={"loss": 2.0, "auc": 1.0}, has_copied=True, copied_bytes=8)
+    assert merged({0: first, 1: second}) == arrival(
+        sums={"loss": 3.0, "auc": 1.0}, has_copied=True, copied_bytes=8, report=report
+    )
+    poisoned = arrival(is_poisoned=True, needs_exact=True)
+    both = merged({0: arrival(), 1: poisoned})
+    assert isinstance(both, Arrive) and both.is_poisoned and both.needs_exact
+
+
+def vote(**values: object) -> Vote:
+    return Vote.model_validate({"round": 5, "commit": 2, "ok": True} | values)
+
+
+def test_a_group_agrees_where_all_its_ranks_do_with_the_checksums_of_each() -> None:
+    votes = [vote(checksums=[[["users", rank]]]) for rank in range(2)]
+    assert merged(dict(enumerate(votes))) == vote(checksums=[[["users", 0]], [["users", 1]]])
+
+
+def test_a_group_refuses_with_the_cause_of_the_rank_that_knows_one_and_all_suspects() -> None:
+    gave_up = vote(ok=False, error="given up", gave_up=True)
+    failed = vote(ok=False, error="no answer", suspects=[4])
+    also = vote(ok=False, error="reset", suspects=[1])
+    refusal = vote(ok=False, error="rank 2: no answer", suspects=[1, 4])
+    assert merged({0: vote(), 1: gave_up, 2: failed, 3: also}) == refusal
+    assert merged({0: vote(), 1: gave_up}) == vote(ok=False, error="rank 1: given up", gave_up=True)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (hello(0), hello(1, commit=1)),
+        (arrival(leases=(1,)), arrival(leases=(2,))),
+        (vote(), vote(round=6)),
+        (arrival(), vote()),
+    ],
+    ids=lambda asked: asked[0].kind,
+)
+def test_a_group_whose_ranks_contradict_each_other_asks_nothing(asked) -> None:
+    with pytest.raises(Disagreement):
+        merged(dict(enumerate(asked)))

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.domain.models import HostFacts, Job, Observation
+from service.domain.models import Job, Observation
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.layout.hosts import HostFacts
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 

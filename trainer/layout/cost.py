@@ -115,7 +115,21 @@ _GPUS = {
     "H200-141GB": (141 * _GIB, (4.8, 0.45, 0.05, 67.0, 495.0, 989.0)),
 }
 GPU_NAMES = tuple(_GPUS)
+# Ray's types of GPUs; one that comes in two sizes is taken to be the smaller.
+_RAY_GPUS = {
+    "A100": "A100-40GB",
+    "A100-40G": "A100-40GB",
+    "A100-80G": "A100-80GB",
+    "H100": "H100-80GB",
+    "H200": "H200-141GB",
+}
 _PROFILE = re.compile(r"(\d{1,9})\s*x\s*([A-Za-z][\w-]*?)(?:\s*x\s*(\d{1,9}))?")
+
+
+def gpu_memory_bytes(ray_type: str) -> int:
+    """Memory of a GPU by the type that Ray names; 0 of one that is not known here."""
+    name = _RAY_GPUS.get(ray_type)
+    return _GPUS[name][0] if name else 0
 
 
 def cluster_of(text: str) -> Cluster:

@@ -126,31 +126,17 @@ def make_plan(
     constraints = table_constraints(spec, groups.ranks_per_host, groups.device.type)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        topology = topology_of(groups, usable_bytes, usable_host_bytes, bandwidths)
-        estimators = [
-            EmbeddingPerfEstimatorFactory.create(
-                DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
-            ),
-            StorageEstimator(spec, topology, constraints),
-        ]
+        topology = topology_of(
+            groups.layout.shard_group_size,
+            groups.ranks_per_host,
+            groups.device.type,
+            (usable_bytes, usable_host_bytes),
+            bandwidths,
+        )
         try:
-            planner = EmbeddingShardingPlanner(
-                topology=topology,
-                batch_size=spec.data.batch_size,
-                constraints=constraints,
-                enumerator=EmbeddingEnumerator(
-                    topology, spec.data.batch_size, constraints, estimators
-                ),
-                proposer=proposers(constraints),
-                # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
-                storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            )
-            answer[0] = planner.plan(model, table_sharders)
-        except PlannerError as error:
-            answer[0] = _why_not(spec, usable_bytes, error)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
-            # Whatever it is, the other ranks wait for an answer.
-            answer[0] = f"TorchRec's planner failed on this spec with {error!r}"
+            answer[0] = plan_group(model, spec, table_sharders, topology, constraints)
+        except PlanError as error:  # the other ranks wait for an answer
+            answer[0] = str(error)
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
@@ -159,6 +145,40 @@ def make_plan(
             share = parameter.cache_params.load_factor
             logger.info("table %s: in host memory, %.1f%% of its rows cached", table, 100 * share)
     return answer[0]
+
+
+def plan_group(
+    model: nn.Module,
+    spec: JobSpec,
+    table_sharders: list[ModuleSharder[nn.Module]],
+    topology: Topology,
+    constraints: Constraints,
+) -> ShardingPlan:
+    """TorchRec's plan of one sharding group on `topology`; raises `PlanError`, whatever failed."""
+    estimators = [
+        EmbeddingPerfEstimatorFactory.create(
+            DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
+        ),
+        StorageEstimator(spec, topology, constraints),
+    ]
+    batch_size = spec.data.batch_size
+    try:
+        planner = EmbeddingShardingPlanner(
+            topology=topology,
+            batch_size=batch_size,
+            constraints=constraints,
+            enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
+            proposer=proposers(constraints),
+            # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        )
+        return planner.plan(model, table_sharders)
+    except PlannerError as error:
+        storage = topology.devices[0].storage
+        usable_bytes = storage.ddr if topology.compute_device == "cpu" else storage.hbm
+        raise PlanError(_why_not(spec, usable_bytes, error)) from error
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        raise PlanError(f"TorchRec's planner failed on this spec with {error!r}") from error
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -225,7 +245,7 @@ def table_constraints(
                 f"table '{table.name}' cannot be sharded in any way that it allows: {reasons}. "
                 "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
-        features = [feature for feature in spec.sparse_features if feature.table == table.name]
+        features = spec.features_of_tables.get(table.name, [])
         kernel = spec.kernel_of(table)
         if device_type != "cuda" and kernel == "fused_uvm_caching":
             raise PlanError(
@@ -496,33 +516,36 @@ def _time_ms(action: Callable[[], object]) -> float:
 
 
 def topology_of(
-    groups: MeshGroups,
-    usable_bytes: int,
-    usable_host_bytes: int,
+    shard_group_size: int,
+    ranks_per_host: int | None,
+    device_type: str,
+    usable_bytes: tuple[int, int],
     bandwidths: Bandwidths | None = None,
 ) -> Topology:
-    """Topology of one sharding group with `usable_bytes` for tables on each worker.
+    """Topology of one sharding group; `usable_bytes` for tables are each worker's, on its device
+    and, where that is a GPU, in host memory.
 
-    On GPUs there are `usable_host_bytes` of host memory too. Without `bandwidths`, or where no two
-    workers share a kind of link, TorchRec's own numbers stand.
+    Without `bandwidths`, or where no two workers share a kind of link, TorchRec's own numbers
+    stand. `ranks_per_host` is None where hosts hold unequal numbers of the group's ranks.
     """
-    is_cpu = groups.device.type == "cpu"
+    is_cpu = device_type == "cpu"
+    on_device, on_host = usable_bytes
     memory_bw = bandwidths.memory if bandwidths else None
     links = bandwidths if bandwidths and bandwidths.intra_host_bw else None
     return TopologyFactory.create_topology(
         TrainerConfig(
-            world_size=groups.layout.shard_group_size,
+            world_size=shard_group_size,
             # Unequal hosts: every link counts as one between hosts.
-            local_world_size=groups.ranks_per_host or 1,
-            hbm_cap_bytes=None if is_cpu else usable_bytes,
-            ddr_cap_bytes=usable_bytes if is_cpu else usable_host_bytes,
+            local_world_size=ranks_per_host or 1,
+            hbm_cap_bytes=None if is_cpu else on_device,
+            ddr_cap_bytes=on_device if is_cpu else on_host,
         ),
         HardwareConfig(
             hbm_mem_bw=None if is_cpu else memory_bw,
             ddr_mem_bw=memory_bw if is_cpu else None,
         ),
         KernelConfig(
-            compute_device=groups.device.type,
+            compute_device=device_type,
             use_hardware_based_bandwidth=bandwidths is not None,
             generalized_comms_bandwidths=links,
         ),

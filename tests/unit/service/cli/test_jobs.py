@@ -18,7 +18,6 @@ from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
-from service.domain.models import HostFacts
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -34,6 +33,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service import Api, FakeService, end, job_body, problem_body, running, shardloom
+from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import Event, HostExcluded, Metrics
 
 

@@ -34,7 +34,7 @@ from service.api.middleware import (
     SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
-from service.api.routers import artifacts, auth, drivers, jobs, records, system, webhooks
+from service.api.routers import artifacts, auth, drivers, jobs, plans, records, system, webhooks
 from service.auth.security import Security, write_first_key
 from service.backends.base import Backend
 from service.backends.fake import FakeBackend
@@ -48,6 +48,7 @@ from service.db.webhooks import WebhookStore
 from service.errors import ServiceError
 from service.files import make_private
 from service.jobs.export_runner import ExportRunner
+from service.jobs.planning import GroupPlanner
 from service.network import is_loopback, local_url
 from service.observability import logging_setup
 from service.observability.metrics import ServiceMetrics
@@ -120,10 +121,12 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         tracing,
         ProjectStore(store.engine),
         exports,
+        GroupPlanner(settings),
     )
     add_error_handlers(app)
     for router in (
         jobs.router,
+        plans.router,
         auth.router,
         drivers.router,
         records.router,

@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from service.backends.base import cluster_text
 from service.domain.membership import sizes_of_spec
+from service.jobs.planning import JobPlans
 from service.schemas.jobs import JobPlan, LayoutOption
+from service.schemas.plans import PlannedCluster, PlansOut, RecommendedLayout
 from trainer.layout.choice import Choice, candidates, need_of
 from trainer.layout.hosts import HostFacts, Site, choose_on, site_of
 from trainer.layout.layout import LayoutError
@@ -132,4 +134,36 @@ def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
         is_chosen=chosen is not None
         and choice.group_hosts == chosen.group_hosts
         and layout == chosen.layout,
+    )
+
+
+# ---- layouts side by side
+
+
+def plans_view(spec: JobSpec, plans: JobPlans) -> PlansOut:
+    """What a plan found, as the API answers it."""
+    cluster, comparison = plans.site.cluster, plans.comparison
+    assert spec.table_bytes is not None, "planned with sizes that are known"
+    return PlansOut(
+        name=spec.name,
+        table_bytes=spec.table_bytes,
+        batch_size=spec.data.batch_size,
+        cluster=PlannedCluster(**vars(cluster), room=list(plans.site.room)),
+        reason=comparison.reason,
+        recommended=_recommended(plans),
+        candidates=list(comparison.candidates),
+        changes=list(plans.changes),
+    )
+
+
+def _recommended(plans: JobPlans) -> RecommendedLayout | None:
+    best = plans.comparison.recommended
+    if best is None:
+        return None
+    return RecommendedLayout(
+        candidate=best.candidate,
+        sharding_groups=[list(group) for group in best.choice.layout.sharding_groups],
+        hosts=[list(hosts) for hosts in best.choice.group_hosts],
+        tables=list(plans.group.tables) if plans.group else [],
+        ranks=list(plans.ranks),
     )

@@ -221,6 +221,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", "/v1/queue"): _SEE_SOME,
     ("GET", "/v1/jobs"): _SEE_SOME,
     ("POST", "/v1/jobs"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
+    ("POST", "/v1/plans"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
     ("POST", "/v1/code"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,

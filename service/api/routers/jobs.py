@@ -31,6 +31,7 @@ from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.jobs import actions
 from service.jobs.code_archives import check_code
+from service.jobs.planning import check_fit
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
 from service.schemas.common import Page
@@ -47,6 +48,7 @@ from service.schemas.jobs import (
     RestartJob,
     SubmitJob,
 )
+from trainer.layout.hosts import HostFacts, site_of
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -57,6 +59,9 @@ _MAX_ALTERNATIVES = 20
 # Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
 _DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
+ForceQuery = Annotated[
+    bool, Query(description="Also where the tables do not fit the memory of the workers.")
+]
 KeyHeader = Annotated[
     str | None,
     Header(
@@ -83,6 +88,7 @@ def submit(
     response: Response,
     idempotency_key: KeyHeader = None,
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+    force: ForceQuery = False,
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
     spec = validate_spec(body.spec)
@@ -93,14 +99,30 @@ def submit(
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        is_shared = spec.resources.cluster == "shared"
-        most = context.settings.cluster_max_workers if is_shared else None
-        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
+        hosts, most = _cluster_for(spec, context)
+        return plan_of(with_table_sizes(spec), hosts, most)
     began_at = time.time()
+    _check_fit(spec, context, force=force)
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
+
+
+def _cluster_for(spec: JobSpec, context: Context) -> tuple[tuple[HostFacts, ...], int | None]:
+    """The hosts that a job will find, and the most workers of a cluster that grows."""
+    is_shared = spec.resources.cluster == "shared"
+    most = context.settings.cluster_max_workers if is_shared else None
+    return hosts_for(context.backend, spec), most
+
+
+def _check_fit(spec: JobSpec, context: Context, *, force: bool) -> None:
+    """Raise `DoesNotFit` where no workers of the cluster could hold the tables."""
+    if force:
+        return
+    hosts, most = _cluster_for(spec, context)
+    sized = with_table_sizes(spec)
+    check_fit(sized, site_of(sized, hosts, most))
 
 
 def _create(
@@ -237,6 +259,7 @@ def clone(
     principal: PrincipalDep,
     response: Response,
     idempotency_key: KeyHeader = None,
+    force: ForceQuery = False,
 ) -> JobDetail:
     """Submit the spec of a job again, with changes; `Location` names the new job.
 
@@ -248,6 +271,7 @@ def clone(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    _check_fit(spec, context, force=force)
     made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)

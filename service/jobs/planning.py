@@ -153,12 +153,13 @@ class GroupPlanner:
 
 def _communicate(process: subprocess.Popen[bytes], sent: bytes, limit: Limit) -> bytes:
     """What a process answers until it ends or the limit is over; it never outlives this."""
+    unsent: bytes | None = sent
     try:
         while not limit.is_over:
             try:
-                return process.communicate(sent, timeout=_POLL_S)[0]
+                return process.communicate(unsent, timeout=_POLL_S)[0]
             except subprocess.TimeoutExpired:
-                continue
+                unsent = None  # it goes on with what it was given
     finally:
         if process.poll() is None:
             # Not the process alone: compilers and the like may be its children.

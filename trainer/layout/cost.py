@@ -137,7 +137,7 @@ _RAY_GPUS = {
     "H200": "H200-141GB",
 }
 # One core of a server, with gloo; bf16 and tf32 gain nothing there.
-_CPU_RATES = {
+_CPU_RATES: dict[str, Any] = {
     "hbm_bytes_per_s": 8e9,
     "intra_host_bytes_per_s": 1e9,
     "fp32_flops_per_s": 3e10,
@@ -175,14 +175,16 @@ def cluster_of(text: str, given: Mapping[str, Any] | None = None) -> Cluster:
         base = cpu_cluster(per_host, int(on_cpu[1]) * _GIB)
     else:
         base = gpu_cluster(found[2], per_host)
-    quantities = {"num_hosts": hosts} | dict(_override(each) for each in overrides) | (given or {})
+    quantities: dict[str, Any] = {"num_hosts": hosts}
+    quantities |= dict(_override(each) for each in overrides) | dict(given or {})
     return replace(base, name=text.strip(), **quantities)
 
 
 def gpu_cluster(gpu: str, gpus_per_host: int) -> Cluster:
     """Hosts with GPUs of a type of `GPU_NAMES`."""
     hbm_bytes, tera = _GPUS[gpu]
-    rates = dict(zip(_RATES, (each * 1e12 * _ATTAINED for each in tera), strict=True))
+    attained = (each * 1e12 * _ATTAINED for each in tera)
+    rates: dict[str, Any] = dict(zip(_RATES, attained, strict=True))
     return Cluster(name=gpu, gpus_per_host=gpus_per_host, hbm_bytes=hbm_bytes, **rates)
 
 

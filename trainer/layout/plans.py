@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer.layout.choice import Choice, candidates, choose, need_of, size_text
 from trainer.layout.cost import (
     NUM_BATCHES,
@@ -34,11 +36,12 @@ from trainer.layout.workload import (
     SyncSums,
     Workload,
     planned,
+    whole_loads,
     with_sync,
 )
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
-from trainer.spec.parallelism import SyncSpec
+from trainer.spec.parallelism import ParallelismSpec, SyncSpec
 from trainer.spec.parse import set_values
 
 # Sync intervals to compare, beside the spec's own.
@@ -189,6 +192,9 @@ class Comparer:
             self._chosen = choose(need)
         world_size = self._chosen.layout.world_size
         sized = _freed(spec).with_workers(world_size)
+        table_bytes = spec.table_bytes
+        assert table_bytes is not None, "a plan needs the sizes of the tables"
+        self._whole, self._table_bytes = whole_loads(sized), table_bytes
         self._sums: dict[tuple[Any, ...], SyncSums] = {}
         self._options: dict[Choice, list[Option]] = {}
         self._laid_out: dict[Choice, JobSpec] = {}
@@ -196,10 +202,8 @@ class Comparer:
             layout = choice.layout
             if layout.world_size != world_size or choice.num_hosts_survived < need.survive_hosts:
                 continue
-            with suppress(SpecError):  # of what the spec asks of a layout
-                self._laid_out[choice] = sized.with_layout(
-                    layout.shard_group_size, layout.placement
-                )
+            with suppress(ValidationError):  # of what the spec asks of a layout
+                self._laid_out[choice] = _with_layout(sized, choice)
                 self._options[choice] = _distinct(self._at_syncs(choice, None))
 
     def add(self, topology: GroupTopology, plan: GroupPlan) -> None:
@@ -217,7 +221,11 @@ class Comparer:
         spec, cluster, layout = self._laid_out[choice], self._site.cluster, choice.layout
         topology = topology_of(choice, self._site, spec)
         is_placed = plan is not None and bool(plan.tables)
-        ways = [planned(spec, layout, plan)] if plan and is_placed else ways_of(spec, layout)
+        ways = (
+            [planned(spec, layout, plan)]
+            if plan and is_placed
+            else ways_of(spec, layout, self._whole)
+        )
         own = spec.parallelism.sync
         for sync in [own] if self._only_own_sync else _syncs(spec, choice):
             with_its_syncs = ways
@@ -231,13 +239,45 @@ class Comparer:
             elif plan or not self._need.holds_tables(layout.shard_group_size):
                 cost = replace(cost, fits=False)
             candidate = replace(
-                _candidate(self._spec, choice, self._site, sync, workload, cost),
+                self._candidate(choice, sync, workload, cost),
                 is_planned=plan is not None,
                 obstacle=plan.obstacle if plan else "",
                 is_chosen=_is_same(choice, self._chosen)
                 and (layout.num_replicas == 1 or sync == self._spec.parallelism.sync),
             )
             yield Option(candidate, choice, topology, spec)
+
+    def _candidate(
+        self, choice: Choice, sync: SyncSpec, workload: Workload, cost: Cost
+    ) -> Candidate:
+        layout, spec, cluster = choice.layout, self._spec, self._site.cluster
+        batch = spec.data.batch_size
+        rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
+        if choice.failure_domain == "replica_group":
+            rows_at_risk = sync.every_steps * layout.shard_group_size * batch
+        link = cluster.intra_host_bytes_per_s
+        if any(len(holders) > 1 for holders in choice.copies_by_host):
+            link = cluster.inter_host_bytes_per_s
+        return Candidate(
+            **vars(layout),
+            num_replicas=layout.num_replicas,
+            sync_every_steps=sync.every_steps,
+            sync_mode=sync.mode,
+            failure_domain=choice.failure_domain,
+            num_hosts_survived=choice.num_hosts_survived,
+            num_hosts_per_shard=min(len(holders) for holders in choice.copies_by_host),
+            rows_at_risk=rows_at_risk,
+            memory_overhead_bytes=choice.memory_overhead_bytes or 0,
+            sync_latency_s=sync_latency_s(self._table_bytes, layout, link),
+            fits=cost.fits,
+            obstacle="",
+            samples_per_s=cost.samples_per_s,
+            memory_share=cost.peak.total_bytes / cluster.hbm_bytes,
+            lookup_imbalance=workload.lookup_imbalance,
+            step=cost.step,
+            peak=cost.peak,
+            mean=cost.mean,
+        )
 
     def _sums_of(self, spec: JobSpec) -> SyncSums:
         sync, domain = spec.parallelism.sync, spec.parallelism.failure_domain
@@ -256,6 +296,15 @@ def _distinct(options: Iterable[Option]) -> list[Option]:
         if key not in found or each.is_chosen:
             found[key] = option
     return list(found.values())
+
+
+def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
+    """The spec with a layout, of which only the section that names it is checked: there may be
+    thousands of tables. Raises `ValidationError`."""
+    layout = choice.layout
+    resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
+    checked = ParallelismSpec.model_validate(resolved.model_dump(), context={"chosen": True})
+    return spec.model_copy(update={"parallelism": checked})
 
 
 def _freed(spec: JobSpec) -> JobSpec:
@@ -373,40 +422,6 @@ def _syncs(spec: JobSpec, choice: Choice) -> list[SyncSpec]:
 def _with_sync(spec: JobSpec, sync: SyncSpec) -> JobSpec:
     parallelism = spec.parallelism.model_copy(update={"sync": sync})
     return spec.model_copy(update={"parallelism": parallelism})
-
-
-def _candidate(
-    spec: JobSpec, choice: Choice, site: PlanSite, sync: SyncSpec, workload: Workload, cost: Cost
-) -> Candidate:
-    layout, batch, cluster = choice.layout, spec.data.batch_size, site.cluster
-    rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
-    if choice.failure_domain == "replica_group":
-        rows_at_risk = sync.every_steps * layout.shard_group_size * batch
-    link = cluster.intra_host_bytes_per_s
-    if any(len(holders) > 1 for holders in choice.copies_by_host):
-        link = cluster.inter_host_bytes_per_s
-    table_bytes = spec.table_bytes
-    assert table_bytes is not None, "a plan needs the sizes of the tables"
-    return Candidate(
-        **vars(layout),
-        num_replicas=layout.num_replicas,
-        sync_every_steps=sync.every_steps,
-        sync_mode=sync.mode,
-        failure_domain=choice.failure_domain,
-        num_hosts_survived=choice.num_hosts_survived,
-        num_hosts_per_shard=min(len(holders) for holders in choice.copies_by_host),
-        rows_at_risk=rows_at_risk,
-        memory_overhead_bytes=choice.memory_overhead_bytes or 0,
-        sync_latency_s=sync_latency_s(table_bytes, layout, link),
-        fits=cost.fits,
-        obstacle="",
-        samples_per_s=cost.samples_per_s,
-        memory_share=cost.peak.total_bytes / cluster.hbm_bytes,
-        lookup_imbalance=workload.lookup_imbalance,
-        step=cost.step,
-        peak=cost.peak,
-        mean=cost.mean,
-    )
 
 
 def rank_memory(workload: Workload, plan: GroupPlan, cluster: Cluster) -> tuple[MemoryUse, ...]:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from trainer.layout.choice import choose, need_of
 from trainer.layout.cost import MAX_GPUS, Cluster, ClusterError, Cost, MemoryUse, StepTime, cost_of
 from trainer.layout.layout import Layout, LayoutError
-from trainer.layout.workload import SyncSums, Workload, unsynced, with_sync
+from trainer.layout.workload import (
+    SyncSums,
+    TableLoad,
+    Workload,
+    unsynced,
+    whole_loads,
+    with_sync,
+)
 from trainer.spec.job import JobSpec
 
 
@@ -101,12 +108,14 @@ def _fastest(spec: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Workload,
     return fastest_of(ways, layout, cluster)
 
 
-def ways_of(spec: JobSpec, layout: Layout) -> list[Workload]:
+def ways_of(
+    spec: JobSpec, layout: Layout, whole: Sequence[TableLoad] | None = None
+) -> list[Workload]:
     """What there is to do beside syncs, with tables whole or split, cached where they may be."""
-    cached = (False, True) if spec.may_cache else (False,)
+    whole = whole or whole_loads(spec)
     return [
-        unsynced(spec, layout, is_split=is_split, is_cached=is_cached)
-        for is_cached in cached
+        unsynced(spec, layout, is_split=is_split, is_cached=is_cached, whole=whole)
+        for is_cached in ((False, True) if spec.may_cache else (False,))
         for is_split in (False, True)
     ]
 

@@ -26,6 +26,9 @@ from trainer.spec.tables import NUM_BYTES, EmbeddingTableSpec
 
 _FLOAT_BYTES = 4
 _ID_BYTES = 8
+DATA_PARALLEL = "data_parallel"
+_WHOLE = frozenset({"table_wise", "column_wise"})
+_SPLIT = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 # A lookup reads a row, and its backward pass reads and writes it and its optimizer state.
 _WEIGHT_PASSES, _STATE_PASSES = 3, 2
 # A weight multiplies and adds once forward and twice backward.
@@ -133,12 +136,23 @@ def workload_of(spec: JobSpec, layout: Layout, *, is_split: bool) -> Workload:
     return with_sync(workload, spec) if layout.num_replicas > 1 else workload
 
 
-def unsynced(spec: JobSpec, layout: Layout, *, is_split: bool, is_cached: bool = False) -> Workload:
+def unsynced(
+    spec: JobSpec,
+    layout: Layout,
+    *,
+    is_split: bool,
+    is_cached: bool = False,
+    whole: Sequence[TableLoad] | None = None,
+) -> Workload:
     """`workload_of` without what syncs ask for; `is_cached` leaves as many weights in host memory
-    as the spec allows. Time counts them as if they were not.
+    as the spec allows. Time counts them as if they were not. `whole` is `whole_loads`, where it is
+    known.
     """
     size = layout.shard_group_size
-    loads = [_load_of(spec, table, size, is_split) for table in spec.embedding_tables]
+    loads = [
+        _laid_out(table, load, size, is_split)
+        for table, load in zip(spec.embedding_tables, whole or whole_loads(spec), strict=True)
+    ]
     if is_cached:
         loads = [
             replace(load, weights=round(load.weights * _least_cached(spec, table)))
@@ -174,9 +188,6 @@ def planned(spec: JobSpec, layout: Layout, plan: GroupPlan) -> Workload:
     )
 
 
-DATA_PARALLEL = "data_parallel"
-
-
 def _over_mean(values: Sequence[float]) -> float:
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
@@ -184,15 +195,14 @@ def _over_mean(values: Sequence[float]) -> float:
 
 def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
     exchanged = [load for load in loads if not load.is_everywhere]
-    # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
-    copies = {load: size if load.is_everywhere else 1 for load in loads}
     vectors = sum(load.output for load in loads)
     network = Network.of(spec)
     weight_bytes = network.num_weights * _FLOAT_BYTES
     return Workload(
         batch_size=spec.data.batch_size,
-        table_bytes=sum(load.weights * copies[load] for load in loads),
-        optimizer_bytes=sum(load.state * copies[load] for load in loads),
+        # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
+        table_bytes=sum(load.weights * (size if load.is_everywhere else 1) for load in loads),
+        optimizer_bytes=sum(load.state * (size if load.is_everywhere else 1) for load in loads),
         synced_bytes=0,
         lookup_bytes=sum(load.lookup for load in loads),
         dense_flops=network.flops,
@@ -236,14 +246,19 @@ def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -
     )
 
 
-def _load_of(spec: JobSpec, table: EmbeddingTableSpec, size: int, is_split: bool) -> TableLoad:
+def whole_loads(spec: JobSpec) -> tuple[TableLoad, ...]:
+    """The tables as they are whole; what depends on their layout is the same for every L."""
+    return tuple(table_load(spec, table, 1) for table in spec.embedding_tables)
+
+
+def _laid_out(table: EmbeddingTableSpec, load: TableLoad, size: int, is_split: bool) -> TableLoad:
     """A table that is whole, or split over all ranks, as it may be."""
-    types = set(table.constraints.sharding_types)
-    may_be_whole = bool(types & {"table_wise", "column_wise"})
-    may_be_split = bool(types & {"row_wise", "table_row_wise", "grid_shard"})
-    is_in_parts = size > 1 and may_be_split and (is_split or not may_be_whole)
-    is_everywhere = types == {DATA_PARALLEL}
-    return table_load(spec, table, size if is_in_parts else 1, is_everywhere=is_everywhere)
+    types = table.constraints.sharding_types
+    if types == (DATA_PARALLEL,):
+        return replace(load, is_everywhere=True)
+    may_be_whole = not _WHOLE.isdisjoint(types)
+    is_in_parts = not _SPLIT.isdisjoint(types) and (is_split or not may_be_whole)
+    return replace(load, row_parts=size) if is_in_parts and size > 1 else load
 
 
 def table_load(

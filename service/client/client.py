@@ -91,8 +91,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         takes one whose tables do not fit the memory of the cluster's workers.
         """
         body = {"spec": _document(spec), "secrets": dict(secrets or {})}
-        path = "/v1/jobs?force=true" if force else "/v1/jobs"
-        return self._create(path, JobDetail, body, idempotency_key)
+        params = {"force": "true"} if force else None
+        return self._create("/v1/jobs", JobDetail, body, idempotency_key, params)
 
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.

@@ -227,7 +227,8 @@ def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit)
     comparison = comparer.result()
     best = comparison.recommended
     if best is None:
-        changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit))
+        device = site.cluster.device
+        changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit), device)
         return JobPlans(site, comparison, None, (), changes)
     group = made.get(best.topology)
     ranks = _memory_of(best, group, site) if group else ()
@@ -266,7 +267,8 @@ def check_fit(spec: JobSpec, site: Site) -> None:
         return
     worker_bytes = site.worker_bytes
     if why := why_not_held(spec, worker_bytes):
+        device = "cuda" if site.use_gpu else "cpu"
         changes = smallest_changes(
-            spec, lambda changed: why_not_held(changed, worker_bytes) is None
+            spec, lambda changed: why_not_held(changed, worker_bytes) is None, device
         )
         raise DoesNotFit(why, changes)

@@ -483,10 +483,12 @@ def why_not_held(spec: JobSpec, worker_bytes: int) -> str | None:
     return None
 
 
-def smallest_changes(spec: JobSpec, fits: Callable[[JobSpec], bool]) -> tuple[Change, ...]:
+def smallest_changes(
+    spec: JobSpec, fits: Callable[[JobSpec], bool], device: str
+) -> tuple[Change, ...]:
     """Changes of which each alone lets the spec fit, those that cost least first; a few of them."""
     found: dict[frozenset[str], Change] = {}
-    for change in _changes(spec):
+    for change in _changes(spec, device):
         if frozenset(change.set) in found:
             continue
         with suppress(SpecError, LayoutError, ClusterError):
@@ -498,7 +500,7 @@ def smallest_changes(spec: JobSpec, fits: Callable[[JobSpec], bool]) -> tuple[Ch
     return tuple(found.values())
 
 
-def _changes(spec: JobSpec) -> Iterator[Change]:
+def _changes(spec: JobSpec, device: str) -> Iterator[Change]:
     parallelism, tables = spec.parallelism, list(enumerate(spec.embedding_tables))
     whole = [(index, table) for index, table in tables if table.constraints.is_whole]
     if whole:
@@ -512,7 +514,7 @@ def _changes(spec: JobSpec) -> Iterator[Change]:
     if any(table.data_type == "fp32" for _, table in tables):
         values = {f"embedding_tables[{index}].data_type": "fp16" for index, _ in tables}
         yield Change(values, "store the tables in fp16")
-    if not spec.may_cache and spec.resources.device != "cpu":
+    if not spec.may_cache and device == "cuda":
         text = "keep tables in host memory as far as GPU memory does not hold them"
         yield Change({"parallelism.planner.compute_kernel": "auto"}, text)
     for factor in (2, 4, 8):

@@ -96,7 +96,7 @@ def test_where_nothing_fits_the_changes_that_would_do_are_named() -> None:
     def fits(changed: JobSpec) -> bool:
         return does_fit(changed, PlanSite.of_profile(CLUSTER, changed))
 
-    changes = smallest_changes(spec, fits)
+    changes = smallest_changes(spec, fits, "cuda")
     assert {"parallelism.planner.compute_kernel": "auto"} in [each.set for each in changes]
     more = next(each for each in changes if "parallelism.workers" in each.set)
     assert more.set["parallelism.workers"] == 16
@@ -107,7 +107,9 @@ def test_where_nothing_fits_the_changes_that_would_do_are_named() -> None:
 def test_a_table_that_must_be_whole_and_is_too_large_is_to_be_split() -> None:
     spec = spec_of(2, {"sharding_types": ["table_wise"]}, parallelism=AUTO | {"workers": 4})
     assert "must stay whole" in str(why_not_held(spec, GIB))
-    (first, *_) = smallest_changes(spec, lambda changed: why_not_held(changed, 2 * GIB) is None)
+    (first, *_) = smallest_changes(
+        spec, lambda changed: why_not_held(changed, 2 * GIB) is None, "cpu"
+    )
     types = first.set["embedding_tables[0].constraints.sharding_types"]
     assert types == ["table_wise", "row_wise"] and "row_wise" in first.text
 

@@ -26,7 +26,7 @@ from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
-from service.db.queries import JobFilter
+from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.jobs import actions
@@ -48,7 +48,7 @@ from service.schemas.jobs import (
     RestartJob,
     SubmitJob,
 )
-from trainer.layout.hosts import HostFacts, site_of
+from trainer.layout.hosts import site_of
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -61,6 +61,9 @@ _DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
 ForceQuery = Annotated[
     bool, Query(description="Also where the tables do not fit the memory of the workers.")
+]
+MetricQuery = Annotated[
+    str, Field(pattern=METRIC_BOUND, max_length=300, examples=["validation/ne<0.8"])
 ]
 KeyHeader = Annotated[
     str | None,
@@ -99,8 +102,9 @@ def submit(
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        hosts, most = _cluster_for(spec, context)
-        return plan_of(with_table_sizes(spec), hosts, most)
+        return plan_of(
+            with_table_sizes(spec), hosts_for(context.backend, spec), _most_workers(spec, context)
+        )
     began_at = time.time()
     _check_fit(spec, context, force=force)
     job = _create(spec, body.secrets, idempotency_key, principal, context)
@@ -109,20 +113,23 @@ def submit(
     return with_etag(job, context, response)
 
 
-def _cluster_for(spec: JobSpec, context: Context) -> tuple[tuple[HostFacts, ...], int | None]:
-    """The hosts that a job will find, and the most workers of a cluster that grows."""
+def _most_workers(spec: JobSpec, context: Context) -> int | None:
+    """The most workers of a cluster that grows by itself."""
     is_shared = spec.resources.cluster == "shared"
-    most = context.settings.cluster_max_workers if is_shared else None
-    return hosts_for(context.backend, spec), most
+    return context.settings.cluster_max_workers if is_shared else None
 
 
 def _check_fit(spec: JobSpec, context: Context, *, force: bool) -> None:
-    """Raise `DoesNotFit` where no workers of the cluster could hold the tables."""
+    """Raise `DoesNotFit` where no workers of the cluster could hold the tables.
+
+    Of a shared cluster by what it told last, so that a submit never waits for it.
+    """
     if force:
         return
-    hosts, most = _cluster_for(spec, context)
+    is_shared = spec.resources.cluster == "shared"
+    hosts = context.cluster.hosts() if is_shared else hosts_for(context.backend, spec)
     sized = with_table_sizes(spec)
-    check_fit(sized, site_of(sized, hosts, most))
+    check_fit(sized, site_of(sized, hosts, _most_workers(spec, context)))
 
 
 def _create(
@@ -131,6 +138,7 @@ def _create(
     idempotency_key: str | None,
     principal: Principal,
     context: Context,
+    parent: str | None = None,
 ) -> Job:
     job = submit_job(
         context.store,
@@ -139,6 +147,7 @@ def _create(
         prepare=lambda job_id: keep_secrets(context, job_id, secrets),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
+        parent=parent,
     )
     context.wake()
     return job
@@ -154,6 +163,9 @@ def list_jobs(
         list[JobStatus] | None, Query(alias="status", max_length=_MAX_ALTERNATIVES)
     ] = None,
     name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
+    search: Annotated[
+        str, Query(max_length=200, description="A part of the name or of the id.")
+    ] = "",
     project: Annotated[str | None, Query(examples=["ads"])] = None,
     labels: Annotated[
         list[LabelQuery] | None,
@@ -161,6 +173,14 @@ def list_jobs(
             alias="label",
             max_length=_MAX_LABELS,
             description="`KEY=VALUE`; of several, all must hold.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[MetricQuery] | None,
+        Query(
+            alias="metric",
+            max_length=_MAX_LABELS,
+            description="`NAME<VALUE` (or `<=`, `>`, `>=`) of the newest value; all must hold.",
         ),
     ] = None,
     created_after: Annotated[
@@ -173,9 +193,11 @@ def list_jobs(
         after=after,
         statuses=statuses or (),
         name=name,
+        search=search,
         project=project,
         projects=principal.projects,
         labels=dict(label.split("=", 1) for label in labels or ()),
+        metrics=[MetricBound.parse(text) for text in metrics or ()],
         created_after=_unix_s(created_after),
         created_before=_unix_s(created_before),
     )
@@ -272,7 +294,7 @@ def clone(
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     _check_fit(spec, context, force=force)
-    made = _create(spec, body.secrets, idempotency_key, principal, context)
+    made = _create(spec, body.secrets, idempotency_key, principal, context, job.id)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)
 

@@ -302,8 +302,6 @@ def test_a_job_whose_tables_fit_no_worker_is_refused_with_advice_unless_forced(a
     assert forced.status_code == 201
     again = api.http.post(f"/v1/jobs/{forced.json()['id']}:clone", json={"name": "again"})
     problem_in(again, 422, "does_not_fit")
-    api.backend.set_down(True)
-    assert api.http.post("/v1/jobs", json=body).status_code == 201, "nothing is known"
 
 
 # ---- in the terminal

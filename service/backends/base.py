@@ -84,7 +84,8 @@ class Backend(Protocol):
 
 
 class ClusterWatch:
-    """What `Backend.check` said last; it is asked in a thread, so that nobody waits for a cluster.
+    """What `Backend.check` and `hosts` said last; the backend is asked in a thread, so that nobody
+    waits for a cluster.
 
     `every_s` is how old an answer is at most when it is asked for anew.
     """

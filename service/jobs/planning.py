@@ -8,7 +8,6 @@ answer any more. What it answered is kept by a fingerprint of tables, layout, me
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -107,10 +106,10 @@ class GroupPlanner:
                     self._cache.move_to_end(key)
             while len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        plans = list(itertools.takewhile(lambda plan: plan is not None, found))
-        if not plans:
+        num_made = found.index(None) if None in found else len(found)
+        if not num_made:
             raise PlanTimedOut(limit.limit_s)
-        return plans
+        return [plan for plan in found[:num_made] if plan is not None]
 
     @contextmanager
     def _place(self, limit: Limit) -> Iterator[None]:

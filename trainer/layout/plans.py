@@ -512,8 +512,8 @@ def _changes(spec: JobSpec, device: str) -> Iterator[Change]:
         text = "let the planner take the group size (shard_group_size auto)"
         yield Change({"parallelism.shard_group_size": "auto"}, text)
     if any(table.data_type == "fp32" for _, table in tables):
-        values = {f"embedding_tables[{index}].data_type": "fp16" for index, _ in tables}
-        yield Change(values, "store the tables in fp16")
+        half = {f"embedding_tables[{index}].data_type": "fp16" for index, _ in tables}
+        yield Change(half, "store the tables in fp16")
     if not spec.may_cache and device == "cuda":
         text = "keep tables in host memory as far as GPU memory does not hold them"
         yield Change({"parallelism.planner.compute_kernel": "auto"}, text)

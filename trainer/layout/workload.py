@@ -336,16 +336,17 @@ def rank_loads(
                 )
             ):
                 rank[index] += amount
-    names = tuple(RankLoad.model_fields)
-    whole = ("tables_bytes", "optimizer_bytes", "sync_bytes", "host_bytes")
     return tuple(
         RankLoad(
-            **{
-                name: round(value) if name in whole else value
-                for name, value in zip(names, total, strict=True)
-            }
+            tables_bytes=round(tables),
+            optimizer_bytes=round(optimizer),
+            sync_bytes=round(sync),
+            host_bytes=round(host),
+            lookup_bytes=lookup,
+            input_bytes=ids,
+            output_bytes=output,
         )
-        for total in totals
+        for tables, optimizer, sync, host, lookup, ids, output in totals
     )
 
 

@@ -95,7 +95,7 @@ class Case:
             parallelism |= {"sync": sync, "dense": "every_step"}
         size = WORLD_SIZE // self.num_replicas
         return clicks_spec(
-            Workload(**(asdict(WORKLOAD) | {"shard_group_size": size})), NAME, **parallelism
+            Workload(**(asdict(WORKLOAD) | {"shard_group_size": size})), "plan", **parallelism
         )
 
 

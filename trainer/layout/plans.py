@@ -90,8 +90,7 @@ class PlanSite:
             cluster = replace(gpu_cluster_of_ray(gpu, most), hbm_bytes=site.worker_bytes)
         else:
             cluster = cpu_cluster(most, site.worker_bytes)
-        name = f"the service's cluster: {len(room)} host(s)"
-        cluster = replace(cluster, name=name, num_hosts=len(room))
+        cluster = replace(cluster, name="the service's own", num_hosts=len(room))
         return cls(cluster, room)
 
     def grown_for(self, spec: JobSpec) -> PlanSite:

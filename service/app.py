@@ -35,7 +35,17 @@ from service.api.middleware import (
     SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
-from service.api.routers import artifacts, auth, drivers, jobs, records, sweeps, system, webhooks
+from service.api.routers import (
+    artifacts,
+    auth,
+    drivers,
+    jobs,
+    plans,
+    records,
+    sweeps,
+    system,
+    webhooks,
+)
 from service.auth.security import Security, write_first_key
 from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
@@ -50,6 +60,7 @@ from service.db.webhooks import WebhookStore
 from service.errors import ServiceError
 from service.files import make_private, make_writable
 from service.jobs.export_runner import ExportRunner
+from service.jobs.planning import GroupPlanner
 from service.network import is_loopback, local_url
 from service.observability import logging_setup
 from service.observability.metrics import ServiceMetrics
@@ -128,6 +139,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         tracing,
         ProjectStore(store.engine),
         exports,
+        GroupPlanner(settings),
         ClusterWatch(backend),
         sweep_store,
         sweep_runner.wake,
@@ -135,6 +147,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     add_error_handlers(app)
     for router in (
         jobs.router,
+        plans.router,
         auth.router,
         drivers.router,
         records.router,

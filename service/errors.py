@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from trainer.layout.plans import Change
 from trainer.spec.base import FieldProblem
 
 
@@ -456,3 +457,49 @@ class SecretKeyUnusable(ServiceError):
 class KeyNotFound(NotFound):
     code = "key_not_found"
     template = "no API key has the id '{}'; `shardloom keys list` shows them"
+
+
+# ---- plans
+
+
+class DoesNotFit(ServiceError):
+    """The tables of a spec do not fit the memory of the cluster's workers."""
+
+    status = 422
+    code = "does_not_fit"
+    title = "Does not fit"
+
+    def __init__(self, why: str, changes: Sequence[Change]) -> None:
+        advice = "; or ".join(change.text for change in changes)
+        would = f". What would do: {advice}" if advice else ""
+        super().__init__(f"{why}{would}. Submit with force=true to let it try all the same")
+        self.extensions = {"changes": [{"set": each.set, "text": each.text} for each in changes]}
+
+
+class NoPlan(ServiceError):
+    """The cluster cannot be planned for: too little is known of it, or it has no room."""
+
+    status = 422
+    code = "no_plan"
+    title = "No plan"
+
+
+class PlanTimedOut(ServiceError):
+    status = 504
+    code = "plan_timed_out"
+    title = "Plan timed out"
+    template = (
+        "the plan was not done within {:g} s; give it more (time_limit_s), or ask again when the "
+        "service is less busy"
+    )
+
+
+class PlannerFailed(ServiceError):
+    """The process with TorchRec's planner failed."""
+
+    code = "planner_failed"
+    title = "Planner failed"
+    template = (
+        "the process that plans failed: {} (-9 is too little memory, and trainer_python must be a "
+        "Python with the trainer's packages)"
+    )

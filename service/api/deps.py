@@ -44,6 +44,7 @@ from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
 from service.jobs.export_runner import ExportRunner
+from service.jobs.planning import GroupPlanner
 from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
@@ -175,6 +176,7 @@ class Context:
     tracing: Tracing
     projects: ProjectStore
     exports: ExportRunner
+    planner: GroupPlanner
     cluster: ClusterWatch
     sweeps: SweepStore
     wake_sweeps: Callable[[], None]

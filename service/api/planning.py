@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from service.backends.base import cluster_text
 from service.domain.membership import sizes_of_spec
-from service.domain.models import HostFacts
 from service.domain.timeline import counted
+from service.jobs.planning import JobPlans
 from service.schemas.jobs import JobPlan, LayoutOption
-from trainer.layout.choice import Choice, candidates, choose, need_of
+from service.schemas.plans import PlannedCluster, PlansOut, RecommendedLayout
+from trainer.layout.choice import Choice, candidates, need_of
+from trainer.layout.hosts import HostFacts, Site, choose_on, site_of
 from trainer.layout.layout import LayoutError
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
@@ -32,15 +34,14 @@ def plan_of(
     A cluster that grows by itself does so to room for `max_workers`.
     Raises `SpecError` where the spec does not allow the layout that would be chosen.
     """
-    num_there = len(hosts)
-    hosts = hosts_to_come(spec, hosts, max_workers) if max_workers else hosts
-    stated, room = stated_rooms(spec), rooms(spec, hosts)
+    site = site_of(spec, hosts, max_workers)
+    stated = stated_rooms(spec)
     if max_workers is None:
-        _check_spares(spec, sum(map(bool, room)))
-    choice, obstacle = _chosen(spec, room, worker_bytes(spec, hosts)) if hosts else (None, "")
+        _check_spares(spec, sum(map(bool, site.room)))
+    choice, obstacle = _chosen(spec, site) if site.hosts else (None, "")
     is_stated = choice is None and bool(stated)
     if is_stated:
-        choice, _ = _chosen(spec, stated)
+        choice, _ = _chosen(spec, replace(site, room=stated, worker_bytes=None))
     layout, survive = choice.layout if choice else None, spec.parallelism.survive
     resolved = spec.with_layout(layout.shard_group_size, layout.placement) if layout else spec
     sizes = sizes_of_spec(resolved)
@@ -51,14 +52,14 @@ def plan_of(
         sharding_groups=layout.sharding_groups if layout else (),
         replica_groups=layout.replica_groups if layout else (),
         moment_scale=resolved.moment_scale if layout else None,
-        cluster=_cluster_text(spec, room, num_there),
+        cluster=_cluster_text(spec, site.room, len(hosts)),
         obstacle=obstacle,
         reason=_reason(choice, is_stated=is_stated),
         after_loss=after_loss(choice) if choice else "",
         table_bytes=spec.table_bytes,
         num_hosts_needed=survive.hosts + 1 if survive else None,
         layout=_option(choice, choice) if choice else None,
-        options=tuple(_option(each, choice) for each in _options(spec, hosts)),
+        options=tuple(_option(each, choice) for each in _options(spec, site)),
     )
 
 
@@ -70,12 +71,10 @@ def _check_spares(spec: JobSpec, num_hosts: int) -> None:
         raise SpecError([FieldProblem("parallelism.spares", "spares", message)])
 
 
-def _chosen(
-    spec: JobSpec, room: Sequence[int], memory_bytes: int | None = None
-) -> tuple[Choice | None, str]:
+def _chosen(spec: JobSpec, site: Site) -> tuple[Choice | None, str]:
     """The choice, or why there is none."""
     try:
-        return choose(need_of(spec, room, memory_bytes)), ""
+        return choose_on(spec, site), ""
     except LayoutError as error:
         return None, str(error)
 
@@ -90,54 +89,14 @@ def _reason(choice: Choice | None, *, is_stated: bool) -> str:
     return f"given {given}, {choice.reason}"
 
 
-def _options(spec: JobSpec, hosts: Sequence[HostFacts]) -> list[Choice]:
+def _options(spec: JobSpec, site: Site) -> list[Choice]:
     """What the cluster can hold, best first; those that survive enough, if there are any."""
     if spec.parallelism.is_resolved:
         return []
-    need = need_of(spec, rooms(spec, hosts), worker_bytes(spec, hosts))
+    need = need_of(spec, site.room, site.worker_bytes)
     possible = candidates(need)
     enough = [each for each in possible if each.num_hosts_survived >= need.survive_hosts]
     return list(enough or possible)[:_MAX_OPTIONS]
-
-
-def rooms(spec: JobSpec, hosts: Sequence[HostFacts]) -> tuple[int, ...]:
-    """How many workers fit on each host as a whole, whoever uses it now."""
-    resources, with_gpu = spec.resources, _wants_gpu(spec, hosts)
-    return tuple(
-        int(min(host.num_cpus / resources.cpus_per_worker, host.num_gpus if with_gpu else 2**31))
-        for host in hosts
-    )
-
-
-def hosts_to_come(
-    spec: JobSpec, hosts: Sequence[HostFacts], max_workers: int
-) -> tuple[HostFacts, ...]:
-    """The hosts of a cluster that grows to room for `max_workers`: those there, and more like the
-    one with the most room; none where no host has room for a worker, so that nothing is known.
-    """
-    room = rooms(spec, hosts)
-    if not any(room):
-        return ()
-    most, model = max(zip(room, hosts, strict=True), key=lambda pair: pair[0])
-    num_more = max(0, max_workers - sum(room)) // most
-    return (*hosts, *(replace(model, address=f"new-{index}") for index in range(num_more)))
-
-
-def _wants_gpu(spec: JobSpec, hosts: Sequence[HostFacts]) -> bool:
-    if spec.resources.device != "auto":
-        return spec.resources.device == "cuda"
-    return sum(host.num_gpus for host in hosts) >= spec.parallelism.min_workers
-
-
-def worker_bytes(spec: JobSpec, hosts: Sequence[HostFacts]) -> int | None:
-    """Memory that the poorest worker would have; None where it is a GPU's or not known."""
-    most = spec.parallelism.world_size
-    shares = [
-        host.memory_bytes // min(room, most)
-        for host, room in zip(hosts, rooms(spec, hosts), strict=True)
-        if room
-    ]
-    return None if _wants_gpu(spec, hosts) else min(shares, default=None)
 
 
 def stated_rooms(spec: JobSpec) -> tuple[int, ...]:
@@ -187,4 +146,36 @@ def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
         is_chosen=chosen is not None
         and choice.group_hosts == chosen.group_hosts
         and layout == chosen.layout,
+    )
+
+
+# ---- layouts side by side
+
+
+def plans_view(spec: JobSpec, plans: JobPlans) -> PlansOut:
+    """What a plan found, as the API answers it."""
+    cluster, comparison = plans.site.cluster, plans.comparison
+    assert spec.table_bytes is not None, "planned with sizes that are known"
+    return PlansOut(
+        name=spec.name,
+        table_bytes=spec.table_bytes,
+        batch_size=spec.data.batch_size,
+        cluster=PlannedCluster(**vars(cluster), room=list(plans.site.room)),
+        reason=comparison.reason,
+        recommended=_recommended(plans),
+        candidates=list(comparison.candidates),
+        changes=list(plans.changes),
+    )
+
+
+def _recommended(plans: JobPlans) -> RecommendedLayout | None:
+    best = plans.comparison.recommended
+    if best is None:
+        return None
+    return RecommendedLayout(
+        candidate=best.candidate,
+        sharding_groups=[list(group) for group in best.choice.layout.sharding_groups],
+        hosts=[list(hosts) for hosts in best.choice.group_hosts],
+        tables=list(plans.group.tables) if plans.group else [],
+        ranks=list(plans.ranks),
     )

@@ -223,6 +223,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", "/v1/queue"): _SEE_SOME,
     ("GET", "/v1/jobs"): _SEE_SOME,
     ("POST", "/v1/jobs"): _SUBMIT_SOME,
+    ("POST", "/v1/plans"): _SUBMIT_SOME,
     ("POST", "/v1/code"): _SUBMIT_SOME,
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,

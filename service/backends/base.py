@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.domain.models import HostFacts, Job, Observation
+from service.domain.models import Job, Observation
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.layout.hosts import HostFacts
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
@@ -83,7 +84,8 @@ class Backend(Protocol):
 
 
 class ClusterWatch:
-    """What `Backend.check` said last; it is asked in a thread, so that nobody waits for a cluster.
+    """What `Backend.check` and `hosts` said last; the backend is asked in a thread, so that nobody
+    waits for a cluster.
 
     `every_s` is how old an answer is at most when it is asked for anew.
     """
@@ -95,6 +97,7 @@ class ClusterWatch:
         self._asking: threading.Thread | None = None
         self._asked_at = -math.inf
         self._answer: tuple[bool | None, str] = (None, "not asked yet")
+        self._hosts: tuple[HostFacts, ...] = ()
 
     def latest(self, wait_s: float = 0.5) -> tuple[bool | None, str]:
         """Whether the cluster answered, and a line about it; None while nothing is known.
@@ -112,12 +115,20 @@ class ClusterWatch:
             asking.join(wait_s)
         return self._answer
 
+    def hosts(self) -> tuple[HostFacts, ...]:
+        """The hosts that it told of last; none while it does not answer."""
+        self.latest()
+        return self._hosts
+
     def _ask(self) -> None:
+        hosts: tuple[HostFacts, ...] = ()
         try:
             self._answer = (True, self._backend.check())
+            hosts = self._backend.hosts() or ()
         except Exception as error:  # whatever it is, the probe says so
             self._answer = (False, str(error) or type(error).__name__)
         finally:
+            self._hosts = hosts
             self._asking = None
 
 

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from service.backends.base import Backend, Submission
-from service.domain.models import HostFacts, Observation, ObservedState
+from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.layout.hosts import HostFacts
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ idempotent. Whatever is not a clear answer of a Ray cluster (no connection, a ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from service.backends.base import Backend, Submission
-from service.domain.models import HostFacts, Observation, ObservedState
+from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.layout.hosts import HostFacts, hosts_by_address
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
@@ -122,7 +123,9 @@ class RayJobsBackend(Backend):
         try:
             nodes = body["data"]["result"]["result"]
             alive = [node for node in nodes if node["state"] == "ALIVE"]
-            return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
+            return hosts_by_address(
+                (str(node["node_ip"]), node["resources_total"]) for node in alive
+            )
         except (KeyError, TypeError, ValueError):
             raise BackendUnreachable(self._strange(response)) from None
 
@@ -146,20 +149,6 @@ class RayJobsBackend(Backend):
             f"unexpected answer from {self.address} (HTTP {response.status_code}: "
             f"{_cause(response)}); is it the Ray dashboard?"
         )
-
-
-def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFacts, ...]:
-    """Nodes as hosts: Ray tells hosts apart by address, and may run several nodes on one."""
-    hosts: dict[str, HostFacts] = {}
-    for address, resources in nodes:
-        known = hosts.get(address, HostFacts(address, 0, 0, 0))
-        hosts[address] = HostFacts(
-            address,
-            known.num_cpus + resources.get("CPU", 0),
-            known.num_gpus + resources.get("GPU", 0),
-            known.memory_bytes + int(resources.get("memory", 0)),
-        )
-    return tuple(hosts.values())
 
 
 def _observation_of(info: Any) -> Observation | None:

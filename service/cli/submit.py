@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,19 +31,15 @@ from service.cli.common import (
 )
 from service.cli.follow import detaching, follow
 from service.cli.render import facts_grid, plain_table, shape_text
-from service.client.client import ShardloomClient
+from service.client.client import PLAN_LIMIT_S, ShardloomClient
+from service.client.errors import InvalidRequest
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
+from service.schemas.plans import PlansOut, RecommendedLayout
 from service.schemas.wording import NOTHING, compact, latency, ratio, size
-from trainer.layout.cost import GPU_NAMES, Cluster, ClusterError, cluster_of
-from trainer.layout.layout import LayoutError
-from trainer.layout.scaling import (
-    Candidate,
-    ScalingRow,
-    candidates_of,
-    scaling_of,
-    scaling_sizes,
-)
+from trainer.layout.cost import GPU_NAMES, Cluster, ClusterError, MemoryUse, cluster_of
+from trainer.layout.plans import Candidate
+from trainer.layout.scaling import ScalingRow, scaling_of, scaling_sizes
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.job import JobSpec
@@ -52,6 +49,22 @@ from trainer.spec.parse import set_values
 _MAX_GROUPS = 16
 _DEFAULT_CLUSTER = "8xH100-80GB"
 _BAR_WIDTH = 16
+_MAX_COLUMNS = 8
+_MAX_CANDIDATES = 24
+_MEMORY = (
+    ("Tables", "tables_bytes"),
+    ("Optimizer", "optimizer_bytes"),
+    ("Activations", "activations_bytes"),
+    ("Input", "input_bytes"),
+    ("Dense", "dense_bytes"),
+    ("Sync", "sync_buffers_bytes"),
+    ("Process", "process_bytes"),
+    ("Reserve", "reserve_bytes"),
+)
+_ESTIMATED = (
+    "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
+    "steps of few milliseconds look too short."
+)
 
 
 SecretOption = Annotated[
@@ -123,7 +136,11 @@ def submit(
         bool, typer.Option("--wait", help="Until the job ends; the exit code mirrors it.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check only, as `shardloom plan` does.")
+        bool, typer.Option("--dry-run", help="Check only, and show the layout.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also where the tables do not fit the cluster's workers."),
     ] = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated submits one job.")
@@ -134,15 +151,20 @@ def submit(
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and print its id."""
-    if dry_run:
-        plan(spec, overrides, url=url, as_json=as_json)
-        return
     document = read_spec(spec, overrides)
+    if dry_run:
+        with common.open_client(url) as client:
+            found = client.plan(document)
+        print_answer(found, plan_page(found), as_json=as_json)
+        return
     archive = pack_code(code)
     with common.open_client(url) as client:
         document = with_code(document, archive, client)
         job = client.submit(
-            document, idempotency_key=idempotency_key, secrets=read_secrets(secret or [])
+            document,
+            idempotency_key=idempotency_key,
+            secrets=read_secrets(secret or []),
+            force=force,
         )
         if not wait:
             _print_submitted(job, as_json=as_json)
@@ -196,27 +218,44 @@ def plan(
         str | None,
         typer.Option(
             metavar="PROFILE",
-            help="Estimate on these hosts, alone to compare layouts: GPUs of a host, their type ("
+            help="Plan for these hosts instead of the service's: GPUs of a host, their type ("
             + ", ".join(GPU_NAMES)
-            + "), hosts, and what differs, as in '8xH100-80GB x 128, inter_host_bytes_per_s=25e9'. "
-            f"With --scale {_DEFAULT_CLUSTER} by default, as many hosts as needed.",
+            + ", or CPU-8GB for workers on CPUs with so much memory), hosts, and what differs, as "
+            "in '8xH100-80GB x 128, inter_host_bytes_per_s=25e9'. With --scale "
+            f"{_DEFAULT_CLUSTER} by default, as many hosts as needed.",
         ),
     ] = None,
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", help="Longest wait for a plan.")
+    ] = PLAN_LIMIT_S,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a spec with the service and show the layout that the job would have, and why."""
+    """Check a spec with the service; show its layout, and what others would cost and survive."""
     document = read_spec(spec, overrides)
-    if scale is not None or cluster is not None:
+    if scale is not None:
         _estimate(document, scale, cluster or _DEFAULT_CLUSTER, url, as_json=as_json)
         return
     with common.open_client(url) as client:
+        if cluster is not None:
+            plans = client.plans(document, cluster=cluster, time_limit_s=time_limit_s)
+            print_answer(plans, plans_page(plans), as_json=as_json)
+            return
         found = client.plan(document)
-    print_answer(found, plan_page(found), as_json=as_json)
+        try:
+            made, lack = client.plans(document, time_limit_s=time_limit_s), ""
+        except InvalidRequest as error:
+            made, lack = None, str(error)
+    if as_json:
+        print_json({**found.model_dump(mode="json"), "plans": made})
+        return
+    console().print(plan_page(found))
+    console().print()
+    console().print(plans_page(made) if made else Text(f"not estimated: {lack}", style="dim"))
 
 
 def _estimate(
-    document: dict[str, Any], sizes: str | None, profile: str, url: str | None, *, as_json: bool
+    document: dict[str, Any], sizes: str, profile: str, url: str | None, *, as_json: bool
 ) -> None:
     """Estimate here; the service is asked only for table sizes that the spec leaves to the data."""
     spec = validate_spec(document)
@@ -228,21 +267,15 @@ def _estimate(
             "tables have no sizes yet: give each its num_embeddings, or prepare the data",
             param_hint="SPEC",
         )
-    answer: dict[str, Any] = {"table_bytes": spec.table_bytes}
     try:
-        cluster = answer["cluster"] = cluster_of(profile)
-        if sizes is not None:
-            answer["rows"] = scaling_of(spec, cluster, scaling_sizes(sizes))
-            tables = scaling_tables(answer["rows"], cluster.hbm_bytes)
-        else:
-            answer["reason"], answer["candidates"] = candidates_of(spec, cluster)
-            tables = candidate_tables(answer["reason"], answer["candidates"])
-    except (ClusterError, LayoutError) as error:
+        cluster = cluster_of(profile)
+        rows = scaling_of(spec, cluster, scaling_sizes(sizes))
+    except ClusterError as error:
         raise typer.BadParameter(str(error), param_hint="--scale, --cluster") from None
     if as_json:
-        print_json(answer)
+        print_json({"table_bytes": spec.table_bytes, "cluster": cluster, "rows": rows})
     else:
-        console().print(estimate_page(spec, cluster, tables))
+        console().print(estimate_page(spec, cluster, scaling_tables(rows, cluster.hbm_bytes)))
 
 
 def follow_job(job: JobArgument, url: UrlOption = None) -> None:
@@ -373,11 +406,9 @@ def estimate_page(
     grid.add_row("cluster", f"{cluster.name}, {size(cluster.hbm_bytes)} a GPU")
     grid.add_row("tables", f"{size(spec.table_bytes)} a copy")
     grid.add_row("batch", f"{spec.data.batch_size:,} rows a rank")
-    note = (
-        "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
-        "steps of few milliseconds look too short."
+    return Group(
+        Text(spec.name, style="bold"), grid, *tables, Text(), Text(_ESTIMATED, style="dim")
     )
-    return Group(Text(spec.name, style="bold"), grid, *tables, Text(), Text(note, style="dim"))
 
 
 def scaling_tables(rows: Sequence[ScalingRow], hbm_bytes: int) -> list[RenderableType]:
@@ -417,24 +448,114 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
     return table
 
 
-def candidate_tables(reason: str, candidates: Sequence[Candidate]) -> list[RenderableType]:
-    """The front of speed, memory and survivability, and what the spec and `auto` take."""
+# ---- the page of plans: layouts side by side, the recommended one sharded
+
+
+def plans_page(plans: PlansOut) -> RenderableType:
+    cluster, best = plans.cluster, plans.recommended
+    grid = facts_grid()
+    hosts = counted(len(cluster.room), "host")
+    each = f"{size(cluster.hbm_bytes)} a {'GPU' if cluster.device == 'cuda' else 'worker'}"
+    grid.add_row("cluster", f"{cluster.name}; {hosts}, {each}")
+    grid.add_row("tables", f"{size(plans.table_bytes)} a copy")
+    grid.add_row("batch", f"{plans.batch_size:,} rows a rank")
+    grid.add_row("recommended" if best else "nothing fits", plans.reason)
+    for change in plans.changes:
+        grid.add_row("would do", change.text)
+    parts: list[RenderableType] = [Text(plans.name, style="bold"), grid]
+    if best is not None:
+        _add_recommended(grid, parts, best, cluster.hbm_bytes)
+    parts += [Text(), candidates_table(plans.candidates, only_best=best is not None)]
+    return Group(*parts, Text(), Text(_ESTIMATED, style="dim"))
+
+
+def _add_recommended(
+    grid: Table, parts: list[RenderableType], best: RecommendedLayout, hbm_bytes: int
+) -> None:
+    each = best.candidate
+    step = {
+        "input dist": each.step.input_dist_s,
+        "lookup": each.step.lookup_s,
+        "output dist": each.step.output_dist_s,
+        "dense": each.step.dense_s,
+        "sync": each.step.sync_s,
+    }
+    shares = ", ".join(f"{name} {latency(seconds)}" for name, seconds in step.items())
+    grid.add_row("step", f"{latency(each.step.total_s)}: {shares}")
+    grid.add_row("imbalance", f"{ratio(each.lookup_imbalance)} of the mean lookups")
+    if each.num_replicas > 1:
+        overhead, latency_s = size(each.memory_overhead_bytes), latency(each.sync_latency_s)
+        grid.add_row("price", f"{overhead} a worker for other copies; a full sync {latency_s}")
+        copies = counted(each.num_hosts_per_shard, "host")
+        grid.add_row("copies", f"{each.num_replicas} of each shard, on {copies}")
+    survived = counted(each.num_hosts_survived, "host")
+    risk = f"{compact(each.rows_at_risk)} rows at risk"
+    grid.add_row("survives", f"the loss of {survived}; {risk}")
+    counts = Counter(f"{table.sharding_type}, {table.compute_kernel}" for table in best.tables)
+    if counts:
+        text = "; ".join(f"{counted(number, 'table')} {how}" for how, number in counts.items())
+        grid.add_row("sharding", text)
+    parts += [Text(), mesh_table(best)]
+    if best.ranks:
+        parts += [Text(), memory_table(best.ranks, hbm_bytes)]
+
+
+def mesh_table(best: RecommendedLayout) -> Table:
+    """The 2D grid: a row for each sharding group, a column for each shard; rank and host."""
+    width = min(len(best.sharding_groups[0]), _MAX_COLUMNS)
+    table = plain_table("Group", *(f"Shard {index}" for index in range(width)), "")
+    for index, (group, hosts) in enumerate(zip(best.sharding_groups, best.hosts, strict=True)):
+        if index == _MAX_GROUPS:
+            table.add_row(f"and {len(best.sharding_groups) - index} more")
+            break
+        cells = [f"{rank} @{host}" for rank, host in zip(group, hosts, strict=True)][:width]
+        rest = len(group) - width
+        table.add_row(str(index), *cells, f"and {rest} more" if rest else "")
+    return table
+
+
+def memory_table(ranks: Sequence[MemoryUse], hbm_bytes: int) -> Table:
+    """A bar of memory for each rank of a group, or for the fullest where there are many."""
+    table = plain_table(">Rank", "", ">Memory", *(f">{name}" for name, _ in _MEMORY))
+    order = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].needed_bytes)
+    for rank in sorted(order[:_MAX_GROUPS]):
+        use = ranks[rank]
+        bar = Bar(hbm_bytes, 0, min(use.needed_bytes, hbm_bytes), width=_BAR_WIDTH)
+        table.add_row(
+            str(rank),
+            bar,
+            f"{use.needed_bytes / hbm_bytes:.0%}",
+            *(size(getattr(use, field)) for _, field in _MEMORY),
+        )
+    if len(ranks) > _MAX_GROUPS:
+        table.caption = f"the fullest {_MAX_GROUPS} of {len(ranks)}"
+    return table
+
+
+def candidates_table(candidates: Sequence[Candidate], *, only_best: bool) -> Table:
+    """What no other beats in speed, memory and what survives, and what the spec and `auto` take;
+    all where nothing fits."""
     table = plain_table(
         *("", ">Groups", ">Of", "Placement", ">Sync every", ">Samples/s", ">Sync", ">Memory"),
         *("Failure domain", ">Survives", ">Rows at risk"),
     )
-    shown = [each for each in candidates if each.is_on_front or each.is_chosen]
-    for each in shown:
+    shown = [
+        each
+        for each in candidates
+        if not only_best or each.is_on_front or each.is_chosen or each.is_recommended
+    ]
+    for each in shown[:_MAX_CANDIDATES]:
         share = each.step.sync_s / each.step.total_s
+        mark = "recommended" if each.is_recommended else "chosen" if each.is_chosen else ""
+        full = " full" if each.sync_mode == "full" else ""
         table.add_row(
-            Text("chosen", style="green") if each.is_chosen else "",
+            Text(mark, style="green"),
             *(str(each.num_replicas), str(each.shard_group_size), _word(each.placement)),
-            str(each.sync_every_steps) if each.num_replicas > 1 else NOTHING,
-            compact(each.samples_per_s) if each.fits else Text("out of memory", style="red"),
+            f"{each.sync_every_steps}{full}" if each.num_replicas > 1 else NOTHING,
+            compact(each.samples_per_s) if each.fits else Text("does not fit", style="red"),
             *(f"{share:.0%}", f"{each.memory_share:.0%}", _word(each.failure_domain)),
             counted(each.num_hosts_survived, "host"),
             compact(each.rows_at_risk),
         )
-    rest = f"{len(shown)} of {len(candidates)} layouts and sync intervals: those that no other "
-    rest += "beats in speed, memory and what survives at once."
-    return [Text(), Text(f"chosen: {reason}"), Text(), table, Text(), Text(rest, style="dim")]
+    table.caption = f"{len(shown[:_MAX_CANDIDATES])} of {len(candidates)} layouts and syncs"
+    return table

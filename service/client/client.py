@@ -28,7 +28,14 @@ from service.client.resources import (
     SweepCalls,
     WebhookCalls,
 )
-from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path, path_of
+from service.client.transport import (
+    PATIENCE_S,
+    REQUEST_TIMEOUT_S,
+    Params,
+    items_of_pages,
+    job_path,
+    path_of,
+)
 from service.domain.models import JobStatus
 from service.domain.timeline import Trace
 from service.schemas.admin import ClusterOut, ProjectOut
@@ -48,9 +55,11 @@ from service.schemas.jobs import (
     TimelineEventOut,
     TraceRequested,
 )
+from service.schemas.plans import PlansOut
 from trainer.spec.job import JobSpec
 
 TRACE_TIMEOUT_S = 600.0
+PLAN_LIMIT_S = 60.0
 
 
 class JobFilters(TypedDict, total=False):
@@ -84,14 +93,17 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         *,
         idempotency_key: str | None = None,
         secrets: Mapping[str, str] | None = None,
+        force: bool = False,
     ) -> JobDetail:
         """Create a job from a spec; raises `InvalidRequest` with the faulty fields.
 
         `secrets` are environment variables for its processes, kept encrypted, never shown. With
-        the same `idempotency_key` the same spec makes one job, however often it is sent.
+        the same `idempotency_key` the same spec makes one job, however often it is sent. `force`
+        takes one whose tables do not fit the memory of the cluster's workers.
         """
         body = {"spec": _document(spec), "secrets": dict(secrets or {})}
-        return self._create("/v1/jobs", JobDetail, body, idempotency_key)
+        params = {"force": "true"} if force else None
+        return self._create("/v1/jobs", JobDetail, body, idempotency_key, params)
 
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
@@ -107,6 +119,20 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """Check a spec without creating a job, and say which groups it would form."""
         body = {"spec": _document(spec)}
         return self._request("POST", "/v1/jobs", JobPlan, json=body, params={"dry_run": "true"})
+
+    def plans(
+        self,
+        spec: JobSpec | Mapping[str, Any],
+        *,
+        cluster: str | Mapping[str, Any] | None = None,
+        time_limit_s: float = PLAN_LIMIT_S,
+    ) -> PlansOut:
+        """Layouts of a job side by side on a cluster: the service's own, a named profile such as
+        `8xH100-80GB x 128`, or one that is described. Takes some seconds: torch is loaded for it.
+        """
+        body = {"spec": _document(spec), "cluster": cluster, "time_limit_s": time_limit_s}
+        patience = httpx.Timeout(REQUEST_TIMEOUT_S, read=time_limit_s + REQUEST_TIMEOUT_S)
+        return self._request("POST", "/v1/plans", PlansOut, json=body, timeout=patience)
 
     def list_jobs(
         self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]

@@ -201,11 +201,18 @@ class Connection:
         return self._validate(response.content, answer, str(response.url))
 
     def _create(
-        self, path: str, answer: type[Answer], body: dict[str, Any], idempotency_key: str | None
+        self,
+        path: str,
+        answer: type[Answer],
+        body: dict[str, Any],
+        idempotency_key: str | None,
+        params: Params | None = None,
     ) -> Answer:
         """POST something once, however often it has to be sent: always with an Idempotency-Key."""
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        return self._request("POST", path, answer, repeatable=True, json=body, headers=headers)
+        return self._request(
+            "POST", path, answer, repeatable=True, json=body, headers=headers, params=params
+        )
 
     def _send(
         self,

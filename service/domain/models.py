@@ -414,16 +414,6 @@ def _spelled(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """What a live host of the cluster has in all, whoever uses it now."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
 class Project:
     """Quotas of a project; None is no limit. A project without a row has none.
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from service.backends.base import has_own_cluster
 from service.domain.lifecycle import is_stopping
 from service.domain.membership import copies_needed, current_membership, sizes_of_job, workers_held
-from service.domain.models import HostFacts, Job, JobStatus, Project, QueueState
+from service.domain.models import Job, JobStatus, Project, QueueState
+from trainer.layout.hosts import HostFacts
 
 
 @dataclass(frozen=True)

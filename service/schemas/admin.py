@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
-from service.domain.models import HostFacts
 from service.schemas.common import ApiModel, RequestModel
+from trainer.layout.hosts import HostFacts
 
 
 class Quotas(RequestModel):

@@ -106,22 +106,6 @@ def with_reserved(hosts: Sequence[Host], pending: Iterable[PendingCapacity]) -> 
     ]
 
 
-def hosts_to_come(hosts: Sequence[Host], max_workers: int) -> list[Host]:
-    """The hosts of a cluster that grows to room for `max_workers`: those there, and more like the
-    largest of them; as they are where none has room for a worker, so that nothing is known.
-    """
-    usable = [host for host in hosts if host.num_slots and not host.is_draining]
-    if not usable:
-        return list(hosts)
-    model = max(usable, key=lambda host: host.num_slots)
-    room = max_workers - sum(host.num_slots for host in usable)
-    more = [
-        replace(model, address=f"new-{index}", num_free=model.num_slots, node_id="")
-        for index in range(max(0, room // model.num_slots))
-    ]
-    return [*hosts, *more]
-
-
 class RayAutoscaler:
     """The autoscaler of the cluster that this process is connected to.
 

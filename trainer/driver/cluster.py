@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.spec.job import JobSpec
+from trainer.layout.hosts import HostFacts, hosts_by_address, num_that_fit
 
 logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.5
-_NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,24 @@ class Host:
     deadline: float | None = None
 
 
-def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
-    """Ray resources of one worker."""
-    return {"CPU": spec.resources.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
-
-
-def wants_gpu(spec: JobSpec, *, may_grow: bool = False) -> bool:
-    """Whether to train on GPUs: as asked, or when the cluster has one for every worker.
-
-    Of one that `may_grow` by itself the others are taken to be like those that are there.
-    """
+def num_gpus() -> float:
+    """GPUs of the whole cluster."""
     import ray
 
-    if spec.resources.device != "auto":
-        return spec.resources.device == "cuda"
-    num_gpus = ray.cluster_resources().get("GPU", 0)
-    return num_gpus >= (1 if may_grow else spec.parallelism.min_workers)
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+def read_facts() -> tuple[HostFacts, ...]:
+    """Live hosts, whoever uses them, without those that are draining."""
+    import ray
+    from ray._private.state import state
+
+    draining = state.get_draining_nodes()
+    return hosts_by_address(
+        (node["NodeManagerAddress"], node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in draining
+    )
 
 
 def read_hosts(demand: Mapping[str, float]) -> list[Host]:
@@ -99,17 +100,6 @@ def fill_hosts(hosts: Iterable[Host], num_workers: int) -> tuple[Host, ...]:
     by_room = sorted(hosts, key=lambda host: (-host.num_free, host.address))
     places = [host for host in by_room for _ in range(host.num_free)]
     return tuple(places[:num_workers])
-
-
-def num_that_fit(demand: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """How many workers of `demand` each fit into `resources`."""
-    # Ray counts in ten-thousandths, so a float may lie a hair below the whole number meant.
-    fits = (
-        int(resources.get(name, 0.0) / amount + 1e-6)
-        for name, amount in demand.items()
-        if amount > 0
-    )
-    return min(fits, default=_NO_LIMIT)
 
 
 def shortage(

@@ -40,15 +40,8 @@ from trainer.driver.autoscale import (
     CapacityManager,
     CapacityRequest,
     RayAutoscaler,
-    hosts_to_come,
 )
-from trainer.driver.cluster import (
-    Host,
-    demand_per_worker,
-    read_hosts,
-    shortage,
-    wants_gpu,
-)
+from trainer.driver.cluster import Host, num_gpus, read_facts, read_hosts, shortage
 from trainer.driver.node_check import Check, NodeChecker, check_hosts
 from trainer.driver.preload import is_preloading, share_environment, start_warm_workers
 from trainer.driver.process_log import start_log
@@ -58,6 +51,7 @@ from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.export.requests import export_on_success
 from trainer.failures import Failure
 from trainer.layout.choice import Choice, choose, need_of
+from trainer.layout.hosts import Site, choose_on, demand_per_worker, site_of, wants_gpu
 from trainer.layout.layout import LayoutError
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter, OutboxPoster
@@ -97,9 +91,14 @@ def is_layout_given(spec: JobSpec) -> bool:
     return spec.parallelism.is_resolved and spec.parallelism.survive is None
 
 
+def look_at_cluster(spec: JobSpec, use_gpu: bool, max_workers: int | None) -> Site:
+    """The cluster as the job finds it, as large as it may grow."""
+    return site_of(spec, read_facts(), max_workers, use_gpu=use_gpu)
+
+
 def choose_layout(
     spec: JobSpec,
-    read_hosts: Callable[[], Sequence[Host]],
+    look: Callable[[], Site],
     report: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> Choice | None:
@@ -111,13 +110,13 @@ def choose_layout(
     grace_s = spec.recovery.start_grace_s
     waited_s = 0.0
     while True:
-        hosts = read_hosts()
+        site = look()
         try:
-            return choose_on(spec, hosts)
+            return choose_on(spec, site)
         except LayoutError as error:
             if is_layout_given(spec):
                 return None
-            reason = failures.NO_ROOM if is_possible(spec, hosts) else failures.BAD_SPEC
+            reason = failures.NO_ROOM if is_possible(spec, site) else failures.BAD_SPEC
             if reason == failures.BAD_SPEC or waited_s >= grace_s:
                 raise AttemptFailed(Failure(reason, str(error))) from None
             if not waited_s:
@@ -147,29 +146,13 @@ def await_host(
         wait(_POLL_S)
 
 
-def choose_on(spec: JobSpec, hosts: Sequence[Host]) -> Choice:
-    """The best layout on these hosts when they are empty; raises `LayoutError`."""
-    usable = [host for host in hosts if host.num_slots and not host.is_draining]
-    return choose(need_of(spec, [host.num_slots for host in usable], _worker_bytes(spec, usable)))
-
-
-def _worker_bytes(spec: JobSpec, hosts: Sequence[Host]) -> int | None:
-    """The least memory of a worker, where tables are kept in the memory of hosts."""
-    if spec.resources.device == "cuda":
-        return None
-    most = spec.parallelism.world_size
-    shares = [host.memory_bytes // min(host.num_slots, most) for host in hosts if host.memory_bytes]
-    return min(shares, default=None)
-
-
-def is_possible(spec: JobSpec, hosts: Sequence[Host]) -> bool:
+def is_possible(spec: JobSpec, site: Site) -> bool:
     """Whether more hosts would help, each as large as the largest of these or the whole job."""
     survived = spec.parallelism.survive.hosts if spec.parallelism.survive else 0
     num_workers = spec.parallelism.world_size
     roomy = [num_workers] * (survived + num_workers)
-    usable = [host for host in hosts if host.num_slots]
     try:
-        choose(need_of(spec, roomy, _worker_bytes(spec, usable)))
+        choose(need_of(spec, roomy, site.worker_bytes))
     except LayoutError:
         return False
     return True
@@ -218,15 +201,10 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     """
     report = partial(warn, writer)
     spec = resolve_inputs(load_spec(context.files.spec_path.read_text()), report)
-    use_gpu, capacity, max_workers = wants_gpu(spec), None, context.cluster_max_workers
+    use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:
         use_gpu, capacity = open_capacity(context, spec, writer)
-
-    def hosts_to_use() -> list[Host]:
-        present = read_hosts(demand_per_worker(spec, use_gpu))
-        return present if max_workers is None else hosts_to_come(present, max_workers)
-
-    choice = choose_layout(spec, hosts_to_use, report)
+    choice = choose_layout(spec, partial(look_at_cluster, spec, use_gpu, max_workers), report)
     if choice:
         spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
@@ -257,10 +235,10 @@ def open_capacity(
             RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write
         )
 
-    use_gpu = wants_gpu(spec, may_grow=True)
+    use_gpu = wants_gpu(spec, num_gpus(), may_grow=True)
     capacity = manager(use_gpu)
     await_host(spec, context, capacity)
-    if use_gpu == wants_gpu(spec, may_grow=True):
+    if use_gpu == wants_gpu(spec, num_gpus(), may_grow=True):
         return use_gpu, capacity
     capacity.close()
     return not use_gpu, manager(not use_gpu)
@@ -426,7 +404,7 @@ def prepare_next_job(context: DriverContext) -> None:
     spec = context.read_resolved_spec()
 
     def start_workers() -> None:
-        if not wants_gpu(spec):  # whose workers have an environment of their own
+        if not wants_gpu(spec, num_gpus()):  # whose workers have an environment of their own
             start_warm_workers(spec.parallelism.world_size)
 
     try:

@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from trainer import failures, fault_injection
-from trainer.driver.cluster import cluster_answers, demand_per_worker
+from trainer.driver.cluster import cluster_answers
 from trainer.driver.preload import WORKER_ENVIRONMENT
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
+from trainer.layout.hosts import demand_per_worker
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import check_driver, unlike_driver, versions_here
 from trainer.protocol.worker_config import WorkerConfig

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ MAX_GPUS = 16_384
 # TorchRec's default reservation of a planner; what an allocator keeps of freed blocks.
 RESERVE_SHARE = 0.15
 # Batches whose ids are on the device: in use, being exchanged, being copied there.
-_NUM_BATCHES = 3
+NUM_BATCHES = 3
 
 
 class ClusterError(ValueError):
@@ -51,7 +52,9 @@ class ClusterError(ValueError):
 class Cluster:
     """Hosts with `gpus_per_host` GPUs each; as many as are asked for where `num_hosts` is None.
 
-    Bandwidths and operations are what one GPU attains, links in one direction.
+    Bandwidths and operations are what one GPU attains, links in one direction. On CPUs a worker
+    stands for a GPU, and its share of the host's memory for HBM. `process_bytes` is what a worker
+    takes there before it has a model.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Cluster:
     fp32_flops_per_s: float
     tf32_flops_per_s: float
     bf16_flops_per_s: float
+    process_bytes: float = 0.0
+    device: str = "cuda"
     num_hosts: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,8 +78,15 @@ class Cluster:
                     f"cluster {self.name}: {name} is {value:g}, but must be a finite number above "
                     "0; correct it, or leave it to the profile"
                 )
+        if not (self.process_bytes >= 0 and math.isfinite(self.process_bytes)):
+            raise ClusterError(f"cluster {self.name}: process_bytes must be 0 or more")
         if self.num_hosts is not None and self.num_hosts < 1:
             raise ClusterError(f"cluster {self.name}: it needs at least one host")
+
+    @property
+    def reserve_bytes(self) -> float:
+        """What the allocator keeps of freed memory."""
+        return RESERVE_SHARE * self.hbm_bytes
 
     def hosts_for(self, world_size: int) -> int:
         """How many whole hosts T ranks take; raises `ClusterError` where they do not fill them."""
@@ -103,6 +115,7 @@ _RATES = (
     *("fp32_flops_per_s", "tf32_flops_per_s", "bf16_flops_per_s"),
 )
 _QUANTITIES = (*_COUNTS, *_RATES)
+CLUSTER_QUANTITIES = (*_QUANTITIES, "process_bytes")
 _GIB = 2**30
 # Share of a data sheet's rates that is attained.
 _ATTAINED = 2 / 3
@@ -115,35 +128,90 @@ _GPUS = {
     "H200-141GB": (141 * _GIB, (4.8, 0.45, 0.05, 67.0, 495.0, 989.0)),
 }
 GPU_NAMES = tuple(_GPUS)
+# Ray's types of GPUs; one that comes in two sizes is taken to be the smaller.
+_RAY_GPUS = {
+    "A100": "A100-40GB",
+    "A100-40G": "A100-40GB",
+    "A100-80G": "A100-80GB",
+    "H100": "H100-80GB",
+    "H200": "H200-141GB",
+}
+# One core of a server, with gloo; bf16 and tf32 gain nothing there.
+_CPU_RATES: dict[str, Any] = {
+    "hbm_bytes_per_s": 8e9,
+    "intra_host_bytes_per_s": 1e9,
+    "fp32_flops_per_s": 3e10,
+    "tf32_flops_per_s": 3e10,
+    "bf16_flops_per_s": 3e10,
+    "process_bytes": 0.5 * _GIB,
+}
+_HOST_LINK = 1.25e9 * _ATTAINED
+_CPU = re.compile(r"CPU-(\d{1,6})GB")
 _PROFILE = re.compile(r"(\d{1,9})\s*x\s*([A-Za-z][\w-]*?)(?:\s*x\s*(\d{1,9}))?")
 
 
-def cluster_of(text: str) -> Cluster:
+def gpu_memory_bytes(ray_type: str) -> int:
+    """Memory of a GPU by the type that Ray names; 0 of one that is not known here."""
+    name = _RAY_GPUS.get(ray_type)
+    return _GPUS[name][0] if name else 0
+
+
+def cluster_of(text: str, given: Mapping[str, Any] | None = None) -> Cluster:
     """The cluster of a profile, as in `8xH100-80GB x 128`: GPUs of a host, their type, hosts.
 
     Without hosts there are as many as needed. Quantities that differ follow after commas, as in
-    `8xH100-80GB x 128, inter_host_bytes_per_s=25e9`. Raises `ClusterError`.
+    `8xH100-80GB x 128, inter_host_bytes_per_s=25e9`, or are `given`. Raises `ClusterError`.
     """
     profile, *overrides = (part.strip() for part in text.split(","))
     found = _PROFILE.fullmatch(profile)
-    if found is None or found[2] not in _GPUS:
+    if found is None or not (found[2] in _GPUS or _CPU.fullmatch(found[2])):
         raise ClusterError(
             f"{profile!r} is no cluster: name GPUs a host, their type and, if they are limited, "
-            f"hosts, as in '8xH100-80GB x 128'; known types: {', '.join(_GPUS)}"
+            f"hosts, as in '8xH100-80GB x 128'; known types: {', '.join(_GPUS)}, and CPU-8GB for "
+            "workers on CPUs with so much memory each"
         )
-    hbm_bytes, tera = _GPUS[found[2]]
-    rates = (each * 1e12 * _ATTAINED for each in tera)
-    hosts = int(found[3]) if found[3] else None
-    counts = {"gpus_per_host": int(found[1]), "hbm_bytes": hbm_bytes}
-    quantities: dict[str, Any] = counts | dict(zip(_RATES, rates, strict=True))
-    quantities |= dict(_override(each) for each in overrides)
-    return Cluster(name=text.strip(), num_hosts=hosts, **quantities)
+    hosts, per_host = int(found[3]) if found[3] else None, int(found[1])
+    if on_cpu := _CPU.fullmatch(found[2]):
+        base = cpu_cluster(per_host, int(on_cpu[1]) * _GIB)
+    else:
+        base = gpu_cluster(found[2], per_host)
+    quantities: dict[str, Any] = {"num_hosts": hosts}
+    quantities |= dict(_override(each) for each in overrides) | dict(given or {})
+    return replace(base, name=text.strip(), **quantities)
+
+
+def gpu_cluster(gpu: str, gpus_per_host: int) -> Cluster:
+    """Hosts with GPUs of a type of `GPU_NAMES`."""
+    hbm_bytes, tera = _GPUS[gpu]
+    attained = (each * 1e12 * _ATTAINED for each in tera)
+    rates: dict[str, Any] = dict(zip(_RATES, attained, strict=True))
+    return Cluster(name=gpu, gpus_per_host=gpus_per_host, hbm_bytes=hbm_bytes, **rates)
+
+
+def gpu_cluster_of_ray(ray_type: str, gpus_per_host: int) -> Cluster:
+    """Hosts with GPUs of a type that Ray names; raises `ClusterError` for one not known here."""
+    if ray_type not in _RAY_GPUS:
+        raise ClusterError(f"GPUs of type {ray_type} are not known here; describe the cluster")
+    return gpu_cluster(_RAY_GPUS[ray_type], gpus_per_host)
+
+
+def cpu_cluster(workers_per_host: int, memory_bytes: int) -> Cluster:
+    """Hosts with workers that have one core and so much memory each, and share 10 Gbit/s."""
+    return Cluster(
+        name="CPU",
+        device="cpu",
+        gpus_per_host=workers_per_host,
+        hbm_bytes=memory_bytes,
+        inter_host_bytes_per_s=_HOST_LINK / max(1, workers_per_host),
+        **_CPU_RATES,
+    )
 
 
 def _override(text: str) -> tuple[str, Any]:
     name, _, value = (part.strip() for part in text.partition("="))
-    if name not in _QUANTITIES:
-        raise ClusterError(f"a cluster has no {name!r}; what can be set: {', '.join(_QUANTITIES)}")
+    if name not in CLUSTER_QUANTITIES:
+        known = ", ".join(CLUSTER_QUANTITIES)
+        raise ClusterError(f"a cluster has no {name!r}; what can be set: {known}")
     try:
         return name, int(float(value)) if name in _COUNTS else float(value)
     except (ValueError, OverflowError):
@@ -205,6 +273,7 @@ class MemoryUse:
     input_bytes: float
     dense_bytes: float
     sync_buffers_bytes: float
+    process_bytes: float
     reserve_bytes: float
 
     @property
@@ -233,8 +302,7 @@ class Cost:
 
 
 def cost_of(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
-    """Time and memory of a layout; raises `ClusterError` where the cluster has no such hosts."""
-    cluster.hosts_for(layout.world_size)
+    """Time and memory of a layout on hosts that the cluster is known to have."""
     step = step_time(workload, layout, cluster)
     even = replace(workload, lookup_imbalance=1.0, table_imbalance=1.0)
     peak = memory_use(workload, layout, cluster)
@@ -280,10 +348,11 @@ def memory_use(workload: Workload, layout: Layout, cluster: Cluster) -> MemoryUs
         tables_bytes=workload.table_bytes * workload.table_imbalance / size,
         optimizer_bytes=workload.optimizer_bytes * workload.table_imbalance / size,
         activations_bytes=batch * (workload.dense_activation_bytes + looked_up),
-        input_bytes=_NUM_BATCHES * batch * workload.input_bytes * workload.lookup_imbalance,
+        input_bytes=NUM_BATCHES * batch * workload.input_bytes * workload.lookup_imbalance,
         dense_bytes=workload.dense_bytes,
         sync_buffers_bytes=workload.sync_buffer_bytes / size if is_synced else 0.0,
-        reserve_bytes=RESERVE_SHARE * cluster.hbm_bytes,
+        process_bytes=cluster.process_bytes,
+        reserve_bytes=cluster.reserve_bytes,
     )
 
 

@@ -118,11 +118,9 @@ class SparseArch(nn.Module):
         self.dynamic_bags = with_dynamic_ids(bags, ids) if bags is not None else None
         self.dynamic_lists = with_dynamic_ids(lists, ids) if lists is not None else None
         self.embedding_collection = _lists(spec, dynamic=False)
+        names = _names_by_table(spec.pooled_features)
         self._pooled_names = [
-            feature.name
-            for table in spec.embedding_tables
-            for feature in spec.pooled_features
-            if feature.table == table.name
+            name for table in spec.embedding_tables for name in names.get(table.name, ())
         ]
         self._ids = [f.name for f in spec.sequence_features if not f.is_sequence]
         self._encoded = encoded
@@ -254,8 +252,9 @@ def _table_fields(
     spec: JobSpec, features: Sequence[FeatureSpec], dynamic: bool
 ) -> Iterator[dict[str, Any]]:
     """Fields of TorchRec's configuration of each table that some of `features` look up."""
+    names_by_table = _names_by_table(features)
     for table in spec.embedding_tables:
-        names = [feature.name for feature in features if feature.table == table.name]
+        names = names_by_table.get(table.name, [])
         if names and (table.dynamic is not None) == dynamic:
             assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
             yield {
@@ -265,3 +264,11 @@ def _table_fields(
                 "feature_names": names,
                 "data_type": _DATA_TYPES[table.data_type],
             }
+
+
+def _names_by_table(features: Sequence[FeatureSpec]) -> dict[str | None, list[str]]:
+    """Names of the features of each table, in order; there may be thousands of both."""
+    found: dict[str | None, list[str]] = {}
+    for feature in features:
+        found.setdefault(feature.table, []).append(feature.name)
+    return found

@@ -30,7 +30,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ from torchrec.distributed.types import (
 )
 
 from trainer.layout.choice import size_text
+from trainer.layout.workload import table_load
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
@@ -100,6 +101,16 @@ _KERNELS = {
 _KERNELS["auto"] = _KERNELS["fused"] + _KERNELS["fused_uvm_caching"]
 # Where FBGEMM's cache begins: by default, and before the planner enlarges it.
 _LOAD_FACTOR, _LEAST_LOAD_FACTOR = 0.2, 0.01
+
+
+# Shards x tables that TorchRec's search looks at in a second or so.
+_MAX_SEARCH = 40_000
+# Shards of split tables beyond that, and the loads up to which tables are whole, tried in turn.
+_MAX_SHARDS = 8_000
+_MOST_LOADS = (1.0, 0.25)
+# In order of preference.
+_SPLITTING = ("row_wise", "table_row_wise", "grid_shard")
+_WHOLE = ("table_wise", "column_wise", "data_parallel")
 
 
 class PlanError(ValueError):
@@ -126,39 +137,134 @@ def make_plan(
     constraints = table_constraints(spec, groups.ranks_per_host, groups.device.type)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        topology = topology_of(groups, usable_bytes, usable_host_bytes, bandwidths)
-        estimators = [
-            EmbeddingPerfEstimatorFactory.create(
-                DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
-            ),
-            StorageEstimator(spec, topology, constraints),
-        ]
+        topology = topology_of(
+            groups.layout.shard_group_size,
+            groups.ranks_per_host,
+            groups.device.type,
+            (usable_bytes, usable_host_bytes),
+            bandwidths,
+        )
         try:
-            planner = EmbeddingShardingPlanner(
-                topology=topology,
-                batch_size=spec.data.batch_size,
-                constraints=constraints,
-                enumerator=EmbeddingEnumerator(
-                    topology, spec.data.batch_size, constraints, estimators
-                ),
-                proposer=proposers(constraints),
-                # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
-                storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            )
-            answer[0] = planner.plan(model, table_sharders)
-        except PlannerError as error:
-            answer[0] = _why_not(spec, usable_bytes, error)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
-            # Whatever it is, the other ranks wait for an answer.
-            answer[0] = f"TorchRec's planner failed on this spec with {error!r}"
+            answer[0] = plan_group(model, spec, table_sharders, topology, constraints)
+        except PlanError as error:  # the other ranks wait for an answer
+            answer[0] = str(error)
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
-    for table, parameter in _parameters(answer[0]).items():
-        if parameter.compute_kernel == _CACHING and groups.rank == 0:
-            share = parameter.cache_params.load_factor
+    for table, (_, share) in kernels_of(answer[0]).items():
+        if share < 1 and groups.rank == 0:
             logger.info("table %s: in host memory, %.1f%% of its rows cached", table, 100 * share)
     return answer[0]
+
+
+def plan_group(
+    model: nn.Module,
+    spec: JobSpec,
+    table_sharders: list[ModuleSharder[nn.Module]],
+    topology: Topology,
+    constraints: Constraints,
+) -> ShardingPlan:
+    """TorchRec's plan of one sharding group on `topology`; raises `PlanError`, whatever failed.
+
+    Its search takes time like shards x tables, minutes from some hundred tables on. Beyond
+    `_MAX_SEARCH` of them each table has the one way that `narrowed` gives it, and TorchRec places
+    them.
+    """
+    storage = topology.devices[0].storage
+    usable_bytes = storage.ddr if topology.compute_device == "cpu" else storage.hbm
+    size = topology.world_size
+    try:
+        if _num_shards(constraints, size) * len(constraints) <= _MAX_SEARCH:
+            found = proposers(constraints)
+            return _search(model, spec, table_sharders, topology, constraints, found)
+        return _search_narrowed(model, spec, table_sharders, topology, constraints, usable_bytes)
+    except PlannerError as error:
+        raise PlanError(_why_not(spec, usable_bytes, error)) from error
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        raise PlanError(f"TorchRec's planner failed on this spec with {error!r}") from error
+
+
+def _search_narrowed(
+    model: nn.Module,
+    spec: JobSpec,
+    table_sharders: list[ModuleSharder[nn.Module]],
+    topology: Topology,
+    constraints: Constraints,
+    usable_bytes: int,
+) -> ShardingPlan:
+    errors = []
+    for most_load in _MOST_LOADS:
+        narrow = narrowed(spec, constraints, topology.world_size, usable_bytes, most_load)
+        found = proposers(narrow) if spec.may_cache else [GreedyProposer()]
+        try:
+            return _search(model, spec, table_sharders, topology, narrow, found)
+        except PlannerError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def _search(
+    model: nn.Module,
+    spec: JobSpec,
+    table_sharders: list[ModuleSharder[nn.Module]],
+    topology: Topology,
+    constraints: Constraints,
+    proposers: list[Proposer],
+) -> ShardingPlan:
+    estimators = [
+        EmbeddingPerfEstimatorFactory.create(
+            DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
+        ),
+        StorageEstimator(spec, topology, constraints),
+    ]
+    batch_size = spec.data.batch_size
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
+        proposer=proposers,
+        # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+    )
+    return planner.plan(model, table_sharders)
+
+
+def _num_shards(constraints: Constraints, size: int) -> int:
+    types = [name for each in constraints.values() for name in each.sharding_types or ()]
+    return sum(size if name in _SPLITTING else 1 for name in types)
+
+
+def narrowed(
+    spec: JobSpec, constraints: Constraints, size: int, usable_bytes: int, most_load: float
+) -> Constraints:
+    """One sharding type for each table, whole where that may be and its load is small.
+
+    Load is a table's share of the group's bytes or lookups, whichever is more, where 1 is that of
+    one rank. Tables are split by load, largest first, as long as `_MAX_SHARDS` allow; those of more
+    than half of a rank's memory always are.
+    """
+    held, looked_up = {}, {}
+    for table in spec.embedding_tables:
+        load = table_load(spec, table, 1)
+        held[table.name], looked_up[table.name] = load.held + spec.sync_bytes(table), load.lookup
+    per_rank = sum(held.values()) / size, sum(looked_up.values()) / size
+    loads = {
+        name: math.inf
+        if 2 * held[name] > usable_bytes
+        else max(held[name] / per_rank[0], looked_up[name] / per_rank[1])
+        for name in constraints
+    }
+    num_left, found = _MAX_SHARDS, {}
+    for name in sorted(constraints, key=loads.__getitem__, reverse=True):
+        types = constraints[name].sharding_types or []
+        splitting = [each for each in _SPLITTING if each in types]
+        whole = [each for each in _WHOLE if each in types]
+        is_wanted = loads[name] == math.inf or (loads[name] > most_load and num_left >= size)
+        (sharding_type, *_) = splitting + whole if is_wanted else whole + splitting
+        num_left -= size if sharding_type in splitting else 1
+        found[name] = replace(constraints[name], sharding_types=[sharding_type])
+    return {name: found[name] for name in constraints}
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -225,7 +331,7 @@ def table_constraints(
                 f"table '{table.name}' cannot be sharded in any way that it allows: {reasons}. "
                 "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
-        features = [feature for feature in spec.sparse_features if feature.table == table.name]
+        features = spec.features_of_tables.get(table.name, [])
         kernel = spec.kernel_of(table)
         if device_type != "cuda" and kernel == "fused_uvm_caching":
             raise PlanError(
@@ -344,6 +450,17 @@ def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
     """
     parameters = _parameters(plan)
     return [_table_plan(table, parameters[table.name], spec) for table in spec.embedding_tables]
+
+
+def kernels_of(plan: ShardingPlan) -> dict[str, tuple[str, float]]:
+    """(compute kernel, share of the rows in GPU memory: 1 unless it is cached) by table."""
+    return {
+        table: (
+            parameter.compute_kernel,
+            parameter.cache_params.load_factor if parameter.compute_kernel == _CACHING else 1.0,
+        )
+        for table, parameter in _parameters(plan).items()
+    }
 
 
 def _parameters(plan: ShardingPlan) -> dict[str, Any]:
@@ -496,33 +613,36 @@ def _time_ms(action: Callable[[], object]) -> float:
 
 
 def topology_of(
-    groups: MeshGroups,
-    usable_bytes: int,
-    usable_host_bytes: int,
+    shard_group_size: int,
+    ranks_per_host: int | None,
+    device_type: str,
+    usable_bytes: tuple[int, int],
     bandwidths: Bandwidths | None = None,
 ) -> Topology:
-    """Topology of one sharding group with `usable_bytes` for tables on each worker.
+    """Topology of one sharding group; `usable_bytes` for tables are each worker's, on its device
+    and, where that is a GPU, in host memory.
 
-    On GPUs there are `usable_host_bytes` of host memory too. Without `bandwidths`, or where no two
-    workers share a kind of link, TorchRec's own numbers stand.
+    Without `bandwidths`, or where no two workers share a kind of link, TorchRec's own numbers
+    stand. `ranks_per_host` is None where hosts hold unequal numbers of the group's ranks.
     """
-    is_cpu = groups.device.type == "cpu"
+    is_cpu = device_type == "cpu"
+    on_device, on_host = usable_bytes
     memory_bw = bandwidths.memory if bandwidths else None
     links = bandwidths if bandwidths and bandwidths.intra_host_bw else None
     return TopologyFactory.create_topology(
         TrainerConfig(
-            world_size=groups.layout.shard_group_size,
+            world_size=shard_group_size,
             # Unequal hosts: every link counts as one between hosts.
-            local_world_size=groups.ranks_per_host or 1,
-            hbm_cap_bytes=None if is_cpu else usable_bytes,
-            ddr_cap_bytes=usable_bytes if is_cpu else usable_host_bytes,
+            local_world_size=ranks_per_host or 1,
+            hbm_cap_bytes=None if is_cpu else on_device,
+            ddr_cap_bytes=on_device if is_cpu else on_host,
         ),
         HardwareConfig(
             hbm_mem_bw=None if is_cpu else memory_bw,
             ddr_mem_bw=memory_bw if is_cpu else None,
         ),
         KernelConfig(
-            compute_device=groups.device.type,
+            compute_device=device_type,
             use_hardware_based_bandwidth=bandwidths is not None,
             generalized_comms_bandwidths=links,
         ),

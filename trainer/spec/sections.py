@@ -57,7 +57,8 @@ class JobSections(SpecModel):
     @property
     def pooled_features(self) -> tuple[FeatureSpec, ...]:
         """Sparse features whose vectors are pooled, in spec order: the keys of `Batch.sparse`."""
-        return tuple(f for f in self.sparse_features if f.table not in self.sequence_tables)
+        tables = self.sequence_tables
+        return tuple(f for f in self.sparse_features if f.table not in tables)
 
     @property
     def sequence_features(self) -> tuple[FeatureSpec, ...]:
@@ -66,7 +67,8 @@ class JobSections(SpecModel):
         An `id` feature is one of them, a sequence of one, where its table is also that of a
         sequence: TorchRec cannot have one table in two collections.
         """
-        return tuple(f for f in self.sparse_features if f.table in self.sequence_tables)
+        tables = self.sequence_tables
+        return tuple(f for f in self.sparse_features if f.table in tables)
 
     @property
     def is_weighted(self) -> bool:

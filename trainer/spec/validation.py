@@ -24,6 +24,7 @@ _ADAM_BETA2 = 0.999  # torch's default, which the dense part takes
 def check_tables(spec: JobSections) -> None:
     """What each table can be by itself, whatever the layout."""
     sparse, exports = spec.optimizer.sparse, spec.export is not None and spec.export.on_success
+    sequence_tables = spec.sequence_tables
     for index, table in enumerate(spec.embedding_tables):
         at, name = f"embedding_tables[{index}]", table.name
         if name in MODULE_ATTRIBUTES or name.startswith("_"):
@@ -64,7 +65,7 @@ def check_tables(spec: JobSections) -> None:
                 "sharded data_parallel; allow other types only",
                 f"{at}.constraints.sharding_types",
             )
-        if name in spec.sequence_tables:
+        if name in sequence_tables:
             _check_sequence_table(table, at)
         if table.dynamic is not None:
             _check_dynamic_table(table, table.dynamic, at)
@@ -170,12 +171,15 @@ def check_references(spec: JobSections) -> None:
     tables = [table.name for table in spec.embedding_tables]
     features = [feature.name for feature in spec.features]
     for section, names in (("features", features), ("embedding_tables", tables)):
+        seen: set[str] = set()
         for index, name in enumerate(names):
-            if name in names[:index]:
+            if name in seen:
                 message = f"'{name}' is defined more than once"
                 raise problem("duplicate_name", message, f"{section}[{index}].name")
+            seen.add(name)
+    known = set(tables)
     for index, feature in enumerate(spec.features):
-        if feature.is_sparse and feature.table not in tables:
+        if feature.is_sparse and feature.table not in known:
             message = f"'{feature.table}' is not in embedding_tables ({', '.join(tables)})"
             raise problem("unknown_table", message, f"features[{index}].table")
     used = {feature.table for feature in spec.sparse_features}

@@ -31,6 +31,7 @@ from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.jobs import actions
 from service.jobs.code_archives import check_code
+from service.jobs.planning import check_fit
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
 from service.schemas.common import Page
@@ -47,6 +48,7 @@ from service.schemas.jobs import (
     RestartJob,
     SubmitJob,
 )
+from trainer.layout.hosts import site_of
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -57,6 +59,9 @@ _MAX_ALTERNATIVES = 20
 # Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
 _DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
+ForceQuery = Annotated[
+    bool, Query(description="Also where the tables do not fit the memory of the workers.")
+]
 MetricQuery = Annotated[
     str, Field(pattern=METRIC_BOUND, max_length=300, examples=["validation/ne<0.8"])
 ]
@@ -86,6 +91,7 @@ def submit(
     response: Response,
     idempotency_key: KeyHeader = None,
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+    force: ForceQuery = False,
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
     spec = validate_spec(body.spec)
@@ -96,14 +102,34 @@ def submit(
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        is_shared = spec.resources.cluster == "shared"
-        most = context.settings.cluster_max_workers if is_shared else None
-        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
+        return plan_of(
+            with_table_sizes(spec), hosts_for(context.backend, spec), _most_workers(spec, context)
+        )
     began_at = time.time()
+    _check_fit(spec, context, force=force)
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
+
+
+def _most_workers(spec: JobSpec, context: Context) -> int | None:
+    """The most workers of a cluster that grows by itself."""
+    is_shared = spec.resources.cluster == "shared"
+    return context.settings.cluster_max_workers if is_shared else None
+
+
+def _check_fit(spec: JobSpec, context: Context, *, force: bool) -> None:
+    """Raise `DoesNotFit` where no workers of the cluster could hold the tables.
+
+    Of a shared cluster by what it told last, so that a submit never waits for it.
+    """
+    if force:
+        return
+    is_shared = spec.resources.cluster == "shared"
+    hosts = context.cluster.hosts() if is_shared else hosts_for(context.backend, spec)
+    sized = with_table_sizes(spec)
+    check_fit(sized, site_of(sized, hosts, _most_workers(spec, context)))
 
 
 def _create(
@@ -255,6 +281,7 @@ def clone(
     principal: PrincipalDep,
     response: Response,
     idempotency_key: KeyHeader = None,
+    force: ForceQuery = False,
 ) -> JobDetail:
     """Submit the spec of a job again, with changes; `Location` names the new job.
 
@@ -266,6 +293,7 @@ def clone(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    _check_fit(spec, context, force=force)
     made = _create(spec, body.secrets, idempotency_key, principal, context, job.id)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)

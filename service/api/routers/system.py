@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.deps import ContextDep, PrincipalDep
 from service.api.views import project_view, queue_view, usage_by_project
-from service.domain.models import HostFacts, Project, Usage, with_unlisted
+from service.domain.models import Project, Usage, with_unlisted
 from service.errors import (
     BackendUnreachable,
     ProjectNotFound,
@@ -23,6 +23,7 @@ from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
 from service.storage import hanging, in_time
+from trainer.layout.hosts import HostFacts
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])

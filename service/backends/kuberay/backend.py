@@ -48,8 +48,9 @@ from service.backends.kuberay.status import (
 )
 from service.backends.kuberay.watch import PodProblems, RayJobWatch, Remembered
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import HostFacts, Observation, ObservedState
+from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.layout.hosts import HostFacts
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from service.backends.base import Submission
-from service.domain.models import HostFacts
 from service.errors import SubmissionRefused
+from trainer.layout.hosts import HostFacts
 from trainer.spec.job import JobSpec
 
 Manifest = dict[str, Any]

@@ -23,7 +23,7 @@ from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.lifecycle import finish
-from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.domain.webhooks import Answer, DeliveryState, after_try
 from service.errors import RecordRefused, StaleVersion, StoreUnavailable
 from service.scheduler.runner import SchedulerRunner
@@ -40,6 +40,7 @@ from tests.harness.builders import (
 from tests.harness.databases import PostgresqlServer, store_attempt, store_job
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, scaled, wait_for
+from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import Note
 
 NUM_REPLICAS = 3

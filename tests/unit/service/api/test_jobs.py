@@ -23,7 +23,7 @@ from service.backends.fake import FakeBackend, Script
 from service.db.engine import newest_revision
 from service.db.jobs import JobStore
 from service.domain.lifecycle import decide
-from service.domain.models import HostFacts, JobStatus, Observation, ObservedState, Progress
+from service.domain.models import JobStatus, Observation, ObservedState, Progress
 from service.jobs.logs import LogPosition
 from service.settings import Settings
 from tests.harness.builders import (
@@ -46,6 +46,7 @@ from tests.harness.service import (
     shardloom,
 )
 from tests.harness.wait import scaled
+from trainer.layout.hosts import HostFacts
 
 # ---- submit
 

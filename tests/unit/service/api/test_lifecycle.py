@@ -10,11 +10,12 @@ import pytest
 
 from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
-from service.domain.models import HostFacts, JobStatus
+from service.domain.models import JobStatus
 from service.jobs.actions import merged
 from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import batch, checkpoint
 from tests.harness.service import Api, end, problem_body, problem_in, running, shardloom
+from trainer.layout.hosts import HostFacts
 
 
 def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: ShardloomClient) -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import httpx
 import pytest
 from rich.console import Console
 
-from service.api.planning import plan_of, rooms, worker_bytes
+from service.api.planning import plan_of
+from service.backends.ray_jobs import RayJobsBackend
 from service.cli.submit import plan_page
-from service.domain.models import HostFacts
 from service.jobs.submit import with_table_sizes
 from service.schemas.jobs import JobPlan
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.builders import spec
+from trainer.driver.cluster import num_gpus
+from trainer.driver.main import look_at_cluster
+from trainer.layout.choice import Choice
+from trainer.layout.hosts import HostFacts, choose_on, wants_gpu
+from trainer.layout.layout import LayoutError
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -110,18 +118,6 @@ def test_a_spec_that_does_not_allow_the_choice_names_the_field() -> None:
         plan_of(spared, hosts(4, 4))
 
 
-def test_room_is_counted_in_what_a_worker_asks_for() -> None:
-    halves = job(resources={"cpus_per_worker": 0.5})
-    assert rooms(halves, hosts(2, 1.4)) == (4, 2)
-    assert worker_bytes(halves, hosts(2, 1, memory_bytes=800)) == 200
-    on_gpus = job(resources={"device": "cuda"})
-    assert rooms(on_gpus, hosts(8, 8, gpus=2)) == (2, 2)
-    assert worker_bytes(on_gpus, hosts(8, gpus=2)) is None
-    assert rooms(job(), hosts(8, 8, gpus=2)) == (2, 2)
-    assert rooms(job(), hosts(8, 8, gpus=1)) == (8, 8)
-    assert rooms(job({"min": 2, "max": 6}), hosts(8, 8, gpus=1)) == (1, 1)
-
-
 def test_the_data_tells_how_large_its_tables_are(tmp_path: Path) -> None:
     table = {"name": "users", "embedding_dim": 8}
     document = {"path": str(tmp_path), "label": {"column": "rating"}}
@@ -179,3 +175,93 @@ def test_a_cluster_that_grows_is_planned_with_hosts_like_the_largest_that_is_the
     plan = plan_of(job(6, placement="inter_host"), hosts(0), max_workers=8)
     assert (plan.cluster, plan.obstacle) == ("hosts not known", "")
     assert plan.reason.startswith("given a host for each group")
+
+
+def ray_nodes(draw: random.Random) -> list[dict[str, Any]]:
+    """What Ray might say of a cluster: some nodes share a host, some have GPUs, some are gone."""
+    gpu = draw.choice(("H100", "A100", "T4"))
+    num_gpus, has_gpus = draw.choice((1, 4, 8)), draw.random() < 0.4
+    return [
+        {
+            "NodeID": str(number),
+            "NodeManagerAddress": f"10.0.0.{draw.choice((number, 1))}",
+            "Alive": draw.random() < 0.9,
+            "Resources": {
+                "CPU": draw.choice((0.0, 2.0, 4.5, 8.0)),
+                "memory": draw.choice((4e3, 2e4, 8e9)),
+            }
+            | ({"GPU": num_gpus, f"accelerator_type:{gpu}": 1.0} if has_gpus else {}),
+        }
+        for number in range(1, draw.randint(2, 7))
+    ]
+
+
+def a_spec(draw: random.Random) -> JobSpec | None:
+    """A spec that leaves L open; None where the numbers do not go together."""
+    least = draw.choice((1, 2, 4))
+    settings: dict[str, Any] = {
+        "workers": draw.choice((least, {"min": least, "max": least * draw.choice((2, 3))})),
+        "shard_group_size": "auto",
+        "placement": draw.choice(("auto", "inter_host", "intra_host")),
+    }
+    if settings["placement"] != "intra_host" and least > 1:
+        settings |= draw.choice(({}, {"survive": {"hosts": 1}}))
+    resources = {"device": draw.choice(("auto", "cpu", "cuda")), "cpus_per_worker": 0.5}
+    rows = draw.choice((10, 500, 3 * 10**8))
+    table = {"name": "users", "num_embeddings": rows, "embedding_dim": 8}
+    kernel = draw.choice(("fused", "auto")) if resources["device"] != "cpu" else "fused"
+    settings["planner"] = {"compute_kernel": kernel}
+    try:
+        return spec(parallelism=settings, resources=resources, embedding_tables=[table])
+    except SpecError:
+        return None
+
+
+def driver_says(wanted: JobSpec, nodes: list[dict[str, Any]], most: int | None) -> Choice | str:
+    """What the driver of an attempt chooses, or why there is nothing to choose."""
+    total = sum(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"])
+    with (
+        patch("ray.nodes", return_value=nodes),
+        patch("ray.cluster_resources", return_value={"GPU": total}),
+        patch("ray._private.state.state.get_draining_nodes", return_value={}),
+    ):
+        use_gpu = wants_gpu(wanted, num_gpus(), may_grow=most is not None)
+        try:
+            return choose_on(wanted, look_at_cluster(wanted, use_gpu, most))
+        except LayoutError as error:
+            return str(error)
+
+
+def test_a_dry_run_and_the_driver_choose_the_same_layout_from_what_ray_says() -> None:
+    draw, chosen, refused = random.Random(18), 0, 0
+    while chosen + refused < 60:
+        wanted, nodes = a_spec(draw), ray_nodes(draw)
+        most = draw.choice((None, None, 8))
+        if wanted is None:
+            continue
+        listed = [
+            {
+                "node_ip": node["NodeManagerAddress"],
+                "state": "ALIVE" if node["Alive"] else "DEAD",
+                "resources_total": node["Resources"],
+            }
+            for node in reversed(nodes)
+        ]
+        body = {"data": {"result": {"result": listed}}}
+        answer = httpx.MockTransport(lambda _, body=body: httpx.Response(200, json=body))
+        backend = RayJobsBackend("http://ray", transport=answer)
+        plan = plan_of(wanted, backend.hosts() or (), most)
+        told = driver_says(wanted, nodes, most)
+        if isinstance(told, str):
+            refused += 1
+            assert plan.obstacle == told or plan.cluster == "hosts not known"
+            continue
+        chosen += 1
+        layout = plan.layout
+        assert layout is not None and plan.reason == told.reason
+        assert (layout.world_size, layout.shard_group_size, layout.placement) == (
+            told.layout.world_size,
+            told.layout.shard_group_size,
+            told.layout.placement,
+        )
+    assert min(chosen, refused) > 5, "both were seen"

@@ -103,7 +103,7 @@ def test_viewers_change_nothing_and_submitters_jobs_their_code_and_sweeps_alone(
     assert changed_by(Role.VIEWER) == own
     theirs = ("/v1/jobs", "/v1/sweeps")
     others = {path for path in changed_by(Role.SUBMITTER) if not path.startswith(theirs)}
-    assert others == {"/v1/code"}
+    assert others == {"/v1/code", "/v1/plans"}
 
 
 def test_a_route_without_a_rule_is_for_administrators_of_everything() -> None:

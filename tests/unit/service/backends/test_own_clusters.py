@@ -14,7 +14,6 @@ from service.backends.base import check_cluster, cluster_text, hosts_for
 from service.domain.lifecycle import decide, start, submission_accepted
 from service.domain.models import (
     EndReason,
-    HostFacts,
     Job,
     JobStatus,
     Observation,
@@ -31,6 +30,7 @@ from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_docum
 from tests.harness.service import Api, House
 from tests.unit.service.scheduler.test_runner import submit
 from trainer.driver.attempt import DriverContext
+from trainer.layout.hosts import HostFacts
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec

@@ -11,9 +11,10 @@ import pytest
 
 from service.backends.base import Submission
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import HostFacts, ObservedState
+from service.domain.models import ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from tests.harness.builders import spec
+from trainer.layout.hosts import HostFacts
 
 Handler = Callable[[httpx.Request], httpx.Response]
 SUBMISSION = Submission(

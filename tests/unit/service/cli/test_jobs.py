@@ -18,7 +18,6 @@ from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
-from service.domain.models import HostFacts
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -34,6 +33,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service import Api, FakeService, end, job_body, problem_body, running, shardloom
+from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import Event, HostExcluded, Metrics
 
 
@@ -173,17 +173,6 @@ def test_plan_scale_estimates_each_size_without_a_service(service, spec_file):
     assert "out of memory" in hot.stdout
 
 
-def test_plan_on_a_cluster_compares_layouts_without_a_service(service, spec_file):
-    service.is_down = True
-    page = shardloom("plan", spec_file, "--cluster", "2xH100-80GB x 2")
-    assert page.exit_code == 0, page.output
-    assert "chosen: 2 groups of 2 workers on 2 hosts: L=2 was given" in page.stdout
-    assert "Rows at risk" in page.stdout
-    found = json.loads(shardloom("plan", spec_file, "--cluster", "4xH100-80GB", "--json").stdout)
-    chosen = [each for each in found["candidates"] if each["is_chosen"]]
-    assert [(each["num_replicas"], each["shard_group_size"]) for each in chosen] == [(2, 2)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -191,8 +180,6 @@ def test_plan_on_a_cluster_compares_layouts_without_a_service(service, spec_file
         (("--scale", "8..2"), "first number"),
         (("--scale", "2..4", "--cluster", "8xH100-80GB, hbm_bytes=0"), "hbm_bytes is 0"),
         (("--scale", "3..3"), "multiple of shard_group_size"),
-        (("--cluster", "2xH100-80GB x 1"), "needs? 2 hosts"),
-        (("--cluster", "8xH100-80GB, hbm_bytes=1"), "give workers more memory"),
     ],
 )
 def test_sizes_and_clusters_that_cannot_be_scaled_to_are_refused(spec_file, arguments, said):

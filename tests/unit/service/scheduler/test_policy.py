@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from service.domain.lifecycle import preempt
 from service.domain.membership import workers_held
-from service.domain.models import HostFacts, Job, JobStatus, Member, Membership, Project, QueueState
+from service.domain.models import Job, JobStatus, Member, Membership, Project, QueueState
 from service.scheduler.policy import PASS_WINDOW_S, Admission, Capacity, admit, most_held
 from tests.harness.builders import NOW, queued_job
 from tests.harness.properties import examples
+from trainer.layout.hosts import HostFacts
 
 
 def cluster(*cpus: float, gpus: float = 0.0) -> Capacity:

@@ -9,11 +9,12 @@ import pytest
 
 from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
-from service.domain.models import EndReason, HostFacts, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.errors import LockLost
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
+from trainer.layout.hosts import HostFacts
 from trainer.protocol.requests import ResizeRequests
 from trainer.spec import load_spec
 

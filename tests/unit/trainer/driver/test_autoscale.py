@@ -21,7 +21,6 @@ from trainer.driver.autoscale import (
     PendingCapacity,
     RayAutoscaler,
     bundles_of,
-    hosts_to_come,
     pending_of,
     revise,
     with_reserved,
@@ -97,23 +96,6 @@ def test_held_room_is_free_for_the_job_that_holds_it() -> None:
         PendingCapacity("3", CapacityRequest(1), ("nb",)),
     ]
     assert [each.num_free for each in with_reserved(hosts, known)] == [2, 2]
-
-
-@given(st.lists(st.integers(0, 4), max_size=4), st.integers(1, 20))
-def test_hosts_to_come_are_like_the_largest_and_make_no_more_room_than_the_cluster_may_have(
-    slots: list[int], most: int
-) -> None:
-    hosts = [host(str(index), each) for index, each in enumerate(slots)]
-    found = hosts_to_come(hosts, most)
-    assert found[: len(hosts)] == hosts
-    new = found[len(hosts) :]
-    assert {each.num_slots for each in new} <= {max(slots, default=0)}
-    if new:
-        assert sum(each.num_slots for each in found) <= most
-    if any(slots):
-        assert sum(each.num_slots for each in found) + max(slots) > most
-    else:
-        assert found == hosts, "nothing is known of what comes"
 
 
 def test_a_group_on_one_host_is_one_bundle_and_any_other_one_for_each_worker() -> None:

@@ -26,10 +26,11 @@ from trainer.driver.attempt import (
     Restart,
     run_with_restarts,
 )
-from trainer.driver.cluster import Host, hosts_of, kill_workers, num_that_fit, shortage
+from trainer.driver.cluster import hosts_of, kill_workers, shortage
 from trainer.driver.main import choose_layout
 from trainer.failures import Failure
 from trainer.layout.choice import Choice
+from trainer.layout.hosts import HostFacts, Site, site_of
 from trainer.protocol.events import WorkersLost
 from trainer.protocol.outbox import EventWriter
 from trainer.spec.job import JobSpec
@@ -184,13 +185,6 @@ def test_what_a_cluster_lacks_is_counted() -> None:
     assert "CPU (" not in message
 
 
-def test_a_host_takes_as_many_workers_as_its_scarcest_resource_allows() -> None:
-    assert num_that_fit({"CPU": 2.0}, {"CPU": 7.0}) == 3
-    assert num_that_fit({"CPU": 0.1}, {"CPU": 0.3}) == 3
-    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 4.0}) == 4
-    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0}) == 0
-
-
 def test_only_live_nodes_are_hosts_and_they_know_what_is_taken() -> None:
     nodes = [
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"CPU": 4.0}},
@@ -204,9 +198,9 @@ def test_only_live_nodes_are_hosts_and_they_know_what_is_taken() -> None:
     ]
 
 
-def hosts(*num_slots: int) -> list[Host]:
-    """Empty hosts of these sizes."""
-    return [Host(f"10.0.0.{i}", slots, slots) for i, slots in enumerate(num_slots)]
+def hosts(*num_cpus: int) -> list[HostFacts]:
+    """Hosts with room for so many workers each."""
+    return [HostFacts(f"10.0.0.{i}", cpus, 0, 0) for i, cpus in enumerate(num_cpus)]
 
 
 def needing(**parallelism: object) -> JobSpec:
@@ -214,13 +208,15 @@ def needing(**parallelism: object) -> JobSpec:
     return spec(parallelism=parallelism, recovery={"start_grace_s": 3})
 
 
-def choose(job: JobSpec, *looks: list[Host]) -> tuple[Choice | None, list[str]]:
+def choose(job: JobSpec, *looks: list[HostFacts]) -> tuple[Choice | None, list[str]]:
     """(the choice, what was told), where each look at the cluster finds the next of `looks`."""
     told: list[str] = []
     left = list(looks)
-    choice = choose_layout(
-        job, lambda: left.pop(0) if len(left) > 1 else left[0], told.append, wait=lambda _: None
-    )
+
+    def look() -> Site:
+        return site_of(job, left.pop(0) if len(left) > 1 else left[0])
+
+    choice = choose_layout(job, look, told.append, wait=lambda _: None)
     return choice, told
 
 

@@ -157,4 +157,4 @@ def test_a_cluster_that_cannot_be_is_refused_with_what_to_change(profile: str, s
 )
 def test_ranks_that_the_hosts_do_not_have_are_refused(world_size: int, said: str) -> None:
     with pytest.raises(ClusterError, match=said):
-        cost_of(WORKLOAD, Layout(world_size, 4, "intra_host"), cluster_of("8xH100-80GB x 16"))
+        cluster_of("8xH100-80GB x 16").hosts_for(world_size)

@@ -12,14 +12,13 @@ from tests.conftest import REPO
 from tests.harness.builders import spec_document
 from trainer.layout.choice import choose, need_of
 from trainer.layout.cost import ClusterError, cluster_of
-from trainer.layout.layout import Layout, LayoutError
+from trainer.layout.layout import Layout
 from trainer.layout.scaling import (
     ScalingRow,
-    candidates_of,
     scaling_of,
     scaling_sizes,
-    workload_of,
 )
+from trainer.layout.workload import workload_of
 from trainer.models.networks import build_model
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
@@ -101,42 +100,6 @@ def test_auto_is_scaled_with_the_layout_that_the_driver_would_take() -> None:
 
 
 AUTO = {"workers": 64, "shard_group_size": "auto", "placement": "auto"}
-
-
-def test_candidates_show_what_the_driver_takes_and_what_no_other_beats() -> None:
-    spec = spec_of(400, parallelism=AUTO)
-    reason, found = candidates_of(spec, CLUSTER)
-    expected = choose(need_of(spec, (8,) * 8, CLUSTER.hbm_bytes))
-    (chosen,) = [each for each in found if each.is_chosen]
-    layout = (chosen.world_size, chosen.shard_group_size, chosen.placement)
-    assert layout == tuple(vars(expected.layout).values())
-    assert chosen.sync_every_steps == spec.parallelism.sync.every_steps
-    assert reason.startswith(expected.reason)
-    fitting = [each for each in found if each.fits]
-    front = [each for each in fitting if each.is_on_front]
-    assert fitting[0].samples_per_s == max(each.samples_per_s for each in front)
-    for each in fitting:
-        assert each.is_on_front != any(each.is_beaten_by(other) for other in front)
-    assert {each.sync_every_steps for each in front} >= {1, 64}
-    assert {each.placement for each in front} == {"intra_host", "inter_host"}
-
-
-def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
-    _, found = candidates_of(spec_of(400, batch_size=10, parallelism=AUTO), CLUSTER)
-    for each in found:
-        if each.failure_domain == "replica_group":
-            expected = each.sync_every_steps * each.shard_group_size * 10
-        else:
-            expected = 100 * 64 * 10  # since the last checkpoint
-        assert each.rows_at_risk == expected
-
-
-def test_candidates_survive_what_the_spec_asks_for() -> None:
-    parallelism = {"workers": 64, "shard_group_size": "auto", "survive": {"hosts": 2}}
-    _, found = candidates_of(spec_of(40, parallelism=parallelism), CLUSTER)
-    assert found and all(each.num_hosts_survived >= 2 for each in found)
-    with pytest.raises(LayoutError, match=r"raise parallelism\.workers"):
-        candidates_of(spec_of(400, parallelism=AUTO | {"workers": 8}), CLUSTER)
 
 
 def test_only_touched_rows_are_synced() -> None:

@@ -25,6 +25,7 @@ from trainer.parallel.planner import (
     PlanError,
     make_plan,
     median_bandwidths,
+    narrowed,
     obstacle,
     partners,
     place_plan,
@@ -251,3 +252,46 @@ def test_a_sync_goes_by_hosts_where_they_hold_equal_powers_of_two_of_its_copies(
     assert replicas_per_level(["aaaabbbb"]) == 4
     for elsewhere in (["aaaa"], ["abcd"], ["aaabbb"], ["aaaabb"], ["aabb", "aaaa"]):
         assert replicas_per_level(elsewhere) is None
+
+
+def test_where_the_search_would_take_minutes_each_table_has_one_way() -> None:
+    rows = {"small": 1_000, "wide": 40_000_000, "hot": 2_000, "whole": 3_000}
+    heavy = {"hot": {"pooling_factor": 500.0}, "whole": {"sharding_types": ["table_wise"]}}
+    document = spec_document() | {
+        "features": [
+            {"name": "age", "type": "dense"},
+            *({"name": f"seen_{name}", "type": "id_list", "table": name} for name in rows),
+        ],
+        "embedding_tables": [
+            {
+                "name": name,
+                "num_embeddings": number,
+                "embedding_dim": 8,
+                "constraints": heavy.get(name, {}),
+            }
+            for name, number in rows.items()
+        ],
+        "parallelism": {"workers": 4, "shard_group_size": 4},
+    }
+    spec = validate_spec(document)
+    constraints = table_constraints(spec, ranks_per_host=4)
+
+    def types(usable_bytes: int, most_load: float = 1.0) -> dict[str, list[str] | None]:
+        found = narrowed(spec, constraints, 4, usable_bytes, most_load)
+        assert list(found) == list(constraints)
+        return {name: each.sharding_types for name, each in found.items()}
+
+    one_way = {"small": "table_wise", "wide": "row_wise", "hot": "row_wise", "whole": "table_wise"}
+    assert types(64 * GB) == {name: [way] for name, way in one_way.items()}
+    # More than half of a worker's memory: split, however small its load is.
+    assert types(60_000, most_load=100.0)["small"] == ["row_wise"]
+    assert types(64 * GB, most_load=100.0)["hot"] == ["table_wise"]
+
+
+def test_many_tables_are_planned_by_their_one_way() -> None:
+    with patch.object(planner, "_MAX_SEARCH", 0):
+        (found,) = _plan_on("cuda", _gpu_spec(), 64 * GB).plan.values()
+        types = {name: each.sharding_type for name, each in found.items()}
+        assert types == {"small": "table_wise", "large": "table_wise", "huge": "row_wise"}
+        with pytest.raises(PlanError, match="no sharding plan fits"):
+            _plan_on("cuda", _gpu_spec(), GB)

@@ -1,0 +1,73 @@
+"""The route of plans: what a job would cost on a cluster, before there is one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+
+from service.api.deps import Context, ContextDep, PrincipalDep, check_paths, check_project
+from service.api.planning import plans_view
+from service.backends.base import hosts_for
+from service.domain.auth import Principal, Role
+from service.errors import NoPlan
+from service.jobs.planning import Limit, plan_job
+from service.jobs.submit import with_table_sizes
+from service.schemas.plans import DescribedCluster, PlanRequest, PlansOut
+from trainer.layout.cost import ClusterError, cluster_of
+from trainer.layout.hosts import site_of
+from trainer.layout.layout import LayoutError
+from trainer.layout.plans import PlanSite
+from trainer.spec import validate_spec
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
+
+router = APIRouter(tags=["jobs"])
+_POLL_S = 0.25
+
+
+@router.post("/v1/plans", summary="Plan a job on a cluster")
+async def make_plan(
+    body: PlanRequest, request: Request, context: ContextDep, principal: PrincipalDep
+) -> PlansOut:
+    """Layouts side by side with their memory, step time, overhead and what they survive, and the
+    recommended one sharded by TorchRec's planner. Ends when the caller hangs up. 422 for a cluster
+    that cannot be or is not known, 504 beyond `time_limit_s`.
+    """
+    limit = Limit(body.time_limit_s)
+    work = asyncio.create_task(run_in_threadpool(_planned, body, context, principal, limit))
+    try:
+        while not (await asyncio.wait({work}, timeout=_POLL_S))[0]:
+            if await request.is_disconnected():
+                limit.cancel()
+        return await work
+    finally:
+        limit.cancel()
+
+
+def _planned(body: PlanRequest, context: Context, principal: Principal, limit: Limit) -> PlansOut:
+    spec = validate_spec(body.spec)
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    spec = with_table_sizes(spec)
+    if spec.table_bytes is None:
+        message = "a plan needs the sizes of all tables: give num_embeddings, or prepare the data"
+        raise SpecError([FieldProblem("embedding_tables", "unknown_size", message)])
+    try:
+        site = _site_of(spec, body.cluster, context)
+        return plans_view(spec, plan_job(spec, site, context.planner, limit))
+    except (ClusterError, LayoutError) as error:
+        raise NoPlan(str(error)) from None
+
+
+def _site_of(spec: JobSpec, wanted: str | DescribedCluster | None, context: Context) -> PlanSite:
+    """Raises `ClusterError`."""
+    if wanted is None:
+        is_shared = spec.resources.cluster == "shared"
+        most = context.settings.cluster_max_workers if is_shared else None
+        return PlanSite.of_site(site_of(spec, hosts_for(context.backend, spec), most))
+    if isinstance(wanted, str):
+        return PlanSite.of_profile(cluster_of(wanted), spec)
+    given = wanted.model_dump(exclude={"profile"}, exclude_none=True)
+    return PlanSite.of_profile(cluster_of(wanted.profile, given), spec)

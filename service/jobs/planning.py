@@ -1,0 +1,273 @@
+"""Plans of a job on a cluster: layouts side by side, their groups sharded by TorchRec's planner.
+
+The planner runs in a process of the trainer's Python (`trainer.parallel.group_planner`), which
+loads torch as the service never does, within a time limit, and is killed when nobody waits for its
+answer any more. What it answered is kept by a fingerprint of tables, layout, memory and links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from pydantic import ValidationError
+
+from service.errors import DoesNotFit, PlannerFailed, PlanTimedOut
+from service.jobs.export_runner import environment
+from service.settings import Settings
+from trainer.layout.cost import MemoryUse
+from trainer.layout.hosts import Site
+from trainer.layout.plans import (
+    Change,
+    Comparer,
+    Comparison,
+    Option,
+    PlanSite,
+    does_fit,
+    rank_memory,
+    smallest_changes,
+    why_not_held,
+)
+from trainer.layout.workload import GroupPlan, GroupTopology, SyncSums, planned, with_sync
+from trainer.spec.job import JobSpec
+
+_POLL_S = 0.1
+_MAX_CACHED = 128
+# Each takes a core, and some GB for thousands of tables.
+_MAX_PROCESSES = 2
+# Groups planned at once: the recommended layout's, then others that nothing beats.
+_MAX_GROUPS = 4
+# A plan may show that what was recommended does not fit, and then the next is planned.
+_MAX_ROUNDS = 4
+_MAX_SAID = 400
+StartProcess = Callable[..., "subprocess.Popen[bytes]"]
+Task = tuple[JobSpec, GroupTopology]
+
+
+@dataclass
+class Limit:
+    """How long a plan may take, and whether somebody waits for it still."""
+
+    limit_s: float
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _began: float = field(default_factory=time.monotonic)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def is_over(self) -> bool:
+        return self._cancelled.is_set() or time.monotonic() - self._began > self.limit_s
+
+    def check(self) -> None:
+        """Raise `PlanTimedOut` where it is over."""
+        if self.is_over:
+            raise PlanTimedOut(self.limit_s)
+
+
+class GroupPlanner:
+    """TorchRec's planner behind a process; thread-safe."""
+
+    def __init__(self, settings: Settings, start: StartProcess = subprocess.Popen) -> None:
+        self._python = settings.trainer_python
+        self._start = start
+        self._cache: OrderedDict[str, GroupPlan] = OrderedDict()
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MAX_PROCESSES)
+
+    def plan(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
+        """Plans of the first tasks, as many as there is time for, at least one.
+
+        Raises `PlanTimedOut` and `PlannerFailed`.
+        """
+        keys = [_fingerprint(spec, topology) for spec, topology in tasks]
+        with self._lock:
+            found = [self._cache.get(key) for key in keys]
+        missing = [task for task, plan in zip(tasks, found, strict=True) if plan is None]
+        if missing:
+            with self._place(limit):
+                made = iter(self._run(missing, limit))
+            found = [plan or next(made, None) for plan in found]
+        with self._lock:
+            for key, plan in zip(keys, found, strict=True):
+                if plan is not None:
+                    self._cache[key] = plan
+                    self._cache.move_to_end(key)
+            while len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        num_made = found.index(None) if None in found else len(found)
+        if not num_made:
+            raise PlanTimedOut(limit.limit_s)
+        return [plan for plan in found[:num_made] if plan is not None]
+
+    @contextmanager
+    def _place(self, limit: Limit) -> Iterator[None]:
+        while not self._places.acquire(timeout=_POLL_S):
+            limit.check()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def _run(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
+        """The process's answers, a line for each task that it got to."""
+        lines = [
+            json.dumps(
+                {
+                    "spec": spec.model_dump(mode="json"),
+                    "topology": topology.model_dump(mode="json"),
+                }
+            )
+            for spec, topology in tasks
+        ]
+        with TemporaryFile() as log:
+            try:
+                process = self._start(
+                    [self._python, "-m", "trainer.parallel.group_planner"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment(os.environ),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise PlannerFailed(f"{self._python} cannot be started ({error})") from error
+            answers = _communicate(process, "\n".join(lines).encode(), limit)
+            plans = _plans_of(answers)
+            if process.returncode and not limit.is_over:
+                raise PlannerFailed(f"it ended with code {process.returncode}: {_said(log)}")
+        return plans
+
+
+def _communicate(process: subprocess.Popen[bytes], sent: bytes, limit: Limit) -> bytes:
+    """What a process answers until it ends or the limit is over; it never outlives this."""
+    unsent: bytes | None = sent
+    try:
+        while not limit.is_over:
+            try:
+                return process.communicate(unsent, timeout=_POLL_S)[0]
+            except subprocess.TimeoutExpired:
+                unsent = None  # it goes on with what it was given
+    finally:
+        if process.poll() is None:
+            # Not the process alone: compilers and the like may be its children.
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0]
+
+
+def _plans_of(answers: bytes) -> list[GroupPlan]:
+    plans = []
+    for line in answers.splitlines():
+        try:
+            plans.append(GroupPlan.model_validate_json(line))
+        except ValidationError:  # cut off in the midst
+            break
+    return plans
+
+
+def _said(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return (lines[-1] if lines else "it said nothing")[:_MAX_SAID]
+
+
+def _fingerprint(spec: JobSpec, topology: GroupTopology) -> str:
+    """Of all that a plan depends on."""
+    document: dict[str, Any] = spec.model_dump(
+        mode="json",
+        include={"features", "embedding_tables", "optimizer", "parallelism", "model", "resources"},
+    )
+    document |= {
+        "batch_size": spec.data.batch_size,
+        "asynchronous": spec.checkpoint.asynchronous,
+        "topology": topology.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class JobPlans:
+    """What a plan answers: `group` and `ranks` (memory by position) are of the recommended layout;
+    `changes` are what would do where nothing fits."""
+
+    site: PlanSite
+    comparison: Comparison
+    group: GroupPlan | None
+    ranks: tuple[MemoryUse, ...]
+    changes: tuple[Change, ...]
+
+
+def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit) -> JobPlans:
+    """Compare the layouts of a spec whose table sizes are known.
+
+    The recommended one is always planned by TorchRec, others on the front as far as time allows.
+    Raises `LayoutError`, `PlanTimedOut` and `PlannerFailed`.
+    """
+    comparer, made = Comparer(spec, site), dict[GroupTopology, GroupPlan]()
+    limit.check()
+    for _ in range(_MAX_ROUNDS):
+        tasks = _tasks(comparer.result(), made)
+        if not tasks:
+            break
+        for (_, topology), plan in zip(tasks, planner.plan(tasks, limit), strict=False):
+            made[topology] = plan
+            comparer.add(topology, plan)
+    comparison = comparer.result()
+    best = comparison.recommended
+    if best is None:
+        device = site.cluster.device
+        changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit), device)
+        return JobPlans(site, comparison, None, (), changes)
+    group = made.get(best.topology)
+    ranks = _memory_of(best, group, site) if group else ()
+    return JobPlans(site, comparison, group, ranks, ())
+
+
+def _fits(spec: JobSpec, site: PlanSite, limit: Limit) -> bool:
+    limit.check()
+    return does_fit(spec, site.grown_for(spec))
+
+
+def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list[Task]:
+    """What to plan next; nothing once the recommended layout is."""
+    best = comparison.recommended
+    if best is None or best.topology in made:
+        return []
+    others = [each for each in comparison.options if each.candidate.is_on_front]
+    tasks = {each.topology: each.spec for each in (best, *others) if each.topology not in made}
+    return [(spec, topology) for topology, spec in tasks.items()][:_MAX_GROUPS]
+
+
+def _memory_of(best: Option, group: GroupPlan, site: PlanSite) -> tuple[MemoryUse, ...]:
+    layout = best.choice.layout
+    workload = planned(best.spec, layout, group)
+    if layout.num_replicas > 1:
+        workload = with_sync(workload, best.spec, SyncSums.of(best.spec))
+    return rank_memory(workload, group, site.cluster)
+
+
+def check_fit(spec: JobSpec, site: Site) -> None:
+    """Raise `DoesNotFit` where the workers that the cluster gives can never hold the tables.
+
+    What is not known refuses nothing: table sizes, memory, and GPUs of an unknown type.
+    """
+    if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
+        return
+    worker_bytes = site.worker_bytes
+    if why := why_not_held(spec, worker_bytes):
+        device = "cuda" if site.use_gpu else "cpu"
+        changes = smallest_changes(
+            spec, lambda changed: why_not_held(changed, worker_bytes) is None, device
+        )
+        raise DoesNotFit(why, changes)

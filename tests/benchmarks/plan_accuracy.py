@@ -1,0 +1,290 @@
+"""What the planner predicts against what is measured: memory of a rank, and which layout is faster.
+
+python -m tests.benchmarks.plan_accuracy --json FILE
+
+Eight gloo ranks on two emulated hosts, as in `two_d`, train the same small DLRM in several layouts,
+one after the other. The prediction is told what the engine's own probe finds on these ranks (speed
+of memory and links, all ranks busy at once), the speed of a matrix product, and what a process
+takes before it has a model; the rest is the cost model over TorchRec's plan of the group.
+
+`memory_error`: the largest relative error of the peak memory of a layout's fullest rank, of the
+process in all; `model_memory_error`, which has no goal, leaves out what it took before. `spearman`:
+correlation of the order by predicted with that by measured samples/s. There is no peer.
+
+Needs root; skips where hosts cannot be emulated. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import polars
+import torch
+import torch.distributed as dist
+from rich.console import RenderableType
+
+from tests.benchmarks.prepare_child import memory_bytes
+from tests.benchmarks.report import (
+    BenchmarkReport,
+    Goal,
+    Run,
+    log,
+    measure_and_tell,
+    parser_of,
+    rows_table_of,
+    table_of,
+)
+from tests.benchmarks.two_d import LINK, NUM_HOSTS, RANKS_PER_HOST, emulated_ranks
+from tests.benchmarks.two_d_train import TwoDTrainer, take
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from trainer.layout.cost import Cluster
+from trainer.layout.layout import WorkerSite
+from trainer.layout.plans import Comparer, Option, PlanSite
+from trainer.parallel.group_planner import group_plan
+from trainer.parallel.mesh import build_groups
+from trainer.parallel.planner import measure_bandwidths
+from trainer.spec.job import JobSpec
+from trainer.training.worker import layout_of
+
+NAME = "plan_accuracy"
+WORLD_SIZE = NUM_HOSTS * RANKS_PER_HOST
+WORKLOAD = Workload(WORLD_SIZE, WORLD_SIZE, table_rows=50_000, global_batch_size=1024 * WORLD_SIZE)
+NUM_BATCHES = 4
+WARM_UP_STEPS = 2
+STEPS = 16  # a whole sync interval of every layout
+_COLLECTIVE_TIMEOUT_S = 120
+# Memory that is freed leaves the process, so that one layout's does not hide in the next one's.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**18)}
+PEER = "measured"
+GOALS = [
+    Goal("memory_error", "memory_error", "", 0.10, "lower", PEER),
+    Goal("spearman", "spearman", "", 0.8, "higher", PEER),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of the eight ranks and its syncs."""
+
+    num_replicas: int
+    placement: str = "intra_host"
+    every_steps: int = 1
+    mode: str = "touched_rows"
+
+    @property
+    def label(self) -> str:
+        if self.num_replicas == 1:
+            return "one copy"
+        return f"M={self.num_replicas} {self.placement} {self.mode} N={self.every_steps}"
+
+    def spec(self) -> JobSpec:
+        parallelism: dict[str, Any] = {"placement": self.placement}
+        if self.num_replicas > 1:
+            sync = {"every_steps": self.every_steps, "mode": self.mode}
+            parallelism |= {"sync": sync, "dense": "every_step"}
+        size = WORLD_SIZE // self.num_replicas
+        return clicks_spec(
+            Workload(**(asdict(WORKLOAD) | {"shard_group_size": size})), "plan", **parallelism
+        )
+
+
+CASES = (
+    Case(1),
+    Case(2, "inter_host", 1),
+    Case(2, "inter_host", 16),
+    Case(2, "intra_host", 1),
+    Case(2, "intra_host", 16),
+    Case(4, "inter_host", 1),
+    Case(4, "inter_host", 16),
+    Case(4, "intra_host", 16),
+    Case(8, "inter_host", 16),
+    Case(2, "inter_host", 4, "full"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured of a layout; `before_bytes` is what the process took before."""
+
+    step_s: float
+    before_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes and operations a second of one rank while all are busy."""
+
+    memory: float
+    intra_host: float
+    inter_host: float
+    flops: float
+
+
+def measure(site: WorkerSite, cases: Sequence[Case]) -> tuple[Machine, list[Measured]]:
+    """What every rank does: probe the machine, then train each layout."""
+    batches = zipf_batches(WORKLOAD, site.rank, NUM_BATCHES)
+    machine = _probe(site)
+    return machine, [_train(site, case, batches) for case in cases]
+
+
+def _probe(site: WorkerSite) -> Machine:
+    groups = build_groups(
+        layout_of(Case(1).spec()), torch.device("cpu"), _COLLECTIVE_TIMEOUT_S, host=site.host
+    )
+    found = measure_bandwidths(groups)
+    left, right = torch.rand(1024, 512), torch.rand(512, 64)
+    dist.barrier()
+    started, repeats = time.perf_counter(), 50
+    for _ in range(repeats):
+        left @ right
+    product_s = (time.perf_counter() - started) / repeats
+    assert found.intra_host and found.inter_host, "there are two hosts with several ranks"
+    return Machine(
+        memory=1000 * found.memory,
+        intra_host=1000 * found.intra_host,
+        inter_host=1000 * found.inter_host,
+        flops=2 * left.numel() * right.shape[1] / product_s,
+    )
+
+
+def _train(site: WorkerSite, case: Case, batches: list[Any]) -> Measured:
+    _release_memory()
+    before_bytes = memory_bytes("VmRSS")
+    trainer = TwoDTrainer(site, case.spec())
+    steps = trainer.train(cycle(batches))
+    take(steps, WARM_UP_STEPS)
+    dist.barrier()
+    started = time.perf_counter()
+    take(steps, STEPS)
+    dist.barrier()
+    return Measured((time.perf_counter() - started) / STEPS, before_bytes, memory_bytes("VmHWM"))
+
+
+def _release_memory() -> None:
+    """Give freed memory back, and let the peak begin anew."""
+    gc.collect()
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def predict(case: Case, machine: Machine, before_bytes: int) -> tuple[float, int]:
+    """(samples/s, peak bytes of the fullest rank) that the planner says."""
+    cluster = Cluster(
+        name="this machine",
+        device="cpu",
+        gpus_per_host=RANKS_PER_HOST,
+        num_hosts=NUM_HOSTS,
+        hbm_bytes=2**32,
+        hbm_bytes_per_s=machine.memory,
+        intra_host_bytes_per_s=machine.intra_host,
+        inter_host_bytes_per_s=machine.inter_host,
+        fp32_flops_per_s=machine.flops,
+        tf32_flops_per_s=machine.flops,
+        bf16_flops_per_s=machine.flops,
+        process_bytes=before_bytes,
+    )
+    spec = case.spec()
+    comparer = Comparer(spec, PlanSite.of_profile(cluster, spec), only_own_sync=True)
+    option = _option(comparer, case)
+    comparer.add(option.topology, group_plan(option.spec, option.topology))
+    found = _option(comparer, case).candidate
+    return found.samples_per_s, round(found.peak.needed_bytes)
+
+
+def _option(comparer: Comparer, case: Case) -> Option:
+    """The layout of a case: every copy of it on as many hosts as there are ranks for."""
+    return next(
+        each
+        for each in comparer.result().options
+        if each.candidate.num_replicas == case.num_replicas
+        and (case.num_replicas == 1 or each.candidate.placement == case.placement)
+    )
+
+
+def report() -> BenchmarkReport:
+    """Measure all layouts, then predict them. Raises `BenchmarkSkipped` and `BenchmarkError`."""
+    with emulated_ranks(RANKS_PER_HOST) as ranks:
+        os.environ.update(MALLOC)  # in place of two_d's
+        of_ranks = ranks.call(measure, CASES)
+    machine = Machine(
+        *(
+            statistics.median(column)
+            for column in zip(*(vars(each).values() for each, _ in of_ranks), strict=True)
+        )
+    )
+    log(f"a rank has {asdict(machine)}")
+    rows = [
+        _row(case, machine, [measured[index] for _, measured in of_ranks])
+        for index, case in enumerate(CASES)
+    ]
+    values = _values(rows)
+    runs = [Run(0, "ours", values), Run(0, "peer", dict.fromkeys(values, 1.0))]
+    settings = {
+        "world_size": WORLD_SIZE,
+        "hosts": NUM_HOSTS,
+        "link_bits_per_s": LINK.rate_bits_per_s,
+        "batch_size_per_rank": WORKLOAD.batch_size,
+        "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
+        "steps": STEPS,
+        "a_rank_attains": asdict(machine),
+    }
+    return BenchmarkReport(NAME, settings, GOALS, runs, rows)
+
+
+def _row(case: Case, machine: Machine, ranks: Sequence[Measured]) -> dict[str, Any]:
+    fullest = max(ranks, key=lambda each: each.peak_bytes)
+    samples_per_s, peak_bytes = predict(case, machine, fullest.before_bytes)
+    return {
+        "layout": case.label,
+        "samples/s": round(WORKLOAD.global_batch_size / max(each.step_s for each in ranks)),
+        "predicted samples/s": round(samples_per_s),
+        "peak MB": round(fullest.peak_bytes / 1e6),
+        "predicted peak MB": round(peak_bytes / 1e6),
+        "before MB": round(fullest.before_bytes / 1e6),
+    }
+
+
+def _values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    table = polars.DataFrame(rows)
+    order = polars.corr("samples/s", "predicted samples/s", method="spearman")
+
+    def error(of_model: bool) -> float:
+        return max(
+            abs(row["predicted peak MB"] - row["peak MB"])
+            / (row["peak MB"] - (row["before MB"] if of_model else 0))
+            for row in rows
+        )
+
+    return {
+        "memory_error": error(of_model=False),
+        "model_memory_error": error(of_model=True),
+        "spearman": float(table.select(order).item()),
+    }
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    options = parser_of(__doc__).parse_args()
+
+    def run(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
+        document = report().document(machine)
+        return document, [rows_table_of(document), table_of(document)]
+
+    return measure_and_tell(options.json, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Plans: layouts side by side, TorchRec's planner behind a process, what is refused, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.errors import PlannerFailed, PlanTimedOut
+from service.jobs.planning import GroupPlanner, Limit
+from service.settings import Settings
+from tests.harness.builders import spec, spec_document
+from tests.harness.service import Api, problem_in, shardloom
+from tests.harness.wait import scaled, wait_for
+from trainer.layout.hosts import HostFacts
+from trainer.layout.workload import GroupTopology
+from trainer.spec.job import JobSpec
+
+GIB = 2**30
+CPU = "4xCPU-8GB x 2"
+# Puts all tables on the first rank, without torch.
+FIRST_RANK = """
+import json, sys
+from trainer.layout.workload import GroupPlan, TablePlacement, rank_loads
+from trainer.spec.job import JobSpec
+
+for line in sys.stdin:
+    task = json.loads(line)
+    spec = JobSpec.checked(task["spec"], {"stored": True, "chosen": True})
+    size, tables = task["topology"]["shard_group_size"], spec.embedding_tables
+    common = {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": (0,)}
+    placements = tuple(TablePlacement(name=table.name, **common) for table in tables)
+    shards = {table.name: [(0, table.num_embeddings, table.embedding_dim)] for table in tables}
+    plan = GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
+    print(plan.model_dump_json(), flush=True)
+"""
+HANGS = "import time; print('{', flush=True); time.sleep(600)"
+
+
+class Script:
+    """Stands in for the trainer's process: runs a program in its place."""
+
+    def __init__(self, program: str) -> None:
+        self.program = program
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[1:] == ["-m", "trainer.parallel.group_planner"]
+        process = subprocess.Popen([sys.executable, "-c", self.program], **options)
+        self.processes.append(process)
+        return process
+
+
+def job(workers: int = 2, **changes: Any) -> JobSpec:
+    return spec(parallelism={"workers": workers, "shard_group_size": workers}, **changes)
+
+
+def group(**changes: Any) -> GroupTopology:
+    known = {
+        "shard_group_size": 2,
+        "ranks_per_host": 2,
+        "device": "cpu",
+        "memory_bytes": GIB,
+        "memory_bytes_per_s": 1e10,
+        "intra_host_bytes_per_s": 1e9,
+        "inter_host_bytes_per_s": 1e8,
+    }
+    return GroupTopology(**known | changes)
+
+
+@pytest.fixture
+def planning(api: Api) -> Callable[[str], Script]:
+    """Has the app plan by a program."""
+
+    def plan_by(program: str) -> Script:
+        script, state = Script(program), api.http.app.state
+        state.context = replace(state.context, planner=GroupPlanner(api.settings, script))
+        return script
+
+    return plan_by
+
+
+def asked(api: Api, cluster: Any = CPU, limit_s: float = 60, **changes: Any) -> Any:
+    """The answer to a request for a plan."""
+    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
+    document = spec_document(**{"parallelism": automatic} | changes)
+    body = {"spec": document, "cluster": cluster, "time_limit_s": limit_s}
+    return api.http.post("/v1/plans", json=body)
+
+
+# ---- the process
+
+
+def test_the_trainers_planner_shards_a_group_in_a_process_of_its_own(
+    app_settings: Settings,
+) -> None:
+    planner, limit = GroupPlanner(app_settings), Limit(scaled(120))
+    tasks = [(job(), group()), (job(), group(memory_bytes=100))]
+    plan, impossible = planner.plan(tasks, limit)
+    (users,) = plan.tables
+    held = [(rank.tables_bytes, rank.optimizer_bytes) for rank in plan.ranks]
+    assert users.name == "users" and users.sharding_type in ("row_wise", "table_wise")
+    assert (sum(weights for weights, _ in held), sum(state for _, state in held)) == (3200, 400)
+    assert sum(rank.lookup_bytes for rank in plan.ranks) > 0
+    assert "no sharding plan fits" in impossible.obstacle and not impossible.tables
+
+
+def test_a_plan_is_made_once_for_the_same_tables_layout_memory_and_links(
+    app_settings: Settings,
+) -> None:
+    script = Script(FIRST_RANK)
+    planner = GroupPlanner(app_settings, script)
+    (first,) = planner.plan([(job(), group())], Limit(60))
+    assert planner.plan([(job(name="another"), group())], Limit(60)) == [first]
+    assert len(script.processes) == 1
+    two = planner.plan([(job(), group()), (job(), group(memory_bytes=2 * GIB))], Limit(60))
+    assert two[0] == first and len(script.processes) == 2
+
+
+def test_a_process_is_killed_when_time_is_over_or_nobody_waits(app_settings: Settings) -> None:
+    script = Script(HANGS)
+    planner = GroupPlanner(app_settings, script)
+    with pytest.raises(PlanTimedOut, match=r"0\.5 s"):
+        planner.plan([(job(), group())], Limit(0.5))
+    limit, began = Limit(600), time.monotonic()
+    canceller = threading.Timer(0.3, limit.cancel)
+    canceller.start()
+    with pytest.raises(PlanTimedOut):
+        planner.plan([(job(), group())], limit)
+    assert time.monotonic() - began < scaled(60)
+    assert all(process.poll() is not None for process in script.processes)
+
+
+def test_a_process_that_fails_says_why(app_settings: Settings) -> None:
+    broken = GroupPlanner(app_settings, Script("raise SystemExit('no module named torch')"))
+    with pytest.raises(PlannerFailed, match="code 1: no module named torch"):
+        broken.plan([(job(), group())], Limit(60))
+    nowhere = GroupPlanner(app_settings.model_copy(update={"trainer_python": "/nowhere/python"}))
+    with pytest.raises(PlannerFailed, match="/nowhere/python cannot be started"):
+        nowhere.plan([(job(), group())], Limit(60))
+
+
+# ---- over REST
+
+
+def test_plans_compare_layouts_and_shard_the_recommended_one(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    planning(FIRST_RANK)
+    response = asked(api)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    best = found["recommended"]
+    shown = [each for each in found["candidates"] if each["is_recommended"]]
+    assert shown == [best["candidate"]] and best["candidate"]["is_planned"]
+    size, copies = best["candidate"]["shard_group_size"], best["candidate"]["num_replicas"]
+    assert [len(part) for part in best["sharding_groups"]] == [size] * copies
+    assert [len(part) for part in best["hosts"]] == [size] * copies
+    assert len(best["ranks"]) == size and best["tables"][0]["ranks"] in ([0], None)
+    assert best["ranks"][0]["tables_bytes"] == 3200 and best["ranks"][0]["process_bytes"] > 0
+    assert found["reason"] and found["changes"] == []
+    assert {each["placement"] for each in found["candidates"]} == {"intra_host", "inter_host"}
+    parts = ("input_dist_s", "lookup_s", "output_dist_s", "dense_s", "sync_s")
+    for each in found["candidates"]:
+        seconds = sum(each["step"][part] for part in parts)
+        assert each["samples_per_s"] == pytest.approx(8 * found["batch_size"] / seconds)
+
+
+def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    planning(FIRST_RANK)
+    problem = problem_in(asked(api, None), 422, "no_plan")
+    assert "no host of the cluster has room" in problem["detail"]
+    api.backend.set_hosts(HostFacts("a", 4, 0, 8 * GIB), HostFacts("b", 2, 0, 8 * GIB))
+    elastic = {"workers": {"min": 2, "max": 8}, "shard_group_size": "auto", "placement": "auto"}
+    found = asked(api, None, parallelism=elastic).json()
+    assert (found["cluster"]["room"], found["cluster"]["hbm_bytes"]) == ([4, 2], 2 * GIB)
+    assert {each["world_size"] for each in found["candidates"]} == {6}
+    described = {"profile": "4xCPU-8GB", "num_hosts": 3, "hbm_bytes": GIB}
+    found = asked(api, described).json()
+    assert (found["cluster"]["room"], found["cluster"]["hbm_bytes"]) == ([4] * 3, GIB)
+
+
+def test_where_nothing_fits_the_answer_is_what_would(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    script = planning(FIRST_RANK)
+    large = [{"name": "users", "num_embeddings": 10**9, "embedding_dim": 8}]
+    found = asked(api, "8xH100-80GB x 1, hbm_bytes=1e9", embedding_tables=large).json()
+    assert found["recommended"] is None and "no layout fits in memory" in found["reason"]
+    assert script.processes == []
+    more = [each["set"] for each in found["changes"] if "parallelism.workers" in each["set"]]
+    assert found["changes"] and more == [], "the cluster has one host"
+    endless = asked(api, "8xH100-80GB, hbm_bytes=1e9", embedding_tables=large).json()
+    changes = [each["set"].get("parallelism.workers") for each in endless["changes"]]
+    assert 64 in changes
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("8xB9000", "is no cluster"),
+        ("8xH100-80GB, inter_host_bytes_per_s=0", "must be a finite number above 0"),
+        ("8xH100-80GB, inter_host_bytes_per_s=nan", "must be a finite number above 0"),
+        ("99999xCPU-8GB x 2", "room"),
+        ({"profile": "4xCPU-8GB", "hbm_bytes_per_s": -1}, "must be a finite number above 0"),
+        ({"profile": "4xCPU-8GB", "num_hosts": 0}, "at least one host"),
+        ("3xCPU-8GB", "do not fill hosts of 3"),
+        ("1xCPU-8GB x 2", "room for 2"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(
+    api: Api, planning: Callable[[str], Script], cluster: Any, words: str
+) -> None:
+    planning(FIRST_RANK)
+    response = asked(api, cluster)
+    if cluster == "99999xCPU-8GB x 2":
+        assert response.status_code == 200, "one host is enough"
+        return
+    assert words in problem_in(response, 422, "no_plan")["detail"]
+
+
+def test_specs_that_cannot_be_planned_are_refused(
+    api: Api, planning: Callable[[str], Script], tmp_path: Path
+) -> None:
+    planning(HANGS)
+    odd = asked(api, parallelism={"workers": 6, "shard_group_size": 4})
+    assert "multiple of shard_group_size" in problem_in(odd, 422, "invalid_spec")["detail"]
+    data = {"path": str(tmp_path), "label": {"column": "rating"}}
+    unknown = asked(api, data=data, embedding_tables=[{"name": "users", "embedding_dim": 8}])
+    assert "sizes of all tables" in problem_in(unknown, 422, "invalid_spec")["detail"]
+    problem_in(
+        api.http.post("/v1/plans", json={"spec": {}, "time_limit_s": 0}), 422, "invalid_request"
+    )
+    late = problem_in(asked(api, limit_s=0.5), 504, "plan_timed_out")
+    assert "time_limit_s" in late["detail"]
+
+
+def test_a_caller_who_hangs_up_ends_the_process(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    script = planning(HANGS)
+    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
+    body = json.dumps({"spec": spec_document(parallelism=automatic), "cluster": CPU}).encode()
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop(0)
+        while not script.processes:
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/plans",
+        "raw_path": b"/v1/plans",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+        "http_version": "1.1",
+        "asgi": {"version": "3.0"},
+    }
+    asyncio.run(api.http.app(scope, receive, send))
+    (process,) = script.processes
+    wait_for(lambda: process.poll() is not None, "the process to end")
+
+
+# ---- at submit
+
+
+def test_a_job_whose_tables_fit_no_worker_is_refused_with_advice_unless_forced(api: Api) -> None:
+    api.backend.set_hosts(HostFacts("a", 4, 0, 4 * GIB))
+    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
+    body = {"spec": spec_document(embedding_tables=large)}
+    problem = problem_in(api.http.post("/v1/jobs", json=body), 422, "does_not_fit")
+    assert "one copy of the tables takes" in problem["detail"]
+    assert "force=true" in problem["detail"]
+    assert [each["set"] for each in problem["changes"]] == [
+        {"parallelism.workers": 8, "parallelism.shard_group_size": "auto"}
+    ]
+    assert api.http.get("/v1/jobs").json()["items"] == []
+    forced = api.http.post("/v1/jobs?force=true", json=body)
+    assert forced.status_code == 201
+    again = api.http.post(f"/v1/jobs/{forced.json()['id']}:clone", json={"name": "again"})
+    problem_in(again, 422, "does_not_fit")
+
+
+# ---- in the terminal
+
+
+@pytest.mark.usefixtures("client")
+def test_plan_shows_the_grid_memory_and_candidates(
+    planning: Callable[[str], Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning(FIRST_RANK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
+    Path("job.yaml").write_text(yaml.safe_dump(spec_document(parallelism=automatic)))
+    page = shardloom("plan", "job.yaml", "--cluster", CPU)
+    assert page.exit_code == 0, page.output
+    for words in ("recommended", "Shard 0", "0 @0", "Optimizer", "Rows at risk", "nothing was"):
+        assert words in page.stdout
+    found = json.loads(shardloom("plan", "job.yaml", "--cluster", CPU, "--json").stdout)
+    assert found["recommended"]["candidate"]["is_recommended"]
+    plain = shardloom("plan", "job.yaml")
+    assert plain.exit_code == 0 and "not estimated: no host of the cluster" in plain.stdout
+    assert json.loads(shardloom("plan", "job.yaml", "--json").stdout)["plans"] is None
+    refused = shardloom("plan", "job.yaml", "--cluster", "8xH100-80GB, hbm_bytes=0")
+    assert refused.exit_code == 2 and "hbm_bytes is 0" in refused.stderr
+
+
+@pytest.mark.usefixtures("client")
+def test_submit_is_forced_by_an_option(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    api.backend.set_hosts(HostFacts("a", 4, 0, 4 * GIB))
+    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
+    Path("job.yaml").write_text(yaml.safe_dump(spec_document(embedding_tables=large)))
+    refused = shardloom("submit", "job.yaml")
+    assert refused.exit_code == 2 and "What would do" in refused.stderr
+    forced = shardloom("submit", "job.yaml", "--force")
+    assert forced.exit_code == 0, forced.output

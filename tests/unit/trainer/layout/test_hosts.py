@@ -1,0 +1,90 @@
+"""Hosts as a job sees them: room for its workers, their memory, and hosts that are yet to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.builders import spec
+from trainer.layout.hosts import (
+    HostFacts,
+    hosts_by_address,
+    hosts_to_come,
+    num_that_fit,
+    rooms,
+    site_of,
+    worker_bytes,
+)
+from trainer.spec.job import JobSpec
+
+GIB = 2**30
+
+
+def hosts(*cpus: float, gpus: float = 0, memory_bytes: int = 8 * GIB) -> tuple[HostFacts, ...]:
+    """Hosts with so many CPUs each."""
+    return tuple(HostFacts(f"10.0.0.{n}", c, gpus, memory_bytes) for n, c in enumerate(cpus))
+
+
+def job(workers: Any = 4, **resources: Any) -> JobSpec:
+    return spec(parallelism={"workers": workers, "shard_group_size": 2}, resources=resources)
+
+
+def test_a_host_takes_as_many_workers_as_its_scarcest_resource_allows() -> None:
+    assert num_that_fit({"CPU": 2.0}, {"CPU": 7.0}) == 3
+    assert num_that_fit({"CPU": 0.1}, {"CPU": 0.3}) == 3
+    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 4.0}) == 4
+    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0}) == 0
+
+
+def test_room_and_memory_are_counted_in_what_a_worker_asks_for() -> None:
+    halves = job(cpus_per_worker=0.5)
+    assert rooms(halves, hosts(2, 1.4), use_gpu=False) == (4, 2)
+    assert worker_bytes(halves, hosts(2, 1, memory_bytes=800), use_gpu=False) == 200
+    assert worker_bytes(halves, hosts(2, memory_bytes=0), use_gpu=False) is None
+    assert rooms(job(), hosts(8, 8, gpus=2), use_gpu=True) == (2, 2)
+
+
+def test_a_gpu_for_each_worker_is_taken_where_that_is_left_open() -> None:
+    for workers, device, gpus, expected in (
+        (4, "cuda", 0, (True, (0, 0))),
+        (4, "auto", 2, (True, (2, 2))),
+        (4, "auto", 1, (False, (8, 8))),
+        ({"min": 2, "max": 6}, "auto", 1, (True, (1, 1))),
+        (4, "cpu", 2, (False, (8, 8))),
+    ):
+        site = site_of(job(workers, device=device), hosts(8, 8, gpus=gpus))
+        assert (site.use_gpu, site.room) == expected
+
+
+def test_workers_have_the_memory_of_the_smallest_gpu_where_ray_names_them_all() -> None:
+    on_gpus = job(device="cuda")
+
+    def memory(*types: str) -> int | None:
+        nodes = [
+            (f"10.0.0.{number}", {"CPU": 8, "GPU": 2, f"accelerator_type:{each}": 1.0})
+            for number, each in enumerate(types)
+        ]
+        return site_of(on_gpus, hosts_by_address(nodes)).worker_bytes
+
+    assert memory("H100", "H200") == 80 * GIB
+    assert memory("A100") == 40 * GIB
+    assert memory("H100", "T4") is None
+    assert site_of(on_gpus, hosts(8, gpus=2)).worker_bytes is None
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(1, 20))
+def test_hosts_to_come_are_like_the_largest_and_make_no_more_room_than_the_cluster_may_have(
+    slots: list[int], most: int
+) -> None:
+    there = hosts(*slots)
+    found = hosts_to_come(job(), there, most, use_gpu=False)
+    room = rooms(job(), found, use_gpu=False)
+    if not any(slots):
+        assert found == (), "nothing is known of what comes"
+        return
+    assert found[: len(there)] == there
+    assert set(room[len(there) :]) <= {max(slots)}
+    assert sum(room) + max(slots) > most
+    assert sum(room) <= most or found == there

@@ -1,0 +1,156 @@
+"""Layouts side by side: what is recommended, what no other beats, and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.layout.test_scaling import AUTO, CLUSTER, spec_of
+from trainer.layout.choice import choose, need_of
+from trainer.layout.cost import ClusterError, cluster_of
+from trainer.layout.hosts import HostFacts, site_of
+from trainer.layout.layout import LayoutError
+from trainer.layout.plans import (
+    Candidate,
+    Comparer,
+    Comparison,
+    PlanSite,
+    does_fit,
+    smallest_changes,
+    why_not_held,
+)
+from trainer.layout.workload import GroupPlan, RankLoad, TablePlacement
+from trainer.spec.job import JobSpec
+
+GIB = 2**30
+
+
+def compared(spec: JobSpec) -> Comparison:
+    return Comparer(spec, PlanSite.of_profile(CLUSTER, spec)).result()
+
+
+def shape(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.world_size, candidate.shard_group_size, candidate.placement
+
+
+def test_candidates_show_what_the_driver_takes_and_what_no_other_beats() -> None:
+    spec = spec_of(400, parallelism=AUTO)
+    found = compared(spec).candidates
+    expected = choose(need_of(spec, (8,) * 8, CLUSTER.hbm_bytes))
+    (chosen,) = [each for each in found if each.is_chosen]
+    assert shape(chosen) == tuple(vars(expected.layout).values())
+    assert chosen.sync_every_steps == spec.parallelism.sync.every_steps
+    assert chosen.memory_overhead_bytes == expected.memory_overhead_bytes
+    fitting = [each for each in found if each.fits]
+    front = [each for each in fitting if each.is_on_front]
+    assert fitting[0].samples_per_s == max(each.samples_per_s for each in front)
+    for each in fitting:
+        assert each.is_on_front != any(each.is_beaten_by(other) for other in front)
+    assert {each.sync_every_steps for each in front} >= {1, 64}
+    assert {each.placement for each in front} == {"intra_host", "inter_host"}
+
+
+def test_what_auto_takes_is_recommended_unless_another_is_much_faster_with_the_same_interval() -> (
+    None
+):
+    rare = AUTO | {"sync": {"every_steps": 64}}
+    calm = compared(spec_of(40, parallelism=rare))
+    assert calm.recommended is not None and calm.recommended.candidate.is_chosen
+    assert calm.reason.startswith(calm.recommended.choice.reason.split(":")[0])
+    busy = compared(spec_of(40, parallelism=AUTO))
+    best = busy.recommended.candidate
+    assert not best.is_chosen and best.sync_every_steps in (
+        1,
+        spec_of(1).parallelism.sync.every_steps,
+    )
+    assert "is the fastest that fits, by" in busy.reason
+    assert "which the spec and auto take" in busy.reason
+
+
+def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
+    for each in compared(spec_of(400, batch_size=10, parallelism=AUTO)).candidates:
+        if each.failure_domain == "replica_group":
+            expected = each.sync_every_steps * each.shard_group_size * 10
+        else:
+            expected = 100 * 64 * 10  # since the last checkpoint
+        assert each.rows_at_risk == expected
+
+
+def test_candidates_survive_what_the_spec_asks_for() -> None:
+    parallelism = {"workers": 64, "shard_group_size": "auto", "survive": {"hosts": 2}}
+    found = compared(spec_of(40, parallelism=parallelism)).candidates
+    assert found and all(each.num_hosts_survived >= 2 for each in found)
+    few = PlanSite(CLUSTER, (8, 8))
+    with pytest.raises(LayoutError, match="add hosts"):
+        Comparer(spec_of(40, parallelism=AUTO), few)
+
+
+def test_where_nothing_fits_the_changes_that_would_do_are_named() -> None:
+    spec = spec_of(400, parallelism=AUTO | {"workers": 4})
+    found = compared(spec)
+    assert found.recommended is None and not any(each.fits for each in found.candidates)
+    assert found.reason.startswith("no layout fits in memory; the smallest is one copy on 4")
+
+    def fits(changed: JobSpec) -> bool:
+        return does_fit(changed, PlanSite.of_profile(CLUSTER, changed))
+
+    changes = smallest_changes(spec, fits, "cuda")
+    assert {"parallelism.planner.compute_kernel": "auto"} in [each.set for each in changes]
+    more = next(each for each in changes if "parallelism.workers" in each.set)
+    assert more.set["parallelism.workers"] == 16
+    assert "needs 9 workers" in str(why_not_held(spec, CLUSTER.hbm_bytes))
+    assert why_not_held(spec_of(400, parallelism=AUTO | {"workers": 16}), CLUSTER.hbm_bytes) is None
+
+
+def test_a_table_that_must_be_whole_and_is_too_large_is_to_be_split() -> None:
+    spec = spec_of(2, {"sharding_types": ["table_wise"]}, parallelism=AUTO | {"workers": 4})
+    assert "must stay whole" in str(why_not_held(spec, GIB))
+    (first, *_) = smallest_changes(
+        spec, lambda changed: why_not_held(changed, 2 * GIB) is None, "cpu"
+    )
+    types = first.set["embedding_tables[0].constraints.sharding_types"]
+    assert types == ["table_wise", "row_wise"] and "row_wise" in first.text
+
+
+def test_a_plan_of_torchrec_decides_memory_and_balance_of_the_layouts_with_such_groups() -> None:
+    spec = spec_of(4, parallelism=AUTO | {"workers": 8})
+    comparer = Comparer(spec, PlanSite.of_profile(CLUSTER, spec))
+    option = next(
+        each for each in comparer.result().options if each.candidate.shard_group_size == 4
+    )
+    tables = tuple(
+        TablePlacement(
+            name=table.name, sharding_type="table_wise", compute_kernel="fused", ranks=(0,)
+        )
+        for table in spec.embedding_tables
+    )
+    heavy = RankLoad(tables_bytes=70 * GIB, lookup_bytes=8.0, output_bytes=1.0, sync_bytes=1)
+    plan = GroupPlan(tables=tables, ranks=(heavy, *[RankLoad()] * 3))
+    comparer.add(option.topology, plan)
+    found = [
+        each.candidate for each in comparer.result().options if each.topology == option.topology
+    ]
+    assert found and all(each.is_planned for each in found)
+    assert {each.lookup_imbalance for each in found} == {4.0}
+    assert {each.peak.tables_bytes for each in found} == {70 * GIB}
+    assert {each.mean.tables_bytes for each in found} == {70 * GIB / 4}
+    comparer.add(option.topology, GroupPlan(obstacle="no sharding plan fits"))
+    found = [each for each in comparer.result().candidates if each.is_planned]
+    assert not any(each.fits for each in found)
+    assert {each.obstacle for each in found} == {"no sharding plan fits"}
+
+
+def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> None:
+    spec = spec_of(4, parallelism=AUTO | {"workers": 8})
+    gpu = HostFacts("a", 16, 8, 64 * GIB, "H100", 80 * GIB)
+    site = PlanSite.of_site(site_of(spec, [gpu]))
+    assert (site.cluster.device, site.room) == ("cuda", (8,))
+    assert site.cluster.hbm_bytes_per_s == cluster_of("8xH100-80GB").hbm_bytes_per_s
+    cpu = PlanSite.of_site(site_of(spec, [HostFacts("a", 8, 0, 64 * GIB)]))
+    assert (cpu.cluster.device, cpu.cluster.hbm_bytes) == ("cpu", 8 * GIB)
+    unknown = replace(gpu, gpu="T4", gpu_memory_bytes=0)
+    for hosts, words in (([unknown], "GPUs \\(T4\\)"), ([], "no host")):
+        with pytest.raises(ClusterError, match=words):
+            PlanSite.of_site(site_of(spec, hosts))

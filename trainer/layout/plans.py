@@ -1,0 +1,528 @@
+"""Layouts of a spec on a cluster side by side: what each costs, which to take, what to change.
+
+Pure arithmetic, no torch. `Comparer` lists layouts that survive what they must, each with
+several sync intervals and both modes. Where TorchRec has planned a sharding group (`GroupPlan`) its
+tables lie as planned there; else the cost model lays them out itself (`trainer.layout.workload`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.layout.choice import Choice, candidates, choose, need_of, size_text
+from trainer.layout.cost import (
+    NUM_BATCHES,
+    Cluster,
+    ClusterError,
+    Cost,
+    MemoryUse,
+    StepTime,
+    cpu_cluster,
+    gpu_cluster_of_ray,
+    sync_latency_s,
+)
+from trainer.layout.hosts import Site
+from trainer.layout.layout import LayoutError
+from trainer.layout.scaling import fastest_of, ways_of
+from trainer.layout.workload import (
+    GroupPlan,
+    GroupTopology,
+    SyncSums,
+    Workload,
+    planned,
+    whole_loads,
+    with_sync,
+)
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import ParallelismSpec, SyncSpec
+from trainer.spec.parse import set_values
+
+# Sync intervals to compare, beside the spec's own.
+_SYNC_INTERVALS = (1, 4, 16, 64)
+_MODES = ("touched_rows", "full")
+# An estimate must promise so much more than what `auto` takes to be recommended in its place.
+_WORTH_IT = 1.1
+_MOST_WORKERS_FACTOR = 64
+_MAX_CHANGES = 3
+
+
+@dataclass(frozen=True)
+class PlanSite:
+    """A cluster with room for so many workers on each host, each as the cluster describes it."""
+
+    cluster: Cluster
+    room: tuple[int, ...]
+
+    @classmethod
+    def of_profile(cls, cluster: Cluster, spec: JobSpec) -> PlanSite:
+        """Hosts of a described cluster, all of them, or as many as the spec's workers take."""
+        world_size = spec.parallelism.world_size
+        num_hosts = cluster.num_hosts or cluster.hosts_for(world_size)
+        room = min(world_size, cluster.gpus_per_host)
+        return cls(cluster, (room,) * min(num_hosts, world_size))
+
+    @classmethod
+    def of_site(cls, site: Site) -> PlanSite:
+        """The hosts that Ray tells of; raises `ClusterError` where too little is known of them."""
+        room, most = site.room, max(site.room, default=0)
+        if not most:
+            raise ClusterError(
+                "no host of the cluster has room for a worker, or none is known; describe the "
+                "cluster to plan for"
+            )
+        if site.worker_bytes is None:
+            types = ", ".join(
+                sorted({host.gpu or "unknown" for host in site.hosts if host.num_gpus})
+            )
+            what = f"GPUs ({types})" if site.use_gpu else "hosts"
+            raise ClusterError(
+                f"the memory of the cluster's {what} is not known; describe the cluster to plan for"
+            )
+        if site.use_gpu:
+            gpu = next(host.gpu for host in site.hosts if host.num_gpus)
+            cluster = replace(gpu_cluster_of_ray(gpu, most), hbm_bytes=site.worker_bytes)
+        else:
+            cluster = cpu_cluster(most, site.worker_bytes)
+        cluster = replace(cluster, name="the service's own", num_hosts=len(room))
+        return cls(cluster, room)
+
+    def grown_for(self, spec: JobSpec) -> PlanSite:
+        """The same hosts, or as many more as the spec's workers take of a cluster without end."""
+        if self.cluster.num_hosts is not None:
+            return self
+        return PlanSite.of_profile(self.cluster, spec)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a sync interval and mode, and what it is worth.
+
+    `rows_at_risk` are the most that a lost host undoes: of one group since a sync where groups are
+    failure domains, else of all workers since a checkpoint. `is_planned` where TorchRec placed the
+    tables, `is_chosen` what the spec and `auto` take, `is_on_front` what no other beats in speed,
+    memory and survivability at once.
+    """
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    sync_every_steps: int
+    sync_mode: str
+    failure_domain: str
+    num_hosts_survived: int
+    num_hosts_per_shard: int
+    rows_at_risk: int
+    memory_overhead_bytes: int
+    sync_latency_s: float
+    fits: bool
+    obstacle: str
+    samples_per_s: float
+    memory_share: float
+    lookup_imbalance: float
+    step: StepTime
+    peak: MemoryUse
+    mean: MemoryUse
+    is_planned: bool = False
+    is_chosen: bool = False
+    is_recommended: bool = False
+    is_on_front: bool = False
+
+    def is_beaten_by(self, other: Candidate) -> bool:
+        """Whether another is at least as good in everything and better in something."""
+        mine, its = self._merits, other._merits
+        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
+    @property
+    def _merits(self) -> tuple[float, ...]:
+        survived = (self.num_hosts_survived, -self.rows_at_risk)
+        # No estimate is better than to three digits.
+        return (float(f"{self.samples_per_s:.3g}"), -round(self.memory_share, 3), *survived)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate with the layout behind it, and the group that TorchRec is asked to plan."""
+
+    candidate: Candidate
+    choice: Choice
+    topology: GroupTopology
+    spec: JobSpec
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All candidates, those that fit first, by speed; and why one of them is recommended."""
+
+    options: tuple[Option, ...]
+    reason: str
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(option.candidate for option in self.options)
+
+    @property
+    def recommended(self) -> Option | None:
+        """None where nothing fits."""
+        return next((each for each in self.options if each.candidate.is_recommended), None)
+
+
+class Comparer:
+    """Layouts of the spec's T workers, or of as many as there is room for, side by side.
+
+    L and the placement are free whatever the spec says. Raises `LayoutError` where the cluster
+    has no room for the fewest workers, or no layout survives what it must.
+    """
+
+    def __init__(self, spec: JobSpec, site: PlanSite, *, only_own_sync: bool = False) -> None:
+        self._spec, self._site, self._only_own_sync = spec, site, only_own_sync
+        self._need = need = need_of(spec, site.room, site.cluster.hbm_bytes)
+        # The cost says what has room in memory.
+        free = replace(need, shard_group_size=None, placement=None, worker_table_bytes=None)
+        self._chosen = choose(free)
+        with suppress(LayoutError):  # of memory
+            self._chosen = choose(need)
+        world_size = self._chosen.layout.world_size
+        sized = _freed(spec).with_workers(world_size)
+        table_bytes = spec.table_bytes
+        assert table_bytes is not None, "a plan needs the sizes of the tables"
+        self._whole, self._table_bytes = whole_loads(sized), table_bytes
+        self._sums: dict[tuple[Any, ...], SyncSums] = {}
+        self._options: dict[Choice, list[Option]] = {}
+        self._laid_out: dict[Choice, JobSpec] = {}
+        for choice in candidates(free):
+            layout = choice.layout
+            if layout.world_size != world_size or choice.num_hosts_survived < need.survive_hosts:
+                continue
+            with suppress(ValidationError):  # of what the spec asks of a layout
+                self._laid_out[choice] = _with_layout(sized, choice)
+                self._options[choice] = _distinct(self._at_syncs(choice, None))
+
+    def add(self, topology: GroupTopology, plan: GroupPlan) -> None:
+        """Cost the layouts with such groups anew, by TorchRec's plan."""
+        for choice, options in self._options.items():
+            if options[0].topology == topology:
+                self._options[choice] = _distinct(self._at_syncs(choice, plan))
+
+    def result(self) -> Comparison:
+        found = [each for options in self._options.values() for each in options]
+        return _judged(self._spec, self._chosen, found)
+
+    def _at_syncs(self, choice: Choice, plan: GroupPlan | None) -> Iterator[Option]:
+        """A layout at several sync intervals and in both modes."""
+        spec, cluster, layout = self._laid_out[choice], self._site.cluster, choice.layout
+        topology = topology_of(choice, self._site, spec)
+        is_placed = plan is not None and bool(plan.tables)
+        ways = (
+            [planned(spec, layout, plan)]
+            if plan and is_placed
+            else ways_of(spec, layout, self._whole)
+        )
+        own = spec.parallelism.sync
+        for sync in [own] if self._only_own_sync else _syncs(spec, choice):
+            with_its_syncs = ways
+            if layout.num_replicas > 1:
+                at_sync = _with_sync(spec, sync)
+                sums = self._sums_of(at_sync)
+                with_its_syncs = [with_sync(each, at_sync, sums) for each in ways]
+            workload, cost = fastest_of(with_its_syncs, layout, cluster)
+            if plan and is_placed:
+                cost = _with_ranks(cost, rank_memory(workload, plan, cluster), cluster)
+            elif plan or not self._need.holds_tables(layout.shard_group_size):
+                cost = replace(cost, fits=False)
+            candidate = replace(
+                self._candidate(choice, sync, workload, cost),
+                is_planned=plan is not None,
+                obstacle=plan.obstacle if plan else "",
+                is_chosen=_is_same(choice, self._chosen)
+                and (layout.num_replicas == 1 or sync == self._spec.parallelism.sync),
+            )
+            yield Option(candidate, choice, topology, spec)
+
+    def _candidate(
+        self, choice: Choice, sync: SyncSpec, workload: Workload, cost: Cost
+    ) -> Candidate:
+        layout, spec, cluster = choice.layout, self._spec, self._site.cluster
+        batch = spec.data.batch_size
+        rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
+        if choice.failure_domain == "replica_group":
+            rows_at_risk = sync.every_steps * layout.shard_group_size * batch
+        link = cluster.intra_host_bytes_per_s
+        if any(len(holders) > 1 for holders in choice.copies_by_host):
+            link = cluster.inter_host_bytes_per_s
+        return Candidate(
+            **vars(layout),
+            num_replicas=layout.num_replicas,
+            sync_every_steps=sync.every_steps,
+            sync_mode=sync.mode,
+            failure_domain=choice.failure_domain,
+            num_hosts_survived=choice.num_hosts_survived,
+            num_hosts_per_shard=min(len(holders) for holders in choice.copies_by_host),
+            rows_at_risk=rows_at_risk,
+            memory_overhead_bytes=choice.memory_overhead_bytes or 0,
+            sync_latency_s=sync_latency_s(self._table_bytes, layout, link),
+            fits=cost.fits,
+            obstacle="",
+            samples_per_s=cost.samples_per_s,
+            memory_share=cost.peak.total_bytes / cluster.hbm_bytes,
+            lookup_imbalance=workload.lookup_imbalance,
+            step=cost.step,
+            peak=cost.peak,
+            mean=cost.mean,
+        )
+
+    def _sums_of(self, spec: JobSpec) -> SyncSums:
+        sync, domain = spec.parallelism.sync, spec.parallelism.failure_domain
+        key = (sync.every_steps, sync.mode, domain)
+        if key not in self._sums:
+            self._sums[key] = SyncSums.of(spec)
+        return self._sums[key]
+
+
+def _distinct(options: Iterable[Option]) -> list[Option]:
+    """Without full syncs that are what a sync of touched rows comes to, unless they were chosen."""
+    found: dict[tuple[Any, ...], Option] = {}
+    for option in options:
+        each = option.candidate
+        key = (each.sync_every_steps, each.samples_per_s, each.peak)
+        if key not in found or each.is_chosen:
+            found[key] = option
+    return list(found.values())
+
+
+def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
+    """The spec with a layout, of which only the section that names it is checked: there may be
+    thousands of tables. Raises `ValidationError`."""
+    layout = choice.layout
+    resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
+    checked = ParallelismSpec.model_validate(resolved.model_dump(), context={"chosen": True})
+    return spec.model_copy(update={"parallelism": checked})
+
+
+def _freed(spec: JobSpec) -> JobSpec:
+    """The spec with L and the placement left open."""
+    free = {"shard_group_size": "auto", "placement": "auto"}
+    return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=free)})
+
+
+def _is_same(choice: Choice, chosen: Choice) -> bool:
+    return (choice.layout, choice.group_hosts) == (chosen.layout, chosen.group_hosts)
+
+
+def _judged(spec: JobSpec, chosen: Choice, found: Sequence[Option]) -> Comparison:
+    """The options sorted and marked."""
+    fitting = [each.candidate for each in found if each.candidate.fits]
+    best = _recommended(spec, fitting)
+    marked = [
+        replace(
+            each,
+            candidate=replace(
+                each.candidate,
+                is_on_front=each.candidate.fits
+                and not any(map(each.candidate.is_beaten_by, fitting)),
+                is_recommended=each.candidate is best,
+            ),
+        )
+        for each in found
+    ]
+    order = sorted(
+        marked, key=lambda each: (not each.candidate.fits, -each.candidate.samples_per_s)
+    )
+    return Comparison(tuple(order), _reason(chosen, best, [each.candidate for each in order]))
+
+
+def _recommended(spec: JobSpec, fitting: Sequence[Candidate]) -> Candidate | None:
+    """What the spec and `auto` take, unless another is much faster with the same sync interval."""
+    every_steps = spec.parallelism.sync.every_steps
+    own = [each for each in fitting if each.sync_every_steps == every_steps] or fitting
+    fastest = max(own, key=lambda each: each.samples_per_s, default=None)
+    chosen = next((each for each in own if each.is_chosen), None)
+    if fastest is None or chosen is None:
+        return fastest
+    return fastest if fastest.samples_per_s > _WORTH_IT * chosen.samples_per_s else chosen
+
+
+def _reason(
+    chosen: Choice,
+    best: Candidate | None,
+    candidates: Sequence[Candidate],
+) -> str:
+    """Why that one is recommended, in a sentence."""
+    if best is None:
+        least = min(candidates, key=lambda each: each.peak.needed_bytes, default=None)
+        if least is None:
+            return "no layout has room"
+        needed, share = size_text(int(least.peak.needed_bytes)), least.memory_share
+        what = least.obstacle or f"it needs {needed} on a worker ({share:.0%} with the reserve)"
+        return f"no layout fits in memory; the smallest is {_name(least)}: {what}"
+    if best.is_chosen:
+        rival = next((each for each in candidates if each.fits), best)
+        more = rival.samples_per_s / best.samples_per_s - 1
+        rest = f"; {_name(rival)} would be {more:.0%} faster" if more > 0.01 else ""
+        return f"{chosen.reason}{rest}"
+    own = next((each for each in candidates if each.is_chosen), None)
+    if own is None:
+        return f"{_name(best)} is the fastest that fits"
+    if not own.fits:
+        return f"{_name(best)} is the fastest that fits; {_name(own)}, which auto takes, does not"
+    more = best.samples_per_s / own.samples_per_s - 1
+    return (
+        f"{_name(best)} is the fastest that fits, by {more:.0%} over {_name(own)}, which the spec "
+        "and auto take"
+    )
+
+
+def _name(candidate: Candidate) -> str:
+    return (
+        f"{candidate.num_replicas} x {candidate.shard_group_size} {candidate.placement}, "
+        f"{candidate.sync_mode} sync every {candidate.sync_every_steps}"
+        if candidate.num_replicas > 1
+        else f"one copy on {candidate.shard_group_size} workers"
+    )
+
+
+def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
+    """What TorchRec's planner is told of one sharding group of a layout."""
+    cluster = site.cluster
+    per_host = {num for hosts in choice.group_hosts for num in Counter(hosts).values()}
+    memory_bytes = spec.resources.memory_bytes_per_worker or cluster.hbm_bytes
+    return GroupTopology(
+        shard_group_size=choice.layout.shard_group_size,
+        ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
+        device=cluster.device,
+        memory_bytes=int(memory_bytes - cluster.process_bytes),
+        host_memory_bytes=0,
+        memory_bytes_per_s=cluster.hbm_bytes_per_s,
+        intra_host_bytes_per_s=cluster.intra_host_bytes_per_s,
+        inter_host_bytes_per_s=cluster.inter_host_bytes_per_s,
+    )
+
+
+def _syncs(spec: JobSpec, choice: Choice) -> list[SyncSpec]:
+    sync = spec.parallelism.sync
+    if choice.layout.num_replicas == 1 or sync.overlap:  # which is set for its interval
+        return [sync]
+    intervals = sorted({sync.every_steps, *_SYNC_INTERVALS})
+    modes = [sync.mode] if spec.optimizer.sparse.changes_untouched_rows else _MODES
+    return [
+        sync.model_copy(update={"every_steps": every_steps, "mode": mode})
+        for every_steps in intervals
+        for mode in modes
+    ]
+
+
+def _with_sync(spec: JobSpec, sync: SyncSpec) -> JobSpec:
+    parallelism = spec.parallelism.model_copy(update={"sync": sync})
+    return spec.model_copy(update={"parallelism": parallelism})
+
+
+def rank_memory(workload: Workload, plan: GroupPlan, cluster: Cluster) -> tuple[MemoryUse, ...]:
+    """Memory of each rank of a group that TorchRec has planned, by its position."""
+    batch, even = workload.batch_size, replace(workload, lookup_imbalance=1, table_imbalance=1)
+    held = sum(rank.sync_bytes for rank in plan.ranks) or 1
+    common = even.dense_activation_bytes * batch
+    return tuple(
+        MemoryUse(
+            tables_bytes=rank.tables_bytes,
+            optimizer_bytes=rank.optimizer_bytes,
+            activations_bytes=common + 2 * rank.output_bytes,
+            input_bytes=NUM_BATCHES * rank.input_bytes,
+            dense_bytes=workload.dense_bytes,
+            sync_buffers_bytes=workload.sync_buffer_bytes * rank.sync_bytes / held,
+            process_bytes=cluster.process_bytes,
+            reserve_bytes=cluster.reserve_bytes,
+        )
+        for rank in plan.ranks
+    )
+
+
+def _with_ranks(cost: Cost, ranks: Sequence[MemoryUse], cluster: Cluster) -> Cost:
+    peak = max(ranks, key=lambda each: each.needed_bytes)
+    names = vars(peak)
+    mean = MemoryUse(
+        **{name: sum(getattr(each, name) for each in ranks) / len(ranks) for name in names}
+    )
+    return replace(cost, peak=peak, mean=mean, fits=peak.needed_bytes <= cluster.hbm_bytes)
+
+
+# ---- what to change where nothing fits
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the spec that would do, as `--set` takes it, and in words."""
+
+    set: Mapping[str, Any]
+    text: str
+
+
+def does_fit(spec: JobSpec, site: PlanSite) -> bool:
+    """Whether a layout fits in memory by the estimate; raises `LayoutError` as `Comparer` does."""
+    found = Comparer(spec, site, only_own_sync=True).result()
+    return any(each.fits for each in found.candidates)
+
+
+def why_not_held(spec: JobSpec, worker_bytes: int) -> str | None:
+    """Why workers of that memory hold the tables in no group that the spec allows, however many
+    hosts there are; None where they do, which is the least that a job needs to start."""
+    parallelism = spec.parallelism
+    survived = parallelism.survive.hosts if parallelism.survive else 0
+    num_workers = parallelism.world_size
+    try:
+        choose(need_of(spec, [num_workers] * (survived + num_workers), worker_bytes))
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def smallest_changes(
+    spec: JobSpec, fits: Callable[[JobSpec], bool], device: str
+) -> tuple[Change, ...]:
+    """Changes of which each alone lets the spec fit, those that cost least first; a few of them."""
+    found: dict[frozenset[str], Change] = {}
+    for change in _changes(spec, device):
+        if frozenset(change.set) in found:
+            continue
+        with suppress(SpecError, LayoutError, ClusterError):
+            document = set_values(spec.model_dump(mode="json"), change.set)
+            if fits(JobSpec.checked(document)):
+                found[frozenset(change.set)] = change
+        if len(found) == _MAX_CHANGES:
+            break
+    return tuple(found.values())
+
+
+def _changes(spec: JobSpec, device: str) -> Iterator[Change]:
+    parallelism, tables = spec.parallelism, list(enumerate(spec.embedding_tables))
+    whole = [(index, table) for index, table in tables if table.constraints.is_whole]
+    if whole:
+        index, table = max(whole, key=lambda pair: spec.size_bytes(pair[1]) or 0)
+        types = [*table.constraints.sharding_types, "row_wise"]
+        path = f"embedding_tables[{index}].constraints.sharding_types"
+        yield Change({path: types}, f"let the rows of table '{table.name}' be split (row_wise)")
+    if parallelism.shard_group_size != "auto":
+        text = "let the planner take the group size (shard_group_size auto)"
+        yield Change({"parallelism.shard_group_size": "auto"}, text)
+    if any(table.data_type == "fp32" for _, table in tables):
+        half = {f"embedding_tables[{index}].data_type": "fp16" for index, _ in tables}
+        yield Change(half, "store the tables in fp16")
+    if not spec.may_cache and device == "cuda":
+        text = "keep tables in host memory as far as GPU memory does not hold them"
+        yield Change({"parallelism.planner.compute_kernel": "auto"}, text)
+    for factor in (2, 4, 8):
+        if spec.data.batch_size >= factor:
+            batch = spec.data.batch_size // factor
+            yield Change({"data.batch_size": batch}, f"lower data.batch_size to {batch}")
+    factor = 2
+    while factor <= _MOST_WORKERS_FACTOR:
+        num_workers = parallelism.world_size * factor
+        values = {"parallelism.workers": num_workers, "parallelism.shard_group_size": "auto"}
+        yield Change(values, f"raise parallelism.workers to {num_workers}, in groups of any size")
+        factor *= 2

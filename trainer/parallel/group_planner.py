@@ -1,0 +1,107 @@
+"""TorchRec's plan of one sharding group without its ranks, for a service that loads no torch.
+
+    python -m trainer.parallel.group_planner < tasks > plans
+
+A line of JSON for each, `PlanTask` and `GroupPlan`, as soon as it is made. It is the plan that the
+workers would make (`plan_group`), from memory and bandwidths that it is told instead of measured
+ones; no user code runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from pydantic import BaseModel
+
+from trainer.layout.workload import (
+    DATA_PARALLEL,
+    GroupPlan,
+    GroupTopology,
+    TablePlacement,
+    rank_loads,
+)
+from trainer.models.sparse import SparseArch
+from trainer.parallel.optimizer import fused_optimizer_params
+from trainer.parallel.planner import (
+    Bandwidths,
+    PlanError,
+    kernels_of,
+    plan_group,
+    table_constraints,
+    table_plans,
+    topology_of,
+)
+from trainer.parallel.sharding import sharders
+from trainer.protocol import events
+from trainer.spec.job import JobSpec
+
+_META = torch.device("meta")
+# TorchRec reckons in bytes a millisecond.
+_PER_MS = 1e-3
+
+
+class PlanTask(BaseModel):
+    """A spec whose layout is known, as a document, and the group to plan."""
+
+    spec: dict[str, object]
+    topology: GroupTopology
+
+
+def group_plan(spec: JobSpec, topology: GroupTopology) -> GroupPlan:
+    """The plan of one sharding group, or why there is none."""
+    kept = 1 - spec.parallelism.planner.storage_reservation
+    usable = int(topology.memory_bytes * kept), int(topology.host_memory_bytes * kept)
+    links = Bandwidths(
+        topology.memory_bytes_per_s * _PER_MS,
+        topology.intra_host_bytes_per_s * _PER_MS,
+        topology.inter_host_bytes_per_s * _PER_MS,
+    )
+    size, per_host, device = topology.shard_group_size, topology.ranks_per_host, topology.device
+    try:
+        constraints = table_constraints(spec, per_host, device)
+        plan = plan_group(
+            SparseArch(spec, _META),
+            spec,
+            sharders(spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)),
+            topology_of(size, per_host, device, usable, links),
+            constraints,
+        )
+    except PlanError as error:
+        return GroupPlan(obstacle=str(error))
+    kernels, tables = kernels_of(plan), table_plans(plan, spec)
+    placements = tuple(_placement(table, *kernels[table.name], size) for table in tables)
+    shards = {
+        table.name: [(each.position, each.num_rows, each.num_columns) for each in table.shards]
+        for table in tables
+    }
+    return GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
+
+
+def _placement(
+    table: events.TablePlan, kernel: str, load_factor: float, size: int
+) -> TablePlacement:
+    ranks = tuple(dict.fromkeys(shard.position for shard in table.shards))
+    is_everywhere = table.sharding_type == DATA_PARALLEL
+    return TablePlacement(
+        name=table.name,
+        sharding_type=table.sharding_type,
+        compute_kernel=kernel,
+        ranks=None if len(ranks) == size else ranks,
+        row_parts=1 if is_everywhere else len({shard.row_offset for shard in table.shards}),
+        load_factor=load_factor,
+    )
+
+
+def main() -> int:
+    """Answer the tasks on standard input."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no part of an answer
+    for line in sys.stdin.buffer:
+        task = PlanTask.model_validate_json(line)
+        spec = JobSpec.checked(task.spec, {"stored": True, "chosen": True})
+        print(group_plan(spec, task.topology).model_dump_json(), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,8 @@ from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
 CURRENT = "current"
+# The timeline has all of it.
+_MAX_REASON_CHARS = 300
 # Causes after which no group of that number comes back.
 FOR_GOOD = frozenset({"resize", "drain"})
 
@@ -100,8 +102,8 @@ def _with_gone(
     membership: Membership, event: events.GroupLost | events.GroupLeft, reason: str, message: str
 ) -> Membership:
     """The membership without one incarnation of a group, which may come back."""
-    hosts = tuple(event.hosts)
-    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, reason, message)
+    texts = reason[:_MAX_REASON_CHARS], message[:_MAX_REASON_CHARS]
+    gone = GoneGroup(event.group, event.incarnation, tuple(event.hosts), event.time, *texts)
     rest = _with_out(membership, event)
     return replace(rest, gone=(*_without(rest.gone, event.group), gone))
 
@@ -154,6 +156,12 @@ def group_size(membership: Membership) -> int:
         return membership.layout.shard_group_size
     hosts = [member.hosts for member in membership.members]
     return max(map(len, [*hosts, *(gone.hosts for gone in membership.gone)]), default=0)
+
+
+def num_places(membership: Membership) -> int:
+    """How much is kept of an attempt's groups: groups, their hosts, and hosts that are left out."""
+    groups = (*membership.members, *membership.gone)
+    return sum(1 + len(group.hosts) for group in groups) + len(membership.excluded_hosts)
 
 
 def num_wanted(membership: Membership) -> int:
@@ -228,6 +236,7 @@ def workers_held(job: Job) -> int:
     """How many workers a job has now, at most; 0 where it does not run."""
     if job.status.is_terminal or job.status.is_at_rest:
         return 0
-    membership = current_membership(job)
-    reported = membership.world_size if membership else 0
+    membership, most = current_membership(job), job.spec.parallelism.world_size
+    # A job may say what it likes, but others wait for what it holds.
+    reported = min(membership.world_size, most) if membership else 0
     return reported or QueueState.of(job).workers or sizes_of_job(job).world_size

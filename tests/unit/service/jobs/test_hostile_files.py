@@ -11,13 +11,24 @@ from pathlib import Path
 import pytest
 
 from service.api import deps, views
+from service.db import queries
 from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
 from service.jobs.run_storage import limit_growth, run_dir_of
-from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, spec_document
+from service.reconciler.outbox import unread_batches
+from tests.harness.builders import (
+    NOW,
+    attempt_ended,
+    batch,
+    checkpoint,
+    metrics,
+    spec_document,
+    workers_started,
+)
 from tests.harness.service import Api, House, end, problem_in
 from trainer.export.requests import ask_for
+from trainer.protocol.events import Note
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -215,6 +226,46 @@ def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> 
     assert len(shown) == len(api.store.metric_names(job_id)) == MAX_METRICS
     assert shown["train/loss"] == 0.5
     assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
+
+
+def test_the_timeline_of_a_job_has_room_for_so_many_events_and_bytes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "_MAX_LINES", 12)
+    monkeypatch.setattr(queries, "_MAX_LARGE_BYTES", 300_000)
+    job_id = api.start()
+    known = len(api.store.list_timeline(job_id))
+    large = workers_started().model_copy(update={"hosts": ["h" * 200] * 500})
+    api.post_events(f"{job_id}-a0", batch(*[large] * 4))
+    kinds = [line.kind for line in api.store.list_timeline(job_id)][known:]
+    assert kinds == ["workers_started"] * 2 + ["note"] * 2
+    assert api.store.get_job(job_id).status is JobStatus.RUNNING
+    notes = [Note(time=NOW, message=str(number)) for number in range(100)]
+    for stream in ("a", "b"):
+        api.post_events(f"{job_id}-a0", batch(*notes, stream=stream))
+    lines = api.store.list_timeline(job_id)
+    assert len(lines) == 12
+    assert "the timeline is full" in lines[-1].message
+
+
+def test_documents_are_bounded_more_tightly_than_archives_of_code(api: Api) -> None:
+    large = b"[" + b"{}," * (3 << 20) + b"{}]"
+    for path in ("/v1/jobs", "/v1/attempts/x/events"):
+        problem_in(api.http.post(path, content=large), 413, "body_too_large")
+    problem_in(api.http.post("/v1/code", content=large), 422, "invalid_request")
+
+
+def test_an_outbox_that_grows_while_it_is_read_is_read_to_where_it_ended(house: House) -> None:
+    job = house.submit("running", "failed")
+    house.poll()
+    line = metrics(1, train_loss=0.5).model_dump_json() + "\n"
+    path = house.leave(job)
+    path.write_text(line * 100)
+    batches = unread_batches(house.files(job), {}, NOW)
+    for found in batches:
+        assert found.first_seq == 0
+        with path.open("a") as file:
+            file.write(line * 100)
 
 
 def test_lists_show_the_newest_exports_and_messages_of_bounded_length(

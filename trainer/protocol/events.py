@@ -137,10 +137,7 @@ class WorkersStarted(EventModel):
         shards = (shard for table in self.tables for shard in table.shards)
         if any(shard.position >= self.shard_group_size for shard in shards):
             raise ValueError("a shard is at a position that no sharding group has")
-        sharding, replicas = (
-            {*chain(*each)} for each in (self.sharding_groups, self.replica_groups)
-        )
-        if sharding != replicas:
+        if {*chain(*self.sharding_groups)} != {*chain(*self.replica_groups)}:
             raise ValueError("sharding groups and replica groups are not of the same ranks")
         return self
 

@@ -96,6 +96,12 @@ def replace_untrusted(
         os.fsync(folder)
 
 
+def remove_untrusted(path: Path, within: Path) -> None:
+    """Remove a file, or a link, below the trusted folder `within`, if it is there."""
+    with suppress(FileNotFoundError), open_folder(path.parent, within) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
 def list_untrusted(path: Path, within: Path) -> list[Path]:
     """Paths of what is in a folder, the first `MAX_ENTRIES`; empty where there is no folder."""
     try:

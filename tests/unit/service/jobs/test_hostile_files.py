@@ -15,7 +15,7 @@ from service.db import queries
 from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
-from service.jobs.run_storage import limit_growth, run_dir_of
+from service.jobs.run_storage import limit_growth, run_dir_of, withdraw_pause
 from service.reconciler.outbox import unread_batches
 from tests.harness.builders import (
     NOW,
@@ -26,8 +26,9 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service import Api, House, end, problem_in
+from tests.harness.service import Api, House, end, problem_in, running
 from trainer.export.requests import ask_for
+from trainer.protocol import code_archive
 from trainer.protocol.events import Note
 from trainer.protocol.untrusted import (
     NotRegular,
@@ -266,6 +267,40 @@ def test_an_outbox_that_grows_while_it_is_read_is_read_to_where_it_ended(house: 
         assert found.first_seq == 0
         with path.open("a") as file:
             file.write(line * 100)
+
+
+def test_what_lies_among_uploads_of_code_keeps_nobody_from_uploading(
+    api: Api, tmp_path: Path
+) -> None:
+    uploads = api.settings.runs_dir / ".code"
+    uploads.mkdir(parents=True)
+    (uploads / f"{'0' * 64}.zip").symlink_to("/nowhere")
+    (uploads / "junk.zip").touch()
+    os.truncate(uploads / "junk.zip", 1 << 40)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "model.py").touch()
+    answer = api.http.post("/v1/code", content=code_archive.pack(tmp_path / "package"))
+    assert answer.status_code == 201
+
+
+def test_nothing_is_made_or_removed_through_an_attempt_that_is_a_link(
+    api: Api, tmp_path: Path
+) -> None:
+    job_id = running(api)
+    attempt, theirs = api.files(job_id).root, tmp_path / "theirs"
+    attempt.rename(theirs)
+    attempt.symlink_to(theirs)
+    for name in ("pause-request.json", "growth-limit.json"):
+        (theirs / name).write_text("{}")
+    job = api.store.get_job(job_id)
+    for change in (
+        lambda: withdraw_pause(api.settings, job_id, f"{job_id}-a0"),
+        lambda: limit_growth(api.settings, job, None),
+    ):
+        with pytest.raises(NotRegular):
+            change()
+    assert api.http.post(f"/v1/jobs/{job_id}/traces", json={}).status_code == 503
+    assert {"pause-request.json", "growth-limit.json"} <= {each.name for each in theirs.iterdir()}
 
 
 def test_lists_show_the_newest_exports_and_messages_of_bounded_length(

@@ -175,7 +175,9 @@ class LogFollower:
         is_over = self._is_over(job)
         pieces = self.read()
         if self.has_moved:
-            return StreamBatch([self._event(piece, is_last=piece is pieces[-1]) for piece in pieces])
+            return StreamBatch(
+                [self._event(piece, is_last=piece is pieces[-1]) for piece in pieces]
+            )
         return StreamBatch([], job.status if is_over else None)
 
     def _event(self, piece: LogPiece, *, is_last: bool) -> SseEvent:

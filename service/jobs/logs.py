@@ -209,9 +209,7 @@ def list_logs(folder: Path) -> Listing:
     return found
 
 
-def read_at(
-    log: Path, offset: int, max_bytes: int, listing: Listing | None = None
-) -> Piece | None:
+def read_at(log: Path, offset: int, max_bytes: int, listing: Listing | None = None) -> Piece | None:
     """Bytes of a log from `offset` on, at most `max_bytes`; None where there are none yet."""
     parts = [part for part in _parts(log, listing) if part.end > offset]
     if not parts:

@@ -200,4 +200,6 @@ def test_a_stream_of_many_logs_has_a_cursor_at_the_end_of_each_batch(api: Api, j
     assert len({*ids}) < len(lines) - 30, "one without a cursor has that of the line before"
     for at in (0, len(lines) - 20, len(lines) - 1):
         *rest, _ = api.follow(f"{job}/logs", ids[at])
-        assert [line.data for line in rest] == [line.data for line in lines[ids.index(ids[at]) + 1 :]]
+        assert [line.data for line in rest] == [
+            line.data for line in lines[ids.index(ids[at]) + 1 :]
+        ]

@@ -7,10 +7,12 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.api import deps, views
+from service.auth import permissions
 from service.db import queries
 from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
@@ -26,7 +28,7 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service import Api, House, end, problem_in, running
+from tests.harness.service import Api, GuardedApps, House, end, problem_in, running
 from trainer.export.requests import ask_for
 from trainer.protocol import code_archive
 from trainer.protocol.events import Note
@@ -150,6 +152,25 @@ def test_data_whose_manifest_is_a_pipe_is_refused_at_once_however_often_it_is_na
         answer = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec})
         assert answer.json()["fields"][0]["code"] == "unreadable_manifest"
     assert api.http.get("/healthz").is_success
+
+
+def test_where_a_spec_leads_is_looked_at_with_a_deadline(
+    open_guarded: GuardedApps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = open_guarded()
+    asked: list[Path] = []
+
+    def ask(path: Path, call: Callable[[], Any], deadline_s: float = 0.0) -> Any:
+        asked.append(path)
+        raise TimeoutError(errno.ETIMEDOUT, "storage hangs", str(path))
+
+    spec = spec_document(checkpoint={"path": "/mnt/hung"})
+    for module in (permissions, deps):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "in_time", ask)
+            answer = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
+            problem_in(answer, 503, "storage_unavailable")
+    assert asked
 
 
 def test_logs_and_traces_of_an_attempt_that_is_a_link_are_not_shown(

@@ -293,8 +293,8 @@ def _fitting(
     num_lines = connection.execute(select(func.count()).select_from(lines.subquery())).scalar_one()
     fitting = [*told[: max(0, _MAX_LINES - 1 - num_lines)]]
     if num_lines < _MAX_LINES and len(fitting) < len(told):
-        cut = {"message": "the timeline is full: what the job tells from now on is left out"}
-        fitting.append(replace(told[0], kind="note", data={"level": "warning"}, **cut))
+        message = "the timeline is full: what the job tells from now on is left out"
+        fitting.append(replace(told[0], kind="note", message=message, data={"level": "warning"}))
     sizes = [len(json.dumps(event.data)) for event in fitting]
     if max(sizes, default=0) <= _LARGE_BYTES:
         return fitting

@@ -160,7 +160,7 @@ def group_size(membership: Membership) -> int:
 
 def num_places(membership: Membership) -> int:
     """How much is kept of an attempt's groups: groups, their hosts, and hosts that are left out."""
-    groups = (*membership.members, *membership.gone)
+    groups: list[Member | GoneGroup] = [*membership.members, *membership.gone]
     return sum(1 + len(group.hosts) for group in groups) + len(membership.excluded_hosts)
 
 

@@ -38,6 +38,8 @@ def shortened(message: str) -> str:
 
 # What a 64-bit column can hold.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+# Databases multiply it by numbers of points.
+Step = Annotated[int, Field(ge=0, lt=2**48)]
 # Of workers, groups or hosts. Readers allocate by these, and the scheduler counts with them.
 Size = Annotated[int, Field(ge=1, le=2**17)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -128,8 +130,8 @@ class WorkersStarted(EventModel):
     hosts: list[Host] = Field(description="Host of each rank, indexed by rank.")
     table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
     tables: list[TablePlan] = []
-    total_steps: Count
-    resumed_step: Count
+    total_steps: Step
+    resumed_step: Step
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
@@ -161,7 +163,7 @@ class Metrics(EventModel):
     """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
 
     kind: Literal["metrics"] = "metrics"
-    step: Count
+    step: Step
     values: dict[str, float]
 
 
@@ -169,8 +171,8 @@ class Progress(EventModel):
     """How far training has come. `rows` counts rows trained by all ranks, repeats excluded."""
 
     kind: Literal["progress"] = "progress"
-    step: Count
-    total_steps: Count
+    step: Step
+    total_steps: Step
     epoch: Count
     rows: Count
     rows_per_s: float
@@ -181,7 +183,7 @@ class CheckpointCommitted(EventModel):
     """A checkpoint whose commit marker is on storage: from now on it exists."""
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
-    step: Count
+    step: Step
     path: str
     size_bytes: Count
     duration_s: Finite
@@ -193,7 +195,7 @@ class CheckpointDeleted(EventModel):
     """A checkpoint that retention removed."""
 
     kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
-    step: Count
+    step: Step
     path: str
 
 
@@ -205,7 +207,7 @@ class Divergence(EventModel):
     """
 
     kind: Literal["divergence"] = "divergence"
-    step: Count
+    step: Step
     table: str
     shard: Count
     ranks: list[int]
@@ -392,7 +394,7 @@ class TraceWritten(EventModel):
     """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
 
     kind: Literal["trace_written"] = "trace_written"
-    step: Count = Field(description="The last step in the trace.")
+    step: Step = Field(description="The last step in the trace.")
     num_steps: Count
     rank: Count
     path: str

@@ -103,11 +103,11 @@ def remove_untrusted(path: Path, within: Path) -> None:
 
 
 def list_untrusted(path: Path, within: Path) -> list[Path]:
-    """Paths of what is in a folder, the first `MAX_ENTRIES`; empty where there is no folder."""
+    """Paths of what is in a folder, the first `MAX_ENTRIES`; empty where there is nothing yet."""
     try:
         with open_folder(path, within) as folder, os.scandir(folder) as entries:
             return [path / entry.name for entry in islice(entries, MAX_ENTRIES)]
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
 
 

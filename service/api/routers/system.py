@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Response, status
+from fastapi import APIRouter, Response, status
+from fastapi import Path as PathParameter
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.deps import ContextDep, PrincipalDep
@@ -19,11 +21,14 @@ from service.errors import (
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
-from service.storage import hanging
+from service.storage import hanging, in_time
+from trainer.protocol.untrusted import open_folder
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
-NamePath = Annotated[str, Path(pattern=NAME_PATTERN, examples=["ads"])]
+# Whoever asks waits a second at most.
+_PROBE_S = 0.5
+NamePath = Annotated[str, PathParameter(pattern=NAME_PATTERN, examples=["ads"])]
 
 
 @projects_router.get("", summary="List projects")
@@ -114,7 +119,8 @@ def get_readiness(context: ContextDep) -> dict[str, Any]:
     """200 when the store answers and is migrated and the reconciler is at work, else 503.
 
     A cluster that is away does not make the service unready: it still takes jobs and shows
-    them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster.
+    them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster. The same
+    goes for run storage: `storage` says what is wrong with it, and how many calls hang, by place.
     """
     if context.has_died():
         raise ReconcilerDied
@@ -122,8 +128,22 @@ def get_readiness(context: ContextDep) -> dict[str, Any]:
         "status": "ready",
         "store": context.store.ping(),
         "reconciler": {"last_pass_s": round(max(0.0, time.time() - context.dispatched_at()), 1)},
-        "storage": {"hanging": hanging()},
+        "storage": {"fault": _storage_fault(context.settings.runs_dir), "hanging": hanging()},
     }
+
+
+def _storage_fault(runs_dir: Path) -> str | None:
+    """Why run storage cannot be used; None where it can."""
+
+    def look() -> None:
+        with open_folder(runs_dir, runs_dir, make=True):
+            return
+
+    try:
+        in_time(runs_dir, look, _PROBE_S)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 @system_router.get("/metrics", summary="Prometheus metrics", response_class=Response)

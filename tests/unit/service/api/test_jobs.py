@@ -301,6 +301,15 @@ def test_health_and_readiness_whether_or_not_the_cluster_answers(api: Api) -> No
     api.backend.set_down(True)
     ready = api.http.get("/readyz")
     assert (ready.status_code, ready.json()["store"]["migration"]) == (200, newest_revision())
+    assert ready.json()["storage"] == {"fault": None, "hanging": {}}
+
+
+def test_readiness_and_routes_of_files_say_that_run_storage_is_broken(api: Api) -> None:
+    job_id = api.start()
+    api.settings.runs_dir.rename(api.settings.home / "aside")
+    api.settings.runs_dir.touch()
+    assert "exists" in api.http.get("/readyz").json()["storage"]["fault"]
+    problem_in(api.http.get(f"/v1/jobs/{job_id}/logs"), 503, "storage_unavailable")
 
 
 def test_the_app_runs_its_reconciler_and_closes_it(store: JobStore, app_settings: Settings) -> None:

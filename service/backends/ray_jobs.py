@@ -130,7 +130,7 @@ class RayJobsBackend(Backend):
             raise BackendUnreachable(self._strange(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """An answer as a whole, of bounded size and time: on a shared cluster jobs run beside it."""
+        """An answer as a whole, of bounded size and time: jobs may run beside who gives it."""
         # A time-out is about the next bytes, which may come one by one.
         deadline = time.monotonic() + 2 * options.get("timeout", self._timeout_s)
         content = bytearray()

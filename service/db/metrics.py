@@ -60,17 +60,19 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
     _widen_bounds(connection, rows)
     statement, names = _upsert_of_points(connection.dialect)
     if names is None:
-        connection.exec_driver_sql(statement, [dict(zip(_COLUMNS, row, strict=True)) for row in rows])
+        named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        connection.exec_driver_sql(statement, named)
     else:
-        connection.exec_driver_sql(statement, [*map(itemgetter(*map(_COLUMNS.index, names)), rows)])
+        in_order = itemgetter(*map(_COLUMNS.index, names))
+        connection.exec_driver_sql(statement, [*map(in_order, rows)])
 
 
 @lru_cache(maxsize=4)
 def _upsert_of_points(dialect: Dialect) -> tuple[str, Sequence[str] | None]:
     """The statement, and the order of its parameters; None where they are named.
 
-    It goes to the driver as it is: SQLAlchemy takes as long to look at a thousand rows of numbers as
-    the database to write them.
+    It goes to the driver as it is: SQLAlchemy takes as long to look at a thousand rows of numbers
+    as the database to write them.
     """
     insert = insert_for(dialect, metric_points)
     new = insert.excluded

@@ -196,8 +196,8 @@ class _Part:
         return self.offset + self.size
 
 
-# Files of a folder by the log that they may be parts of. Thousands of ranks have logs in one folder:
-# it is listed once for all of them.
+# Files of a folder by the log that they may be parts of. Thousands of ranks have logs in one: it is
+# listed once for all of them.
 Listing = Mapping[str, Sequence[Path]]
 
 

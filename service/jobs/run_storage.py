@@ -170,7 +170,7 @@ def restore_from_trash(settings: Settings, job_id: str) -> None:
 def _merge(source: Path, target: Path, runs_dir: Path) -> None:
     """Move what of a folder the target lacks."""
     with open_folder(source, runs_dir) as taken, open_folder(target, runs_dir) as kept:
-        for name in os.listdir(taken):
+        for name in os.listdir(taken):  # noqa: PTH208  of a descriptor
             try:
                 os.lstat(name, dir_fd=kept)
             except FileNotFoundError:

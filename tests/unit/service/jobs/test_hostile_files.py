@@ -348,6 +348,7 @@ OWN_FILES = {
     "service/backends/kuberay/client.py",
     "service/dashboard/app.py",
     "service/dashboard/shell.py",
+    "service/dashboard/spec_text.py",
     "service/db/engine.py",
     "service/files.py",
     "service/healthcheck.py",

@@ -39,8 +39,8 @@ WORKLOAD = Workload(
     WORLD_SIZE,
     table_rows=50_000,
     embedding_dim=16,
-    global_batch_size=WORLD_SIZE * 512,
-    ids_per_feature=8,
+    global_batch_size=WORLD_SIZE * 256,
+    ids_per_feature=20,
 )
 SCHEDULE = Schedule(warmup_steps=10, num_windows=5, steps_per_window=20)
 GOALS = [

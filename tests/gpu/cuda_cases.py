@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +21,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
+from tests.benchmarks.peers.stock_1d import StockTrainer
+from tests.benchmarks.two_d_train import TwoDTrainer, take
+from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.harness.small_model import Case, form_groups, make_batch, spec_of
 from tests.harness.wait import free_port
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.checkpoint.state_dict import state_to_save
+from trainer.layout.layout import WorkerSite
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
@@ -140,6 +147,31 @@ def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, f
         gaps.append(_gap(ours, plain))
     assert pipeline.is_ahead
     return gaps
+
+
+def host_waits() -> dict[str, int]:
+    """How often the host waits for the GPU in some pipelined steps, ours and stock ones at T = 1.
+
+    As PyTorch counts: what it does itself, reading and copying.
+    """
+    workload = Workload(1, 1, num_tables=4, table_rows=1000, global_batch_size=64)
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    device = local_device()
+    trainers = {
+        "ours": TwoDTrainer(WorkerSite(0, "host", 0), clicks_spec(workload, "ours"), device=device),
+        "stock": StockTrainer("pipelined", workload, device),
+    }
+    found = {}
+    for name, trainer in trainers.items():
+        steps = trainer.train(cycle(zipf_batches(workload, 0, 4)))
+        take(steps, 5)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            take(steps, 10)
+        torch.cuda.set_sync_debug_mode("default")
+        found[name] = sum("synchroniz" in str(each.message) for each in told)
+    return found
 
 
 def compare_cached(case: Case, sync_spec: SyncSpec) -> list[dict[str, float]]:

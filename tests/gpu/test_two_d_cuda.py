@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, run_ranks
+from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, host_waits, run_ranks
 from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
 from trainer.spec.training import DensePrecision
@@ -66,3 +66,8 @@ def test_pipelined_steps_equal_plain_ones(sharding: str, precision: DensePrecisi
     for gaps in run_ranks(compare_pipelined, world_size, case, precision):
         assert len(gaps) == case.num_steps
         assert max(max(gap.values()) for gap in gaps) <= tolerance
+
+
+def test_the_host_waits_no_oftener_in_our_steps_than_in_those_of_torchrec() -> None:
+    (found,) = run_ranks(host_waits, 1)
+    assert found["ours"] <= found["stock"]

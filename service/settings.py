@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     allowed_origins: list[str] = []
     """Sites whose pages may call the API, as in https://tools.example."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
-    """Largest body of a request."""
+    """Largest body of a request; of a JSON document it is 8 MiB at most."""
     code_retention_days: float = Field(default=30.0, ge=0)
     """Age at which uploads of code are deleted that no living job names (jobs that have run have
     copies); 0 keeps them."""

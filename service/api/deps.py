@@ -118,13 +118,17 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
 
     What a job writes beside its own run folder may only lie in runs of its own project.
     """
-    place = Path(spec.data.path)
+    paths = {} if principal.kind == "local" else paths_of(spec)
     with errors.reaching_storage("the paths of the spec: "):
-        problems = in_time(place, partial(outside_roots, spec, roots_of(settings)))
+        problems = outside_roots(spec, roots_of(settings))
+        jobs = {
+            name: in_time(Path(path), partial(_job_of, name, path, settings))
+            for name, path in paths.items()
+        }
     written = paths_written(spec)
-    for name, path in paths_of(spec).items():
-        job_id = _job_of(name, path, settings)
-        if job_id is None or principal.kind == "local":
+    for name, path in paths.items():
+        job_id = jobs[name]
+        if job_id is None:
             continue
         try:
             project = store.get_job(job_id).project

@@ -31,6 +31,7 @@ from service.network import is_loopback
 from service.observability.logging_setup import about
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
+from trainer.protocol.events import MAX_RECORD_BYTES
 from trainer.spec.base import FieldProblem
 
 logger = logging.getLogger("service.access")
@@ -43,6 +44,8 @@ _NOT_STORED = frozenset(
     {"content-encoding", "content-length", "date", "x-request-id", "set-cookie"}
 )
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,63}")
+# A batch of records with the largest of them.
+_MAX_DOCUMENT_BYTES = 2 * MAX_RECORD_BYTES
 _JOB = re.compile(r"/v1/jobs/(job-[0-9a-z]{12})\b")
 _ATTEMPT = re.compile(r"/v1/attempts/((job-[0-9a-z]{12})-a\d{1,6})\b")
 _API_CSP = "default-src 'none'; frame-ancestors 'none'"
@@ -223,7 +226,10 @@ def is_foreign(
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above `limit_bytes`, with or without a Content-Length."""
+    """Refuses bodies above `limit_bytes`, with or without a Content-Length.
+
+    Only archives of code may be that large: documents are parsed in the event loop, where all wait.
+    """
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
         self._app = app
@@ -233,9 +239,12 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit_bytes = self._limit_bytes
+        if scope["path"] != "/v1/code":
+            limit_bytes = min(limit_bytes, _MAX_DOCUMENT_BYTES)
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._limit_bytes:
-            await refuse(errors.BodyTooLarge(self._limit_bytes), scope, receive, send)
+        if length.isdecimal() and int(length[:20]) > limit_bytes:
+            await refuse(errors.BodyTooLarge(limit_bytes), scope, receive, send)
             return
         num_bytes, is_answered, is_refused = 0, False, False
 
@@ -243,17 +252,17 @@ class BodyLimitMiddleware:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit_bytes:
-                raise errors.BodyTooLarge(self._limit_bytes)
+            if num_bytes > limit_bytes:
+                raise errors.BodyTooLarge(limit_bytes)
             return message
 
         async def send_unless_refused(message: Message) -> None:
             nonlocal is_answered, is_refused
             # FastAPI turns an error while it reads a body into another response.
-            if num_bytes > self._limit_bytes and not is_answered:
+            if num_bytes > limit_bytes and not is_answered:
                 if not is_refused:
                     is_refused = True
-                    await refuse(errors.BodyTooLarge(self._limit_bytes), scope, receive, send)
+                    await refuse(errors.BodyTooLarge(limit_bytes), scope, receive, send)
                 return
             is_answered = True
             await send(message)

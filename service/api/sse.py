@@ -41,16 +41,18 @@ from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
 _MAX_LINES = 500
+# Of logs in the cursor of each line; with more only the last line of a batch has one.
+_MAX_OFFSETS = 64
 # Ray ends the workers of a driver that was killed some seconds after it.
 LATE_LINES_S = 10.0
 
 
 @dataclass(frozen=True)
 class SseEvent:
-    """One event of a stream: `cursor` names what comes after it."""
+    """One event of a stream: `cursor` names what comes after it, where it has one."""
 
     name: str
-    cursor: str
+    cursor: str | None
     body: BaseModel
 
 
@@ -174,12 +176,15 @@ class LogFollower:
         pieces = self.read()
         if self.has_moved:
             return StreamBatch(
-                [
-                    SseEvent("log", piece.position.encode(), LogLine.model_validate(piece))
-                    for piece in pieces
-                ]
+                [self._event(piece, is_last=piece is pieces[-1]) for piece in pieces]
             )
         return StreamBatch([], job.status if is_over else None)
+
+    def _event(self, piece: LogPiece, *, is_last: bool) -> SseEvent:
+        # A cursor has an offset for each log: of thousands it would be far larger than the line.
+        has_cursor = is_last or len(piece.position.offsets) <= _MAX_OFFSETS
+        cursor = piece.position.encode() if has_cursor else None
+        return SseEvent("log", cursor, LogLine.model_validate(piece))
 
     def read(self) -> list[LogPiece]:
         """New lines that are wanted, of the following attempt where the present one has no more."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from service.domain.auth import ALL_PROJECTS, Principal, Role
 from service.files import is_below
 from service.settings import Settings
+from service.storage import in_time
 from trainer.spec.base import FieldProblem
 from trainer.spec.job import JobSpec
 
@@ -76,7 +78,10 @@ def is_unclear(uri: str) -> bool:
 
 
 def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[FieldProblem]:
-    """A problem for each path of a spec that lies, or might lie, outside of the roots."""
+    """A problem for each path of a spec that lies, or might lie, outside of the roots.
+
+    Raises OSError where that cannot be seen.
+    """
     if roots is None:
         return []
     known = ", ".join(str(root) for root in roots)
@@ -88,7 +93,7 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[Fie
             "SHARDLOOM_STORAGE_ROOTS names them",
         )
         for field, path in paths_of(spec).items()
-        if not is_allowed(path, roots)
+        if not in_time(Path(path), partial(is_allowed, path, roots))
     ]
     mlflow = spec.sinks.mlflow
     if mlflow is not None and is_unclear(mlflow.tracking_uri):
@@ -106,9 +111,12 @@ def without_lost_place(
     """The spec of a clone without the checkpoint path of its original, if that is not allowed now.
 
     It was the service's own then, or lay below a root; a clone has no checkpoints there yet.
+    Raises OSError where that cannot be seen.
     """
     path = spec.checkpoint.path
-    if roots is None or path is None or path != cloned.checkpoint.path or is_allowed(path, roots):
+    if roots is None or path is None or path != cloned.checkpoint.path:
+        return spec
+    if in_time(Path(path), partial(is_allowed, path, roots)):
         return spec
     checkpoint = spec.checkpoint.model_copy(update={"path": None})
     return spec.model_copy(update={"checkpoint": checkpoint})

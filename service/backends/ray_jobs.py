@@ -7,6 +7,7 @@ idempotent. Whatever is not a clear answer of a Ray cluster (no connection, a ti
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ _MAX_ERROR_CHARS = 500
 _MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
+# Of all jobs that it ever ran: each has 20 000 characters of log if it failed.
+_MAX_ANSWER_BYTES = 1 << 28
 
 
 class RayJobsBackend(Backend):
@@ -40,7 +43,7 @@ class RayJobsBackend(Backend):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.address = address.rstrip("/")
-        self._submit_timeout_s = submit_timeout_s
+        self._timeout_s, self._submit_timeout_s = timeout_s, submit_timeout_s
         self._http = httpx.Client(
             base_url=self.address,
             headers={"Authorization": f"Bearer {auth_token}"} if auth_token else {},
@@ -126,12 +129,21 @@ class RayJobsBackend(Backend):
             return hosts_by_address(
                 (str(node["node_ip"]), node["resources_total"]) for node in alive
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise BackendUnreachable(self._strange(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """An answer as a whole, of bounded size and time: jobs may run beside who gives it."""
+        # A time-out is about the next bytes, which may come one by one.
+        deadline = time.monotonic() + 2 * options.get("timeout", self._timeout_s)
+        content = bytearray()
         try:
-            return self._http.request(method, path, **options)
+            with self._http.stream(method, path, **options) as response:
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > _MAX_ANSWER_BYTES or time.monotonic() > deadline:
+                        raise httpx.ReadError("its answer has no end")
+            return httpx.Response(response.status_code, content=bytes(content))
         except httpx.TransportError as error:
             cause = str(error) or type(error).__name__
             raise BackendUnreachable(
@@ -163,7 +175,7 @@ def verdict_and_log(message: Any) -> tuple[str, str]:
     """What Ray says of a job, and the end of the driver's log that it adds if the driver failed."""
     verdict, _, rest = str(message or "").partition(", last available logs")
     log = rest.partition("\n")[2].rstrip()[-_MAX_LOG_CHARS:]
-    return verdict, f"\n{log}" if log else ""
+    return verdict[:_MAX_LOG_CHARS], f"\n{log}" if log else ""
 
 
 def _is_unknown_job(response: httpx.Response) -> bool:

@@ -20,14 +20,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -103,16 +104,37 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
 
+# Controls of terminals, but for line feeds and tabs, and what reverses the order of letters.
+_HIDDEN = (*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {
+    code: 0x2400 + code if code < 32 else "\N{REPLACEMENT CHARACTER}"
+    for code in _HIDDEN
+    if chr(code) not in "\n\t"
+}
+
+
+class _PlainConsole(Console):
+    """Shows control characters in texts, which jobs write, and lets none steer the terminal."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """The segments of what is printed; styles and cursor movements are Rich's own."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(text.translate(_SHOWN), style)
+
+
 def console() -> Console:
     """Where answers go: standard output."""
     width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+    return _PlainConsole(width=width, highlight=False, markup=False, emoji=False)
 
 
 def error_console() -> Console:
     """Where errors and hints go: standard error."""
     width = None if sys.stderr.isatty() else PIPED_WIDTH
-    return Console(stderr=True, width=width, highlight=False, markup=False, emoji=False)
+    return _PlainConsole(stderr=True, width=width, highlight=False, markup=False, emoji=False)
 
 
 def service_url(url: str | None) -> str:

@@ -28,6 +28,7 @@ from alembic.util import CommandError
 from sqlalchemy import (
     URL,
     Connection,
+    Dialect,
     Engine,
     Executable,
     RowMapping,
@@ -156,16 +157,16 @@ def repeated(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     return run
 
 
-def insert_for(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+def insert_for(dialect: Dialect, table: Table) -> sqlite.Insert | postgresql.Insert:
     """An insert with `on_conflict_do_update` and `on_conflict_do_nothing`."""
-    if connection.dialect.name == "postgresql":
+    if dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)
 
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any], *keys: str) -> None:
     """Write a row, new or known by its `keys`."""
-    statement = insert_for(connection, table).values(values)
+    statement = insert_for(connection.dialect, table).values(values)
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
 
 

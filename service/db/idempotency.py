@@ -38,7 +38,7 @@ class IdempotencyStore(Transactions):
             is_over = answers.c.created_at < now - KEPT_S
             is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
             connection.execute(delete(answers).where(is_over | is_abandoned))
-            insert = insert_for(connection, answers).values(
+            insert = insert_for(connection.dialect, answers).values(
                 principal=principal, key=key, request_hash=request_hash, created_at=now
             )
             new = insert.on_conflict_do_nothing().returning(answers.c.key)

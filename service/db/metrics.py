@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Dialect,
     Engine,
     Float,
     Integer,
@@ -36,6 +39,7 @@ from service.domain.metrics import admitted
 from service.domain.models import MetricPoint
 
 Points = Mapping[tuple[str, int], tuple[float, float]]
+_COLUMNS = ("name_id", "step", "value", "time", "attempt_index")
 
 
 def save_points(connection: Connection, job_id: str, attempt_index: int, points: Points) -> None:
@@ -47,27 +51,38 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
         return
     ids = _ids_of_names(connection, job_id, {name for name, _ in points})
     rows = [
-        {
-            "name_id": ids[name],
-            "step": step,
-            "value": None if math.isnan(value) else value,
-            "time": time,
-            "attempt_index": attempt_index,
-        }
+        (ids[name], step, None if math.isnan(value) else value, time, attempt_index)
         for (name, step), (value, time) in points.items()
         if name in ids
     ]
     if not rows:
         return
     _widen_bounds(connection, rows)
-    insert = insert_for(connection, metric_points)
+    statement, names = _upsert_of_points(connection.dialect)
+    if names is None:
+        named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        connection.exec_driver_sql(statement, named)
+    else:
+        in_order = itemgetter(*map(_COLUMNS.index, names))
+        connection.exec_driver_sql(statement, [*map(in_order, rows)])
+
+
+@lru_cache(maxsize=4)
+def _upsert_of_points(dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+    """The statement, and the order of its parameters; None where they are named.
+
+    It goes to the driver as it is: SQLAlchemy takes as long to look at a thousand rows of numbers
+    as the database to write them.
+    """
+    insert = insert_for(dialect, metric_points)
     new = insert.excluded
     statement = insert.on_conflict_do_update(
         index_elements=["name_id", "step"],
         set_={"value": new.value, "time": new.time, "attempt_index": new.attempt_index},
         where=new.attempt_index >= metric_points.c.attempt_index,
     )
-    connection.execute(statement, rows)
+    compiled = statement.compile(dialect=dialect, column_keys=_COLUMNS)
+    return str(compiled), compiled.positiontup
 
 
 def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[str, int]:
@@ -76,16 +91,16 @@ def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[
     new = [{"job_id": job_id, "name": name} for name in admitted(ids, sorted(names))]
     if not new:
         return ids
-    connection.execute(insert_for(connection, metric_names).on_conflict_do_nothing(), new)
+    connection.execute(insert_for(connection.dialect, metric_names).on_conflict_do_nothing(), new)
     return {row.name: row.id for row in connection.execute(query)}
 
 
-def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+def _widen_bounds(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
     """Count new points with their metrics, and record the oldest time."""
     bounds: dict[int, tuple[int, float]] = {}
     for row in rows:
-        num_points, oldest_at = bounds.get(row["name_id"], (0, math.inf))
-        bounds[row["name_id"]] = (num_points + 1, min(oldest_at, row["time"]))
+        num_points, oldest_at = bounds.get(row[0], (0, math.inf))
+        bounds[row[0]] = (num_points + 1, min(oldest_at, row[3]))
     known = metric_names.c
     oldest = bindparam("oldest", type_=Float)
     is_older = known.oldest_at.is_(None) | (known.oldest_at > oldest)

@@ -67,7 +67,7 @@ def hold_lock(
     """
     values = {"owner": owner, "until": now + length_s}
     with transactions.write() as connection:
-        statement = insert_for(connection, locks).values(name=name, **values)
+        statement = insert_for(connection.dialect, locks).values(name=name, **values)
         statement = statement.on_conflict_do_update(
             index_elements=["name"],
             set_=values,

@@ -7,9 +7,10 @@ and merged; only then are the rows of the page read.
 
 from __future__ import annotations
 
+import json
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, cast
@@ -20,6 +21,7 @@ from sqlalchemy import (
     Select,
     Text,
     delete,
+    func,
     insert,
     select,
     type_coerce,
@@ -39,6 +41,7 @@ from service.db.tables import (
     metric_names,
     metric_points,
     streams,
+    timeline,
 )
 from service.db.webhooks import add_timeline
 from service.domain.ingest import IngestResult
@@ -46,6 +49,7 @@ from service.domain.models import (
     Attempt,
     Job,
     JobStatus,
+    TimelineEvent,
     highest_job_id,
     lowest_job_id,
 )
@@ -64,6 +68,10 @@ from trainer.spec.base import FieldProblem
 Kind = tuple[Collection[JobStatus], Collection[str] | None]
 # SQLite merges 500 walks at most; above this many a single walk is faster anyway.
 _MAX_WALKS = 64
+# Of the timeline of one job, as far as its drivers tell it: events, and bytes of the large ones.
+_MAX_LINES = 100_000
+_LARGE_BYTES = 1 << 16
+_MAX_LARGE_BYTES = 1 << 26
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
@@ -350,7 +358,36 @@ def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: Inge
     metrics.save_points(connection, job.id, attempt.index, result.points)
     for change in result.checkpoints:
         _change_checkpoint(connection, job.id, change)
-    add_timeline(connection, result.timeline)
+    if result.timeline:
+        add_timeline(connection, _fitting(connection, job.id, result.timeline))
+
+
+def _fitting(
+    connection: Connection, job_id: str, told: Sequence[TimelineEvent]
+) -> list[TimelineEvent]:
+    """What of a driver's events the timeline of its job has room for, the first of them.
+
+    Pages of it are read as a whole, so that large events are bounded together.
+    """
+    own = timeline.c.job_id == job_id
+    lines = select(timeline.c.id).where(own).limit(_MAX_LINES)
+    num_lines = connection.execute(select(func.count()).select_from(lines.subquery())).scalar_one()
+    fitting = [*told[: max(0, _MAX_LINES - 1 - num_lines)]]
+    if num_lines < _MAX_LINES and len(fitting) < len(told):
+        message = "the timeline is full: what the job tells from now on is left out"
+        fitting.append(replace(told[0], kind="note", message=message, data={"level": "warning"}))
+    sizes = [len(json.dumps(event.data)) for event in fitting]
+    if max(sizes, default=0) <= _LARGE_BYTES:
+        return fitting
+    size = func.length(type_coerce(timeline.c.data, Text))
+    large = select(func.sum(size)).where(own, size > _LARGE_BYTES)
+    room = _MAX_LARGE_BYTES - (connection.execute(large).scalar_one() or 0)
+    for at, num_bytes in enumerate(sizes):
+        if num_bytes > _LARGE_BYTES:
+            room -= num_bytes
+            if room < 0:
+                fitting[at] = replace(fitting[at], data={"left_out_bytes": num_bytes}, kind="note")
+    return fitting
 
 
 def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:

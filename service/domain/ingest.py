@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from service.domain.membership import apply_event
+from service.domain.membership import apply_event, num_places
 from service.domain.metrics import admitted
 from service.domain.models import (
     Attempt,
@@ -23,7 +23,8 @@ from service.domain.retries import spends_budget
 from service.domain.timeline import describe, level_of
 from trainer.protocol import events
 
-_MAX_MESSAGE_CHARS = 20_000
+# What is known of an attempt's groups is read with its job, at every pass of the service.
+_MAX_PLACES = 2**15
 
 
 @dataclass
@@ -41,6 +42,8 @@ class IngestResult:
         default_factory=list
     )
     timeline: list[TimelineEvent] = field(default_factory=list)
+    # Of the job, once a record has told any.
+    metrics: dict[str, float] | None = None
 
     @property
     def steers(self) -> bool:
@@ -55,6 +58,8 @@ def apply_events(
     result = IngestResult(job, attempt, now)
     for event in records:
         _apply(result, event)
+    if result.metrics is not None:
+        result.job = replace(result.job, latest_metrics=result.metrics)
     return result
 
 
@@ -67,8 +72,9 @@ def _apply(result: IngestResult, event: events.Event) -> None:
     if isinstance(event, events.CheckpointCommitted | events.CheckpointDeleted):
         result.checkpoints.append(event)
     if result.steers:
-        # The submission arrived: only one attempt starts from the requested checkpoint.
-        result.job = replace(result.job, resume_from=None)
+        if result.job.resume_from is not None:
+            # The submission arrived: only one attempt starts from the requested checkpoint.
+            result.job = replace(result.job, resume_from=None)
         _steer(result, event)
 
 
@@ -76,7 +82,7 @@ def _steer(result: IngestResult, event: events.Event) -> None:
     job = result.job
     match event:
         case events.Metrics():
-            job = _with_metrics(job, event.values)
+            _note_metrics(result, event.values)
         case events.Progress():
             before = job.progress
             told = event.model_dump(exclude={"kind", "time"})
@@ -93,18 +99,22 @@ def _steer(result: IngestResult, event: events.Event) -> None:
         case events.AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)
-            job = _with_metrics(job, event.final_metrics)
+            _note_metrics(result, event.final_metrics)
         case _:
             membership = apply_event(job.membership, result.attempt.id, event)
-            job = replace(job, membership=membership)
+            if membership is None or num_places(membership) <= _MAX_PLACES:
+                job = replace(job, membership=membership)
     result.job = job
 
 
-def _with_metrics(job: Job, values: Mapping[str, float]) -> Job:
-    known = job.latest_metrics
-    kept = {*known, *admitted(known, values)}
-    newest = {name: value for name, value in values.items() if name in kept}
-    return replace(job, latest_metrics={**known, **newest})
+def _note_metrics(result: IngestResult, values: Mapping[str, float]) -> None:
+    known = dict(result.job.latest_metrics) if result.metrics is None else result.metrics
+    kept = values
+    if not values.keys() <= known.keys():
+        admissible = {*known, *admitted(known, values)}
+        kept = {name: value for name, value in values.items() if name in admissible}
+    result.metrics = known
+    known.update(kept)
 
 
 def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
@@ -122,27 +132,17 @@ def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
 def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
     if event.reason in known:
-        return ReportedEnd(known[event.reason], _shown(event.message), now, event.evidence)
-    message = (
-        f"{_shown(event.message)} (reported as '{_shown(event.reason)}', a reason "
-        "unknown to this version)"
-    )
-    return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
-
-
-def _shown(message: str) -> str:
-    """A message as long as lists of jobs can show: the whole one is in the job's logs."""
-    if len(message) <= _MAX_MESSAGE_CHARS:
-        return message
-    half = _MAX_MESSAGE_CHARS // 2
-    return f"{message[:half]} [...] {message[-half:]}"
+        return ReportedEnd(known[event.reason], event.message, now, event.evidence)
+    message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
+    return ReportedEnd(EndReason.TRAINING_ERROR, events.shortened(message), now, event.evidence)
 
 
 def _timeline_event(result: IngestResult, event: events.Event) -> TimelineEvent:
     membership = result.job.membership
     is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
-    level, message = level_of(event), _shown(describe(event, membership if is_own else None))
+    message = events.shortened(describe(event, membership if is_own else None))
+    level = level_of(event)
     data = data if level is None else {"level": level, **data}
     job_id, attempt_id = result.job.id, result.attempt.id
     return TimelineEvent(0, job_id, attempt_id, event.time, event.kind, message, "driver", data)

@@ -24,6 +24,8 @@ from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
 CURRENT, SPARE = "current", "spare"
+# The timeline has all of it.
+_MAX_REASON_CHARS = 300
 # Causes after which no group of that number comes back.
 FOR_GOOD = frozenset({"resize", "drain"})
 
@@ -102,8 +104,8 @@ def _with_gone(
     membership: Membership, event: events.GroupLost | events.GroupLeft, reason: str, message: str
 ) -> Membership:
     """The membership without one incarnation of a group, which may come back."""
-    hosts = tuple(event.hosts)
-    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, reason, message)
+    texts = reason[:_MAX_REASON_CHARS], message[:_MAX_REASON_CHARS]
+    gone = GoneGroup(event.group, event.incarnation, tuple(event.hosts), event.time, *texts)
     rest = _with_out(membership, event)
     return replace(rest, gone=(*_without(rest.gone, event.group), gone))
 
@@ -160,6 +162,12 @@ def group_size(membership: Membership) -> int:
 
 def num_spares(membership: Membership) -> int:
     return sum(member.standing == SPARE for member in membership.members)
+
+
+def num_places(membership: Membership) -> int:
+    """How much is kept of an attempt's groups: groups, their hosts, and hosts that are left out."""
+    groups: list[Member | GoneGroup] = [*membership.members, *membership.gone]
+    return sum(1 + len(group.hosts) for group in groups) + len(membership.excluded_hosts)
 
 
 def num_wanted(membership: Membership) -> int:
@@ -246,5 +254,7 @@ def workers_held(job: Job) -> int:
     if job.status.is_terminal or job.status.is_at_rest:
         return 0
     membership, sizes = current_membership(job), sizes_of_job(job)
-    reported = membership.world_size if membership else 0
+    # A job may say what it likes, but others wait for what it holds.
+    most = job.spec.parallelism.world_size
+    reported = min(membership.world_size, most) if membership else 0
     return sizes.spare_workers + (reported or QueueState.of(job).workers or sizes.world_size)

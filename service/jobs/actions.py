@@ -52,6 +52,7 @@ from service.settings import Settings
 from service.storage import in_time
 from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import remove_untrusted
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem
 from trainer.spec.job import JobSpec
@@ -245,7 +246,7 @@ def delete_job(
             raise
         if not artifacts:
             # Or the folder that stays would be taken for one of a job that is to be recovered.
-            run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
+            remove_untrusted(run_dir_of(settings, job_id).job_path, settings.runs_dir)
             return []
         # Once more: a service that started, or a restart that failed, may have undone it.
         move_to_trash(settings, job_id)

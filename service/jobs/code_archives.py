@@ -11,7 +11,9 @@ copy is checked against its id.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,11 +28,17 @@ from trainer.protocol.code_archive import (
     id_of,
 )
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.untrusted import read_untrusted, replace_untrusted
+from trainer.protocol.untrusted import (
+    list_untrusted,
+    read_untrusted,
+    remove_untrusted,
+    replace_untrusted,
+)
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
 _FOLDER = ".code"
+_NAME = re.compile(r"[0-9a-f]{64}\.zip")
 _DAY_S = 86400.0
 # Files may be stored as they are, each with two headers.
 _MAX_ARCHIVE_BYTES = 2 * MAX_UNPACKED_BYTES
@@ -48,7 +56,7 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
         raise InvalidRequest([FieldProblem(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
     if _read(settings, path, summary.id) is None:
-        kept = sum(path.stat().st_size for path in _uploads(settings))
+        kept = sum(status.st_size for _, status in _uploads(settings))
         if kept + len(data) > settings.code_max_bytes:
             raise CodeStoreFull(
                 f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most "
@@ -69,19 +77,26 @@ def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set
     if not settings.code_retention_days:
         return 0
     before = now - settings.code_retention_days * _DAY_S
-    old = [path for path in _uploads(settings) if path.stat().st_mtime < before]
-    if not old:
+    if not _older(settings, before):
         return 0
     named = read_named()
     # Looked at again: one of them may have been named since.
-    gone = [p for p in old if p.stem not in named and p.stat().st_mtime < before]
+    gone = [path for path in _older(settings, before) if path.stem not in named]
     for path in gone:
-        path.unlink(missing_ok=True)
+        remove_untrusted(path, settings.runs_dir)
     return len(gone)
 
 
-def _uploads(settings: Settings) -> list[Path]:
-    return list((settings.runs_dir / _FOLDER).glob("*.zip"))
+def _older(settings: Settings, before: float) -> list[Path]:
+    return [path for path, status in _uploads(settings) if status.st_mtime < before]
+
+
+def _uploads(settings: Settings) -> Iterator[tuple[Path, os.stat_result]]:
+    """The uploads that there are; others may remove them meanwhile, and lay anything there."""
+    for path in list_untrusted(settings.runs_dir / _FOLDER, settings.runs_dir):
+        if _NAME.fullmatch(path.name):
+            with suppress(FileNotFoundError):
+                yield path, path.lstat()
 
 
 def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) -> None:
@@ -133,7 +148,7 @@ def _upload_path(settings: Settings, code: str) -> Path:
 def _renewed(path: Path) -> bool:
     """Whether an upload is there; it is as new as its last use then, and not removed for now."""
     try:
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
     except OSError:
         return path.is_file()
     return True

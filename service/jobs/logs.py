@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -195,9 +196,22 @@ class _Part:
         return self.offset + self.size
 
 
-def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
+# Files of a folder by the log that they may be parts of. Thousands of ranks have logs in one: it is
+# listed once for all of them.
+Listing = Mapping[str, Sequence[Path]]
+
+
+def list_logs(folder: Path) -> Listing:
+    """What there is in a folder of logs; whoever reads several of them asks once."""
+    found: dict[str, list[Path]] = {}
+    for path in list_untrusted(folder, AttemptDir(folder.parent).runs_dir):
+        found.setdefault(path.stem.partition("@")[0], []).append(path)
+    return found
+
+
+def read_at(log: Path, offset: int, max_bytes: int, listing: Listing | None = None) -> Piece | None:
     """Bytes of a log from `offset` on, at most `max_bytes`; None where there are none yet."""
-    parts = [part for part in _parts(log) if part.end > offset]
+    parts = [part for part in _parts(log, listing) if part.end > offset]
     if not parts:
         return None
     start = max(offset, parts[0].offset)
@@ -214,19 +228,19 @@ def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
     return Piece(start, data, start - offset, is_cut and any(part.offset > at for part in parts))
 
 
-def context_before(log: Path, offset: int) -> bytes:
+def context_before(log: Path, offset: int, listing: Listing | None = None) -> bytes:
     """Some bytes before `offset`, to learn what its line goes on from."""
     start = max(0, offset - _CONTEXT_BYTES)
-    found = read_at(log, start, offset - start) if offset else None
+    found = read_at(log, start, offset - start, listing) if offset else None
     return found.data if found and found.start + len(found.data) == offset else b""
 
 
-def tail_offset(log: Path, num_lines: int) -> int:
+def tail_offset(log: Path, num_lines: int, listing: Listing | None = None) -> int:
     """Byte offset of the last `num_lines` lines, read block by block from the end.
 
     Where they are longer than `MAX_TAIL_BYTES` it is that of as many bytes, within a line.
     """
-    parts = _parts(log)
+    parts = _parts(log, listing)
     if not parts:
         return 0
     end = start = parts[-1].end
@@ -236,7 +250,7 @@ def tail_offset(log: Path, num_lines: int) -> int:
     num_ends = 0
     while start > first_kept and num_ends <= num_lines:
         begin = max(first_kept, start - _BLOCK_BYTES)
-        piece = read_at(log, begin, start - begin)
+        piece = read_at(log, begin, start - begin, listing)
         if piece is None or piece.start != begin:
             break
         blocks.append(piece.data)
@@ -251,9 +265,10 @@ def _split(data: bytes) -> list[bytes]:
     return io.BytesIO(data).readlines()
 
 
-def _parts(log: Path) -> list[_Part]:
+def _parts(log: Path, listing: Listing | None) -> list[_Part]:
     found = []
-    for offset, path in parts_of(log, list_untrusted(log.parent, _runs_dir_of(log))):
+    known = list_logs(log.parent) if listing is None else listing
+    for offset, path in parts_of(log, known.get(log.stem, ())):
         # Removed since it was listed, or no file: what a link leads to is not the job's to show.
         with suppress(FileNotFoundError, NotRegular), _open(path) as file:
             found.append(_Part(offset, path, os.fstat(file.fileno()).st_size))
@@ -261,11 +276,7 @@ def _parts(log: Path) -> list[_Part]:
 
 
 def _open(part: Path) -> IO[bytes]:
-    return open_untrusted(part, _runs_dir_of(part))
-
-
-def _runs_dir_of(log: Path) -> Path:
-    return AttemptDir(log.parent.parent).runs_dir
+    return open_untrusted(part, AttemptDir(part.parent.parent).runs_dir)
 
 
 def _start_of_last_run(parts: list[_Part]) -> int:
@@ -372,20 +383,22 @@ def read_new(
     A last line without an end counts only if `is_final`, when nobody writes any more. Where a log
     grew too long and lines were removed, a line says so.
     """
+    listing = list_logs(files.logs_dir)
     share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_POLL_BYTES // max(1, len(sources))))
     for name in sources:
+        start = position.offsets.get(name, 0)
         for text, head, offset in _read_lines(
-            files.log_path(name), position.offsets.get(name, 0), share, is_final=is_final
+            files.log_path(name), start, share, listing, is_final=is_final
         ):
             position = position.moved(name, offset)
             yield LogPiece(name, text, position, head)
 
 
 def _read_lines(
-    log: Path, offset: int, max_bytes: int, *, is_final: bool
+    log: Path, offset: int, max_bytes: int, listing: Listing, *, is_final: bool
 ) -> Iterator[tuple[str, Head, int]]:
     """Lines of one log with level, time and the offset behind each."""
-    piece = read_at(log, offset, max_bytes)
+    piece = read_at(log, offset, max_bytes, listing)
     if piece is None:
         return
     if piece.num_dropped:
@@ -398,7 +411,7 @@ def _read_lines(
     if not lines:
         return
     head, offset = Head(), piece.start
-    for line in _split(context_before(log, offset)):
+    for line in _split(context_before(log, offset, listing)):
         head = following(head, _text(line))
     for line in lines:
         text = _text(line)
@@ -423,7 +436,8 @@ def tail_position(
     files: AttemptDir, attempt_id: str, sources: Sequence[str], num_lines: int
 ) -> LogPosition:
     """The position from which `num_lines` lines of each source remain."""
-    offsets = {name: tail_offset(files.log_path(name), num_lines) for name in sources}
+    listing = list_logs(files.logs_dir)
+    offsets = {name: tail_offset(files.log_path(name), num_lines, listing) for name in sources}
     return LogPosition(attempt_id, offsets)
 
 
@@ -444,12 +458,12 @@ def logs_of(run_dir: RunDir, attempt_ids: Sequence[str]) -> list[tuple[str, Path
 
 def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
     """A ZIP archive with a file for each log."""
-    sink = _Sink()
+    sink, list_folder = _Sink(), lru_cache(maxsize=1)(list_logs)
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, path in logs:
             # Its size is not known beforehand: a job that runs goes on writing.
             with archive.open(name, "w", force_zip64=True) as member:
-                for chunk in _contents(path):
+                for chunk in _contents(path, list_folder(path.parent)):
                     member.write(chunk)
                     yield sink.take()
     yield sink.take()
@@ -457,18 +471,19 @@ def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
 
 def as_gzip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
     """One text, gzipped, with a heading above each log."""
+    list_folder = lru_cache(maxsize=1)(list_logs)
     packed = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | 16)  # 16: in gzip's format
     for name, path in logs:
         yield packed.compress(f"==> {name} <==\n".encode())
-        for chunk in _contents(path):
+        for chunk in _contents(path, list_folder(path.parent)):
             yield packed.compress(chunk)
         yield packed.compress(b"\n")
     yield packed.flush()
 
 
-def _contents(path: Path) -> Iterator[bytes]:
+def _contents(path: Path, listing: Listing) -> Iterator[bytes]:
     offset = 0
-    while (piece := read_at(path, offset, _CHUNK_BYTES)) is not None:
+    while (piece := read_at(path, offset, _CHUNK_BYTES, listing)) is not None:
         if piece.num_dropped:
             yield f"\n{dropped_notice(piece.num_dropped)}\n".encode()
         yield piece.data

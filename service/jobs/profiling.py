@@ -27,7 +27,7 @@ from service.errors import (
 from service.jobs.actions import retry_if_stale
 from service.jobs.run_storage import write_json
 from trainer.protocol.run_dir import RunDir, trace_name
-from trainer.protocol.untrusted import NotRegular, open_untrusted
+from trainer.protocol.untrusted import NotRegular, open_folder, open_untrusted
 from trainer.spec.base import FieldProblem
 
 # A request that brought nothing for so long does not stand in the way of another.
@@ -69,9 +69,9 @@ def request_trace(
         event = _event(job, request, now, REQUESTED, message, "user")
         is_told = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # The version of the job lets one of two requests through, and a stopping job none.
-            store.update_job(job, timeline=[event])
+            with open_folder(path.parent, run_dir.runs_dir, make=True):
+                # The version of the job lets one of two requests through, and a stopping job none.
+                store.update_job(job, timeline=[event])
             is_told = True
             write_json(path, request.document, run_dir.runs_dir)
         except OSError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -26,7 +27,13 @@ from service.errors import reaching_storage
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.untrusted import read_untrusted, replace_untrusted
+from trainer.protocol.untrusted import (
+    NotRegular,
+    open_folder,
+    read_untrusted,
+    remove_untrusted,
+    replace_untrusted,
+)
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -88,7 +95,6 @@ def _content_of(job: Job) -> bytes:
     }
     document = {
         "id": job.id,
-        "project": job.project,
         "created_at": job.created_at,
         "queued_at": job.waits_since,
         "num_failures": job.num_failures,
@@ -124,7 +130,8 @@ def ask_to_pause(settings: Settings, attempt: Attempt) -> None:
 
 def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
     """Take a pause request back; a driver that has seen it ends all the same."""
-    run_dir_of(settings, job_id).attempt(attempt_id).pause_request_path.unlink(missing_ok=True)
+    path = run_dir_of(settings, job_id).attempt(attempt_id).pause_request_path
+    remove_untrusted(path, settings.runs_dir)
 
 
 def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
@@ -132,7 +139,7 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
     assert job.current_attempt_id is not None
     path = run_dir_of(settings, job.id).attempt(job.current_attempt_id).growth_limit_path
     if max_workers is None:
-        path.unlink(missing_ok=True)
+        remove_untrusted(path, settings.runs_dir)
         return
     data = json.dumps({"max_workers": max_workers}).encode()
     with contextlib.suppress(OSError):
@@ -150,21 +157,27 @@ def move_to_trash(settings: Settings, job_id: str) -> None:
 
 def restore_from_trash(settings: Settings, job_id: str) -> None:
     """Undo `move_to_trash`; where the job has a folder again, the files there stay."""
+    target = run_dir_of(settings, job_id).root
     for folder in _trashed_folders(settings, job_id):
-        _merge(folder, run_dir_of(settings, job_id).root)
+        with contextlib.suppress(FileNotFoundError):  # others may do the same
+            if target.exists():
+                _merge(folder, target, settings.runs_dir)
+                shutil.rmtree(folder)
+            else:
+                folder.rename(target)
 
 
-def _merge(source: Path, target: Path) -> None:
-    """Move a folder, or what of it the target lacks; the rest goes. Others may do the same."""
-    with contextlib.suppress(FileNotFoundError):
-        if not target.exists():
-            source.rename(target)
-        elif all(each.is_dir() and not each.is_symlink() for each in (source, target)):
-            for entry in list(source.iterdir()):
-                _merge(entry, target / entry.name)
-            shutil.rmtree(source)
-        else:
-            source.unlink()
+def _merge(source: Path, target: Path, runs_dir: Path) -> None:
+    """Move what of a folder the target lacks."""
+    with open_folder(source, runs_dir) as taken, open_folder(target, runs_dir) as kept:
+        for name in os.listdir(taken):  # noqa: PTH208  of a descriptor
+            try:
+                os.lstat(name, dir_fd=kept)
+            except FileNotFoundError:
+                os.rename(name, name, src_dir_fd=taken, dst_dir_fd=kept)
+            else:
+                with contextlib.suppress(NotRegular):  # no two folders
+                    _merge(source / name, target / name, runs_dir)
 
 
 def empty_trash(settings: Settings, job_id: str) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
-from pydantic_core import from_json
 
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter
@@ -27,17 +26,18 @@ from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 
 _MANIFEST_NAME = "manifest.json"
-# Each file of the data has an entry.
-_MAX_MANIFEST_BYTES = 1 << 26
+# Each file of the data has an entry. While a document is parsed nothing else runs.
+_MAX_MANIFEST_BYTES = 1 << 23
 _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 
 
 def check_data(spec: JobSpec) -> None:
     """Look at the folders that a spec reads; raises `SpecError` naming the field."""
-    warm_start = spec.checkpoint.warm_start
-    found = [_data_problem(spec)]
-    if warm_start is not None:
+    mend = "prepare one with `shardloom data prepare`"
+    prepared = partial(_prepared_problem, spec)
+    found = [_place_problem(spec.data.path, "data.path", mend, prepared)]
+    if (warm_start := spec.checkpoint.warm_start) is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
         found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
     if spec.checkpoint.path is not None:
@@ -48,16 +48,34 @@ def check_data(spec: JobSpec) -> None:
         raise SpecError(problems)
 
 
-def _data_problem(spec: JobSpec) -> FieldProblem | None:
-    path = spec.data.path
-    problem = _place_problem(path, "data.path", "prepare one with `shardloom data prepare`")
-    if problem or "://" in path:
-        return problem
+def _place_problem(
+    path: str, field: str, mend: str, problem_in: Callable[[], FieldProblem | None] = lambda: None
+) -> FieldProblem | None:
+    """What is wrong with a folder or URL, or in that folder, as far as one can tell from here.
+
+    What is behind a URL is seen when the job starts, with the credentials of the cluster.
+    """
+    if "://" in path:
+        if path.split("://")[0] in _URL_SCHEMES:
+            return None
+        message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
+        return FieldProblem(field, "unknown_scheme", message)
+    folder = Path(path)
+    if not folder.is_absolute():
+        message = f"'{path}' is relative, but service and cluster have other working folders"
+        return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
+
+    def look() -> FieldProblem | None:
+        if not folder.is_dir():
+            return FieldProblem(field, "missing_path", f"{path} is not a folder; {mend}")
+        return problem_in()
+
     try:
-        return in_time(Path(path), partial(_prepared_problem, spec))
+        return in_time(folder, look)
     except OSError as error:
-        message = f"{path[:_MAX_SHOWN_CHARS]} cannot be read ({error.strerror})"
-        return FieldProblem("data.path", "unreadable_path", message)
+        shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
+        message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
+        return FieldProblem(field, "unreadable_path", message)
 
 
 def _prepared_problem(spec: JobSpec) -> FieldProblem | None:
@@ -68,19 +86,6 @@ def _prepared_problem(spec: JobSpec) -> FieldProblem | None:
     if has_rows and not manifest.exists():
         return _unknown_size(spec)
     return _manifest_problem(manifest)
-
-
-def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    """What is wrong with a folder or URL, as far as one can tell from here.
-
-    What is behind a URL is seen when the job starts, with the credentials of the cluster.
-    """
-    if "://" not in path:
-        return _folder_problem(path, field, mend)
-    if path.split("://")[0] in _URL_SCHEMES:
-        return None
-    message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
-    return FieldProblem(field, "unknown_scheme", message)
 
 
 def _unknown_size(spec: JobSpec) -> FieldProblem | None:
@@ -94,46 +99,31 @@ def _unknown_size(spec: JobSpec) -> FieldProblem | None:
     return None
 
 
-def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    folder = Path(path)
-    if not folder.is_absolute():
-        message = f"'{path}' is relative, but service and cluster have other working folders"
-        return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
-    try:
-        is_folder = in_time(folder, folder.is_dir)
-    except OSError as error:
-        shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
-        message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
-        return FieldProblem(field, "unreadable_path", message)
-    if not is_folder:
-        return FieldProblem(field, "missing_path", f"{path} is not a folder; {mend}")
-    return None
+class _Manifest(BaseModel):
+    """What of a manifest tells the sizes of tables; the rest becomes no object of Python."""
+
+    vocab_sizes: dict[str, PositiveInt] = {}
 
 
 def _manifest_problem(path: Path) -> FieldProblem | None:
     again = "prepare the data again with `shardloom data prepare`"
     try:
-        manifest = from_json(_read_manifest(path))
+        _read_manifest(path)
     except FileNotFoundError:
         message = f"{path} is missing, so the folder was never finished; {again}"
         return FieldProblem("data.path", "missing_manifest", message)
-    except (OSError, ValueError) as error:
+    except ValidationError as error:
+        message = f"{path} is no manifest ({error.errors()[0]['msg']}); {again}"
+    except OSError as error:
         message = f"{path} cannot be read ({error}); {again}"
     else:
-        if isinstance(manifest, dict):
-            return None
-        message = f"{path} is not a manifest; {again}"
+        return None
     return FieldProblem("data.path", "unreadable_manifest", message)
 
 
-def _read_manifest(path: Path) -> bytes:
-    return read_untrusted(path, path.parent, _MAX_MANIFEST_BYTES)
-
-
-class _Vocabularies(BaseModel):
-    """What of a manifest tells the sizes of tables."""
-
-    vocab_sizes: dict[str, PositiveInt]
+def _read_manifest(path: Path) -> _Manifest:
+    """A manifest; raises OSError or ValidationError."""
+    return _Manifest.model_validate_json(read_untrusted(path, path.parent, _MAX_MANIFEST_BYTES))
 
 
 def with_table_sizes(spec: JobSpec) -> JobSpec:
@@ -141,7 +131,7 @@ def with_table_sizes(spec: JobSpec) -> JobSpec:
     try:
         path = Path(spec.data.path) / _MANIFEST_NAME
         manifest = in_time(path.parent, partial(_read_manifest, path))
-        return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
+        return size_tables(spec, manifest.vocab_sizes)
     except (OSError, ValidationError, ManifestError):
         return spec
 

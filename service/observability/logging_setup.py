@@ -58,6 +58,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def _escaped(char: str) -> str:
+    return "\n    " if char == "\n" else repr(char)[1:-1]
+
+
 class TextFormatter(logging.Formatter):
     """A line for people, with the ids at hand where there are any."""
 
@@ -65,9 +69,11 @@ class TextFormatter(logging.Formatter):
         super().__init__(_TEXT_FORMAT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
-        """The line of a record, without its traceback."""
+        """The line of a record, without its traceback; jobs and URLs begin no line of their own."""
         ids = getattr(record, "ids", {})
         line = super().formatMessage(record)
+        if not line.isprintable():
+            line = "".join(char if char.isprintable() else _escaped(char) for char in line)
         shown = " ".join(f"{name}={value}" for name, value in ids.items() if value not in line)
         return f"{line} [{shown}]" if shown else line
 

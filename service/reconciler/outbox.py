@@ -23,7 +23,13 @@ from service.observability.metrics import ServiceMetrics
 from service.reconciler.submission import remove_token
 from service.settings import Settings
 from service.storage import in_time
-from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
+from trainer.protocol.events import (
+    MAX_RECORD_BYTES,
+    STREAM_PATTERN,
+    EventBatch,
+    damaged_record,
+    read_record,
+)
 from trainer.protocol.run_dir import AttemptDir, stream_order
 from trainer.protocol.untrusted import NotRegular, list_untrusted, open_untrusted
 
@@ -32,7 +38,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 _RETRY_S = 10.0
 _BATCH_SIZE = 100
-_MAX_RECORD_BYTES = 1 << 20
 # About a million records.
 _MAX_OUTBOX_BYTES = 1 << 28
 
@@ -113,11 +118,14 @@ def unread_batches(
             continue
         try:
             with open_untrusted(path, files.runs_dir) as file:
-                num_bytes_left -= os.fstat(file.fileno()).st_size
+                # What is appended from now on does not count, or reading might never end.
+                num_bytes = os.fstat(file.fileno()).st_size
+                num_bytes_left -= num_bytes
                 if num_bytes_left < 0:
                     logger.error("%s is left behind: the outbox is too large", path)
                     return
-                yield from _unread_of(file, path.stem, positions.get(path.stem, 0), now)
+                lines = _whole_lines(file, num_bytes)
+                yield from _unread_of(lines, path.stem, positions.get(path.stem, 0), now)
         except NotRegular as error:
             logger.error("not a stream of records, left alone: %s", error)
         except OSError as error:
@@ -126,18 +134,21 @@ def unread_batches(
         raise problem
 
 
-def _unread_of(file: IO[bytes], stream: str, next_seq: int, now: float) -> Iterator[EventBatch]:
-    unread = islice(_whole_lines(file), next_seq, None)
-    while lines := list(islice(unread, _BATCH_SIZE)):
-        events = [read_record(line, now) for line in lines]
+def _unread_of(
+    lines: Iterator[bytes], stream: str, next_seq: int, now: float
+) -> Iterator[EventBatch]:
+    unread = islice(lines, next_seq, None)
+    while batch := list(islice(unread, _BATCH_SIZE)):
+        events = [read_record(line, now) for line in batch]
         yield EventBatch(stream=stream, first_seq=next_seq, events=events)
         next_seq += len(events)
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines with their ends; one that is too long for a record is empty."""
+def _whole_lines(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    """Lines with their ends in the first `num_bytes`; one too long for a record is empty."""
     is_overlong = False
-    while piece := file.readline(_MAX_RECORD_BYTES):
+    while piece := file.readline(min(MAX_RECORD_BYTES, num_bytes)):
+        num_bytes -= len(piece)
         if not piece.endswith(b"\n"):
             is_overlong = True
             continue

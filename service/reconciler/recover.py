@@ -17,19 +17,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from service.db.jobs import JobStore
-from service.domain.lifecycle import finish
+from service.domain.lifecycle import MAX_ATTEMPTS, finish
 from service.domain.models import Attempt, EndReason, Job, JobStatus, ReportedEnd, attempt_id
-from service.errors import AttemptNotFound, JobNotFound, ServiceError
+from service.errors import AttemptNotFound, JobNotFound, RecordRefused, ServiceError
 from service.files import make_private
 from service.jobs.run_storage import read_jobs
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.outbox import OutboxCollector
 from service.settings import Settings
+from trainer.protocol.events import Moment
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
+# Of attempts: a job that is paused or loses its hosts may have more than it may have failures.
+_MAX_INDEX = 10_000
 _MARK = "being recovered from run storage"
 
 
@@ -58,7 +63,12 @@ def recover_jobs(
         if job.message != _MARK:
             found.known.append(job.id)
             continue
-        _recover(store, collector, RunDir(folder), job, end)
+        try:
+            _recover(store, collector, RunDir(folder), job, end)
+        except (OSError, RecordRefused, ValueError, OverflowError) as error:
+            # Jobs write there: what one of them made must not stand in the way of the others.
+            found.refused[folder.name] = f"it cannot be recovered: {error}"
+            continue
         found.recovered.append(job.id)
     return found
 
@@ -80,13 +90,17 @@ def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
         name=spec.name,
         spec=spec,
         status=JobStatus.PAUSED,
-        created_at=float(document["created_at"]),
-        project=str(document["project"]),
+        created_at=_moment(document["created_at"]),
+        project=spec.project,
         priority=spec.priority,
-        queued_at=float(document["queued_at"]),
-        num_failures=int(document["num_failures"]),
+        queued_at=_moment(document["queued_at"]),
+        num_failures=min(int(document["num_failures"]), MAX_ATTEMPTS),
         message=_MARK,
     )
+
+
+def _moment(value: Any) -> float:
+    return TypeAdapter[float](Moment).validate_python(value)
 
 
 def _end_in(document: dict[str, Any] | None) -> ReportedEnd | None:
@@ -94,7 +108,7 @@ def _end_in(document: dict[str, Any] | None) -> ReportedEnd | None:
     told = document.get("ended") if document else None
     if told is None:
         return None
-    return ReportedEnd(EndReason(told["reason"]), str(told["message"]), float(told["ended_at"]))
+    return ReportedEnd(EndReason(told["reason"]), str(told["message"]), _moment(told["ended_at"]))
 
 
 def _recover(
@@ -129,8 +143,10 @@ def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
     """Attempts that have a spec in a folder, in order, as they were when they were submitted."""
     prefix = f"{job_id}-a"
     specs = run_dir.root.glob(f"attempts/{prefix}*/spec.json")
-    numbers = (path.parent.name.removeprefix(prefix) for path in specs)
-    for index in sorted(int(number) for number in numbers if number.isdecimal()):
+    found = {path.parent.name.removeprefix(prefix) for path in specs}
+    for index in range(_MAX_INDEX):
+        if str(index) not in found:
+            continue
         name = attempt_id(job_id, index)
         written_at = run_dir.attempt(name).spec_path.stat().st_mtime
         yield Attempt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
 from service.settings import Settings
-from trainer.protocol.untrusted import open_folder, replace_untrusted
+from trainer.protocol.untrusted import remove_untrusted, replace_untrusted
 from trainer.spec.job import JobSpec
 
 STOP_WAIT_S = 20
@@ -102,9 +101,10 @@ def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
 
 def remove_token(job_id: str, attempt: str, settings: Settings) -> None:
     """Remove the token of an attempt that has ended, if its driver never read it."""
-    files = run_dir_of(settings, job_id).attempt(attempt)
-    with suppress(OSError), open_folder(files.root, settings.runs_dir) as folder:
-        os.unlink(files.token_path.name, dir_fd=folder)
+    with suppress(OSError):
+        remove_untrusted(
+            run_dir_of(settings, job_id).attempt(attempt).token_path, settings.runs_dir
+        )
 
 
 def _token_of(attempt: Attempt, settings: Settings) -> str:

@@ -125,10 +125,12 @@ def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -
 
 def workers_by_host(job: Job) -> Mapping[str, int]:
     """How many workers of a job are on each host, as far as its groups have reported."""
-    membership = current_membership(job)
-    if membership is None or not workers_held(job):
+    membership, held = current_membership(job), workers_held(job)
+    if membership is None:
         return {}
-    return Counter(host for member in membership.members for host in member.hosts)
+    found = Counter(host for member in membership.members for host in member.hosts)
+    # A job cannot be in the way of others with more workers than it has.
+    return found if found.total() <= held else {}
 
 
 def most_held(job: Job) -> int:

@@ -13,7 +13,9 @@ import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 
 import httpx
 
@@ -26,6 +28,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 _MAX_SHOWN_BYTES = 500
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _NUM_PORTS = 65_536
+_resolvers = ThreadPoolExecutor(32, "webhook-names")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # What `is_global` of some Python takes for public, and is not: protocol assignments, 6to4 relays,
 # the platform of a cloud, IPv4 in IPv6 of old, local NAT64, site-local, documentation, SRv6.
@@ -113,8 +116,9 @@ def _embedded(address: Address) -> ipaddress.IPv4Address | None:
 
 async def resolve(host: str, port: int) -> list[str]:
     """Addresses of a host, as the system's resolver orders them; raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # Threads of its own: servers of names that never answer hold up nothing else.
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

@@ -228,8 +228,7 @@ def ask_for(
 ) -> ExportFolder:
     """Create an export request, with the seal that `seal` makes of its text; raises OSError."""
     folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
-    run_dir.exports_dir.mkdir(parents=True, exist_ok=True)
-    with open_folder(run_dir.exports_dir, run_dir.runs_dir) as exports:
+    with open_folder(run_dir.exports_dir, run_dir.runs_dir, make=True) as exports:
         os.mkdir(folder.id, dir_fd=exports)
     wanted = RequestedExport(checkpoint=checkpoint, quantize=quantize, created=time.time())
     if seal is not None:

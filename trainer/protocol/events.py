@@ -8,22 +8,64 @@ often a batch is sent. Pydantic only: both sides import this.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from itertools import chain
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
+# Of one record as a line; a longer one counts as damaged.
+MAX_RECORD_BYTES = 1 << 22
+_MAX_MESSAGE_CHARS = 20_000
+_MAX_TEXT_CHARS = 4096
+
+
+def shortened(message: str) -> str:
+    """A message as long as lists of jobs can show: the whole one is in the job's logs."""
+    if len(message) <= _MAX_MESSAGE_CHARS:
+        return message
+    half = _MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} [...] {message[-half:]}"
+
+
 # What a 64-bit column can hold.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+# Databases multiply it by numbers of points.
+Step = Annotated[int, Field(ge=0, lt=2**48)]
+# Of workers, groups or hosts. Readers allocate by these, and the scheduler counts with them.
+Size = Annotated[int, Field(ge=1, le=2**17)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Unix seconds up to the year 9999.
+Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]
+# The longest name in the DNS.
+Host = Annotated[str, Field(max_length=253)]
+Message = Annotated[
+    str,
+    Field(max_length=_MAX_MESSAGE_CHARS + 10),
+    BeforeValidator(lambda given: shortened(given) if isinstance(given, str) else given),
+]
+_LIMITS = ConfigDict(extra="forbid", frozen=True, str_max_length=_MAX_TEXT_CHARS)
 
 
 class EventModel(BaseModel):
-    """Base of every record. `time` is Unix time in seconds."""
+    """Base of every record. `time` is Unix time in seconds.
+
+    Whoever runs code in a job can write any record, so that none may hold what would be too much
+    for its readers.
+    """
 
     # A NaN loss is news worth sending: JSON has no word for it, so it travels as the string "NaN".
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(**_LIMITS, ser_json_inf_nan="strings")
 
-    time: Annotated[float, Field(allow_inf_nan=False)]
+    time: Moment
 
 
 class Note(EventModel):
@@ -31,21 +73,21 @@ class Note(EventModel):
 
     kind: Literal["note"] = "note"
     level: Literal["info", "warning", "error"] = "info"
-    message: str
+    message: Message
 
 
 class AttemptStarted(EventModel):
     """The driver is up and about to start workers."""
 
     kind: Literal["attempt_started"] = "attempt_started"
-    world_size: Count
+    world_size: Size
     versions: dict[str, str] = {}
 
 
 class EventPart(BaseModel):
     """Base of what records hold."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _LIMITS
 
 
 class TablePlan(EventPart):
@@ -78,18 +120,28 @@ class WorkersStarted(EventModel):
 
     kind: Literal["workers_started"] = "workers_started"
     run_index: Count
-    world_size: Count
-    shard_group_size: Count
-    num_replicas: Count
+    world_size: Size
+    shard_group_size: Size
+    num_replicas: Size
     placement: str
     backend: str
     sharding_groups: list[list[int]]
     replica_groups: list[list[int]]
-    hosts: list[str] = Field(description="Host of each rank, indexed by rank.")
+    hosts: list[Host] = Field(description="Host of each rank, indexed by rank.")
     table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
     tables: list[TablePlan] = []
-    total_steps: Count
-    resumed_step: Count
+    total_steps: Step
+    resumed_step: Step
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        """Readers look positions and ranks up."""
+        shards = (shard for table in self.tables for shard in table.shards)
+        if any(shard.position >= self.shard_group_size for shard in shards):
+            raise ValueError("a shard is at a position that no sharding group has")
+        if {*chain(*self.sharding_groups)} != {*chain(*self.replica_groups)}:
+            raise ValueError("sharding groups and replica groups are not of the same ranks")
+        return self
 
 
 Phase = Literal[
@@ -111,7 +163,7 @@ class Metrics(EventModel):
     """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
 
     kind: Literal["metrics"] = "metrics"
-    step: Count
+    step: Step
     values: dict[str, float]
 
 
@@ -119,8 +171,8 @@ class Progress(EventModel):
     """How far training has come. `rows` counts rows trained by all ranks, repeats excluded."""
 
     kind: Literal["progress"] = "progress"
-    step: Count
-    total_steps: Count
+    step: Step
+    total_steps: Step
     epoch: Count
     rows: Count
     rows_per_s: float
@@ -131,10 +183,10 @@ class CheckpointCommitted(EventModel):
     """A checkpoint whose commit marker is on storage: from now on it exists."""
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
-    step: Count
+    step: Step
     path: str
     size_bytes: Count
-    duration_s: float
+    duration_s: Finite
     is_best: bool = False
     metrics: dict[str, float] = {}
 
@@ -143,7 +195,7 @@ class CheckpointDeleted(EventModel):
     """A checkpoint that retention removed."""
 
     kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
-    step: Count
+    step: Step
     path: str
 
 
@@ -155,7 +207,7 @@ class Divergence(EventModel):
     """
 
     kind: Literal["divergence"] = "divergence"
-    step: Count
+    step: Step
     table: str
     shard: Count
     ranks: list[int]
@@ -171,16 +223,16 @@ class LayoutChosen(EventModel):
     """
 
     kind: Literal["layout_chosen"] = "layout_chosen"
-    world_size: Count
-    shard_group_size: Count
-    num_replicas: Count
+    world_size: Size
+    shard_group_size: Size
+    num_replicas: Size
     placement: str
     failure_domain: Literal["job", "replica_group"]
     num_hosts: Count
     num_hosts_survived: Count
     memory_overhead_bytes: Count
-    sync_latency_s: float | None = None
-    reason: str
+    sync_latency_s: Finite | None = None
+    reason: Message
 
 
 class GroupMember(EventPart):
@@ -188,7 +240,7 @@ class GroupMember(EventPart):
 
     group: Count
     incarnation: Count
-    hosts: list[str]
+    hosts: list[Host]
     standing: Literal["initial", "spare", "listening", "current"]
 
 
@@ -216,9 +268,9 @@ class GroupLost(EventModel):
     kind: Literal["group_lost"] = "group_lost"
     group: Count
     incarnation: Count
-    reason: str
-    message: str
-    hosts: list[str]
+    reason: Message
+    message: Message
+    hosts: list[Host]
     rows_returned: Count = Field(description="Rows of its leases, which others will train.")
     is_spare: bool = False
 
@@ -229,10 +281,10 @@ class GroupJoined(EventModel):
     kind: Literal["group_joined"] = "group_joined"
     group: Count
     incarnation: Count
-    hosts: list[str]
+    hosts: list[Host]
     how: Literal["start", "peer_copy"]
     copied_bytes: Count = 0
-    duration_s: float = Field(default=0.0, description="From its first word to its first lease.")
+    duration_s: Finite = Field(default=0.0, description="From its first word to its first lease.")
 
 
 class GroupLeft(EventModel):
@@ -242,7 +294,7 @@ class GroupLeft(EventModel):
     group: Count
     incarnation: Count
     cause: Literal["resize", "drain", "straggler", "poisoned"]
-    hosts: list[str]
+    hosts: list[Host]
 
 
 class Recovered(EventModel):
@@ -255,8 +307,8 @@ class Recovered(EventModel):
     kind: Literal["recovered"] = "recovered"
     generation: Count
     commit: Count
-    cause: str
-    pause_s: float
+    cause: Message
+    pause_s: Finite
     syncs_lost: Count
     num_tries: Count
 
@@ -271,15 +323,15 @@ class CapacityRequested(EventModel):
     num_workers: Count
     num_wanted: Count
     num_needed: Count
-    resources_per_worker: dict[str, float] = {}
+    resources_per_worker: dict[str, Finite] = {}
 
 
 class Resized(EventModel):
     """The job trains with another number of workers from here on."""
 
     kind: Literal["resized"] = "resized"
-    world_size_before: Count
-    world_size: Count
+    world_size_before: Size
+    world_size: Size
     cause: str
     restarted: bool
 
@@ -294,10 +346,10 @@ class StragglerFound(EventModel):
     kind: Literal["straggler_found"] = "straggler_found"
     group: Count
     rank: Count
-    host: str
-    slowdown: float = Field(description="`own_s` over `median_s`.")
-    own_s: float = 0.0
-    median_s: float = 0.0
+    host: Host
+    slowdown: Finite = Field(description="`own_s` over `median_s`.")
+    own_s: Finite = 0.0
+    median_s: Finite = 0.0
     action: Literal["none", "replace"]
 
 
@@ -307,9 +359,9 @@ class HangFound(EventModel):
     kind: Literal["hang_found"] = "hang_found"
     group: Count
     rank: Count
-    host: str
+    host: Host
     phase: str
-    idle_s: float
+    idle_s: Finite
 
 
 class HostExcluded(EventModel):
@@ -319,10 +371,10 @@ class HostExcluded(EventModel):
     """
 
     kind: Literal["host_excluded"] = "host_excluded"
-    host: str
+    host: Host
     num_failures: Count
-    until: float
-    reason: str = ""
+    until: Moment
+    reason: Message = ""
 
 
 class RowsSkipped(EventModel):
@@ -336,15 +388,15 @@ class RowsSkipped(EventModel):
     start: Count
     stop: Count
     num_rows: Count | None = None
-    reason: str
+    reason: Message
 
 
 class RowsQuarantined(EventModel):
     """Rows left out since the last such event because they cannot be used."""
 
     kind: Literal["rows_quarantined"] = "rows_quarantined"
-    file: str
-    reason: str
+    file: Message
+    reason: Message
     count: Count
 
 
@@ -352,7 +404,7 @@ class TraceWritten(EventModel):
     """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
 
     kind: Literal["trace_written"] = "trace_written"
-    step: Count = Field(description="The last step in the trace.")
+    step: Step = Field(description="The last step in the trace.")
     num_steps: Count
     rank: Count
     path: str
@@ -364,20 +416,20 @@ class WorkersLost(EventModel):
 
     kind: Literal["workers_lost"] = "workers_lost"
     run_index: Count
-    reason: str
-    message: str
+    reason: Message
+    message: Message
     will_restart: bool
-    evidence: dict[str, str] = {}
+    evidence: dict[str, Message] = {}
 
 
 class AttemptEnded(EventModel):
     """Last record of an attempt that ended on its own; `reason` is an EndReason value."""
 
     kind: Literal["attempt_ended"] = "attempt_ended"
-    reason: str
-    message: str
+    reason: Message
+    message: Message
     final_metrics: dict[str, float] = {}
-    evidence: dict[str, str] = {}
+    evidence: dict[str, Message] = {}
 
 
 Event = Annotated[
@@ -416,7 +468,7 @@ def read_record(line: bytes, now: float) -> Event:
     `now` (Unix seconds) dates that note.
     """
     try:
-        return EVENT_ADAPTER.validate_json(line)
+        return EVENT_ADAPTER.validate_json(line if len(line) <= MAX_RECORD_BYTES else b"")
     except ValidationError:
         return damaged_record(now)
 

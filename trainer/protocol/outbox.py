@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel
 
-from trainer.protocol.events import Count, Event, EventBatch, read_record
+from trainer.protocol.events import MAX_RECORD_BYTES, Count, Event, EventBatch, read_record
 from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,18 @@ class EventWriter:
 
 
 def read_batch(path: Path, offset: int) -> tuple[list[Event], int]:
-    """Up to MAX_BATCH complete records behind a byte offset, and the offset behind them."""
+    """Complete records behind a byte offset, and the offset behind them.
+
+    They are up to MAX_BATCH, and of more than MAX_RECORD_BYTES no more than one.
+    """
     lines: list[bytes] = []
+    num_bytes = 0
     with path.open("rb") as file:
         file.seek(offset)
         while len(lines) < MAX_BATCH and (line := file.readline()).endswith(b"\n"):
+            num_bytes += len(line)
+            if lines and num_bytes > MAX_RECORD_BYTES:
+                break
             lines.append(line)
     return [read_record(line, time.time()) for line in lines], offset + sum(map(len, lines))
 

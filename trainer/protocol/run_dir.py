@@ -36,6 +36,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.protocol.untrusted import replace_untrusted
+
 COMMIT_MARKER = "COMMIT.json"
 
 
@@ -59,15 +61,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     `mode` holds the most rights of it.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    # One that was cut off may have other rights.
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    fsync_folder(path.parent)
+    replace_untrusted(path, content, path.parent, make=False, mode=mode)
 
 
 def fsync_folder(folder: Path) -> None:

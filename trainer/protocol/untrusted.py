@@ -96,12 +96,18 @@ def replace_untrusted(
         os.fsync(folder)
 
 
+def remove_untrusted(path: Path, within: Path) -> None:
+    """Remove a file, or a link, below the trusted folder `within`, if it is there."""
+    with suppress(FileNotFoundError), open_folder(path.parent, within) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
 def list_untrusted(path: Path, within: Path) -> list[Path]:
-    """Paths of what is in a folder, the first `MAX_ENTRIES`; empty where there is no folder."""
+    """Paths of what is in a folder, the first `MAX_ENTRIES`; empty where there is nothing yet."""
     try:
         with open_folder(path, within) as folder, os.scandir(folder) as entries:
             return [path / entry.name for entry in islice(entries, MAX_ENTRIES)]
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
 
 

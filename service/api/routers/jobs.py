@@ -29,6 +29,7 @@ from service.backends.base import check_cluster, hosts_for
 from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
+from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.code_archives import check_code
 from service.jobs.planning import check_fit
@@ -288,7 +289,8 @@ def clone(
     Secrets do not come along: give those that the clone needs.
     """
     spec = actions.cloned_spec(job, body.set, body.patch, body.name)
-    spec = without_lost_place(spec, job.spec, roots_of(context.settings))
+    with reaching_storage("the paths of the spec: "):
+        spec = without_lost_place(spec, job.spec, roots_of(context.settings))
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)

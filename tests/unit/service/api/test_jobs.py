@@ -306,6 +306,13 @@ def test_health_and_readiness_whether_or_not_the_cluster_answers(api: Api) -> No
     assert (ready.status_code, ready.json()["store"]["migration"]) == (200, newest_revision())
 
 
+def test_routes_of_files_say_that_run_storage_is_broken(api: Api) -> None:
+    job_id = api.start()
+    api.settings.runs_dir.rename(api.settings.home / "aside")
+    api.settings.runs_dir.touch()
+    problem_in(api.http.get(f"/v1/jobs/{job_id}/logs"), 503, "storage_unavailable")
+
+
 def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
     state = api.http.app.state
     state.context = replace(state.context, cluster=ClusterWatch(api.backend, every_s=0))

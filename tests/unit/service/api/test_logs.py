@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.api.sse import LATE_LINES_S, LogFollower, StreamBatch
+from service.api.sse import _MAX_OFFSETS, LATE_LINES_S, LogFollower, StreamBatch
 from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState
 from service.jobs.logs import LogFilter, LogPosition
@@ -189,3 +189,17 @@ def test_only_logs_of_the_jobs_attempts_can_be_downloaded(api: Api, job: str) ->
     problem_in(response, 422, "invalid_request")
     response = api.http.get(f"/v1/jobs/{api.submit()}/logs:download")
     assert zipfile.ZipFile(io.BytesIO(response.content)).namelist() == []
+
+
+def test_a_stream_of_many_logs_has_a_cursor_at_the_end_of_each_batch(api: Api, job: str) -> None:
+    for rank in range(10, 10 + 2 * _MAX_OFFSETS):
+        api.log(f"{job}-a0", f"rank-{rank}", "a line\n")
+    _succeed(api, job)
+    *lines, _ = api.follow(f"{job}/logs")
+    ids = [line.id for line in lines]
+    assert len({*ids}) < len(lines) - 30, "one without a cursor has that of the line before"
+    for at in (0, len(lines) - 20, len(lines) - 1):
+        *rest, _ = api.follow(f"{job}/logs", ids[at])
+        assert [line.data for line in rest] == [
+            line.data for line in lines[ids.index(ids[at]) + 1 :]
+        ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import httpx
@@ -190,3 +190,15 @@ def test_one_request_tells_of_many_attempts_and_leaves_out_what_is_unclear() -> 
     assert _backend(_answers(200, body={"detail": "a proxy"})).observe_all(["a"]) == {}
     away = _backend(_fails(httpx.ReadTimeout)).observe_all(["a", "b"])
     assert {found.state for found in away.values()} == {ObservedState.UNREACHABLE}
+
+
+def test_an_answer_without_end_is_none() -> None:
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            while True:
+                yield b" " * (1 << 22)
+
+    backend = _backend(lambda request: httpx.Response(200, stream=Endless()))
+    assert backend.observe("job-1-a0").state is ObservedState.UNREACHABLE
+    with pytest.raises(BackendUnreachable, match="no end"):
+        backend.hosts()

@@ -32,7 +32,16 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
-from tests.harness.service import Api, FakeService, end, job_body, problem_body, running, shardloom
+from tests.harness.service import (
+    Api,
+    FakeService,
+    end,
+    event_body,
+    job_body,
+    problem_body,
+    running,
+    shardloom,
+)
 from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import Event, HostExcluded, Metrics
 
@@ -71,6 +80,16 @@ def test_show_tells_layout_progress_and_metrics(service):
     assert "step 50 of 200 (25.0 %), 51.2k rows, 21.3k rows/s, 1m 12s to go" in result.stdout
     service.states = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
     assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
+
+
+def test_texts_of_jobs_steer_no_terminal(service):
+    message = "lost \x1b]0;title\x07 \x1b[2J \x9b31m \u202e evil"
+    service.states = [job_body(status="STARTING", message=message)]
+    service.events = [event_body(1, message=message)]
+    for command in ("show", "events"):
+        shown = shardloom(command, "ratings").stdout
+        assert "lost ␛]0;title" in shown
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*shown}
 
 
 def test_an_unknown_job_is_refused_with_a_way_on(service):

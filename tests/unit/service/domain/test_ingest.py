@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from service.domain.ingest import IngestResult, apply_events
+from service.domain.membership import num_places
 from service.domain.models import EndReason, JobStatus
 from service.domain.timeline import describe
 from tests.harness.builders import (
@@ -21,11 +22,12 @@ from tests.harness.builders import (
     membership_changed,
     metrics,
     queued_job,
+    row_wise_plan,
     trace_written,
     workers_lost,
     workers_started,
 )
-from trainer.protocol.events import Event
+from trainer.protocol.events import MAX_RECORD_BYTES, Event, damaged_record, read_record
 
 
 def applied(*records: Event) -> IngestResult:
@@ -61,6 +63,36 @@ def test_workers_that_diverged_were_stopped_and_not_lost() -> None:
 def test_a_divergence_is_an_error_line_and_a_lost_group_a_warning() -> None:
     lines = applied(divergence(), trace_written(), workers_started(), group_lost()).timeline
     assert [line.data.get("level") for line in lines] == ["error", None, None, "warning"]
+
+
+HOSTILE = [
+    '{"kind": "note", "time": 1e300, "message": ""}',
+    '{"kind": "recovered", "generation": 1, "commit": 1, "cause": "", "pause_s": NaN, '
+    '"syncs_lost": 0, "num_tries": 1, "time": 1}',
+    layout_chosen().model_copy(update={"shard_group_size": 0}).model_dump_json(),
+    layout_chosen().model_copy(update={"shard_group_size": 2**60}).model_dump_json(),
+    workers_started().model_copy(update={"shard_group_size": 2**60}).model_dump_json(),
+    workers_started(tables=[row_wise_plan()])
+    .model_copy(update={"shard_group_size": 1})
+    .model_dump_json(),
+    workers_started().model_copy(update={"replica_groups": [[7]]}).model_dump_json(),
+    group_lost().model_copy(update={"hosts": ["h" * 1000]}).model_dump_json(),
+    metrics(1).model_copy(update={"values": {"x" * MAX_RECORD_BYTES: 1.0}}).model_dump_json(),
+]
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_record_that_is_too_much_for_its_readers_counts_as_damaged(line: str) -> None:
+    assert read_record(line.encode(), NOW) == damaged_record(NOW)
+
+
+def test_what_is_kept_of_a_job_at_every_pass_stays_small_whatever_it_tells() -> None:
+    job, attempt = live_job()
+    lost = group_lost().model_copy(update={"message": "m" * 10**6, "hosts": ["h"] * 20_000})
+    flood = [lost.model_copy(update={"group": number}) for number in range(40)]
+    held = apply_events(job, attempt, [membership_changed(), *flood], NOW).job.membership
+    assert num_places(held) < 40_000
+    assert len(held.gone[0].message) < 1000
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,31 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.api import deps, views
+from service.auth import permissions
+from service.db import queries
 from service.domain.metrics import MAX_METRICS
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
-from service.jobs.run_storage import limit_growth, run_dir_of
-from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, spec_document
-from tests.harness.service import Api, House, end, problem_in
+from service.jobs.run_storage import limit_growth, run_dir_of, withdraw_pause
+from service.reconciler.outbox import unread_batches
+from tests.harness.builders import (
+    NOW,
+    attempt_ended,
+    batch,
+    checkpoint,
+    metrics,
+    spec_document,
+    workers_started,
+)
+from tests.harness.service import Api, GuardedApps, House, end, problem_in, running
 from trainer.export.requests import ask_for
+from trainer.protocol import code_archive
+from trainer.protocol.events import Note
 from trainer.protocol.untrusted import (
     NotRegular,
     list_untrusted,
@@ -140,6 +154,25 @@ def test_data_whose_manifest_is_a_pipe_is_refused_at_once_however_often_it_is_na
     assert api.http.get("/healthz").is_success
 
 
+def test_where_a_spec_leads_is_looked_at_with_a_deadline(
+    open_guarded: GuardedApps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = open_guarded()
+    asked: list[Path] = []
+
+    def ask(path: Path, call: Callable[[], Any], deadline_s: float = 0.0) -> Any:
+        asked.append(path)
+        raise TimeoutError(errno.ETIMEDOUT, "storage hangs", str(path))
+
+    spec = spec_document(checkpoint={"path": "/mnt/hung"})
+    for module in (permissions, deps):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "in_time", ask)
+            answer = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
+            problem_in(answer, 503, "storage_unavailable")
+    assert asked
+
+
 def test_logs_and_traces_of_an_attempt_that_is_a_link_are_not_shown(
     api: Api, tmp_path: Path
 ) -> None:
@@ -217,6 +250,80 @@ def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> 
     assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
 
 
+def test_the_timeline_of_a_job_has_room_for_so_many_events_and_bytes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "_MAX_LINES", 12)
+    monkeypatch.setattr(queries, "_MAX_LARGE_BYTES", 300_000)
+    job_id = api.start()
+    known = len(api.store.list_timeline(job_id))
+    large = workers_started().model_copy(update={"hosts": ["h" * 200] * 500})
+    api.post_events(f"{job_id}-a0", batch(*[large] * 4))
+    kinds = [line.kind for line in api.store.list_timeline(job_id)][known:]
+    assert kinds == ["workers_started"] * 2 + ["note"] * 2
+    assert api.store.get_job(job_id).status is JobStatus.RUNNING
+    notes = [Note(time=NOW, message=str(number)) for number in range(100)]
+    for stream in ("a", "b"):
+        api.post_events(f"{job_id}-a0", batch(*notes, stream=stream))
+    lines = api.store.list_timeline(job_id)
+    assert len(lines) == 12
+    assert "the timeline is full" in lines[-1].message
+
+
+def test_documents_are_bounded_more_tightly_than_archives_of_code(api: Api) -> None:
+    large = b"[" + b"{}," * (3 << 20) + b"{}]"
+    for path in ("/v1/jobs", "/v1/attempts/x/events"):
+        problem_in(api.http.post(path, content=large), 413, "body_too_large")
+    problem_in(api.http.post("/v1/code", content=large), 422, "invalid_request")
+
+
+def test_an_outbox_that_grows_while_it_is_read_is_read_to_where_it_ended(house: House) -> None:
+    job = house.submit("running", "failed")
+    house.poll()
+    line = metrics(1, train_loss=0.5).model_dump_json() + "\n"
+    path = house.leave(job)
+    path.write_text(line * 100)
+    batches = unread_batches(house.files(job), {}, NOW)
+    for found in batches:
+        assert found.first_seq == 0
+        with path.open("a") as file:
+            file.write(line * 100)
+
+
+def test_what_lies_among_uploads_of_code_keeps_nobody_from_uploading(
+    api: Api, tmp_path: Path
+) -> None:
+    uploads = api.settings.runs_dir / ".code"
+    uploads.mkdir(parents=True)
+    (uploads / f"{'0' * 64}.zip").symlink_to("/nowhere")
+    (uploads / "junk.zip").touch()
+    os.truncate(uploads / "junk.zip", 1 << 40)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "model.py").touch()
+    answer = api.http.post("/v1/code", content=code_archive.pack(tmp_path / "package"))
+    assert answer.status_code == 201
+
+
+def test_nothing_is_made_or_removed_through_an_attempt_that_is_a_link(
+    api: Api, tmp_path: Path
+) -> None:
+    job_id = running(api)
+    attempt, theirs = api.files(job_id).root, tmp_path / "theirs"
+    attempt.rename(theirs)
+    attempt.symlink_to(theirs)
+    for name in ("pause-request.json", "growth-limit.json"):
+        (theirs / name).write_text("{}")
+    job = api.store.get_job(job_id)
+    for change in (
+        lambda: withdraw_pause(api.settings, job_id, f"{job_id}-a0"),
+        lambda: limit_growth(api.settings, job, None),
+    ):
+        with pytest.raises(NotRegular):
+            change()
+    assert api.http.post(f"/v1/jobs/{job_id}/traces", json={}).status_code == 503
+    assert {"pause-request.json", "growth-limit.json"} <= {each.name for each in theirs.iterdir()}
+
+
 def test_lists_show_the_newest_exports_and_messages_of_bounded_length(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +348,7 @@ OWN_FILES = {
     "service/backends/kuberay/client.py",
     "service/dashboard/app.py",
     "service/dashboard/shell.py",
+    "service/dashboard/spec_text.py",
     "service/db/engine.py",
     "service/files.py",
     "service/healthcheck.py",

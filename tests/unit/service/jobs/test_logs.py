@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.jobs import logs
 from service.jobs.logs import (
     Head,
     Level,
     LogPosition,
+    as_gzip,
     contains,
     following,
     head_of,
@@ -24,6 +26,7 @@ from service.jobs.logs import (
 from tests.harness.properties import examples
 from tests.harness.wait import scaled
 from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.untrusted import list_untrusted
 
 
 @pytest.mark.parametrize(
@@ -175,3 +178,23 @@ def test_a_tail_is_the_last_lines_whatever_their_length(
     position = tail_position(files, "a", ["driver"], num_lines)
     found = [piece.text for piece in read_new(files, position, ["driver"], is_final=True)]
     assert found == (texts[-num_lines:] if num_lines else [])
+
+
+def test_reading_the_logs_of_many_ranks_lists_their_folder_once(
+    files: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(20):
+        files.log_path(f"rank-{rank}").write_text("a line\n")
+    listed: list[Path] = []
+
+    def listing(folder: Path, within: Path) -> list[Path]:
+        listed.append(folder)
+        return list_untrusted(folder, within)
+
+    monkeypatch.setattr(logs, "list_untrusted", listing)
+    sources = [f"rank-{rank}" for rank in range(20)]
+    position = tail_position(files, "a", sources, 1)
+    assert len(list(read_new(files, position, sources, is_final=True))) == 20
+    named = [(name, files.log_path(name)) for name in sources]
+    assert b"".join(as_gzip(named))
+    assert len(listed) == 3

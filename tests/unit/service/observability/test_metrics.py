@@ -133,6 +133,13 @@ def test_a_text_line_has_ids_that_it_does_not_name_itself() -> None:
     assert TextFormatter().format(_record("plain")).endswith("service.x: plain")
 
 
+def test_what_is_logged_begins_no_line_of_its_own_and_steers_no_terminal() -> None:
+    forged = "x\n2027-01-15 08:00:00 INFO service.app: all is well\r\x1b[2J"
+    first, *others = TextFormatter().format(_record("job %s failed", forged)).split("\n")
+    assert "job x" in first
+    assert others == ["    2027-01-15 08:00:00 INFO service.app: all is well\\r\\x1b[2J failed"]
+
+
 def test_ids_are_read_off_the_path() -> None:
     job, attempt = "job-0000000000ab", "job-0000000000ab-a12"
     assert ids_in(f"/v1/jobs/{job}/logs") == {"job_id": job}

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -489,6 +490,23 @@ def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() ->
     release.set()
     wait_for(lambda: not storage.hanging(), "the calls to return")
     assert in_time(hung, lambda: 8) == 8
+
+
+def test_of_calls_that_begin_together_no_more_wait_for_storage_than_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release, hung = threading.Event(), Path("/mnt/other")
+    monkeypatch.setattr(storage, "MAX_HANGING", 1)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(in_time, hung, lambda: release.wait(scaled(60)), deadline_s=scaled(20))
+            for _ in range(2)
+        ]
+        done, waiting = wait(calls, scaled(10), return_when=FIRST_COMPLETED)
+        assert [type(call.exception()) for call in done] == [TimeoutError]
+        release.set()
+        assert waiting.pop().result()
+    wait_for(lambda: not storage.hanging(), "the calls to return")
 
 
 def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(

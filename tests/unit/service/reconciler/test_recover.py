@@ -62,6 +62,22 @@ def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
     assert (record.num_submits, record.num_stops) == (1, 0)
 
 
+def test_a_hostile_job_keeps_no_other_from_being_found(house: House, empty: House) -> None:
+    hostile, job = trained(house, "running"), trained(house, "running")
+    root = run_dir_of(house.settings, hostile.id).root
+    for name in ("007", "9" * 30):
+        (root / "attempts" / f"{hostile.id}-a{name}").mkdir()
+        (root / "attempts" / f"{hostile.id}-a{name}" / "spec.json").write_text("{}")
+    document = json.loads((root / "job.json").read_text())
+    for forged in ({"created_at": float("nan")}, {"queued_at": 1e300}, {"project": "theirs"}, {}):
+        (root / "job.json").write_text(json.dumps({**document, **forged}))
+        found = recover(empty)
+        assert job.id in (*found.recovered, *found.known)
+    assert hostile.id in found.known
+    assert empty.store.get_job(hostile.id).project == "default"
+    assert len(empty.store.list_attempts(hostile.id)) == 1
+
+
 def test_what_has_ended_ends_as_its_driver_said(house: House, empty: House) -> None:
     job = trained(house, "succeeded")
     house.leave(job, checkpoint(10), attempt_ended("completed"))

@@ -206,6 +206,15 @@ def test_a_gang_counts_what_is_free_on_each_host_where_that_is_known() -> None:
     assert started(decide([survivor], [together], cluster(4, 4, 2))) == ["survivor"]
 
 
+def test_a_job_that_says_it_holds_more_than_it_may_is_in_nobodys_way() -> None:
+    liar = running("liar", 2)
+    attempt = f"{liar.id}-a0"
+    members = tuple(Member(group, 0, ("h0",) * 50, "current") for group in range(50))
+    told = Membership(attempt, world_size=10**6, changed_at=NOW, members=members)
+    liar = replace(liar, current_attempt_id=attempt, membership=told)
+    assert started(decide([job(workers=2)], [liar], cluster(4))) == ["job"]
+
+
 def test_elastic_jobs_do_not_grow_into_the_room_that_another_job_waits_for() -> None:
     elastic = running("elastic", {"min": 2, "max": 8}, holds=2)
     urgent = replace(elastic, id="job-urgent", priority=9)

@@ -34,7 +34,7 @@ RESPONSE_BYTES = 2 * _NUM_BYTES
 _REFUSAL = bytes(_NUM_BYTES)
 _LOG_EVERY_S = 60.0
 _FILE_SHARE = 4
-_MAX_UNPROVEN = 64  # of a server in a rank
+_MAX_UNPROVEN = 512  # of a server in a rank, to which its peers may come at once
 
 
 class NotAuthenticated(ConnectionError):

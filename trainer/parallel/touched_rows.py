@@ -152,7 +152,9 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
         return
     packed = pack_bits(bits, replicas.num_replicas)
     part = replicas.reduce_scatter(packed, lambda parts: functools.reduce(torch.bitwise_or, parts))
-    bits.copy_(unpack_bits(replicas.all_gather(part), bits.numel()))
+    replicas.own_part(packed).copy_(part)
+    replicas.all_gather(packed)
+    bits.copy_(unpack_bits(packed, bits.numel()))
 
 
 def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
+from trainer.parallel.collectives import (
+    Batch,
+    Block,
+    Buffers,
+    ReplicaCollectives,
+    pairwise_mean,
+)
 from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import apply_difference
 
@@ -85,7 +91,7 @@ def test_rows_packed_in_batches_are_written_back_where_they_were(
     starts = [block.tensor.clone() for block in blocks]
     num_rows = 0
     for batch in _batches(blocks, max_bytes, multiple):
-        packed = batch.pack()
+        packed = batch.pack(Buffers(torch.device("cpu")))
         assert packed.numel() % multiple == 0
         single_row = len(batch.blocks) == 1 and batch.blocks[0].num_rows == 1
         assert single_row or sum(b.numel for b in batch.blocks) * 4 <= max_bytes

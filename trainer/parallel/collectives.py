@@ -27,20 +27,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.parallel.row_store import FlatRows, RowStore
 
-# One exchange at a time, so this is all the memory that averaging in place takes. On a CPU values
-# stay in its cache from step to step, and the queue of a link short; NCCL is faster with more.
+_T = TypeVar("_T")
+# So much is exchanged at a time. On a CPU values stay in its cache from step to step, and the queue
+# of a link short; NCCL is faster with more.
 _CHUNK_BYTES = {"cpu": 2**20, "cuda": 32 * 2**20}
+# While one chunk is on its way to other hosts, the next is summed inside of this one.
+CHUNKS_AT_ONCE = 2
 
 
 def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -171,8 +176,37 @@ def _read(parts: Sequence[Part], found: torch.Tensor) -> dict[str, float]:
     return values
 
 
+Exchange = Generator[None, None, _T]
+"""Something is on its way whenever it stops; it is over when it ends."""
+
+
+def run_exchange(exchange: Exchange[_T]) -> _T:
+    """Wait for one."""
+    while True:
+        try:
+            next(exchange)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+def run_exchanges(exchanges: Iterable[Exchange[None]]) -> None:
+    """Wait for all, `CHUNKS_AT_ONCE` of them under way: each goes on in its turn.
+
+    Turns are the same on all replicas. Exchanges that stop equally often end in order.
+    """
+    waiting, running = iter(exchanges), deque[Exchange[None]]()
+    while True:
+        running.extend(islice(waiting, CHUNKS_AT_ONCE - len(running)))
+        if not running:
+            return
+        exchange = running.popleft()
+        if next(exchange, True) is None:
+            running.append(exchange)
+
+
 class ReplicaGroup(Protocol):
-    """What a sync needs of a process group: both exchanges are over when they return."""
+    """What a sync needs of a process group. Both exchanges may be over at once, and give None."""
 
     def size(self) -> int:
         """M, the number of replicas."""
@@ -180,13 +214,13 @@ class ReplicaGroup(Protocol):
     def rank(self) -> int:
         """This replica's place among them."""
 
-    def all_gather(self, out: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor) -> Exchange[None] | None:
         """Fill `out` [M * n], where this replica's part is in its place, with the others' parts.
 
         Collective.
         """
 
-    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> Exchange[None] | None:
         """Write part r of rank i's `parts` [M * n] to part i of rank r's `out`. Collective."""
 
 
@@ -202,26 +236,32 @@ class WorldReplicaGroup:
     def rank(self) -> int:
         return self._group.rank()
 
-    def all_gather(self, out: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor) -> Exchange[None]:
         size, rank = self.size(), self.rank()
         parts = out.view(size, -1)
         if out.is_cuda:
-            dist.all_gather_single(out, parts[rank], group=self._group)
+            yield from _over(
+                dist.all_gather_single(out, parts[rank], group=self._group, async_op=True)
+            )
             return
         # Gloo's own all-gather fills memory of its own, fresh at every call, and copies that.
         after, before = (rank + 1) % size, (rank - 1) % size
         for step in range(size - 1):
             sent, received = parts[(rank - step) % size], parts[(before - step) % size]
-            works = [
+            yield from _over(
                 dist.isend(sent, group=self._group, group_dst=after),
                 dist.irecv(received, group=self._group, group_src=before),
-            ]
-            for work in works:
-                assert work is not None, "the rank is in its own group"
-                work.wait()
+            )
 
-    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
-        dist.all_to_all_single(out, parts, group=self._group)
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> Exchange[None]:
+        yield from _over(dist.all_to_all_single(out, parts, group=self._group, async_op=True))
+
+
+def _over(*works: dist.Work | None) -> Exchange[None]:
+    yield
+    for work in works:
+        assert work is not None, "the rank is in its own group"
+        work.wait()
 
 
 class Buffers:
@@ -333,16 +373,17 @@ class ReplicaCollectives:
         return taken
 
     def reduce_scatter(
-        self, flat: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        self, flat: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor], slot: int = 0
+    ) -> Exchange[torch.Tensor]:
         """This rank's 1/M of what the replicas' `flat` [n], n a multiple of M, come to. Collective.
 
-        `combine` makes [m] of the [k, m] of the k replicas of a level.
+        `combine` makes [m] of the [k, m] of the k replicas of a level. It may be in memory that the
+        next exchange in `slot` takes: as many as are under way have one each.
         """
         part = flat
         for level, group in enumerate(self._levels):
-            received = self._buffers.take(level, part.numel(), part.dtype)
-            group.all_to_all(received, part)
+            received = self._buffers.take((slot, level), part.numel(), part.dtype)
+            yield from group.all_to_all(received, part) or ()
             parts = received.view(group.size(), -1)
             self.num_bytes += (group.size() - 1) * parts[0].nbytes
             part = combine(parts)
@@ -354,43 +395,50 @@ class ReplicaCollectives:
             out = out.view(group.size(), -1)[group.rank()]
         return out
 
-    def all_gather(self, out: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor) -> Exchange[None]:
         """Fill `out` [n], which has this rank's part in its place, with the others'. Collective."""
         parts = []
         for group in self._levels:
             parts.append(out)
             out = out.view(group.size(), -1)[group.rank()]
         for group, part in zip(reversed(self._levels), reversed(parts), strict=True):
-            group.all_gather(part)
+            yield from group.all_gather(part) or ()
             self.num_bytes += (group.size() - 1) * part.nbytes // group.size()
 
-    def average(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+    def average(self, flat: torch.Tensor, out: torch.Tensor, slot: int = 0) -> Exchange[None]:
         """Write the mean of the replicas' `flat` [n], n a multiple of M, into `out`. Collective.
 
         `out` may be `flat` itself.
         """
         weights = self._weights or [1.0] * self.num_replicas
         if flat.is_floating_point():
-            total = self.reduce_scatter(flat, lambda parts: pairwise_sum(parts, self._weights))
+            combine = partial(pairwise_sum, weights=self._weights)
+            total = yield from self.reduce_scatter(flat, combine, slot)
             torch.div(total, _divisor(weights), out=self.own_part(out))
         else:
             counts = next(i for i, weight in enumerate(weights) if weight)
-            self.own_part(out).copy_(self.reduce_scatter(flat, lambda parts: parts[counts]))
-        self.all_gather(out)
+            first = yield from self.reduce_scatter(flat, lambda parts: parts[counts], slot)
+            self.own_part(out).copy_(first)
+        yield from self.all_gather(out)
 
     def average_batch(
-        self, batch: Batch, values: torch.Tensor, out: torch.Tensor, in_fp32: bool = False
-    ) -> None:
+        self,
+        batch: Batch,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        in_fp32: bool = False,
+        slot: int = 0,
+    ) -> Exchange[None]:
         """Write the mean of the replicas' `values` of `batch`, packed, into `out`. Collective.
 
         `out` may be `values`. What `any_overflow` says of the batches of a sync is `in_fp32`.
         """
         if batch.wire is None or (in_fp32 and batch.wire == torch.float16):
-            self.average(values, out)
+            yield from self.average(values, out, slot)
             return
-        base = batch.pack_base(self._buffers)
+        base = batch.pack_base(self._buffers, slot)
         change = (values - base).to(batch.wire)
-        self.average(change, change)
+        yield from self.average(change, change, slot)
         torch.add(base, change, out=out)
 
     def any_overflow(self, batches: Sequence[Batch], values: Sequence[torch.Tensor] = ()) -> bool:
@@ -409,7 +457,7 @@ class ReplicaCollectives:
             return False
         found = torch.empty(self.num_replicas, dtype=torch.uint8, device=self.device)
         self.own_part(found).copy_(torch.stack(flags).any())
-        self.all_gather(found)
+        run_exchange(self.all_gather(found))
         is_any = bool(found.any())
         self.num_overflows += is_any
         return is_any
@@ -437,33 +485,40 @@ class ReplicaCollectives:
 
         Large whole tensors are averaged where they lie; everything else is packed on the way.
         """
-        packed = [
-            self._average_bulk(block)
-            if block.rows is None and block.wire is None and isinstance(block.store, FlatRows)
-            else block
-            for block in blocks
-        ]
+        pieces: list[torch.Tensor] = []
+        packed: list[Block] = []
+        for block in blocks:
+            is_flat = block.wire is None and isinstance(block.store, FlatRows)
+            if block.rows is None and is_flat:
+                found, block = self._bulk_of(block)
+                pieces += found
+            packed.append(block)
+        run_exchanges(
+            self.average(piece, piece, index % CHUNKS_AT_ONCE) for index, piece in enumerate(pieces)
+        )
         batches = list(self.batches(packed))
         in_fp32 = self.any_overflow(batches)
-        for batch in batches:
-            values = batch.pack(self._buffers)
-            self.average_batch(batch, values, values, in_fp32)
-            for block, part in batch.unpack(values):
-                block.write(part)
-                block.agree(part)
+        run_exchanges(
+            self._average_in_place(batch, in_fp32, index % CHUNKS_AT_ONCE)
+            for index, batch in enumerate(batches)
+        )
 
-    def _average_bulk(self, block: Block) -> Block:
-        """Average all of a large tensor but its end, which does not fill a chunk; return that.
+    def _average_in_place(self, batch: Batch, in_fp32: bool, slot: int) -> Exchange[None]:
+        values = batch.pack(self._buffers, ("values", slot))
+        yield from self.average_batch(batch, values, values, in_fp32, slot)
+        for block, part in batch.unpack(values):
+            block.write(part)
+            block.agree(part)
+
+    def _bulk_of(self, block: Block) -> tuple[list[torch.Tensor], Block]:
+        """Chunks of a large tensor, and its end, which does not fill one.
 
         Small tensors are left whole: packed, they share a message.
         """
         flat = block.tensor.view(-1)
         chunk = self.chunk_bytes // flat.itemsize // self.num_replicas * self.num_replicas
         bulk = flat.numel() // chunk * chunk
-        for start in range(0, bulk, chunk):
-            piece = flat[start : start + chunk]
-            self.average(piece, piece)
-        return Block(FlatRows(flat[bulk:]))
+        return list(flat[:bulk].split(chunk)) if bulk else [], Block(FlatRows(flat[bulk:]))
 
 
 class Batch:
@@ -485,9 +540,9 @@ class Batch:
             block.read_into(part)
         return flat
 
-    def pack_base(self, buffers: Buffers) -> torch.Tensor:
+    def pack_base(self, buffers: Buffers, slot: int = 0) -> torch.Tensor:
         """The blocks' bases, flat, likewise."""
-        flat = self.buffer(buffers, "base")
+        flat = self.buffer(buffers, ("base", slot))
         for block, part in self.unpack(flat):
             assert block.base is not None, "what travels as a change has a base"
             part.copy_(block.base.view(-1))

@@ -35,7 +35,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.collectives import Block, Buffers, ReplicaCollectives, WorldReplicaGroup
+from trainer.parallel.collectives import (
+    CHUNKS_AT_ONCE,
+    Batch,
+    Block,
+    Buffers,
+    Exchange,
+    ReplicaCollectives,
+    WorldReplicaGroup,
+    run_exchanges,
+)
 from trainer.parallel.mesh import form_groups, form_replica_levels
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.row_store import FlatRows, RowStore
@@ -437,14 +446,19 @@ class PendingSync:
     def form_means(self) -> None:
         """Form the means of all batches. Collective."""
         in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
-        for index, batch in enumerate(self._batches):
-            key = ("mean", index)
-            if self._snapshots:
-                values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
-            else:
-                values = mean = batch.pack(self._buffers, key)
-            self.replicas.average_batch(batch, values, mean, in_fp32)
-            self.means.append(mean)
+        run_exchanges(
+            self._form_mean(index, batch, in_fp32) for index, batch in enumerate(self._batches)
+        )
+
+    def _form_mean(self, index: int, batch: Batch, in_fp32: bool) -> Exchange[None]:
+        key = ("mean", index)
+        if self._snapshots:
+            values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
+        else:
+            values = mean = batch.pack(self._buffers, key)
+        slot = index % CHUNKS_AT_ONCE
+        yield from self.replicas.average_batch(batch, values, mean, in_fp32, slot)
+        self.means.append(mean)
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""

@@ -17,7 +17,7 @@ DEV_STAMP := .venv/.installed-dev-$(STACK)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
 .PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock sbom images \
-	dashboards chart manifests docs bench clean
+	dashboards chart chart-push wheel wheel-push manifests docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -78,6 +78,16 @@ dashboards: setup-dev ## write rules and dashboards into k8s/chart/files, for th
 
 chart: dashboards ## lint the Helm chart and package it into dist/
 	@$(BIN)/python -m deploy.chart package
+
+chart-push: dashboards ## package the chart and push it to CHART_REPOSITORY
+	@$(BIN)/python -m deploy.chart push
+
+wheel: setup-dev ## build the wheel into dist/
+	@$(BIN)/uv build --wheel --out-dir dist
+
+wheel-push: wheel ## upload it to the index UV_PUBLISH_URL, which has no default
+	@test -n "$$UV_PUBLISH_URL" || { echo "UV_PUBLISH_URL: set the index to upload to" >&2; exit 1; }
+	@$(BIN)/uv publish dist/*.whl
 
 manifests: setup-dev ## render the chart with each of k8s/examples into build/k8s
 	@$(BIN)/python -m deploy.chart render

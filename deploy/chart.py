@@ -3,11 +3,15 @@
 python -m deploy.chart render [FOLDER]    each of k8s/examples as FOLDER/NAME.yaml (build/k8s)
 python -m deploy.chart package [FOLDER]   FOLDER/shardloom-VERSION.tgz (dist), linted, with rules
                                           and dashboards
+python -m deploy.chart push [FOLDER]      packages it, and pushes it to the registry and folder
+                                          CHART_REPOSITORY (oci://registry.example/charts), as
+                                          REGISTRY_USER with REGISTRY_PASSWORD where they are set
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -58,13 +62,34 @@ def problems(chart: Path) -> list[str]:
     return found
 
 
+def push(package: str, environment: Mapping[str, str], *, plain_http: bool = False) -> str:
+    """Push a package to where the environment says; what Helm says. Raises `HelmError`."""
+    repository = environment.get("CHART_REPOSITORY", "")
+    if not repository.startswith("oci://"):
+        raise SystemExit(
+            f"CHART_REPOSITORY={repository}: set the registry and folder to push the chart to, as "
+            "in oci://registry.example/charts"
+        )
+    host = repository.removeprefix("oci://").partition("/")[0]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        helm_python.RegistryClient(
+            plain_http=plain_http, credentials_file=Path(folder) / "config.json"
+        ) as client,
+    ):
+        user, password = environment.get("REGISTRY_USER"), environment.get("REGISTRY_PASSWORD")
+        if user and password:
+            client.login(host, user, password, plain_http=plain_http)
+        return str(client.push(package, repository, plain_http=plain_http)["output"])
+
+
 def main() -> int:
-    """Render or package; 1 where lint finds something."""
+    """Render, package or push; 1 where lint finds something."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("render", "package"))
+    parser.add_argument("what", choices=("render", "package", "push"))
     parser.add_argument("folder", nargs="?", type=Path)
     arguments = parser.parse_args()
-    is_package = arguments.what == "package"
+    is_package = arguments.what != "render"
     out: Path = arguments.folder or ROOT / ("dist" if is_package else "build/k8s")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
@@ -73,7 +98,10 @@ def main() -> int:
             print("\n".join(found), file=sys.stderr)
             return 1
         if is_package:
-            print(helm_python.package(chart, destination=out))
+            package = helm_python.package(chart, destination=out)
+            print(package)
+            if arguments.what == "push":
+                print(push(package, os.environ))
             return 0
         for path in sorted(EXAMPLES.glob("*.yaml")):
             (out / path.name).write_text(render(chart, values_of(path.stem)) + "\n")

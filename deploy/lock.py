@@ -14,11 +14,14 @@ where the CPU one is there: that is overruled here.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from trainer.protocol.versions import OLDEST_DRIVER
 
 REPO = Path(__file__).parents[1]
 FOLDER = REPO / "deploy" / "requirements"
@@ -93,7 +96,17 @@ def write_lock(lock: Lock, *, upgrade: bool) -> None:
             "".join(f"{name} ; sys_platform == 'never'\n" for name in lock.without)
         )
         subprocess.run(_command(lock, inputs, upgrade=upgrade), cwd=REPO, check=True)
-    lock.path.write_text(_HEADER + lock.path.read_text())
+    text = lock.path.read_text()
+    lock.path.write_text(header_of(text) + text)
+
+
+def header_of(lock: str) -> str:
+    """The first lines of a lock: who wrote it and, where it has CUDA, on which driver it runs."""
+    found = re.search(r"^cuda-toolkit==((\d+)\.\d+)", lock, re.MULTILINE)
+    if found is None:
+        return _HEADER
+    oldest = OLDEST_DRIVER[int(found[2])]
+    return f"{_HEADER}# CUDA {found[1]}: NVIDIA driver {oldest} or later on the machines.\n"
 
 
 def _command(lock: Lock, inputs: Path, *, upgrade: bool) -> list[str]:

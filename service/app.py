@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from fastapi import Depends, FastAPI
@@ -34,9 +35,9 @@ from service.api.middleware import (
     SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
-from service.api.routers import artifacts, auth, drivers, jobs, records, system, webhooks
+from service.api.routers import artifacts, auth, drivers, jobs, records, sweeps, system, webhooks
 from service.auth.security import Security, write_first_key
-from service.backends.base import Backend
+from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
 from service.client.credentials import LOCAL_FILE_NAME, write_local_token
@@ -44,9 +45,10 @@ from service.db.engine import WalCheckpointer
 from service.db.idempotency import IdempotencyStore
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
+from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.errors import ServiceError
-from service.files import make_private
+from service.files import make_private, make_writable
 from service.jobs.export_runner import ExportRunner
 from service.network import is_loopback, local_url
 from service.observability import logging_setup
@@ -54,6 +56,8 @@ from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.loop import Reconciler
 from service.settings import Settings
+from service.storage import in_time
+from service.sweeps.runner import SweepRunner
 from service.webhooks.sender import WebhookSender
 
 # Not __name__, which is __main__ when the module is run.
@@ -95,11 +99,15 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    sweep_store = SweepStore(store.engine)
+    sweep_runner = SweepRunner(sweep_store, store, settings, reconciler.wake)
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
-        lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
+        lifespan=partial(
+            _lifespan, reconciler=reconciler, runner=sweep_runner, wal=WalCheckpointer(store.engine)
+        ),
         dependencies=[Depends(authorize)],
         redoc_url=None,
         static_url="/docs/assets",
@@ -120,6 +128,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         tracing,
         ProjectStore(store.engine),
         exports,
+        ClusterWatch(backend),
+        sweep_store,
+        sweep_runner.wake,
     )
     add_error_handlers(app)
     for router in (
@@ -127,6 +138,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         auth.router,
         drivers.router,
         records.router,
+        sweeps.router,
         webhooks.router,
         *artifacts.routers,
         *system.routers,
@@ -135,13 +147,8 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.app import mount
-        from service.dashboard.panels import PageTools
 
-        mount(
-            app,
-            PageTools(store, settings, reconciler.wake, exports.submit, reconciler.placed),
-            security,
-        )
+        mount(app)
     _add_middleware(app, settings, security, telemetry, store.engine)
     openapi.install(app)
     return app
@@ -172,7 +179,7 @@ def _add_middleware(
 
 @asynccontextmanager
 async def _lifespan(
-    app: FastAPI, *, reconciler: Reconciler, wal: WalCheckpointer
+    app: FastAPI, *, reconciler: Reconciler, runner: SweepRunner, wal: WalCheckpointer
 ) -> AsyncIterator[None]:
     context: Context = app.state.context
     # Kept for jobs which then were not stored, or are deleted.
@@ -182,12 +189,14 @@ async def _lifespan(
     )
     wal.start()
     reconciler.start()
+    runner.start()
     sender.start()
     context.exports.start()
     try:
         yield
     finally:
         context.closing.set()
+        runner.close()
         reconciler.close()
         sender.close()
         context.exports.close()
@@ -201,8 +210,22 @@ async def _lifespan(
 def build_app(settings: Settings) -> FastAPI:
     """The app over the store and backend that the settings name; raises `StoreUnavailable`."""
     make_private(settings.home)
+    _check_run_storage(settings.runs_dir)
     store = JobStore.open(settings.database_url)
     return create_app(settings, store, _backend_of(settings))
+
+
+def _check_run_storage(folder: Path) -> None:
+    """Raise `ServiceError` where it cannot be written; storage that hangs is waited for later."""
+    try:
+        in_time(folder, partial(make_writable, folder))
+    except TimeoutError as error:
+        logger.warning("run storage: %s", error)
+    except OSError as error:
+        raise ServiceError(
+            f"run storage cannot be written: {error}; give the folder to the service's user (in "
+            "Kubernetes: storage.setOwner of the chart), or set SHARDLOOM_RUNS_DIR to another one"
+        ) from error
 
 
 def _backend_of(settings: Settings) -> Backend:

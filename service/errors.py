@@ -225,6 +225,24 @@ class CodeStoreFull(ServiceError):
     title = "Code store full"
 
 
+# ---- sweeps
+
+
+class SweepNotFound(NotFound):
+    code = "sweep_not_found"
+    template = "no sweep has the id '{}'; GET /v1/sweeps lists them"
+
+
+class SweepEnded(Conflict):
+    code = "sweep_ended"
+    template = "sweep {} has already ended ({})"
+
+
+class SweepNotEnded(Conflict):
+    code = "sweep_not_ended"
+    template = "sweep {} has not ended; cancel it and wait for its end first"
+
+
 # ---- jobs, their attempts and what they report
 
 

@@ -5,6 +5,7 @@ All functions raise `OSError`.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Sequence
@@ -43,6 +44,13 @@ def create_once(path: Path, text: str, mode: int = 0o600) -> None:
 def make_private(folder: Path) -> None:
     """Make a folder that only its owner may look into; one that is there stays as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder if it is missing; raises `PermissionError` where files cannot be made in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, f"user {os.geteuid()} may not write there", str(folder))
 
 
 def is_below(path: Path, roots: Sequence[Path]) -> bool:

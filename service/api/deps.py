@@ -36,9 +36,10 @@ from service.auth.permissions import (
     rule_of,
 )
 from service.auth.security import Security
-from service.backends.base import Backend
+from service.backends.base import Backend, ClusterWatch
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
+from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
@@ -174,6 +175,9 @@ class Context:
     tracing: Tracing
     projects: ProjectStore
     exports: ExportRunner
+    cluster: ClusterWatch
+    sweeps: SweepStore
+    wake_sweeps: Callable[[], None]
     closing: threading.Event = field(default_factory=threading.Event)
 
 

@@ -20,6 +20,7 @@ from service.domain.membership import (
 )
 from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState, Usage
 from service.domain.retries import advice_of
+from service.domain.sweeps import Observed, Sweep, best_of, num_of_trials
 from service.errors import ExportNotReady
 from service.jobs.run_storage import run_dir_of
 from service.schemas.admin import ProjectOut
@@ -35,10 +36,18 @@ from service.schemas.jobs import (
     RunningJob,
     WaitingJob,
 )
+from service.schemas.sweeps import (
+    EarlyStoppingSpec,
+    ParameterOut,
+    SweepDetail,
+    SweepSummary,
+    TrialOut,
+)
 from service.settings import Settings
 from trainer.export.artifact import ArtifactError
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol.run_dir import RunDir
+from trainer.spec.parse import set_values
 
 # A job may make any number.
 _MAX_EXPORTS = 200
@@ -188,3 +197,43 @@ def progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
     share = progress.step / progress.total_steps if progress.total_steps else 0.0
     known = {**vars(progress), "percent": min(100.0, max(0.0, 100.0 * share))}
     return ProgressOut(**known if status is JobStatus.RUNNING else {**known, "eta_s": None})
+
+
+def sweep_summary(sweep: Sweep) -> SweepSummary:
+    return SweepSummary(**_sweep_facts(sweep))
+
+
+def sweep_detail(sweep: Sweep, trials: Sequence[Observed]) -> SweepDetail:
+    """A sweep with its trials as they are now."""
+    best = best_of(sweep, trials)
+    stopping = sweep.early_stopping
+    return SweepDetail(
+        **_sweep_facts(sweep),
+        num_parallel=sweep.num_parallel,
+        seed=sweep.seed,
+        early_stopping=EarlyStoppingSpec.model_validate(stopping) if stopping else None,
+        parameters=[ParameterOut.model_validate(each) for each in sweep.parameters],
+        trials=[_trial_view(sweep, each) for each in trials],
+        best=best.trial.number if best else None,
+        best_spec=set_values(dict(sweep.spec), best.trial.values) if best else None,
+    )
+
+
+def _sweep_facts(sweep: Sweep) -> dict[str, Any]:
+    shared = SweepSummary.model_fields.keys() - {"num_trials"}
+    facts = {name: getattr(sweep, name) for name in shared}
+    return {**facts, "num_trials": num_of_trials(sweep)}
+
+
+def _trial_view(sweep: Sweep, observed: Observed) -> TrialOut:
+    trial, job = observed.trial, observed.job
+    return TrialOut(
+        number=trial.number,
+        values=dict(trial.values),
+        job_id=trial.job_id,
+        status=job.status if job else None,
+        step=job.progress.step if job else 0,
+        value=observed.value(sweep.metric),
+        stopped_at=trial.stopped_at,
+        message=trial.message or (job.message if job else ""),
+    )

@@ -180,12 +180,14 @@ _SIGNED_IN = Rule(Scope.SIGNED_IN)
 _SEE_JOB = Rule(Scope.JOB)
 _CHANGE_JOB = Rule(Scope.JOB, Role.SUBMITTER)
 _SEE_SOME = Rule(Scope.ANYWHERE)
+_SUBMIT_SOME = Rule(Scope.ANYWHERE, Role.SUBMITTER)
 _ADMINISTER = Rule(Scope.EVERYTHING, Role.ADMIN)
 _ADMINISTER_SOME = Rule(Scope.ANYWHERE, Role.ADMIN)
 _DELIVER = Rule(Scope.ATTEMPT)
 UNLISTED = _ADMINISTER
 """The rule of a route without an entry."""
 _JOB = "/v1/jobs/{job}"
+_SWEEP = "/v1/sweeps/{sweep_id}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
 # Whoever sees a job may copy it; where to is checked like any submission.
 _CHANGES = (
@@ -220,8 +222,8 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", "/v1/cluster"): _SEE_SOME,
     ("GET", "/v1/queue"): _SEE_SOME,
     ("GET", "/v1/jobs"): _SEE_SOME,
-    ("POST", "/v1/jobs"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
-    ("POST", "/v1/code"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
+    ("POST", "/v1/jobs"): _SUBMIT_SOME,
+    ("POST", "/v1/code"): _SUBMIT_SOME,
     ("GET", _JOB): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,
     ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
@@ -238,7 +240,12 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/v1/keys"): _ADMINISTER,
     ("DELETE", "/v1/keys/{key_id}"): _ADMINISTER,
     ("GET", "/v1/audit"): _ADMINISTER,
-    # The handlers want it in the webhook's own project.
+    # The handlers want it in the sweep's or the webhook's own project.
+    ("GET", "/v1/sweeps"): _SEE_SOME,
+    ("POST", "/v1/sweeps"): _SUBMIT_SOME,
+    ("GET", _SWEEP): _SEE_SOME,
+    ("DELETE", _SWEEP): _SUBMIT_SOME,
+    ("POST", f"{_SWEEP}:cancel"): _SUBMIT_SOME,
     ("GET", "/v1/webhooks"): _ADMINISTER_SOME,
     ("POST", "/v1/webhooks"): _ADMINISTER_SOME,
     ("GET", _WEBHOOK): _ADMINISTER_SOME,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -77,6 +80,45 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release connections."""
+
+
+class ClusterWatch:
+    """What `Backend.check` said last; it is asked in a thread, so that nobody waits for a cluster.
+
+    `every_s` is how old an answer is at most when it is asked for anew.
+    """
+
+    def __init__(self, backend: Backend, every_s: float = 10.0) -> None:
+        self._backend = backend
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+        self._asked_at = -math.inf
+        self._answer: tuple[bool | None, str] = (None, "not asked yet")
+
+    def latest(self, wait_s: float = 0.5) -> tuple[bool | None, str]:
+        """Whether the cluster answered, and a line about it; None while nothing is known.
+
+        Waits for an answer for `wait_s` seconds at most.
+        """
+        with self._lock:
+            asking = self._asking
+            if asking is None and time.monotonic() - self._asked_at >= self._every_s:
+                self._asked_at = time.monotonic()
+                asking = threading.Thread(target=self._ask, name="cluster check", daemon=True)
+                self._asking = asking
+                asking.start()
+        if asking is not None:
+            asking.join(wait_s)
+        return self._answer
+
+    def _ask(self) -> None:
+        try:
+            self._answer = (True, self._backend.check())
+        except Exception as error:  # whatever it is, the probe says so
+            self._answer = (False, str(error) or type(error).__name__)
+        finally:
+            self._asking = None
 
 
 def has_own_cluster(job: Job) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import admin, artifacts, jobs, stack, submit
+from service.cli import admin, artifacts, data, jobs, stack, submit, sweeps
 from service.cli.common import UNAVAILABLE, ErrorReportingGroup, error_console
 
 GROUP = "shardloom.commands"
@@ -45,6 +45,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "queue": admin.queue,
         "trace": artifacts.trace,
     },
+    "Searches for settings": {"sweep": sweeps.sweep, "sweeps": sweeps.sweeps_app},
     "What a job left": {
         "show": jobs.show,
         "logs": artifacts.logs,
@@ -90,6 +91,9 @@ def add_plugins(app: typer.Typer) -> None:
 
 def _forward(entry: EntryPoint) -> Callable[[typer.Context], None]:
     def command(ctx: typer.Context) -> None:
+        if entry.name == "data" and (on_cluster := data.cluster_command(ctx.args)):
+            data.run(on_cluster)
+            return
         try:
             sub_app = entry.load()
         except ModuleNotFoundError as error:

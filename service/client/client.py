@@ -21,7 +21,13 @@ from urllib.parse import quote
 import httpx
 
 from service.client.errors import TraceLost
-from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
+from service.client.resources import (
+    AccessCalls,
+    ExportCalls,
+    LogCalls,
+    SweepCalls,
+    WebhookCalls,
+)
 from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path, path_of
 from service.domain.models import JobStatus
 from service.domain.timeline import Trace
@@ -58,7 +64,7 @@ class JobFilters(TypedDict, total=False):
     created_before: float | None
 
 
-class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
+class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls):
     """A connection to one service; close it, or use it as a context manager.
 
     With a `version` (of a job that was read) a change raises `Conflict` if the job is at another

@@ -1,4 +1,4 @@
-"""Calls of the SDK beside those of jobs: access and keys, exports, logs, webhooks.
+"""Calls of the SDK beside those of jobs: access and keys, exports, logs, sweeps, webhooks.
 
 Mixins of `service.client.client.ShardloomClient`. Times are Unix seconds. A call says where it is
 sent once; all others are repeated while the service is away. Errors: `service.client.errors`.
@@ -27,6 +27,7 @@ from service.schemas.admin import (
 )
 from service.schemas.common import Page
 from service.schemas.jobs import ExportOut, LogLine, LogsOut
+from service.schemas.sweeps import SweepDetail, SweepSummary
 from trainer.export.artifact import ArtifactError, check_files, read_manifest
 from trainer.spec.training import Quantization
 
@@ -223,6 +224,45 @@ class LogCalls(Connection):
         form = "gzip" if target.suffix == ".gz" else "zip"
         params = {"format": form, "attempt": attempt}
         return self._download(f"{job_path(job, 'logs')}:download", params, target)
+
+
+class SweepCalls(Connection):
+    """Calls about sweeps, which search for settings of a spec."""
+
+    def create_sweep(
+        self,
+        spec: Mapping[str, Any],
+        parameters: Sequence[Mapping[str, Any]],
+        *,
+        metric: str,
+        idempotency_key: str | None = None,
+        **options: Any,
+    ) -> SweepDetail:
+        """Start a search; raises `InvalidRequest` with the faulty fields.
+
+        Parameters have a `path`, and `values` or `low` and `high` (with `log` compared by ratio).
+        Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`.
+        """
+        body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
+        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key)
+
+    def sweeps(self) -> Iterator[SweepSummary]:
+        """Every sweep, newest first, fetched page by page as they are consumed."""
+        return items_of_pages(
+            lambda after: self._get("/v1/sweeps", Page[SweepSummary], {"after": after})
+        )
+
+    def get_sweep(self, sweep: str) -> SweepDetail:
+        """Read a sweep with its trials; raises `NotFound`."""
+        return self._get(path_of("sweeps", sweep), SweepDetail)
+
+    def cancel_sweep(self, sweep: str) -> SweepDetail:
+        """Start no more trials and cancel those under way; raises `Conflict` if it has ended."""
+        return self._request("POST", f"{path_of('sweeps', sweep)}:cancel", SweepDetail)
+
+    def delete_sweep(self, sweep: str) -> None:
+        """Forget a sweep that has ended; the jobs of its trials stay. Raises `Conflict`."""
+        self._send("DELETE", path_of("sweeps", sweep))
 
 
 class WebhookCalls(Connection):

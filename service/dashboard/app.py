@@ -8,6 +8,7 @@ one mounted last serves the dashboard.
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 from inspect import isawaitable
 from urllib.parse import parse_qs
@@ -22,13 +23,14 @@ from starlette.exceptions import HTTPException
 from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
 from service.auth.authenticator import Credentials
-from service.auth.security import Security
 from service.dashboard import fragments
-from service.dashboard.auth import reader, set_rules
-from service.dashboard.pages import JobPage, ListPage
-from service.dashboard.panels import PageTools
+from service.dashboard.admin import ClusterPage, SettingsPage
+from service.dashboard.compare import ComparePage
+from service.dashboard.job import JobPage
+from service.dashboard.jobs import ListFeed, ListPage
+from service.dashboard.new_job import NewJobPage
+from service.dashboard.rest import Rest
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
-from service.dashboard.snapshots import ListFeed
 from service.domain.auth import Session
 from service.errors import CsrfRefused, NotSignedIn
 
@@ -150,28 +152,42 @@ def _render(template: str, **values: str) -> str:
     return fragments.render(template, logo=logo, **values)
 
 
-def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
+def mount(app: FastAPI) -> None:
     """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
 
-    Call it after the API's routes are in place; `/` then leads to the list. Without `security`
-    there is no sign-in page and no audit log.
+    Call it after the API's routes are in place, which it uses; `/` then leads to the list.
     """
     # Starlette refuses to add middleware to an app that has answered a request.
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
-    set_rules(is_open=tools.settings.auth == "none", security=security)
-    feed = ListFeed(tools.store, tools.placed)
+    rest = Rest(app)
+    feed = ListFeed(rest.context.store, rest.context.placed)
 
     @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
     async def _list() -> None:
-        await ListPage(feed, reader().projects).build()
+        await ListPage(rest, feed).build()
 
     @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
     async def _job(job_id: str) -> None:
-        await JobPage(tools, job_id).build()
+        await JobPage(rest, job_id).build()
 
-    if security is not None:
-        app.include_router(router)
+    @ui.page("/new", response_timeout=_BUILD_TIMEOUT_S)
+    async def _new(source: str = "") -> None:
+        await NewJobPage(rest, source).build()
+
+    @ui.page("/compare", response_timeout=_BUILD_TIMEOUT_S)
+    async def _compare() -> None:
+        await ComparePage(rest).build()
+
+    @ui.page("/cluster", response_timeout=_BUILD_TIMEOUT_S)
+    async def _cluster() -> None:
+        await ClusterPage(rest).build()
+
+    @ui.page("/settings", response_timeout=_BUILD_TIMEOUT_S)
+    async def _settings() -> None:
+        await SettingsPage(rest).build()
+
+    app.include_router(router)
 
     @app.get("/", include_in_schema=False)
     def _home() -> RedirectResponse:
@@ -180,10 +196,11 @@ def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
     _show_unknown_pages(app)
     ui.run_with(
         app,
-        root=_unknown_page,
+        root=partial(_unknown_page, rest),
         mount_path=MOUNT_PATH,
         title="Shardloom",
         favicon=STATIC_DIR / "logo.svg",
+        language="en-US",
         dark=None,
         tailwind=False,
         show_welcome_message=False,
@@ -215,5 +232,6 @@ def _wants_page(request: Request) -> bool:
     return is_read and not is_api and "text/html" in request.headers.get("accept", "")
 
 
-def _unknown_page() -> None:
-    not_found("This page does not exist", "The address may be misspelt, or the page has moved.")
+def _unknown_page(rest: Rest) -> None:
+    why = "The address may be misspelt, or the page has moved."
+    not_found(rest, "This page does not exist", why)

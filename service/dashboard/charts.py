@@ -1,17 +1,23 @@
 """ECharts options of the live charts, and their data. Pure functions.
 
+Each line is drawn by two series: what is read, and behind it, fainter, what it was made of: the
+points under a smoothed curve, or the least and the most of every bucket, so that extremes show
+however many points there are. What was not measured is never drawn: a NaN is a gap on a red ground,
+and no line leads across a loss of workers or a restart.
+
 Colours are mid-tones that hold on a light and on a dark ground: the server does not know which one
 a browser that follows the system shows.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.domain.models import Checkpoint, Job, MetricPoint
+from service.domain.models import Checkpoint, Job, MetricPoint, TimelineEvent
 from trainer.protocol.events import PHASES
 
 TRAIN_COLOUR = "#6472e8"
@@ -149,6 +155,50 @@ _OTHER_CHARTS = (
 )
 
 
+@dataclass(frozen=True)
+class ChartView:
+    """How charts are looked at: `smoothing` in [0, 1), the share of the past in a mean."""
+
+    smoothing: float = 0.0
+    is_log: bool = False
+    has_events: bool = True
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on the axis of steps. `breaks` says that nothing was trained across it."""
+
+    time: float
+    text: str
+    colour: str
+    breaks: bool = False
+
+
+# Kinds of events that are marked, with colour, and whether training was interrupted there.
+_MARKED = {
+    "workers_lost": ("#d4687c", True),
+    "group_lost": ("#d4687c", False),
+    "group_joined": ("#2c9f9a", False),
+    "recovered": ("#2c9f9a", False),
+    "resized": (TRAIN_COLOUR, False),
+    "straggler_found": ("#d58b32", False),
+    "hang_found": ("#d58b32", False),
+    "attempt_ended": ("#9aa3b2", True),
+    "checkpoint_committed": ("rgba(124, 154, 53, 0.45)", False),
+}
+_MAX_MARKS = 60
+
+
+def marks_of(timeline: Sequence[TimelineEvent]) -> list[Mark]:
+    """The events of a job that its charts mark, in the order of time; of many the newest."""
+    found = [
+        Mark(line.time, line.message or line.kind.replace("_", " "), *_MARKED[line.kind])
+        for line in timeline
+        if line.kind in _MARKED
+    ]
+    return sorted(found, key=lambda mark: mark.time)[-_MAX_MARKS:]
+
+
 def chart_options(chart: ChartSpec) -> dict[str, Any]:
     return {
         "animation": False,
@@ -161,18 +211,40 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
             "textStyle": {"color": _TEXT_COLOUR, "fontSize": 12, "fontWeight": "normal"},
         },
         "tooltip": _tooltip(chart),
-        "xAxis": {
-            "type": "value",
-            "min": "dataMin",
-            "max": "dataMax",
-            "axisLine": {"lineStyle": {"color": _LINE_COLOUR}},
-            "axisTick": {"show": False},
-            "splitLine": {"show": False},
-            "axisLabel": {**_AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
-            "axisPointer": {"label": {":formatter": "({value}) => 'step ' + Math.round(value)"}},
-        },
+        "dataZoom": zoom_options(is_shown=False),
+        "xAxis": step_axis(),
         "yAxis": _value_axes(chart),
-        "series": [_series(chart, line) for line in chart.lines],
+        "series": [each for line in chart.lines for each in _pair(chart, line)],
+    }
+
+
+def zoom_options(*, is_shown: bool) -> list[dict[str, Any]]:
+    """Zoom by a slider, where it is shown, and by the wheel with the control key."""
+    slider = {"type": "slider", "height": 14, "bottom": 4, "show": is_shown, "filterMode": "none"}
+    # Without the key a page under the pointer could not be scrolled.
+    wheel = {"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseMove": "ctrl"}
+    return [
+        {**slider, "brushSelect": False, "showDetail": False, "borderColor": _LINE_COLOUR},
+        {**wheel, "filterMode": "none"},
+    ]
+
+
+def show_zoom(options: dict[str, Any], *, is_shown: bool) -> None:
+    options["dataZoom"] = zoom_options(is_shown=is_shown)
+    options["grid"]["bottom"] = 26 if is_shown else 4
+
+
+def step_axis(word: str = "step") -> dict[str, Any]:
+    label = f"({{value}}) => '{word} ' + +value.toPrecision(6)"
+    return {
+        "type": "value",
+        "min": "dataMin",
+        "max": "dataMax",
+        "axisLine": {"lineStyle": {"color": _LINE_COLOUR}},
+        "axisTick": {"show": False},
+        "splitLine": {"show": False},
+        "axisLabel": {**_AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
+        "axisPointer": {"label": {":formatter": label}},
     }
 
 
@@ -206,7 +278,8 @@ def _tooltip(chart: ChartSpec) -> dict[str, Any]:
     }
 
 
-def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:
+def _pair(chart: ChartSpec, line: Line) -> list[dict[str, Any]]:
+    """The curve of a line and, unless lines are stacked, the fainter one behind it."""
     series = {
         "name": line.label,
         "type": "line",
@@ -224,7 +297,9 @@ def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:
         series["tooltip"] = {":valueFormatter": chart.right_number}
     if chart.is_stacked:
         series |= {"stack": "all", "areaStyle": {"opacity": 0.8}, "lineStyle": {"width": 0}}
-    return series
+        return [series]
+    faint = {**series, "name": f"{line.label}, range", "lineStyle": {"width": 1, "opacity": 0.35}}
+    return [series, {**faint, "data": [], "symbol": "none", "z": 1}]
 
 
 def has_data(options: Mapping[str, Any]) -> bool:
@@ -236,28 +311,151 @@ def fill(
     chart: ChartSpec,
     points: Mapping[str, Sequence[MetricPoint]],
     best: Checkpoint | None,
+    marks: Sequence[Mark] = (),
+    view: ChartView | None = None,
 ) -> None:
-    """Put points (by metric name) into `options`; mark the best checkpoint's step on `quality`.
+    """Put points (by metric name) into `options`, and mark events and, on `quality`, the best step.
 
     What cannot be drawn becomes a gap: what is not finite, and on a logarithmic axis not above 0.
     """
-    least = 0.0 if chart.is_log else -math.inf
-    for series, line in zip(options["series"], chart.lines, strict=True):
+    view = view or ChartView()
+    is_log = chart.is_log or (view.is_log and not chart.is_stacked)
+    for axis in options["yAxis"]:
+        axis["type"] = "log" if is_log else "value"
+    breaks = [mark.time for mark in marks if mark.breaks]
+    width = 1 if chart.is_stacked else 2
+    for number, line in enumerate(chart.lines):
         found = points.get(line.metric, ())
-        series["data"] = [[p.step, p.value if least < p.value < math.inf else None] for p in found]
-        # A curve of few points would hide where they are.
-        is_short = 0 < len(series["data"]) <= _FEW_POINTS
-        series["showSymbol"] = is_short and not chart.is_stacked
+        pair = options["series"][number * width : (number + 1) * width]
+        draw(pair, found, [point.step for point in found], breaks, is_log=is_log, view=view)
+        if chart.is_stacked:
+            pair[0]["showSymbol"] = False
     options["title"]["show"] = not has_data(options)
-    if chart.key == "quality":
-        options["series"][-1]["markLine"] = _mark(best)
+    steps = next((points[line.metric] for line in chart.lines if points.get(line.metric)), ())
+    shown = marks if view.has_events else ()
+    options["series"][0]["markLine"] = _mark_lines(
+        shown, steps, best if _is_quality(chart) else None
+    )
+    options["series"][0]["markArea"] = _nan_areas(steps)
 
 
-def _mark(best: Checkpoint | None) -> dict[str, Any]:
+def draw(
+    pair: Sequence[dict[str, Any]],
+    points: Sequence[MetricPoint],
+    xs: Sequence[float],
+    breaks: Sequence[float],
+    *,
+    is_log: bool,
+    view: ChartView,
+) -> None:
+    """Put the points of one line into its series, at places `xs` of the axis."""
+    least = 0.0 if is_log else -math.inf
+
+    def shown(value: float) -> float | None:
+        return value if least < value < math.inf else None
+
+    means = smoothed([point.value for point in points], view.smoothing)
+    gaps = _gaps(points, breaks)
+    pair[0]["data"] = _with_gaps([[x, shown(y)] for x, y in zip(xs, means, strict=True)], gaps)
+    # A curve of few points would hide where they are.
+    pair[0]["showSymbol"] = 0 < len(points) <= _FEW_POINTS
+    if len(pair) == 1:
+        return
+    is_bucketed = any(point.min < point.max for point in points)
+    behind: list[list[Any]] = []
+    if is_bucketed:
+        for x, point in zip(xs, points, strict=True):
+            behind += [[x, shown(point.min)], [x, shown(point.max)]]
+        pair[1]["data"] = _with_gaps(behind, {2 * gap for gap in gaps})
+    elif view.smoothing:
+        raw = [[x, shown(point.value)] for x, point in zip(xs, points, strict=True)]
+        pair[1]["data"] = _with_gaps(raw, gaps)
+    else:
+        pair[1]["data"] = []
+
+
+def smoothed(values: Sequence[float], share: float) -> list[float]:
+    """Exponential means, without the pull of their start; what is not finite stays, and is left out
+    of the mean of the others.
+    """
+    if not share:
+        return list(values)
+    found, mean, weight = [], 0.0, 0.0
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
+        found.append(mean / weight if math.isfinite(value) else value)
+    return found
+
+
+def _gaps(points: Sequence[MetricPoint], breaks: Sequence[float]) -> set[int]:
+    """Places of the points that come after an interruption."""
+    times = [point.time for point in points]
+    return {bisect.bisect_left(times, each) for each in breaks} - {0, len(points)}
+
+
+def _with_gaps(data: list[list[Any]], gaps: set[int]) -> list[list[Any]]:
+    found = []
+    for place, each in enumerate(data):
+        if place in gaps:
+            found.append([each[0], None])
+        found.append(each)
+    return found
+
+
+def _is_quality(chart: ChartSpec) -> bool:
+    return chart.key == "quality"
+
+
+def _mark_lines(
+    marks: Sequence[Mark], points: Sequence[MetricPoint], best: Checkpoint | None
+) -> dict[str, Any]:
+    times = [point.time for point in points]
+    data: list[dict[str, Any]] = []
+    for mark in marks if points else ():
+        # Events have times, the axis has steps.
+        place = min(bisect.bisect_left(times, mark.time), len(points) - 1)
+        style = {"color": mark.colour, "type": "solid" if mark.breaks else "dashed", "width": 1}
+        data.append({"xAxis": points[place].step, "name": mark.text, "lineStyle": style})
+    if best is not None:
+        label = {"show": True, "formatter": "best", "color": _TEXT_COLOUR, "fontSize": 10}
+        data.append({"xAxis": best.step, "name": "best checkpoint", "label": label})
+    hover = {"label": {"show": True, "formatter": "{b}", "width": 240, "overflow": "truncate"}}
     return {
-        "silent": True,
         "symbol": "none",
         "lineStyle": {"color": _TEXT_COLOUR, "type": "dotted"},
-        "label": {"formatter": "best", "color": _TEXT_COLOUR, "fontSize": 10},
-        "data": [] if best is None else [{"xAxis": best.step}],
+        "label": {"show": False, "color": _TEXT_COLOUR, "fontSize": 10},
+        "emphasis": {"lineStyle": {"width": 2}, **hover},
+        "tooltip": {"show": True, "formatter": "{b}"},
+        "data": data,
     }
+
+
+def _nan_areas(points: Sequence[MetricPoint]) -> dict[str, Any]:
+    """A red ground where values were NaN or infinite, from the point before to the one after."""
+    data: list[list[dict[str, Any]]] = []
+    last = len(points) - 1
+    for place, point in enumerate(points):
+        if math.isfinite(point.value):
+            continue
+        start, end = points[max(0, place - 1)].step, points[min(last, place + 1)].step
+        if data and data[-1][1]["xAxis"] >= start:
+            data[-1][1]["xAxis"] = end
+        else:
+            data.append([{"xAxis": start, "name": "NaN"}, {"xAxis": end}])
+    colour = {"color": "rgba(212, 104, 124, 0.14)"}
+    label = {"show": True, "position": "insideTop", "color": "#d4687c", "fontSize": 10}
+    return {"silent": True, "itemStyle": colour, "label": label, "data": data}
+
+
+def csv_of(points: Mapping[str, Sequence[MetricPoint]]) -> str:
+    """Metrics as CSV: a row for each step, with its time (Unix seconds); empty where none."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, series in points.items():
+        for point in series:
+            rows.setdefault(point.step, {"time": point.time})[name] = point.value
+    lines = [",".join(["step", "time", *points])]
+    for step in sorted(rows):
+        values = (rows[step].get(name, "") for name in points)
+        lines.append(",".join([str(step), f"{rows[step]['time']:.3f}", *map(str, values)]))
+    return "\n".join(lines) + "\n"

@@ -33,7 +33,7 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "comparison", "duration", "metrics_line", "ratio", "size", "utc")
+_FILTERS = ("clock", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
 _FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, views.key_figures)
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format

@@ -1,7 +1,7 @@
 """Panels of a job's page: lifecycle actions, exports, logs, groups, traces.
 
 Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads
-with a deadline (`reach`), and every change is authorized and audited first (`check_change`).
+with a deadline (`reach`), and every change is a request to the REST API (`Rest`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,29 +18,20 @@ from nicegui import ui
 
 from service.api.views import exports_of
 from service.dashboard import fragments
-from service.dashboard.auth import check_change, may_change, reader
 from service.dashboard.groups import groups_view
+from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
-from service.db.jobs import JobStore
+from service.domain.auth import Role
 from service.domain.membership import failure_domain
-from service.domain.models import Job, JobStatus
+from service.domain.models import JobStatus
 from service.domain.timeline import latest_resize_request, traces_of
-from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
+from service.errors import Conflict
 from service.jobs import actions
-from service.jobs.exports import (
-    REQUEST_EXPORT_S,
-    delete_export,
-    get_export,
-    request_export,
-)
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
-from service.jobs.profiling import request_trace
 from service.jobs.run_storage import reach, run_dir_of
 from service.schemas import wording
 from service.settings import Settings
-from service.storage import DEADLINE_S
-from trainer.export.requests import ExportFolder
 from trainer.protocol.run_dir import AttemptDir
 
 MAX_LOG_LINES = 500
@@ -54,28 +44,13 @@ _RESIZE_HINTS = {
 _TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
 
 
-@dataclass(frozen=True)
-class PageTools:
-    """What the panels of a job's page work with.
-
-    `wake` lets the reconciler carry out a request at once; `submit` hands a requested export to
-    what makes it; `placed` gives a job with its position in the queue.
-    """
-
-    store: JobStore
-    settings: Settings
-    wake: Callable[[], None]
-    submit: Callable[[ExportFolder], None]
-    placed: Callable[[Job], Job] = lambda job: job
-
-
-def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
-    button = ui.button(text, on_click=on_click, color=None)
-    return button.props("outline no-caps dense").classes(style)
+def button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
+    made = ui.button(text, on_click=on_click, color=None)
+    return made.props("outline no-caps dense").classes(style)
 
 
 @contextmanager
-def _dialog(
+def asking(
     title: str,
     confirm: str,
     on_confirm: Callable[[], Awaitable[None]],
@@ -104,39 +79,26 @@ class Panel(ABC):
     """A panel of a job's page, which `on_change` shows anew after a request."""
 
     def __init__(
-        self, tools: PageTools, snapshot: JobSnapshot, on_change: Callable[[], Awaitable[None]]
+        self, rest: Rest, snapshot: JobSnapshot, on_change: Callable[[], Awaitable[None]]
     ) -> None:
-        self._store, self._settings, self._submit = tools.store, tools.settings, tools.submit
-        self._run_dir = run_dir_of(tools.settings, snapshot.job.id)
+        self._rest, self._settings = rest, rest.context.settings
+        self._run_dir = run_dir_of(self._settings, snapshot.job.id)
         self._snapshot = snapshot
         self._on_change = on_change
+        # Read once: the rights of a session do not change while a page lives.
+        self._may_change = rest.reader().may(Role.SUBMITTER, snapshot.job.project)
         self._build()
 
     @abstractmethod
     def _build(self) -> None:
         """Draw the panel, empty."""
 
-    async def _change_files(
-        self,
-        what: str,
-        change: Callable[[], object],
-        done: str = "",
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        """As `_change`, where files of the job change too."""
-        await self._change(what, partial(reach, self._settings, change, deadline_s), done)
-
-    async def _change(self, what: str, change: Callable[[], object], done: str = "") -> None:
-        """Authorize and audit a change, and make it in a thread; a notice says what came of it."""
+    async def _change(self, method: str, path: str, done: str = "", **options: Any) -> None:
+        """Send a request about the job; a notice says what came of it."""
         try:
-            check_change(self._snapshot.job, what)
-            await asyncio.to_thread(change)
-        except JobEnded:
-            ui.notify("The job had already ended.")
-        except StaleVersion:
-            ui.notify("The job changed at that moment; please try again.", type="warning")
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
+            await self._rest.send(method, f"/v1/jobs/{self._snapshot.job.id}{path}", **options)
+        except Refused as refused:
+            ui.notify(str(refused), type="warning", multi_line=True)
         else:
             if done:
                 ui.notify(done)
@@ -148,26 +110,26 @@ class ActionsPanel(Panel):
 
     def _build(self) -> None:
         title = f"Cancel {self._snapshot.job.name}?"
-        with _dialog(
+        with asking(
             title, "Cancel job", self._cancel_now, leave="Keep it", colour="color=negative"
         ) as self._cancel_dialog:
             ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
-        with _dialog(
+        with asking(
             "Go on from a checkpoint", "Go on", self._restart_now, leave="Leave it"
         ) as self._restart_dialog:
             ui.label("Later checkpoints count no more, and go once a new one is committed.")
             with _fields("wide"):
                 self._step = _select({}, "Checkpoint")
         with ui.element("div").classes("course-buttons"):
-            self._pause = _button("Pause", lambda: self._request("pause", actions.pause_job))
-            self._resume = _button("Resume", lambda: self._request("resume", actions.resume_job))
-            self._restart = _button("Go on from checkpoint", self._open_restart)
-            self._cancel = _button("Cancel job", self._cancel_dialog.open, "cancel-button")
+            self._pause = button("Pause", lambda: self._change("POST", ":pause"))
+            self._resume = button("Resume", lambda: self._change("POST", ":resume"))
+            self._restart = button("Go on from checkpoint", self._open_restart)
+            self._cancel = button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
     def show(self, snapshot: JobSnapshot) -> None:
         self._snapshot = snapshot
         job = snapshot.job
-        may, has_ended = may_change(job), job.status.is_terminal
+        may, has_ended = self._may_change, job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
         is_open = may and not has_ended and not job.cancel_requested
         may_restart = bool(snapshot.checkpoints) and (has_ended or job.status.is_at_rest)
@@ -192,34 +154,29 @@ class ActionsPanel(Panel):
 
     async def _cancel_now(self) -> None:
         self._cancel_dialog.close()
-        await self._request("cancel", actions.cancel_job)
+        await self._change("POST", ":cancel")
 
     async def _restart_now(self) -> None:
         self._restart_dialog.close()
-        await self._request("restart", actions.restart_job, step=self._step.value)
-
-    async def _request(self, verb: str, action: Callable[..., object], **options: object) -> None:
-        job_id, actor = self._snapshot.job.id, reader().name
-        change = partial(action, self._store, self._settings, job_id, actor=actor, **options)
-        await self._change(verb, change)
+        await self._change("POST", ":restart", json={"step": self._step.value})
 
 
 class ExportPanel(Panel):
     """Exports of a job with downloads."""
 
     def _build(self) -> None:
-        with _dialog("Export the model", "Export", self._export) as self._dialog:
+        with asking("Export the model", "Export", self._export) as self._dialog:
             ui.label("It says how far its predictions are from the trainer's on validation rows.")
             with _fields():
                 self._checkpoint = _select(["newest"], "Checkpoint", value="newest")
                 self._tables = _select(_TABLES, "Tables", value="int8")
-        with _dialog("Delete an export", "Delete", self._delete) as self._delete_dialog:
+        with asking("Delete an export", "Delete", self._delete) as self._delete_dialog:
             ui.label("Its files go; one that is being made is given up.")
             with _fields():
                 self._doomed = _select([], "Export")
         with ui.element("div").classes("trace-head"):
-            self._button = _button("Export", self._dialog.open).mark("export")
-            self._delete_button = _button("Delete an export", self._delete_dialog.open)
+            self._button = button("Export", self._dialog.open).mark("export")
+            self._delete_button = button("Delete an export", self._delete_dialog.open)
             ui.label(_EXPORT_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
 
@@ -233,12 +190,13 @@ class ExportPanel(Panel):
         job, now = self._snapshot.job, time.time()
         self._list.set_content(fragments.render("exports.html", job=job, exports=found, now=now))
         self._doomed.set_options([each.id for each in found])
-        self._delete_button.set_enabled(bool(found))
+        self._delete_button.set_visibility(self._may_change and bool(found))
 
     def show(self, snapshot: JobSnapshot) -> None:
         self._snapshot = snapshot
         steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])
+        self._button.set_visibility(self._may_change)
         self._button.set_enabled(bool(steps))
 
     async def _delete(self) -> None:
@@ -247,23 +205,14 @@ class ExportPanel(Panel):
             return
         self._delete_dialog.close()
         export_id = str(self._doomed.value)
-
-        def delete() -> None:
-            delete_export(get_export(self._settings, self._snapshot.job.id, export_id))
-
         done = f"Export {export_id} is deleted."
-        await self._change_files(f"delete export {export_id}", delete, done)
+        await self._change("DELETE", f"/exports/{export_id}", done)
 
     async def _export(self) -> None:
         self._dialog.close()
-        job, checkpoint = self._snapshot.job, str(self._checkpoint.value)
-        quantize = self._tables.value
-
-        def export() -> None:
-            self._submit(request_export(self._store, self._settings, job, checkpoint, quantize))
-
+        body = {"checkpoint": str(self._checkpoint.value), "quantize": self._tables.value}
         done = "The export appears here; it takes seconds to minutes."
-        await self._change_files("export", export, done, REQUEST_EXPORT_S)
+        await self._change("POST", "/exports", done, json=body)
 
 
 class LogView:
@@ -344,18 +293,18 @@ class PlacementPanel(Panel):
     """The groups of a job, with requests to resize it or to drain hosts."""
 
     def _build(self) -> None:
-        with _dialog("Resize", "Resize", self._resize) as self._resize_dialog:
+        with asking("Resize", "Resize", self._resize) as self._resize_dialog:
             self._resize_hint = ui.label()
             with _fields():
                 self._size = _select([], "Workers")
-        with _dialog("Drain hosts", "Apply", self._drain) as self._drain_dialog:
+        with asking("Drain hosts", "Apply", self._drain) as self._drain_dialog:
             ui.label("Groups leave these hosts in good order, and none is placed there.")
             with _fields("wide"):
                 self._drained = _select([], "Hosts to leave", multiple=True).props("use-chips")
         with panel("Groups", "membership-panel") as self._box:
             with ui.element("div").classes("panel-buttons") as self._buttons:
-                self._resize_button = _button("Resize", self._open_resize)
-                self._drain_button = _button("Drain hosts", self._open_drain)
+                self._resize_button = button("Resize", self._open_resize)
+                self._drain_button = button("Drain hosts", self._open_drain)
             self._content = ui.html(sanitize=False)
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
@@ -365,7 +314,7 @@ class PlacementPanel(Panel):
         view = groups_view(job, snapshot.timeline, snapshot.checkpoints, now)
         self._content.set_content(fragments.render("membership.html", view=view))
         self._box.set_visibility(view.has_content)
-        self._buttons.set_visibility(job.status is JobStatus.RUNNING)
+        self._buttons.set_visibility(self._may_change and job.status is JobStatus.RUNNING)
         self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
         self._drain_button.set_visibility(bool(actions.known_hosts(job, snapshot.timeline)))
 
@@ -393,23 +342,14 @@ class PlacementPanel(Panel):
             ui.notify("Say how many workers.", type="warning")
             return
         self._resize_dialog.close()
-        job_id, size = self._snapshot.job.id, int(self._size.value)
-        await self._change_files(
-            "resize", lambda: actions.request_resize(self._store, self._run_dir, job_id, size)
-        )
+        await self._change("POST", "/resize", json={"workers": int(self._size.value)})
 
     async def _drain(self) -> None:
         self._drain_dialog.close()
-        job_id, wanted = self._snapshot.job.id, set(self._drained.value)
         drained = latest_resize_request(self._snapshot.timeline).drain_hosts
-
-        def drain() -> None:
-            for host in sorted(wanted ^ drained):
-                actions.request_drain(
-                    self._store, self._run_dir, job_id, host, undo=host in drained
-                )
-
-        await self._change_files("drain", drain)
+        for host in sorted({*self._drained.value} ^ {*drained}):
+            body = {"host": host, "undo": host in drained}
+            await self._change("POST", "/drain", json=body)
 
 
 class TracePanel(Panel):
@@ -417,14 +357,14 @@ class TracePanel(Panel):
 
     def _build(self) -> None:
         ranks = list(range(self._snapshot.job.spec.parallelism.world_size))
-        with _dialog("Record a trace", "Record", self._record) as self._dialog:
+        with asking("Record a trace", "Record", self._record) as self._dialog:
             ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
             with _fields():
                 self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
                 self._steps.props("dense outlined")
                 self._ranks = _select(ranks, "Ranks", value=[0], multiple=True)
         with ui.element("div").classes("trace-head"):
-            self._button = _button("Record a trace", self._dialog.open)
+            self._button = button("Record a trace", self._dialog.open)
             ui.label(_TRACE_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
 
@@ -432,6 +372,7 @@ class TracePanel(Panel):
         """Show the traces of a snapshot; `now` is Unix time in seconds."""
         job, found = snapshot.job, traces_of(snapshot.timeline)
         self._list.set_content(fragments.render("traces.html", job=job, traces=found, now=now))
+        self._button.set_visibility(self._may_change)
         self._button.set_enabled(job.status is JobStatus.RUNNING)
 
     async def _record(self) -> None:
@@ -439,10 +380,6 @@ class TracePanel(Panel):
             ui.notify("Say how many steps, and of which ranks.", type="warning")
             return
         self._dialog.close()
-        job_id, num_steps = self._snapshot.job.id, int(self._steps.value)
-        ranks = list(self._ranks.value)
-        await self._change_files(
-            "trace",
-            lambda: request_trace(self._store, self._run_dir, job_id, num_steps, ranks),
-            "The trace appears here once it is written.",
-        )
+        body = {"num_steps": int(self._steps.value), "ranks": list(self._ranks.value)}
+        done = "The trace appears here once it is written."
+        await self._change("POST", "/traces", done, json=body)

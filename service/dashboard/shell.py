@@ -8,11 +8,14 @@ from pathlib import Path
 
 from nicegui import ui
 
-from service.dashboard.auth import account_menu
+from service.api.authentication import SESSION_COOKIE
+from service.dashboard.rest import Rest
+from service.domain.auth import Role
 
 STATIC_DIR = Path(__file__).parent / "static"
 MOUNT_PATH = "/dashboard"
 ACCENT = "#5563de"
+_PAGES = {"Jobs": "/", "Compare": "/compare", "Cluster": "/cluster", "Settings": "/settings"}
 _THEME_COOKIE = "shardloom-theme"
 # What one click on the switch leads to; `auto` follows the system.
 _NEXT_THEME = {"auto": "dark", "dark": "light", "light": "auto"}
@@ -21,22 +24,45 @@ _THEME_VALUES = {"auto": None, "dark": True, "light": False}
 
 
 @contextmanager
-def page_frame(title: str) -> Iterator[None]:
+def page_frame(title: str, rest: Rest) -> Iterator[None]:
     """Style, title and top bar around the content of a page."""
     ui.add_css(STATIC_DIR / "dashboard.css")
     ui.colors(primary=ACCENT, negative="#c0272d")
     ui.page_title(f"{title} · Shardloom")
     with ui.element("header").classes("topbar"), ui.element("div").classes("topbar-inner"):
-        with ui.element("a").classes("brand").props(f'href="{MOUNT_PATH}/"'):
+        with ui.element("a").classes("brand").props(f'href="{MOUNT_PATH}/" aria-label="Shardloom"'):
             ui.html((STATIC_DIR / "logo.svg").read_text(encoding="utf-8"), sanitize=False)
-            ui.label("Shardloom")
-        with ui.element("nav"):
-            ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
+            ui.label("Shardloom").classes("brand-name")
+        with ui.element("nav").props('aria-label="Pages"'):
+            for name, path in _PAGES.items():
+                with ui.element("a").props(f'href="{MOUNT_PATH}{path}"') as link:
+                    ui.label(name)
+                if name == title:
+                    link.props("aria-current=page")
         ui.element("span").classes("grow")
-        account_menu()
+        _account_menu(rest)
         _theme_switch()
-    with ui.element("main").classes("page"):
+    with ui.element("div").classes("page"):
         yield
+
+
+def may_submit(rest: Rest) -> bool:
+    """Whether the reader may submit to any project."""
+    return rest.reader().may_somewhere(Role.SUBMITTER)
+
+
+def _account_menu(rest: Rest) -> None:
+    """Who is signed in, and the way out; nothing for the user whose service it is."""
+    reader = rest.reader()
+    if reader.kind == "local":
+        return
+    cookie = ui.context.client.request.cookies.get(SESSION_COOKIE, "")
+    ui.label(reader.name.removeprefix("key:")).classes("account-name")
+    with ui.element("form").props('method="post" action="/logout"').classes("account-form"):
+        token = rest.context.security.master.csrf_token(cookie)
+        ui.element("input").props(f'type="hidden" name="csrf" value="{token}"')
+        with ui.element("button").props('type="submit"').classes("account-button"):
+            ui.label("Sign out")
 
 
 def _theme_switch() -> None:
@@ -71,11 +97,18 @@ def panel(title: str, classes: str = "") -> Iterator[ui.element]:
         yield box
 
 
-def not_found(title: str, explanation: str) -> None:
+def link_button(text: str, href: str, style: str = "") -> ui.element:
+    """A link that looks like a button."""
+    with ui.element("a").classes(f"button {style}").props(f'href="{href}"') as link:
+        ui.label(text)
+    return link
+
+
+def not_found(rest: Rest, title: str, explanation: str) -> None:
     """A friendly 404: what is missing, and a way back. Sets the status of the response."""
     ui.context.client.status_code = 404
-    with page_frame("Not found"), ui.element("div").classes("blank"):
+    with page_frame("Not found", rest), ui.element("div").classes("blank"):
         ui.label("404").classes("blank-code")
         ui.label(title).classes("blank-title")
         ui.label(explanation)
-        ui.html(f'<a class="button" href="{MOUNT_PATH}/">See all jobs</a>', sanitize=False)
+        link_button("See all jobs", f"{MOUNT_PATH}/")

@@ -2,91 +2,31 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.dashboard import charts
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter
-from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
 
-MAX_LISTED_JOBS = 100
-LIST_MAX_AGE_S = 0.9
 MAX_CHART_POINTS = 400
-
-
-@dataclass(frozen=True)
-class ListFilter:
-    """What the reader of the job list wants to see; empty values let everything through."""
-
-    status: JobStatus | None = None
-    name: str = ""
-
-    def admits(self, job: Job) -> bool:
-        """Whether a job passes. The name matches anywhere, in names and ids."""
-        if self.status is not None and job.status is not self.status:
-            return False
-        wanted = self.name.strip().lower()
-        return wanted in job.name or wanted in job.id
-
-
-@dataclass(frozen=True)
-class ListSnapshot:
-    """The newest jobs, `has_more` when older ones exist than `MAX_LISTED_JOBS`."""
-
-    jobs: Sequence[Job]
-    has_more: bool
-
-
-class ListFeed:
-    """The job list, read once for all of its readers: reading a hundred specs takes a while.
-
-    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
-    threads.
-    """
-
-    def __init__(
-        self,
-        store: JobStore,
-        placed: Callable[[Job], Job] = lambda job: job,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._placed = placed
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._read: dict[frozenset[str] | None, tuple[float, ListSnapshot]] = {}
-
-    def latest(self, projects: frozenset[str] | None = None) -> ListSnapshot:
-        """The newest jobs of `projects` (None: all), as they were at most `LIST_MAX_AGE_S` ago."""
-        with self._lock:
-            now = self._clock()
-            expires_at, snapshot = self._read.get(projects, (-math.inf, None))
-            if snapshot is None or now >= expires_at:
-                # Readers with other projects come and go; what is stale need not be kept.
-                self._read = {key: kept for key, kept in self._read.items() if kept[0] > now}
-                jobs, cursor = self._store.list_jobs(
-                    JobFilter(projects=projects), limit=MAX_LISTED_JOBS
-                )
-                snapshot = ListSnapshot(
-                    jobs=[*map(self._placed, jobs)], has_more=cursor is not None
-                )
-                self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
-            return snapshot
+# After these events steps may be told of again, so that all points are read anew.
+_REWINDS = frozenset({"attempt_started", "workers_started", "workers_lost"})
+Points = Mapping[str, Sequence[MetricPoint]]
 
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Everything that a job's page shows but its logs. `points` is None when it did not change."""
+    """Everything that a job's page shows but its logs and its points.
+
+    `is_new` says that it is not as it was before, `is_rewound` that known points may be stale.
+    """
 
     job: Job
     attempts: Sequence[Attempt]
     timeline: Sequence[TimelineEvent]
     checkpoints: Sequence[Checkpoint]
-    points: dict[str, list[MetricPoint]] | None
+    is_new: bool = True
+    is_rewound: bool = True
 
 
 def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
@@ -94,21 +34,34 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
     newest_id = known[-1].id if known else 0
-    unchanged = previous is not None and job == previous.job
+    told = store.list_timeline(job_id, after=newest_id)
     return JobSnapshot(
         job=job,
         attempts=store.list_attempts(job_id),
-        timeline=[*known, *store.list_timeline(job_id, after=newest_id)],
+        timeline=[*known, *told],
         checkpoints=store.list_checkpoints(job_id),
-        points=None if unchanged else _load_points(store, job),
+        is_new=previous is None or job != previous.job,
+        is_rewound=previous is None or any(line.kind in _REWINDS for line in told),
     )
 
 
-def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:
-    known = set(store.metric_names(job.id))
-    return {
-        name: store.metric_points(job.id, name, max_points=MAX_CHART_POINTS)
-        for chart in charts.charts_of(job)
-        for name in (line.metric for line in chart.lines)
-        if name in known
-    }
+def read_points(store: JobStore, job_id: str, names: Collection[str], known: Points) -> Points:
+    """Points of metrics by name: of those that are known only what is newer is read.
+
+    Once that has made them twice as many as a chart shows, they are read anew.
+    """
+    found: dict[str, Sequence[MetricPoint]] = {}
+    there = {*store.metric_names(job_id)} & {*names}
+    for name in names:
+        old = known.get(name, ())
+        if name not in there or len(old) >= 2 * MAX_CHART_POINTS:
+            old = ()
+        after = old[-1].step + 1 if old else None
+        newer = (
+            store.metric_points(job_id, name, from_step=after, max_points=MAX_CHART_POINTS)
+            if name in there
+            else ()
+        )
+        if old or newer:
+            found[name] = [*old, *newer]
+    return found

@@ -69,15 +69,14 @@ def _aside(job: Job) -> str:
     return f"#{position} in the queue" if position else ""
 
 
-def job_row(job: Job, now: float) -> dict[str, object]:
-    """One line of the job list, ready for the table (JSON values only)."""
+def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
+    """One line of the job list, ready for the table (JSON values only), with one more `metric`."""
     progress = progress_view(job)
     quality = job.spec.model.watched_metric
     quality_value = job.latest_metrics.get(f"validation/{quality}")
     return {
         "id": job.id,
         "name": job.name,
-        "href": f"jobs/{job.id}",
         "status": job.status.value.lower(),
         "tone": wording.tone_of(job.status),
         "groups": wording.groups_text(summary_of(job)),
@@ -90,6 +89,11 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "quality": wording.precise(quality_value),
         "quality_name": "" if quality_value is None else quality.upper(),
         "rows_per_s": wording.compact(job.progress.rows_per_s or None),
+        "metric": wording.metric(metric, job.latest_metrics.get(metric)),
+        "project": job.project,
+        "labels": " ".join(f"{key}={value}" for key, value in job.spec.labels.items()),
+        "priority": job.priority,
+        "attempts": job.num_attempts,
         "age": wording.duration(now - job.created_at),
         "duration": wording.duration_of(job, now) or wording.NOTHING,
     }

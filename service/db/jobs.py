@@ -106,13 +106,22 @@ class JobStore(Transactions):
 
     @repeated
     def create_job(
-        self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
+        self,
+        job: Job,
+        *,
+        idempotency_key: str | None,
+        request_hash: str,
+        actor: str = "user",
+        parent: str | None = None,
     ) -> Job:
-        """Store a new job, or return the one that was created with this key before."""
+        """Store a new job, or return the one that was created with this key before.
+
+        `parent` is the id of the job that it is a clone of.
+        """
         key = idempotency_key
         try:
             with self.write() as connection:
-                queries.insert_job(connection, job, actor, key, request_hash)
+                queries.insert_job(connection, job, actor, key, request_hash, parent)
             return job
         except IntegrityError:
             known = None if key is None else self.find_submitted(key, request_hash, job.project)
@@ -302,6 +311,11 @@ class JobStore(Transactions):
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
         with self.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
+
+    def metric_sample(self, job_id: str, name: str, num_points: int) -> list[tuple[int, float]]:
+        """At most `num_points` points (step, value) over all steps, for a small curve."""
+        with self.read() as connection:
+            return metrics.sample_points(connection, job_id, name, num_points)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""

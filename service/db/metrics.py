@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Engine,
@@ -157,6 +158,41 @@ def read_points(
         )
         for row in connection.execute(query)
     ]
+
+
+def sample_points(
+    connection: Connection, job_id: str, name: str, num_points: int
+) -> list[tuple[int, float]]:
+    """At most `num_points` points (step, value) of a metric, spread over its steps as they are.
+
+    For small curves: each is found by its key, however many points there are between them.
+    """
+    query = select(metric_names.c.id).where(
+        metric_names.c.job_id == job_id, metric_names.c.name == name
+    )
+    name_id = connection.execute(query).scalar_one_or_none()
+    span = select(func.min(metric_points.c.step), func.max(metric_points.c.step))
+    first, last = connection.execute(span.where(metric_points.c.name_id == name_id)).one()
+    if first is None:
+        return []
+    wanted = {first + (last - first) * i // max(1, num_points - 1) for i in range(num_points)}
+    found = {}
+    for step in sorted(wanted):
+        row = connection.execute(_FROM_STEP, {"name_id": name_id, "step": step}).one()
+        found[row.step] = _nan_if_null(row.value)
+    return list(found.items())
+
+
+# Made once: to build it, and to look it up as built, takes longer than to run it.
+_FROM_STEP = (
+    select(metric_points.c.step, metric_points.c.value)
+    .where(
+        metric_points.c.name_id == bindparam("name_id", type_=Integer),
+        metric_points.c.step >= bindparam("step", type_=BigInteger),
+    )
+    .order_by(metric_points.c.step)
+    .limit(1)
+)
 
 
 def _nan_if_null(value: float | None) -> float:

@@ -7,10 +7,12 @@ and merged; only then are the rows of the page read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal, cast
 
 from sqlalchemy import (
     ColumnElement,
@@ -34,6 +36,8 @@ from service.db.tables import (
     job_labels,
     job_progress,
     jobs,
+    metric_names,
+    metric_points,
     streams,
 )
 from service.db.webhooks import add_timeline
@@ -46,8 +50,15 @@ from service.domain.models import (
     lowest_job_id,
 )
 from service.domain.timeline import timeline_event
-from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
+from service.errors import (
+    AttemptNotFound,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobNotFound,
+    StaleVersion,
+)
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
+from trainer.spec.base import FieldProblem
 
 # Statuses and projects, of which a job has one each; an empty set of statuses or None is any.
 Kind = tuple[Collection[JobStatus], Collection[str] | None]
@@ -56,11 +67,46 @@ _MAX_WALKS = 64
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
+Comparison = Literal["<", "<=", ">", ">="]
+_OPERATORS: Mapping[Comparison, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+# Without names of groups, which JSON Schema writes in another way than Python.
+METRIC_BOUND = r"^([^<>=\s]+)\s*([<>]=?)\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]{1,3})?)$"
+
+
+@dataclass(frozen=True)
+class MetricBound:
+    """What the newest value of a metric must be; NaN and a metric that is not there never are."""
+
+    name: str
+    comparison: Comparison
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> MetricBound:
+        """The bound in `validation/ne < 0.8`; raises `InvalidRequest`."""
+        found = re.fullmatch(METRIC_BOUND, text.strip())
+        try:
+            if found:
+                return cls(found[1], cast(Comparison, found[2]), float(found[3]))
+        except ValueError:
+            pass
+        message = f"'{text}' is not as in validation/ne<0.8, with <, <=, > or >="
+        raise InvalidRequest([FieldProblem("metric", "metric_bound", message)])
+
+
 @dataclass(frozen=True)
 class JobFilter:
     """Which jobs are wanted.
 
-    `projects` are those whose jobs may be shown, None for all; `labels` must all be there.
+    `projects` are those whose jobs may be shown, None for all; `labels` must all be there, and
+    every one of `metrics` must hold. `search` is a part of the name or of the id.
     `created_after` (inclusive) and `created_before` (exclusive) are Unix seconds; `after` is the
     id of the last job of the page before.
     """
@@ -68,9 +114,11 @@ class JobFilter:
     after: str | None = None
     statuses: Collection[JobStatus] = ()
     name: str | None = None
+    search: str = ""
     project: str | None = None
     projects: Collection[str] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    metrics: Collection[MetricBound] = ()
     created_after: float | None = None
     created_before: float | None = None
 
@@ -152,13 +200,39 @@ def _conditions(wanted: JobFilter, kind: Kind) -> list[ColumnElement[bool]]:
         conditions.append(_is_one_of(jobs.c.status, [status.value for status in statuses]))
     if wanted.name is not None:
         conditions.append(jobs.c.name == wanted.name)
+    if wanted.search:
+        conditions.append(jobs.c.id.in_(_found(wanted.search)))
     if projects is not None:
         conditions.append(_is_one_of(jobs.c.project, projects))
+    conditions += [_holds(bound) for bound in wanted.metrics]
     if wanted.created_after is not None:
         conditions.append(jobs.c.created_at >= wanted.created_after)
     if wanted.created_before is not None:
         conditions.append(jobs.c.created_at < wanted.created_before)
     return conditions
+
+
+def _found(search: str) -> Select[Any]:
+    """Ids of jobs with a text in their name or id: both are in one index, far smaller than rows."""
+    other, part = jobs.alias(), search.lower()
+    is_in_name = other.c.name.contains(part, autoescape=True)
+    return select(other.c.id).where(is_in_name | other.c.id.contains(part, autoescape=True))
+
+
+def _holds(bound: MetricBound) -> ColumnElement[bool]:
+    """Whether the newest point of a job's metric is within a bound."""
+    names, points = metric_names.c, metric_points.c
+    newest = (
+        select(points.value)
+        .where(points.name_id == names.id)
+        .order_by(points.step.desc())
+        .limit(1)
+        .correlate(metric_names)
+        .scalar_subquery()
+    )
+    is_within = _OPERATORS[bound.comparison](newest, bound.value)
+    of_job = (names.job_id == jobs.c.id) & (names.name == bound.name)
+    return select(names.id).where(of_job, is_within).correlate(jobs).exists()
 
 
 def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnElement[bool]:
@@ -197,7 +271,12 @@ def job_of_key(connection: Connection, project: str, key: str, request_hash: str
 
 
 def insert_job(
-    connection: Connection, job: Job, actor: str, key: str | None, request_hash: str
+    connection: Connection,
+    job: Job,
+    actor: str,
+    key: str | None,
+    request_hash: str,
+    parent: str | None,
 ) -> None:
     """Write a new job with its labels, its idempotency key and the first event of its timeline."""
     connection.execute(insert(jobs), rows.job_values(job))
@@ -208,7 +287,7 @@ def insert_job(
     if key is not None:
         known = {"project": job.project, "key": key, "request_hash": request_hash}
         connection.execute(insert(idempotency_keys), {**known, "job_id": job.id})
-    facts = {
+    facts: dict[str, object] = {
         "name": job.name,
         "project": job.project,
         "priority": job.priority,
@@ -216,7 +295,9 @@ def insert_job(
         "min_workers": job.spec.parallelism.min_workers,
         "max_workers": job.spec.parallelism.world_size,
     }
-    message = f"job '{job.name}' submitted"
+    if parent is not None:
+        facts["cloned_from"] = parent
+    message = f"job '{job.name}' submitted" + (f", a clone of {parent}" if parent else "")
     told = timeline_event(job, None, job.created_at, "job_submitted", message, facts, actor)
     add_timeline(connection, [told])
 

@@ -6,6 +6,7 @@ jobs 1 ── n attempts 1 ── n streams
 jobs 1 ── n timeline, checkpoints, metric_names 1 ── n metric_points
 api_keys 1 ── n sessions
 webhooks 1 ── n webhook_deliveries
+sweeps 1 ── n sweep_trials
 
 What each table is for is said in the module of its store. Changes need a migration.
 """
@@ -345,4 +346,33 @@ webhook_deliveries = Table(
     Index("ix_webhook_deliveries_state_next_try_at", "state", "next_try_at"),
     Index("ix_webhook_deliveries_webhook_id_id", "webhook_id", "id"),
     sqlite_autoincrement=True,
+)
+
+sweeps = Table(
+    "sweeps",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("message", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    # What never changes: the other fields of a sweep.
+    Column("definition", JsonText, nullable=False),
+    Index("ix_sweeps_status", "status"),
+    Index("ix_sweeps_created_at_id", "created_at", "id"),
+)
+sweep_trials = Table(
+    "sweep_trials",
+    metadata,
+    Column("sweep_id", ForeignKey("sweeps.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("values", JsonText, nullable=False),
+    Column("created_at", Float, nullable=False),
+    # No foreign key: a job may be deleted, and its trial stays.
+    Column("job_id", String(32)),
+    Column("rungs", JsonText, nullable=False),
+    Column("stopped_at", BigInteger),
+    Column("is_paused", Boolean, nullable=False),
+    Column("message", PlainText, nullable=False),
 )

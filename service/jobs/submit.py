@@ -154,10 +154,12 @@ def submit_job(
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
     checkpoint_root: Path | str | None = None,
+    parent: str | None = None,
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
-    `prepare` is called with the id of a new job before it is stored. Raises
+    `prepare` is called with the id of a new job before it is stored; `parent` is the id of the job
+    that it is a clone of. Raises
     `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
     as the first one was, whatever happened to the data since.
     """
@@ -186,7 +188,11 @@ def submit_job(
     )
     prepare(job.id)
     return store.create_job(
-        job, idempotency_key=idempotency_key, request_hash=request_hash, actor=actor
+        job,
+        idempotency_key=idempotency_key,
+        request_hash=request_hash,
+        actor=actor,
+        parent=parent,
     )
 
 

@@ -18,7 +18,7 @@ from tests.benchmarks.report import SKIPPED, end_on_signal, goal_text, is_met, l
 NAMES = (
     *("overhead", "startup", "pipeline", "sparse_sync", "two_d", "ne_parity"),
     *("ne_resize", "recovery", "resize", "goodput", "checkpoint_stall", "control_plane"),
-    *("coordinator_scale", "paper_tables", "prepare", "loader", "quality", "gpu_step"),
+    *("dashboard", "coordinator_scale", "paper_tables", "prepare", "loader", "quality", "gpu_step"),
 )
 
 

@@ -111,8 +111,8 @@ def schedule_of(side: Side) -> Schedule:
 
 
 @contextmanager
-def emulated_ranks(ranks_per_host: int) -> Iterator[HostRanks]:
-    """Ranks on two hosts that a link joins.
+def emulated_ranks(ranks_per_host: int, link: Link = LINK) -> Iterator[HostRanks]:
+    """Ranks on two hosts that `link` joins.
 
     Raises `BenchmarkSkipped` where hosts cannot be emulated.
     """
@@ -120,7 +120,7 @@ def emulated_ranks(ranks_per_host: int) -> Iterator[HostRanks]:
         raise BenchmarkSkipped(missing)
     os.environ.update(MALLOC, PYTHONWARNINGS="ignore")  # of the ranks
     try:
-        with EmulatedHosts(NUM_HOSTS, LINK) as hosts:
+        with EmulatedHosts(NUM_HOSTS, link) as hosts:
             yield HostRanks(hosts, ranks_per_host)
     except EmulationError as error:
         raise BenchmarkError(str(error)) from error

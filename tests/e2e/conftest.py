@@ -17,10 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-from service.dashboard.app import mount
-from service.dashboard.panels import PageTools
+from service.app import create_app
+from service.backends.fake import FakeBackend
 from service.db.jobs import JobStore
 from service.domain.models import Job
+from service.jobs.export_runner import ExportRunner
+from service.reconciler.loop import Reconciler
 from service.settings import Settings
 from tests.harness.builders import batch, queued_job
 from tests.harness.databases import SqliteTemplate, open_migrated, store_attempt
@@ -77,17 +79,20 @@ def serve(app: FastAPI) -> Iterator[str]:
 
 
 @pytest.fixture
-def dashboard(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[Dashboard]:
-    """The dashboard over an empty store."""
-    settings = Settings(home=tmp_path, auth="none")
+def dashboard(
+    tmp_path: Path, sqlite_template: SqliteTemplate, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Dashboard]:
+    """The dashboard over an empty store; nothing happens to a job but what the test says."""
+    for runs in (Reconciler, ExportRunner):
+        monkeypatch.setattr(runs, "start", lambda self: None)
+    settings = Settings(home=tmp_path, backend="fake", auth="none")
     sqlite_template.copy(settings.database_url)
     store = open_migrated(settings.database_url)
-    app = FastAPI()
+    app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
     woken = threading.Event()
-    mount(app, PageTools(store, settings, woken.set, submit=lambda folder: None), security=None)
+    object.__setattr__(app.state.context, "wake", woken.set)
     with serve(app) as url:
         yield Dashboard(url, store, settings.runs_dir, woken)
-    store.close()
 
 
 @pytest.fixture(scope="package")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -102,21 +106,75 @@ def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
     expect(page).to_have_url(f"{dashboard.url}/dashboard/jobs/{running.id}")
 
 
-@pytest.mark.slow
-def test_the_list_filters_by_status_and_name(
+def test_jobs_are_found_selected_and_compared(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
-    waiting = submit(dashboard, "nightly")
-    page.goto("/dashboard/")
+    other = start_job(dashboard.store, "nightly", training={"epochs": 3})
+    tell(dashboard.store, other, *training_records(60))
+    submit(dashboard, "waiting")
+    page.goto("/dashboard/?status=starting&status=running")
     rows = page.locator(".job-row")
-    page.get_by_role("button", name="queued").click()
-    expect(rows.filter(has_text=waiting.id)).to_be_visible()
-    expect(rows.filter(has_text=running.id)).not_to_be_visible()
-    page.get_by_role("button", name="all").click()
-    expect(rows.filter(has_text=running.id)).to_be_visible()
-    page.get_by_label("Filter").fill(running.name)
-    expect(rows.filter(has_text=waiting.id)).not_to_be_visible()
-    expect(rows.filter(has_text=running.id)).to_be_visible()
+    expect(rows).to_have_count(2)
+    page.get_by_label("Search name or id").fill("NIGHT")
+    expect(rows).to_have_count(1)
+    expect(page).to_have_url(re.compile("search=NIGHT"))
+    page.get_by_label("Search name or id").fill("")
+    page.get_by_label("Metric").fill("validation/rmse<0.5")
+    expect(page.get_by_text("No job matches")).to_be_visible()
+    page.get_by_label("Metric").fill("validation/rmse<0.95")
+    expect(rows).to_have_count(2)
+    page.get_by_role("checkbox", name="Select all").click()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator(".compared tbody tr")).to_have_count(2)
+    expect(page.locator(".compared")).to_contain_text("0.9100")
+    expect(page.locator(".differences tbody tr")).to_have_text(
+        [re.compile("name.*nightly"), re.compile("training.epochs.*3.*1")]
+    )
+    chart = page.locator(".chart-panel", has_text="train/loss")
+    before = settled_picture(chart)
+    page.get_by_role("combobox", name="Axis").click()
+    page.get_by_role("option", name="rows").click()
+    expect(page).to_have_url(re.compile("x=rows"))
+    assert settled_picture(chart) != before
+    with page.expect_download() as download:
+        chart.get_by_role("button", name="CSV").click()
+    assert download.value.path().read_text().startswith("step,time,train/loss")
+
+
+@pytest.fixture(scope="package")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checker of accessibility; skips where the npm registry cannot be had."""
+    folder = tmp_path_factory.mktemp("axe")
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("needs npm, for axe-core")
+    pack = [npm, "pack", "--silent", "axe-core@4.14.1"]
+    if subprocess.run(pack, cwd=folder, capture_output=True, check=False).returncode:
+        pytest.skip("needs the npm registry, for axe-core")
+    with tarfile.open(folder / "axe-core-4.14.1.tgz") as archive:
+        script = archive.extractfile("package/axe.min.js")
+        assert script is not None
+        return script.read().decode()
+
+
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_pages_are_accessible(page: Page, running: Job, axe: str, theme: str) -> None:
+    cookie = {"name": "shardloom-theme", "value": theme, "domain": "127.0.0.1", "path": "/"}
+    page.context.add_cookies([cookie])
+    for path, shown in (
+        ("", ".job-row"),
+        ("new", ".problem"),
+        (f"compare?jobs={running.id}", ".drawn"),
+        (f"jobs/{running.id}", ".drawn"),
+        ("cluster", ".figures"),
+        ("settings", ".data, .empty"),
+    ):
+        page.goto(f"/dashboard/{path}")
+        expect(page.locator(shown).first).to_be_visible(timeout=LIVE_MS)
+        page.evaluate(axe)
+        found = page.evaluate("async () => (await axe.run()).violations")
+        serious = [each for each in found if each["impact"] in ("serious", "critical")]
+        assert [(each["id"], each["nodes"][0]["html"]) for each in serious] == [], path
 
 
 def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(

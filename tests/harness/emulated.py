@@ -5,8 +5,9 @@
      host 1 [eth0 10.77.0.2] ──── port1 ┘
 
 Each host has one full-duplex link to the switch, held to the same rate in both directions by a
-token bucket (`tc tbf`). Processes of one host reach each other's eth0 address through the host's
-own loopback, which is not shaped. Nothing of this touches the machine's own network.
+token bucket (`tc tbf`). Where packets are to take longer, `delayed_switch` is there for the bridge.
+Processes of one host reach each other's eth0 address through the host's own loopback, which is not
+shaped. Nothing of this touches the machine's own network.
 
 A host is also a PID namespace: its processes see only each other, and end with it. The namespaces
 have no names. Each lives as long as its init, a `cat` that ends when its pipe to us closes:
@@ -22,6 +23,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import Any, Self
 from tests.harness.ray_hosts import processes_below
 
 INTERFACE = "eth0"
+_DELAYED_SWITCH = str(Path(__file__).with_name("delayed_switch.py"))
 _NOBODY = "02:00:00:00:00:ff"  # the address of no interface
 _NAMESPACE = "{}/net"
 _NETWORK = f"--net={_NAMESPACE}"
@@ -49,10 +52,12 @@ class Link:
     """A host's link to the switch, in each direction.
 
     The burst lets whole 64 KiB segments through, which spares the cores from cutting them up;
-    the queue holds what the bucket cannot take at once, and drops beyond `queue_ms`.
+    the queue holds what the bucket cannot take at once, and drops beyond `queue_ms`. From host to
+    host a packet takes `delay_ms` longer.
     """
 
     rate_bits_per_s: int
+    delay_ms: float = 0
     burst_bytes: int = 256 * 1024
     queue_ms: int = 50
 
@@ -71,9 +76,12 @@ class EmulatedHosts:
         with self._stack:
             self._switch = self._hold_namespace()
             self._holders = [self._hold_namespace() for _ in self.addresses]
-            _configure(self._switch, "ip link add switch type bridge", "ip link set switch up")
+            if not self.link.delay_ms:
+                _configure(self._switch, "ip link add switch type bridge", "ip link set switch up")
             for host in range(len(self.addresses)):
                 self._plug_in(host)
+            if self.link.delay_ms:
+                self._switch_late()
             self._stack = self._stack.pop_all()
         return self
 
@@ -143,6 +151,19 @@ class EmulatedHosts:
             raise EmulationError("new namespaces were refused: run as root, outside of a sandbox")
         return holder
 
+    def _switch_late(self) -> None:
+        ports = [f"port{host}" for host in range(len(self.addresses))]
+        command = [sys.executable, _DELAYED_SWITCH, str(self.link.delay_ms / 1e3), *ports]
+        started = subprocess.Popen(
+            [*_enter(self._switch, _NETWORK), "--", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._stack.callback(_end, started)
+        if not started.stdout.readline():
+            raise EmulationError(f"a switch with a delay did not start: {' '.join(command)}")
+
     def _plug_in(self, host: int) -> None:
         port, link = f"port{host}", self.link
         shape = (
@@ -159,7 +180,7 @@ class EmulatedHosts:
         )
         _configure(
             self._switch,
-            f"ip link set {port} master switch up",
+            f"ip link set {port} {'' if link.delay_ms else 'master switch '}up",
             f"tc qdisc add dev {port} {shape}",
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor
 
@@ -33,6 +36,9 @@ FEATURES = {"user": "users", "movie": "movies", "history": "movies", "genres": "
 EMBEDDING_DIM = 8
 _CPU = torch.device("cpu")
 _HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
+# Whose calls these are, by files: TorchRec's, those of kernels in backward passes, of tests' fakes.
+_OTHERS = ("/torchrec/distributed/", "/fbgemm_gpu/", "/torch/autograd/graph.py", "/tests/")
+_OURS = "/trainer/"
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,40 @@ def form_groups(case: Any, device: torch.device = _CPU) -> MeshGroups:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fails where the host would wait for a device to read a value or a size."""
+    """Fails where our code would let the host wait for a device to read a value or a size.
+
+    TorchRec's exchanges and FBGEMM's kernels may: they have to know sizes, and keep numbers on the
+    host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_off = False
+        self._lists = _NoLists(self)
+
+    def __enter__(self) -> Any:
+        self._lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._lists.__exit__(*exc_info)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, reading is allowed: what is read came to the host before."""
+        self._is_off = True
+        yield
+        self._is_off = False
+
+    def check(self, name: str) -> None:
+        """Fail if `name`, which is being called, was called by us."""
+        frame = sys._getframe(2)
+        while not (self._is_off or any(part in frame.f_code.co_filename for part in _OTHERS)):
+            if _OURS in frame.f_code.co_filename:
+                raise AssertionError(f"{name} is read on the host")
+            assert frame.f_back, "somebody has called"
+            frame = frame.f_back
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -215,5 +254,17 @@ class NoHostReads(TorchDispatchMode):
             for each in (args[1] if isinstance(args[1], list) else ())
         )
         if is_mask or name in _HOST_READS:
-            raise AssertionError(f"{name} is read on the host")
+            self.check(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _NoLists(TorchFunctionMode):
+    """What a tensor that is on the host gives without an operator."""
+
+    def __init__(self, reads: NoHostReads) -> None:
+        self._reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self._reads.check(func.__name__)
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -139,7 +139,9 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
             lengths=torch.from_numpy(ids.lengths().ravel()),
             weights=torch.from_numpy(ids.weights()) if is_weighted else None,
         )
-        return drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
+        found = drop_padding_ids(found, keys.dynamic, row_weight) if keys.dynamic else found
+        # Counts ids while they are on the host: later each step would read them from the device.
+        return found.sync()
 
     pooled, sequences = rows.sparse.split(len(keys.pooled))
     return Batch(
@@ -158,11 +160,11 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
 StepType = TypeVar("StepType", bound=Step)
 
 
-class _ReadAhead(ABC, Generic[StepType]):
+class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
     """Batches of one rank, all of `data.batch_size` rows, made ahead by one thread.
 
-    A context manager, or call `close`. A fault found while reading is raised to the consumer at the
-    batch that it spoils.
+    Gives (batch, its step). A context manager, or call `close`. A fault found while reading is
+    raised to the consumer at the batch that it spoils.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class _ReadAhead(ABC, Generic[StepType]):
         while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
             self._ahead.append((step, self._thread.submit(self._make, step)))
 
-    def _take(self) -> tuple[Batch, StepType]:
+    def __next__(self) -> tuple[Batch, StepType]:
         if not self._ahead:
             raise StopIteration
         step, made = self._ahead.popleft()
@@ -244,8 +246,8 @@ class _ReadAhead(ABC, Generic[StepType]):
         self.close()
 
 
-class TrainBatches(_ReadAhead[Step], Iterator[tuple[Batch, Step]]):
-    """Batches of one rank for `spec.training.epochs` epochs; gives (batch, its step)."""
+class TrainBatches(_ReadAhead[Step]):
+    """Batches of one rank for `spec.training.epochs` epochs."""
 
     def __init__(
         self,
@@ -263,25 +265,28 @@ class TrainBatches(_ReadAhead[Step], Iterator[tuple[Batch, Step]]):
         self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()
 
-    def __next__(self) -> tuple[Batch, Step]:
-        return self._take()
-
     def _next(self) -> Step | None:
         return next(self._steps, None)
 
 
 @dataclass(frozen=True)
-class _LeaseStep(Step):
+class LeaseStep(Step):
+    """A step of `lease`."""
+
     lease: Lease
 
+    @property
+    def ends_lease(self) -> bool:
+        return self.number + 1 == self.stripes.num_steps
 
-class LeaseBatches(_ReadAhead[_LeaseStep], Iterator[tuple[Batch, Lease, bool]]):
+
+class LeaseBatches(_ReadAhead[LeaseStep]):
     """Batches of the leases submitted so far, in that order.
 
-    Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
-    were submitted; after another `submit` it goes on. Every rank of the group gets equally many
-    batches of `data.batch_size` rows, filled up with rows of weight 0 at a lease's end, so that
-    each row counts exactly once. Not for several threads at once.
+    Iterating stops where no more leases were submitted; after another `submit` it goes on. Every
+    rank of the group gets equally many batches of `data.batch_size` rows, filled up with rows of
+    weight 0 at a lease's end, so that each row counts exactly once. Not for several threads at
+    once.
     """
 
     def __init__(
@@ -296,14 +301,14 @@ class LeaseBatches(_ReadAhead[_LeaseStep], Iterator[tuple[Batch, Lease, bool]]):
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group."""
         super().__init__(source, spec, rank, num_ranks, pin=pin, on_slow_read=on_slow_read)
-        self._planned: deque[_LeaseStep] = deque()
+        self._planned: deque[LeaseStep] = deque()
 
     def submit(self, lease: Lease) -> None:
         """Read `lease` after those submitted before."""
         stripes = Stripes(lease.spans, self.shape.world_size, self.shape.batch_size)
         start = DataPosition(lease.epoch)
         for number in range(stripes.num_steps):
-            self._planned.append(_LeaseStep(start, stripes, number, lease))
+            self._planned.append(LeaseStep(start, stripes, number, lease))
         self._read_ahead()
 
     def forget(self, ids: Container[int]) -> None:
@@ -315,15 +320,11 @@ class LeaseBatches(_ReadAhead[_LeaseStep], Iterator[tuple[Batch, Lease, bool]]):
         self._planned = deque(each for each in self._planned if each.lease.id not in ids)
         self._read_ahead()
 
-    def __next__(self) -> tuple[Batch, Lease, bool]:
-        batch, step = self._take()
-        return batch, step.lease, step.number + 1 == step.stripes.num_steps
-
-    def _next(self) -> _LeaseStep | None:
+    def _next(self) -> LeaseStep | None:
         return self._planned.popleft() if self._planned else None
 
 
-class ValidationBatches(_ReadAhead[Step], Iterator[Batch]):
+class ValidationBatches(_ReadAhead[Step]):
     """Every row once over all ranks, unshuffled, in equally many full batches on each rank.
 
     What is missing at the end is filled with repeated rows of weight 0.
@@ -335,9 +336,6 @@ class ValidationBatches(_ReadAhead[Step], Iterator[Batch]):
         super().__init__(source, spec, rank, world_size, pin=pin, shuffle=False)
         self._steps = steps_from(START, self.shape, epochs=1)
         self._read_ahead()
-
-    def __next__(self) -> Batch:
-        return self._take()[0]
 
     def _next(self) -> Step | None:
         return next(self._steps, None)

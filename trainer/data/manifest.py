@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,11 +33,35 @@ class StoredFile(ManifestModel):
     sha256: str
 
 
-class FileEntry(StoredFile):
-    """One Parquet file of a split."""
+class FileContents(ManifestModel):
+    """What a Parquet file holds, so that nobody has to read its footer to number its rows.
+
+    `group_rows` are the rows of each row group. `num_values` counts the values of those columns
+    that have not one for each row, such as lists. Folders of older versions lack both.
+    """
 
     num_rows: int
     num_row_groups: int
+    group_rows: tuple[int, ...] = ()
+    num_values: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, footer: pq.FileMetaData) -> FileContents:
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        num_values: Counter[str] = Counter()
+        for group in groups:
+            for leaf in map(group.column, range(group.num_columns)):
+                num_values[leaf.path_in_schema.split(".")[0]] += leaf.num_values
+        return cls(
+            num_rows=footer.num_rows,
+            num_row_groups=len(groups),
+            group_rows=tuple(group.num_rows for group in groups),
+            num_values={name: n for name, n in num_values.items() if n != footer.num_rows},
+        )
+
+
+class FileEntry(StoredFile, FileContents):
+    """One Parquet file of a split."""
 
 
 class SplitEntry(ManifestModel):
@@ -115,6 +140,16 @@ def load_manifest(folder: Location | Path) -> Manifest:
     return manifest
 
 
+def contents_in(data: Location, folder: Location) -> dict[str, FileContents]:
+    """What the files of `folder` hold, by name, if a manifest in `data` says so; else nothing."""
+    path = data / MANIFEST_NAME
+    if not path.exists():
+        return {}
+    manifest = parse_manifest(path.read_bytes(), str(path))
+    files = ((data / e.path, e) for split in manifest.splits.values() for e in split.files)
+    return {file.name: entry for file, entry in files if file.parent.path == folder.path}
+
+
 def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
     """Compare the sha256 of every file that the manifest names; gives their number.
 
@@ -148,14 +183,11 @@ def _check_file(path: Location, size_bytes: int | None, entry: FileEntry) -> Non
         raise CorruptFileError(
             f"{path} is named in the manifest but missing; prepare the data again"
         )
-    rows, row_groups = entry.num_rows, entry.num_row_groups
-    if path.is_local:
-        footer = read_footer(path)
-        rows, row_groups = footer.num_rows, footer.num_row_groups
-    found = (size_bytes, rows, row_groups)
+    contents = FileContents.of(read_footer(path)) if path.is_local else entry
+    found = (size_bytes, contents.num_rows, contents.num_row_groups)
     wanted = (entry.size_bytes, entry.num_rows, entry.num_row_groups)
-    if found != wanted:
+    if found != wanted or entry.group_rows not in ((), contents.group_rows):
         raise CorruptFileError(
             f"{path} is not the file that the manifest names: (bytes, rows, row groups) are "
-            f"{found}, not {wanted}; prepare the data again"
+            f"{found}, not {wanted}, or its row groups have other rows; prepare the data again"
         )

@@ -1,22 +1,24 @@
 """Parquet files as numbered row groups, on a disk or in an object store.
 
-They are opened by footer only and read one group at a time; of remote files, the columns' ranges of
-groups that will be needed soon are fetched ahead, several groups at once.
+They are read one group at a time; of remote files, the columns' ranges of groups that will be
+needed soon are fetched ahead, several groups at once. What the groups hold is in the manifest of a
+prepared folder, so that T ranks need not read the footers of all files before the first step; of
+plain Parquet they do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.manifest import read_footer
+from trainer.data.manifest import FileContents, read_footer
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.transforms import Moments
 from trainer.errors import (
@@ -42,36 +44,59 @@ class ParquetSource:
     truncated file), `ColumnError` or `TooFewRowsError`.
     """
 
-    def __init__(self, folder: Location | Path, columns: Sequence[str]) -> None:
-        """`columns` are those to read; each must be in every file."""
+    def __init__(
+        self,
+        folder: Location | Path,
+        columns: Sequence[str],
+        known: Mapping[str, FileContents] | None = None,
+    ) -> None:
+        """`columns` are those to read; each must be in every file.
+
+        `known` says what the files hold, by name. Where it knows just those that are there, their
+        columns are taken to be those of the first.
+        """
         self.folder = Location.parse(folder)
         self.columns = tuple(dict.fromkeys(columns))
         self._files = _parquet_files(self.folder)
         self._ahead: dict[int, Future[pa.Table]] = {}
         self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
-        each = map if self.folder.is_local else self._pool.map
-        # Before the footers: a file replaced in between is then found to be another one.
-        identities = list(each(Location.fingerprint, self._files))
-        footers = list(each(read_footer, self._files))
-        kept = enumerate(zip(identities, footers, strict=True))
-        self._kept = dict(islice(kept, _MAX_KEPT_FOOTERS))
-        self.schema = self._common_schema(footers)
+        self._footer_of = lru_cache(_MAX_KEPT_FOOTERS)(self._read_footer)
+        contents = self._open([] if known is None else [known.get(n) for n in self.file_names])
+        group_rows = [rows for each in contents for rows in each.group_rows]
         self._groups = [
             (file, group)
-            for file, footer in enumerate(footers)
-            for group in range(footer.num_row_groups)
-            if footer.row_group(group).num_rows
+            for file, each in enumerate(contents)
+            for group, num_rows in enumerate(each.group_rows)
+            if num_rows
         ]
-        metadata = [footers[file].row_group(group) for file, group in self._groups]
-        self.group_rows: IntArray = np.array([group.num_rows for group in metadata], dtype=np.int64)
+        self.group_rows: IntArray = np.array([n for n in group_rows if n], dtype=np.int64)
         self.num_rows = int(self.group_rows.sum())
         self._file_starts = offsets_of(
-            np.array([footer.num_rows for footer in footers], dtype=np.int64)
+            np.array([sum(each.group_rows) for each in contents], dtype=np.int64)
         )
         self._group_starts = offsets_of(self.group_rows)
-        self._num_values = sum(self._values_in(group) for group in metadata)
+        self._num_values = sum(
+            each.num_values.get(name, each.num_rows) for each in contents for name in self.columns
+        )
         if not self.num_rows:
             raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
+
+    def _open(self, known: Sequence[FileContents | None]) -> list[FileContents]:
+        """What the files hold, and `schema`, from no more footers than are needed."""
+        contents = [each for each in known if each is not None and each.group_rows]
+        is_known = len(contents) == len(self._files)
+        places = range(1 if is_known else len(self._files))
+        footers = list((map if self.folder.is_local else self._pool.map)(self._footer, places))
+        self.schema = self._common_schema(footers)
+        return contents if is_known else [FileContents.of(footer) for footer in footers]
+
+    def _footer(self, place: int) -> pq.FileMetaData:
+        """The footer of a file as it is now; one that was read of the same file before is kept."""
+        # Looked up before the footer: a file replaced in between is then found to be another one.
+        return self._footer_of(place, self._files[place].fingerprint())
+
+    def _read_footer(self, place: int, _: tuple[int, int] | None) -> pq.FileMetaData:
+        return read_footer(self._files[place])
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -131,9 +156,7 @@ class ParquetSource:
         place, group = self._groups[number]
         file = self._files[place]
         try:
-            identity, footer = self._kept.get(place, (None, None))
-            if identity is None or identity != file.fingerprint():
-                footer = None
+            footer = self._footer(place)
 
             def read(opened: pa.NativeFile) -> pa.Table:
                 remote = not self.folder.is_local
@@ -167,8 +190,9 @@ class ParquetSource:
         return pa.table(blank, names=self.schema.names)
 
     def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+        """That of the columns in the first files, of which these are the footers."""
         schemas = [footer.schema.to_arrow_schema() for footer in footers]
-        for file, schema in zip(self._files, schemas, strict=True):
+        for file, schema in zip(self._files, schemas, strict=False):
             for name in self.columns:
                 if name not in schema.names:
                     raise ColumnError(f"{file}: no column '{name}'; it has {schema.names}")
@@ -178,12 +202,6 @@ class ParquetSource:
                         f"{schemas[0].field(name).type} in {self._files[0].name}"
                     )
         return pa.schema([schemas[0].field(name) for name in self.columns])
-
-    def _values_in(self, group: pq.RowGroupMetaData) -> int:
-        leaves = (group.column(index) for index in range(group.num_columns))
-        return sum(
-            leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in self.columns
-        )
 
 
 def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.decode import check_schema, decode, layout_of
+from trainer.data.manifest import contents_in
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
 from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
@@ -121,9 +122,10 @@ def open_source(spec: JobSpec, folder: Location | Path) -> ParquetSource:
 
     Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
     """
-    layout = layout_of(spec)
-    check_schema(layout, read_schema(folder), Location.parse(folder))
-    return ParquetSource(folder, [column.name for column in layout.columns])
+    layout, folder = layout_of(spec), Location.parse(folder)
+    check_schema(layout, read_schema(folder), folder)
+    known = contents_in(Location.parse(spec.data.path), folder)
+    return ParquetSource(folder, [column.name for column in layout.columns], known)
 
 
 def lease_windows(

@@ -40,6 +40,24 @@ Overwrite = Annotated[
 ]
 
 
+@prepare_app.callback()
+def _where(
+    on: Annotated[
+        Literal["here", "cluster"],
+        typer.Option(
+            help="`cluster`: as a Job in Kubernetes, where the chart is installed; it reads and "
+            "writes URLs and /var/lib/shardloom/data. Ctrl-C leaves it to itself."
+        ),
+    ] = "here",
+    namespace: Annotated[
+        str, typer.Option(help="Of the chart, with --on cluster.", show_default="shardloom")
+    ] = "",
+) -> None:
+    """Turn raw data into partitioned Parquet."""
+    if on == "cluster":
+        raise typer.BadParameter("only `shardloom data prepare` does that", param_hint="--on")
+
+
 @contextmanager
 def data_errors_shown() -> Iterator[None]:
     """Turn a `DataError`, or a disk that refuses, into a message on stderr and exit code 2."""

@@ -25,7 +25,7 @@ from trainer.driver.preload import WORKER_ENVIRONMENT
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.versions import unlike_driver, versions_here
+from trainer.protocol.versions import check_driver, unlike_driver, versions_here
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,8 @@ def check_machine(worker: WorkerConfig, host: str) -> None:
     if unlike := unlike_driver(worker.versions, versions_here()):
         message = f"{host} is set up differently: {'; '.join(unlike)}; install the same there"
         raise failures.WorkerFailure(failures.VERSION_MISMATCH, message, evidence)
+    if too_old := check_driver():
+        raise failures.WorkerFailure(failures.VERSION_MISMATCH, f"{host}: {too_old}", evidence)
     spec_path = RunDir(worker.run_dir).attempt(worker.attempt_id).resolved_spec_path
     if not spec_path.exists():
         message = (

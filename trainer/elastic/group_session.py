@@ -10,9 +10,10 @@ take at once, so that schedules, reports and checkpoints do not depend on the nu
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,12 +59,11 @@ logger = logging.getLogger(__name__)
 class Interval:
     """What this rank trained between two syncs.
 
-    `loss_sum` is the sum over its rows, `weight_sum` that of the weights of the whole group's rows
-    where they are not all alike: float64 [] on the device.
+    `sums`, float64 [2] on the device, are the loss of its rows and, where they are not all alike,
+    the weights of the whole group's rows.
     """
 
-    loss_sum: torch.Tensor
-    weight_sum: torch.Tensor
+    sums: torch.Tensor
     leases: tuple[int, ...] = ()
     num_rows: int = 0
     num_steps: int = 0
@@ -71,8 +71,7 @@ class Interval:
     def after(self, earlier: Interval) -> Interval:
         """Both as one."""
         return Interval(
-            earlier.loss_sum + self.loss_sum,
-            earlier.weight_sum + self.weight_sum,
+            earlier.sums + self.sums,
             earlier.leases + self.leases,
             earlier.num_rows + self.num_rows,
             earlier.num_steps + self.num_steps,
@@ -111,6 +110,8 @@ class GroupSession(Session):
             pin=self._copies_batches,
             on_slow_read=self._note_slow_read,
         )
+        # One over all leases: as one ends, the ids of the next are under way.
+        self._stream = self.pipeline.over(self.speed.awaited(self._loader))
         self.group_sync = GroupSync(
             self.model,
             exact_sync(self.spec, self._warn_of_sync if self.rank == 0 else logger.debug),
@@ -124,8 +125,7 @@ class GroupSession(Session):
         self._divergence_guard = None  # groups vote with checksums instead
 
     def _new_interval(self) -> Interval:
-        loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
-        return Interval(loss_sum, weight_sum)
+        return Interval(torch.zeros(2, dtype=torch.float64, device=self.groups.device))
 
     @property
     def world_size(self) -> int:
@@ -189,34 +189,25 @@ class GroupSession(Session):
             return
         lease = self._leases.popleft()
         self.quarantine.begin_epoch(lease.epoch)
-        for batch, is_last in self.pipeline.over(self._batches_of(lease)):
-            self._train_batch(batch, is_last)
+        for batch, step in self._stream:
+            assert step.lease.id == lease.id, "leases are trained in the order of their submission"
+            self._train_batch(batch, step.ends_lease)
+            if step.ends_lease:
+                break
         self._interval.leases += (lease.id,)
         self._interval.num_rows += lease.num_rows
-        if self.spec.training.on_non_finite == "fail" and not self._is_finite():
+        if self.spec.training.on_non_finite == "skip":
+            return
+        if not math.isfinite(loss := self._interval.sums[0].item()):
             raise NonFiniteLoss(
-                f"the training loss became {self._interval.loss_sum.item()} by step "
+                f"the training loss became {loss} by step "
                 f"{self.state.step + self._num_steps_ahead}; {NON_FINITE_ADVICE}"
             )
-
-    def _is_finite(self) -> bool:
-        return bool(self._interval.loss_sum.isfinite())
 
     @property
     def _num_steps_ahead(self) -> int:
         """Steps that this group took and that are not committed."""
         return self._syncing.num_steps + self._interval.num_steps
-
-    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, bool]]:
-        """(batch, whether it is the last) of `lease`, the next that was submitted.
-
-        Nothing of a later lease is on its way when this one ends: it may yet be taken back.
-        """
-        for batch, found, is_last in self.speed.awaited(self._loader):
-            assert found.id == lease.id, "leases are trained in the order of their submission"
-            yield batch, is_last
-            if is_last:
-                return
 
     def _train_batch(self, batch: Batch, is_last: bool) -> None:
         interval = self._interval
@@ -225,9 +216,9 @@ class GroupSession(Session):
         step = min(self.state.step + self._num_steps_ahead + 1, self.total_steps)
         loss = self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
-        interval.loss_sum += loss * batch.weight.sum()
+        interval.sums[0] += loss * batch.weight.sum()
         if self.loss_weighting.is_on:
-            interval.weight_sum += self.loss_weighting.total
+            interval.sums[1] += self.loss_weighting.total
         self.tracer.end_step(step)
 
     def sync_groups(self) -> None:
@@ -292,18 +283,19 @@ class GroupSession(Session):
 
     def _arrival(self) -> Arrive:
         interval = self._syncing
-        is_finite = bool(interval.loss_sum.isfinite())
+        loss, weight = interval.sums.tolist()
+        is_finite = math.isfinite(loss)
         return Arrive(
             standing=self.standing,
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,
-            weight=interval.weight_sum.item() if self.loss_weighting.is_on else None,
+            weight=weight if self.loss_weighting.is_on else None,
             is_poisoned=not is_finite,
             may_overlap=is_finite and self._may_overlap,
             needs_exact=self._needs_exact(interval),
             report=self._report if self.groups.rank == 0 else None,
-            sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
+            sums={"loss": loss} if interval.num_rows else {},
         )
 
     @property
@@ -357,9 +349,14 @@ class GroupSession(Session):
             self._urgent_step = self.state.step
 
     def _hold(self, leases: Sequence[Lease]) -> None:
-        """Prefetch `leases` and no others: a lease given back is another group's now."""
+        """Prefetch `leases` and no others: a lease given back is another group's now.
+
+        Collective over the group where ids of one given back are under way.
+        """
         held = {lease.id for lease in leases}
-        self._loader.forget({lease.id for lease in self._leases} - held)
+        given_back = {lease.id for lease in self._leases} - held
+        self._stream.take_back(lambda step: step.lease.id in given_back)
+        self._loader.forget(given_back)
         self._leases = deque(lease for lease in self._leases if lease.id in held)
         known = {lease.id for lease in self._leases} | set(self._interval.leases)
         for lease in leases:

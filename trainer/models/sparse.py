@@ -222,7 +222,13 @@ def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The same ids without their weights, as an EmbeddingCollection takes them."""
     if jagged.weights_or_none() is None:
         return jagged
-    return KeyedJaggedTensor(keys=jagged.keys(), values=jagged.values(), lengths=jagged.lengths())
+    return KeyedJaggedTensor(
+        keys=jagged.keys(),
+        values=jagged.values(),
+        lengths=jagged.lengths(),
+        length_per_key=jagged.length_per_key_or_none(),
+        offset_per_key=jagged.offset_per_key_or_none(),
+    )
 
 
 def _bags(spec: JobSpec, *, dynamic: bool) -> EmbeddingBagCollection | None:

@@ -329,7 +329,8 @@ def memory_part(device: torch.device) -> Part:
     """The most bytes that any rank has taken so far: of host memory, and of its GPU's.
 
     Of the latter what tensors took, what PyTorch held for them, and what is taken now by whatever
-    (NCCL, FBGEMM's caches, other processes).
+    (NCCL, FBGEMM's caches, other processes); and how often PyTorch had to give back what it held
+    before it got more, which is slow.
     """
     status = Path("/proc/self/status").read_text()
     (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
@@ -339,6 +340,7 @@ def memory_part(device: torch.device) -> Part:
         found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         found["memory/peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         found["memory/gpu_used_bytes"] = total - free
+        found["memory/alloc_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
     return Part(
         torch.empty(0, dtype=torch.float64),
         lambda _, peaks: dict(zip(found, peaks.tolist(), strict=True)),

@@ -154,31 +154,34 @@ class StepPipeline:
         self._current: _Staged[Any] | None = None
         self._following: _Staged[Any] | None = None
 
-    def over(self, items: Iterable[tuple[Batch, Item]]) -> Iterator[tuple[Batch, Item]]:
-        """`items` with batches on the device; each comes when the one after it has been read.
+    def over(self, items: Iterable[tuple[Batch, Item]]) -> BatchStream[Item]:
+        """`items` with batches on the device.
 
         Streams may be nested, as when a validation begins between two steps.
         """
-        iterator = iter(items)
-        current = self._stage(next(iterator, None))
-        while current is not None:
-            following = self._stage(next(iterator, None))
-            self._current, self._following = current, following
-            yield current.batch, current.item
-            current = following
-        self._current = self._following = None
+        return BatchStream(self, items)
 
-    def _stage(self, item: tuple[Batch, Item] | None) -> _Staged[Item] | None:
-        if item is None:
-            return None
+    def stage(self, item: tuple[Batch, Item]) -> _Staged[Item]:
+        """Begin to copy a batch to the device."""
         with _on(self._copy_stream):
             batch = item[0].to(self._device, non_blocking=self._copy_stream is not None)
         return _Staged(batch, item[1])
 
+    def enter(self, current: _Staged[Any] | None, following: _Staged[Any] | None) -> None:
+        """`forward` is asked for `current` next, and after that for `following`, if any."""
+        self._current, self._following = current, following
+
+    def drop(self, staged: _Staged[Any]) -> None:
+        """Forget a batch; what was sent of it is awaited. Collective where something was."""
+        with _on(self._dist_stream):
+            for exchange in staged.exchanges or []:
+                exchange.arriving.wait()
+        self.enter(None, None)
+
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, outputs) of the batch that `over` gave last. Collective."""
+        """(loss, outputs) of the batch that a stream gave last. Collective."""
         current, following = self._current, self._following
-        assert current is not None and batch is current.batch, "batches come from `over`"
+        assert current is not None and batch is current.batch, "batches come from a stream"
         if self._copy_stream is not None:
             _hand_over(batch, self._copy_stream, torch.cuda.current_stream())
         if self.is_ahead is None:
@@ -231,6 +234,39 @@ class StepPipeline:
         with self._phases.during("input_dist"), _on(self._dist_stream):
             for exchange in staged.exchanges or []:
                 exchange.arriving = exchange.arriving.wait()
+
+
+class BatchStream(Generic[Item]):
+    """Iterates over items with batches on the device; each comes when the next has been read.
+
+    Where the items go on after their end, so does the stream.
+    """
+
+    def __init__(self, pipeline: StepPipeline, items: Iterable[tuple[Batch, Item]]) -> None:
+        self._pipeline = pipeline
+        self._items = iter(items)
+        self._ahead: _Staged[Item] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Batch, Item]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, Item]:
+        current = self._ahead or self._read()
+        self._ahead = self._read() if current else None
+        self._pipeline.enter(current, self._ahead)
+        if current is None:
+            raise StopIteration
+        return current.batch, current.item
+
+    def _read(self) -> _Staged[Item] | None:
+        item = next(self._items, None)
+        return None if item is None else self._pipeline.stage(item)
+
+    def take_back(self, is_meant: Callable[[Item], bool]) -> None:
+        """Do not give the batch that is ahead, if it is meant. Collective where its ids are."""
+        if self._ahead is not None and is_meant(self._ahead.item):
+            self._pipeline.drop(self._ahead)
+            self._ahead = None
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[ShardedModule[Any, Any, Any, Any]]:

@@ -12,8 +12,8 @@
     other        everything else between two steps: batch to device, metrics, bookkeeping
 
 A phase lasts until the next one begins, so the phases of a step add up to its time exactly. On CUDA
-the boundaries are events on the current stream: phases are what the device did, and only the report
-waits for them.
+the boundaries are events on the current stream: phases are what the device did, and nobody waits
+for them but what pauses the training.
 
     service ──► trace-request.json {"id", "num_steps", "ranks"}     read by each rank at its reports
     rank r  ──► traces/ID-rankR.json.gz, then the event TraceWritten
@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -241,6 +241,19 @@ class ForwardPhases:
         return output
 
 
+class _Awaited(Iterator[Item]):
+    """What `take` gives until that is None; after that it may go on."""
+
+    def __init__(self, take: Callable[[], Item | None]) -> None:
+        self._take = take
+
+    def __next__(self) -> Item:
+        found = self._take()
+        if found is None:
+            raise StopIteration
+        return found
+
+
 class Speedometer:
     """Rows and steps per second between reports, waits for data, and what syncs cost.
 
@@ -267,17 +280,17 @@ class Speedometer:
         self._wait_s = 0.0
         self._syncs: list[SyncReport] = []
 
-    def awaited(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """`batches`; waiting for each is the phase `data_wait`."""
-        iterator = iter(batches)
-        while True:
-            started = self._clock()
-            with self.phases.during("data_wait"):
-                found = next(iterator, None)
-            if found is None:
-                return
+    def awaited(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """`batches`, perhaps beyond an end; waiting for each is the phase `data_wait`."""
+        return _Awaited(lambda: self._await(batches))
+
+    def _await(self, batches: Iterator[Item]) -> Item | None:
+        started = self._clock()
+        with self.phases.during("data_wait"):
+            found = next(batches, None)
+        if found is not None:
             self._wait_s += self._clock() - started
-            yield found
+        return found
 
     def step(self) -> None:
         self.num_steps += 1

@@ -1,9 +1,9 @@
 """One rank's training session: model, optimizers, data, sync, metrics and checkpoints of one run.
 
 `trainer.training.worker` has the loop; each method here is one step of it and names its
-collectives. What a step draws at random (dropout) is seeded from (seed, rows done at the last sync
-of groups, step, rank of the job): a resumed run draws what an uninterrupted one does, and no two
-ranks drop the same units.
+collectives. What a step draws at random is seeded from (seed, rows done at the last sync of groups,
+step, rank of the job): a resumed run draws what an uninterrupted one does, and no two ranks drop
+the same units.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
 from trainer.storage import Location
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
@@ -90,6 +91,16 @@ def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
     """
     sequence = np.random.SeedSequence((seed, rows_agreed, step, rank))
     return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def draws_at_random(spec: JobSpec, device: torch.device) -> bool:
+    """Whether steps draw from torch's generators: in dropout, perhaps in a user's module, and on
+    GPUs where FBGEMM rounds what it writes to a table in half precision up or down.
+    """
+    transformer = spec.model.transformer
+    has_dropout = transformer is not None and transformer.dropout > 0
+    is_half = any(table.data_type != "fp32" for table in spec.embedding_tables)
+    return has_dropout or spec.model.module is not None or (is_half and device.type == "cuda")
 
 
 class Session:
@@ -150,9 +161,7 @@ class Session:
                 compare_state=spec.parallelism.sync.optimizer_state == "every",
             )
         self.loss_weighting = LossWeighting(spec, groups.global_group)
-        transformer = spec.model.transformer
-        has_dropout = transformer is not None and transformer.dropout > 0
-        self._uses_randomness = has_dropout or spec.model.module is not None
+        self._draws_at_random = draws_at_random(spec, groups.device)
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -292,7 +301,7 @@ class Session:
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
-        if self._uses_randomness:
+        if self._draws_at_random:
             seed = self.spec.training.seed
             torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
@@ -515,7 +524,7 @@ class Session:
             self.groups.layout.world_size,
             pin=self._copies_batches,
         ) as held_out:
-            for batch, _ in self.pipeline.over((batch, None) for batch in held_out):
+            for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))

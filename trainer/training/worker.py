@@ -9,6 +9,7 @@ Both are files of the attempt; `trainer.protocol.requests` says what the mark te
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,6 +100,9 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
     reporting = report_heartbeats(config.watch_address, identity, config.token)
+    # One thread issues all collectives here, in an order that is the same on all ranks. NCCL keeps
+    # it, so that kernels of several groups cannot wait for each other crosswise.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with named_failures(config.spec.model.module), reporting as heartbeat:
         prepare_process(config)
         return train(Session(config, groups_of(config, layout_of(config.spec), host), heartbeat))

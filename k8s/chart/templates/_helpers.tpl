@@ -158,6 +158,9 @@ nvidia.com/gpu: {{ . | quote }}
 {{- if .rdma.resource }}
 {{ .rdma.resource }}: {{ .rdma.count | quote }}
 {{- end }}
+{{- with .resources }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- /* Whom a peer is: a namespace in a list of names. */}}

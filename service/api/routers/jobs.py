@@ -26,7 +26,7 @@ from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
-from service.db.queries import JobFilter
+from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.jobs import actions
@@ -57,6 +57,9 @@ _MAX_ALTERNATIVES = 20
 # Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
 _DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
+MetricQuery = Annotated[
+    str, Field(pattern=METRIC_BOUND, max_length=300, examples=["validation/ne<0.8"])
+]
 KeyHeader = Annotated[
     str | None,
     Header(
@@ -109,6 +112,7 @@ def _create(
     idempotency_key: str | None,
     principal: Principal,
     context: Context,
+    parent: str | None = None,
 ) -> Job:
     job = submit_job(
         context.store,
@@ -117,6 +121,7 @@ def _create(
         prepare=lambda job_id: keep_secrets(context, job_id, secrets),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
+        parent=parent,
     )
     context.wake()
     return job
@@ -132,6 +137,9 @@ def list_jobs(
         list[JobStatus] | None, Query(alias="status", max_length=_MAX_ALTERNATIVES)
     ] = None,
     name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
+    search: Annotated[
+        str, Query(max_length=200, description="A part of the name or of the id.")
+    ] = "",
     project: Annotated[str | None, Query(examples=["ads"])] = None,
     labels: Annotated[
         list[LabelQuery] | None,
@@ -139,6 +147,14 @@ def list_jobs(
             alias="label",
             max_length=_MAX_LABELS,
             description="`KEY=VALUE`; of several, all must hold.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[MetricQuery] | None,
+        Query(
+            alias="metric",
+            max_length=_MAX_LABELS,
+            description="`NAME<VALUE` (or `<=`, `>`, `>=`) of the newest value; all must hold.",
         ),
     ] = None,
     created_after: Annotated[
@@ -151,9 +167,11 @@ def list_jobs(
         after=after,
         statuses=statuses or (),
         name=name,
+        search=search,
         project=project,
         projects=principal.projects,
         labels=dict(label.split("=", 1) for label in labels or ()),
+        metrics=[MetricBound.parse(text) for text in metrics or ()],
         created_after=_unix_s(created_after),
         created_before=_unix_s(created_before),
     )
@@ -248,7 +266,7 @@ def clone(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
-    made = _create(spec, body.secrets, idempotency_key, principal, context)
+    made = _create(spec, body.secrets, idempotency_key, principal, context, job.id)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)
 

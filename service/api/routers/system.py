@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response, status
@@ -16,13 +18,16 @@ from service.errors import (
     ProjectNotFound,
     ReconcilerDied,
 )
+from service.files import make_writable
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
-from service.storage import hanging
+from service.storage import hanging, in_time
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
+# Kubernetes waits for 5 s.
+_PROBE_S = 1.0
 NamePath = Annotated[str, Path(pattern=NAME_PATTERN, examples=["ads"])]
 
 
@@ -113,17 +118,28 @@ async def get_health() -> dict[str, str]:
 def get_readiness(context: ContextDep) -> dict[str, Any]:
     """200 when the store answers and is migrated and the reconciler is at work, else 503.
 
-    A cluster that is away does not make the service unready: it still takes jobs and shows
-    them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster.
+    A cluster or run storage that is away is told, with the reason, but does not make the service
+    unready: it still shows jobs and takes them, and starts them when both are back.
     """
     if context.has_died():
         raise ReconcilerDied
+    reachable, message = context.cluster.latest()
     return {
         "status": "ready",
         "store": context.store.ping(),
         "reconciler": {"last_pass_s": round(max(0.0, time.time() - context.dispatched_at()), 1)},
-        "storage": {"hanging": hanging()},
+        "storage": {"runs": _state_of(context.settings.runs_dir), "hanging": hanging()},
+        "cluster": {"reachable": reachable, "message": message},
     }
+
+
+def _state_of(folder: FilePath) -> str:
+    """`writable`, or why run storage is not."""
+    try:
+        in_time(folder, partial(make_writable, folder), _PROBE_S)
+    except OSError as error:
+        return str(error)
+    return "writable"
 
 
 @system_router.get("/metrics", summary="Prometheus metrics", response_class=Response)

@@ -23,6 +23,7 @@ from service.backends.kuberay.manifest import Manifest
 from service.errors import BackendUnreachable
 
 _MAX_ERROR_CHARS = 500
+_LOG_SILENCE_S = 60.0
 _MERGE_PATCH = "application/merge-patch+json"
 
 
@@ -45,6 +46,9 @@ RAYCLUSTERS = Resource("/apis/ray.io/v1", "rayclusters", crd="rayclusters.ray.io
 SECRETS = Resource("/api/v1", "secrets")
 PODS = Resource("/api/v1", "pods")
 EVENTS = Resource("/api/v1", "events")
+JOBS = Resource("/apis/batch/v1", "jobs")
+CRONJOBS = Resource("/apis/batch/v1", "cronjobs")
+_LOGS = Resource("/api/v1", "pods/log")
 
 
 class KubeRefused(Exception):
@@ -150,6 +154,22 @@ class KubeApi:
         with self._answer("watch", resource, path, query=query, timeout=timeout) as response:
             yield _events(response)
 
+    def log(self, pod: str, since: str = "") -> Iterator[tuple[str, str]]:
+        """(Time, line) of the log of a pod's only container until it ends, with `since` from there.
+
+        A line that was told at that time or before is left out, so that a stream which breaks can
+        be taken up where it was.
+        """
+        query = {"follow": "true", "timestamps": "true"} | ({"sinceTime": since} if since else {})
+        path = PODS.path(self.namespace, f"{pod}/log")
+        # It is silent for as long as the container is.
+        timeout = (self._timeout_s, _LOG_SILENCE_S)
+        with self._answer("get", _LOGS, path, query=query, timeout=timeout) as response:
+            for line in _lines(response):
+                time_text, _, text = line.decode(errors="replace").partition(" ")
+                if time_text > since:
+                    yield time_text, text
+
     # ---- one request
 
     def _json(
@@ -182,7 +202,7 @@ class KubeApi:
                 path,
                 _METHODS.get(verb, "GET"),
                 query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json", "Content-Type": content},
+                header_params={"Accept": "application/json, */*", "Content-Type": content},
                 body=body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
@@ -245,10 +265,10 @@ def _forbidden(message: str, verb: str, resource: Resource, namespace: str) -> s
         return f"the namespace {namespace} is being deleted: {message}"
     if "admission webhook" in message or "denied the request" in message:
         return None
+    how = " to its service account, as the chart does with ownClusters.enabled"
     return (
-        f"the service may not {verb} {resource.plural} in namespace {namespace}: grant the verb "
-        f"'{verb}' on '{resource.plural}' to its service account, as "
-        f"the chart does with ownClusters.enabled ({message})"
+        f"no right to {verb} {resource.plural} in namespace {namespace}: grant the verb "
+        f"'{verb}' on '{resource.plural}'{how if resource.crd else ''} ({message})"
     )
 
 
@@ -261,8 +281,12 @@ def _object(data: bytes | str | None) -> Manifest:
 
 
 def _events(response: urllib3.HTTPResponse) -> Iterator[Manifest]:
-    """Objects, one a line, as they arrive; what is cut off at the end is no event."""
+    return (json.loads(line) for line in _lines(response) if line.strip())
+
+
+def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
+    """Lines as they arrive; what is cut off at the end is none."""
     rest = b""
     for part in response.stream(amt=None, decode_content=False):
         *lines, rest = (rest + part).split(b"\n")
-        yield from (json.loads(line) for line in lines if line.strip())
+        yield from lines

@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -31,6 +31,7 @@ from service.jobs.actions import merged
 Manifest = dict[str, Any]
 Key = tuple[str, str, str]  # qualified resource, namespace, name
 
+LOG = "test/log"  # annotation of a pod: the lines of its log, with times
 CRD_FOLDER = Path(__file__).parents[4] / "shared" / "kuberay-crds"
 FOREGROUND = "foregroundDeletion"
 _NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
@@ -65,9 +66,22 @@ class Resource:
 BUILT_IN = (
     Resource("", "v1", "namespaces", "Namespace", namespaced=False),
     Resource("", "v1", "secrets", "Secret"),
-    Resource("", "v1", "pods", "Pod", subresources=("status",)),
+    Resource("", "v1", "pods", "Pod", subresources=("status", "log")),
     Resource("", "v1", "serviceaccounts", "ServiceAccount"),
     Resource("", "v1", "events", "Event"),
+    Resource("batch", "v1", "jobs", "Job", subresources=("status",)),
+    Resource("batch", "v1", "cronjobs", "CronJob"),
+    # What else the chart makes.
+    Resource("", "v1", "configmaps", "ConfigMap"),
+    Resource("", "v1", "services", "Service"),
+    Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
+    Resource("apps", "v1", "deployments", "Deployment", subresources=("status",)),
+    Resource("apps", "v1", "statefulsets", "StatefulSet", subresources=("status",)),
+    Resource("networking.k8s.io", "v1", "ingresses", "Ingress"),
+    Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+    Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+    Resource("rbac.authorization.k8s.io", "v1", "roles", "Role"),
+    Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
 )
 
 
@@ -176,6 +190,59 @@ class ApiError(Exception):
             **({"details": self.details} if self.details else {}),
             "code": self.code,
         }
+
+
+def discovery(path: str, resources: Sequence[Resource]) -> Manifest | None:
+    """What clients learn of the kinds at /api, /apis, their versions and /openapi/v3; else None."""
+
+    def place(resource: Resource) -> str:
+        return f"{'apis' if resource.group else 'api'}/{resource.api_version}"
+
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        groups: dict[str, list[Manifest]] = {}
+        for group, version in sorted({(each.group, each.version) for each in resources}):
+            named = {"groupVersion": f"{group}/{version}", "version": version}
+            groups.setdefault(group, []).append(named)
+        found_groups = [{"name": name, "versions": each} for name, each in groups.items() if name]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": found_groups}
+    if path == "/openapi/v3":
+        links = {place(each): {"serverRelativeURL": f"{path}/{place(each)}"} for each in resources}
+        return {"paths": links}
+    found = [each for each in resources if path.removeprefix("/openapi/v3") == f"/{place(each)}"]
+    if found and path.startswith("/openapi/v3/"):
+        # Only that the server itself refuses unknown fields.
+        parameters = [{"name": "fieldValidation", "in": "query"}]
+        paths = {
+            f"/{place(each)}/{each.plural}": {
+                "patch": {
+                    "parameters": parameters,
+                    "x-kubernetes-group-version-kind": {
+                        "group": each.group,
+                        "version": each.version,
+                        "kind": each.kind,
+                    },
+                }
+            }
+            for each in found
+        }
+        return {"openapi": "3.0.0", "info": {"title": "test", "version": "1"}, "paths": paths}
+    if found:
+        verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
+        listed = [
+            {
+                "name": each.plural,
+                "singularName": each.kind.lower(),
+                "namespaced": each.namespaced,
+                "kind": each.kind,
+                "verbs": verbs,
+            }
+            for each in found
+        ]
+        about = {"groupVersion": found[0].api_version, "resources": listed}
+        return {"kind": "APIResourceList", "apiVersion": "v1", **about}
+    return None
 
 
 def not_found(resource: Resource, name: str) -> ApiError:
@@ -367,6 +434,15 @@ class Verbs:
             old = self.get(target)
             manifest = _typed(merged(old, change), target.resource)
             return self._replace(target, old, manifest, is_strict)
+
+    def apply(self, target: Target, body: Any, *, is_strict: bool = False) -> Manifest:
+        """Make an object as its only field manager applies it: what is no longer said goes."""
+        with self.store.changed:
+            old = self.store.get(target.key)
+            if old is None:
+                return self.create(target, body, is_strict=is_strict)
+            kept = {"status": old["status"]} if "status" in old else {}
+            return self._replace(target, old, _typed({**kept, **body}, target.resource), is_strict)
 
     def delete(self, target: Target, *, is_foreground: bool, uid: str | None = None) -> Manifest:
         """Delete, or mark as to be deleted; returns a `Status` or the marked object.

@@ -4,10 +4,11 @@
         kubernetes.config.load_kube_config(server.kubeconfig(tmp_path / "config"))
 
 What is enforced of objects, and what not, is in `objects`. Requests are authenticated by bearer
-token and authorized by rules of roles. Not there: pages, server-side apply, strategic merge patches
-(they are applied as merge patches, which replace lists), protobuf, admission webhooks (but for
-`mutators`), PodSecurity, node and scheduler, namespaces that end slowly, discovery and OpenAPI
-documents. A request that no client of ours makes is a crash, which fails the test.
+token and authorized by rules of roles; who shows none is `anonymous`. Server-side apply is that of
+the only manager of all fields. Not there: pages, strategic merge patches (they are applied as merge
+patches, which replace lists), protobuf, admission webhooks (but for `mutators`), PodSecurity, node
+and scheduler, namespaces that end slowly, schemas in OpenAPI documents. A request that no client of
+ours makes is a crash, which fails the test.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kubernetes.client import ApiClient, Configuration
 from tests.harness.kube import watch
 from tests.harness.kube.objects import (
     BUILT_IN,
+    LOG,
     ApiError,
     GarbageCollector,
     Manifest,
@@ -38,6 +40,7 @@ from tests.harness.kube.objects import (
     Store,
     Target,
     Verbs,
+    discovery,
     forbidden,
     no_such_path,
     read_definitions,
@@ -68,6 +71,9 @@ class User:
         if self.namespace is not None and self.namespace != target.namespace:
             return False
         return any(_covers(rule, verb, target) for rule in self.rules)
+
+
+ADMIN = User("kubernetes-admin", None, (_ADMIN_RULE,))
 
 
 def _named(target: Target) -> str:
@@ -200,9 +206,10 @@ class KubeApiServer:
         self.requests: list[str] = []
         self.crashes: list[Exception] = []
         self.mutators: list[Callable[[Manifest], Manifest]] = []
+        self.anonymous: User | None = None
         self._resources = list(BUILT_IN)
         self._users: dict[str, User] = {}
-        self.admin_token = self._issue(User("kubernetes-admin", None, (_ADMIN_RULE,)))
+        self.admin_token = self._issue(ADMIN)
         self.operator_token = self._issue(User(OPERATOR, None, (_ADMIN_RULE,)))
         self._collector = GarbageCollector(self.verbs, self.find)
         # None that an outgoing connection is given, while the server is away.
@@ -233,6 +240,7 @@ class KubeApiServer:
         self.faults.clear()
         self.mutators.clear()
         self.requests.clear()
+        self.anonymous = None
         self._serve_definitions()
 
     def _serve_definitions(self) -> None:
@@ -271,6 +279,8 @@ class KubeApiServer:
 
     def user_of(self, authorization: str | None) -> User:
         """The caller by the Authorization header; raises 401 for a stranger."""
+        if authorization is None and self.anonymous is not None:
+            return self.anonymous
         scheme, _, token = (authorization or "").partition(" ")
         user = self._users.get(token.strip())
         if scheme.lower() != "bearer" or user is None:
@@ -301,6 +311,11 @@ class KubeApiServer:
                 if key[0] == name:
                     self.store.remove(key)
             self._resources = [each for each in self._resources if each.qualified != name]
+
+    @property
+    def resources(self) -> list[Resource]:
+        """All kinds that are served."""
+        return self._resources
 
     def find(self, qualified: str) -> Resource | None:
         """A kind by its qualified name."""
@@ -435,6 +450,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._befall("get", parts.path, is_noted)
             self._send(200, VERSION)
             return
+        known = discovery(parts.path.rstrip("/"), self.kube.resources)
+        if known is not None:
+            self._send(200, known)
+            return
         verb, target = self.kube.route(self.command, parts.path, query)
         loses_answer = self._befall(verb, parts.path, is_noted)
         if not user.may(verb, target):
@@ -460,6 +479,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _do(self, verb: str, target: Target, query: Mapping[str, str], body: Any) -> Any:
         verbs = self.kube.verbs
         is_strict = query.get("fieldValidation") == "Strict"
+        if verb == "get" and target.subresource == "log":
+            return verbs.get(target)["metadata"]["annotations"][LOG]
         if verb == "get":
             return verbs.get(target)
         if verb == "list":
@@ -471,6 +492,8 @@ class _Handler(BaseHTTPRequestHandler):
             return verbs.create(target, body, is_strict=is_strict)
         if verb == "update":
             return verbs.update(target, body, is_strict=is_strict)
+        if verb == "patch" and "apply-patch" in self.headers.get("Content-Type", ""):
+            return verbs.apply(target, body, is_strict=is_strict)
         if verb == "patch":
             return verbs.patch(target, body, is_strict=is_strict)
         options = body or {}
@@ -479,6 +502,11 @@ class _Handler(BaseHTTPRequestHandler):
         return verbs.delete(target, is_foreground=is_foreground, uid=uid)
 
     def _stream(self, target: Target, query: Mapping[str, str]) -> None:
+        if "sendInitialEvents" in query:
+            why = (
+                "sendInitialEvents: Forbidden: is forbidden for watch without the WatchList feature"
+            )
+            raise ApiError(422, "Invalid", why)
         wanted = watch.selection(target.resource, target.namespace, query)
         dropped = self.kube.faults.watch_lease()
         timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_WATCH_S)

@@ -100,6 +100,26 @@ def test_ranks_of_a_host_share_no_link_and_those_of_two_hosts_one_of_the_set_rat
     assert len(ranks.call(host_of)) == 4, "the next call works"
 
 
+def round_trip_s(site: WorkerSite) -> float:
+    """The shortest of some between the two hosts."""
+    value, other, times_s = torch.zeros(1), 1 - site.rank, []
+    for _ in range(5):
+        started = time.perf_counter()
+        for is_sent in (site.rank == 0, site.rank == 1):
+            (dist.send if is_sent else dist.recv)(value, other)
+        times_s.append(time.perf_counter() - started)
+    return min(times_s)
+
+
+def test_a_link_takes_as_long_as_set_and_stays_as_fast():
+    with EmulatedHosts(2, Link(RATE_BITS_PER_S, delay_ms=5)) as hosts:
+        ranks = HostRanks(hosts, 1)
+        trip_s, _ = ranks.call(round_trip_s)
+        assert 0.01 <= trip_s < 0.01 + scaled(0.01)
+        far = ranks.call(send_from_rank_0, 1)
+        assert 8 * NUM_BYTES / far[1][0] == pytest.approx(RATE_BITS_PER_S, rel=0.2)
+
+
 def test_the_hosts_and_all_in_them_end_with_their_killed_owner():
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],

@@ -52,7 +52,7 @@ def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
     source = ParquetSource(folder, [column.name for column in columns_of(spec).columns])
     found = []
     session.model.eval()
-    for batch in ValidationBatches(source, spec, session.groups.rank, session.world_size):
+    for batch, _ in ValidationBatches(source, spec, session.groups.rank, session.world_size):
         with torch.no_grad():
             outputs = session.model(batch)[1]
         stars = outputs * batch.label_scale + batch.label_offset

@@ -14,6 +14,8 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import make_config, open_session, snapshot, told
 from tests.integration.ranks.test_dynamic_ids import DYNAMIC
+from trainer.coordination.messages import Lease
+from trainer.data.batches import LeaseBatches
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import ids_by_table
 from trainer.protocol.events import Metrics
@@ -86,6 +88,47 @@ def _learned(config: WorkerConfig) -> dict[tuple[int, str], float]:
         for name, value in report.values.items()
         if name.startswith(("train/", "validation/"))
     }
+
+
+def train_leases(config: WorkerConfig, is_ahead: bool | None) -> dict[str, Any]:
+    """Train two of three leases: one is taken back as that before it ends."""
+    session = open_session(config)
+    session.pipeline.is_ahead = is_ahead
+    num_rows = 3 * session.shape.rows_per_step
+    trained, num_sent = [], 0
+    with LeaseBatches(
+        session.train_source, config.spec, session.rank, session.world_size
+    ) as loader:
+        stream = session.pipeline.over(session.speed.awaited(loader))
+
+        def submit(number: int) -> None:
+            rows = (number * num_rows, (number + 1) * num_rows)
+            loader.submit(Lease(id=number, epoch=0, spans=[rows]))
+
+        submit(0)
+        submit(1)
+        for batch, step in stream:
+            trained.append(step.lease.id)
+            session.run_step(batch, len(trained), is_dense_step=True)
+            if trained == [0, 0, 0]:
+                num_sent += len(stream._ahead.exchanges or [])
+                stream.take_back(lambda ahead: ahead.lease.id == 1)
+                loader.forget({1})
+                assert next(stream, None) is None, "nothing is leased"
+                submit(2)
+    return {"trained": trained, "num_sent": num_sent, **snapshot(session)}
+
+
+def test_a_batch_that_is_taken_back_on_its_way_leaves_no_trace(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    size = ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null")
+    config = make_config(small_movielens, tmp_path, *size, "parallelism.planner.bandwidths=default")
+    calls = [(train_leases, config, is_ahead) for is_ahead in (None, False)]
+    for ahead, plain in zip(*run_in_turn(2, *calls), strict=True):
+        assert (ahead.pop("num_sent"), plain.pop("num_sent")) == (1, 0)
+        assert ahead["trained"] == [0, 0, 0, 2, 2, 2]
+        torch.testing.assert_close(ahead, plain, atol=0, rtol=0)
 
 
 def doubled(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

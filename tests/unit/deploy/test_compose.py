@@ -73,7 +73,7 @@ def test_images_are_exact_versions() -> None:
     for name, service in _services().items():
         _, _, tag = service["image"].rpartition(":")
         assert re.search(r"\d+\.\d+|RELEASE\.\d{4}", tag), f"{name}: {service['image']}"
-    assert _services()["service"]["image"] == "shardloom/service:" + default_of(
+    assert _services()["service"]["image"] == "localhost/shardloom/service:" + default_of(
         "Dockerfile.service", "VERSION"
     )
 

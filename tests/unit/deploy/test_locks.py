@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.lock import FOLDER, LOCKS, Lock
+from deploy.lock import FOLDER, LOCKS, Lock, header_of
 from deploy.sbom import default_of, pins_of
 from tests.conftest import REPO
 
@@ -121,6 +121,13 @@ def test_the_cpu_stack_has_nothing_of_cuda() -> None:
     names = {pin.name for pin in pins_of(FOLDER / "trainer-cpu.txt")}
     assert not [name for name in names if name.startswith(("nvidia", "cuda", "triton"))]
     assert "fbgemm-gpu-cpu" in names and "fbgemm-gpu" not in names
+
+
+def test_a_lock_with_cuda_states_its_version_and_the_driver_that_it_needs() -> None:
+    for lock in LOCKS:
+        text = lock.path.read_text()
+        assert text.startswith(header_of(text))
+        assert ("driver 580 or later" in text) == lock.name.endswith("-cuda"), lock.name
 
 
 def test_torch_is_one_version_everywhere() -> None:

@@ -32,7 +32,7 @@ class Pod:
     @property
     def lasts(self) -> bool:
         """Whether it runs until it is stopped."""
-        return self.kind != "Job"
+        return self.kind not in ("Job", "CronJob")
 
 
 def pods(variant: str, component: str = "") -> list[Pod]:
@@ -52,6 +52,8 @@ def _pods_of(manifest: Manifest) -> Iterator[Pod]:
     name = manifest["metadata"]["name"]
     if kind in ("Deployment", "StatefulSet", "Job"):
         yield _pod(name, kind, spec.get("replicas", 1), spec["template"])
+    if kind == "CronJob":
+        yield _pod(name, kind, 1, spec["jobTemplate"]["spec"]["template"])
     if kind == "RayCluster":
         yield _head_of(name, spec)
         for group in spec["workerGroupSpecs"]:

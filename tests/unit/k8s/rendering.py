@@ -26,14 +26,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"ownClusters": {"enabled": True}},
     "own-only": {"ownClusters": {"enabled": True}, "ray": {"shared": False}},
     "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
-    "no-data": {"storage": {"data": {"enabled": False}, "roots": ["s3://ads/data"]}},
+    "no-data": {
+        "storage": {
+            "data": {"enabled": False},
+            "roots": ["s3://ads/data"],
+            "checkpointRoot": "s3://ads/checkpoints",
+        }
+    },
     "owner": {"storage": {"setOwner": True}},
     "theirs": {
         "images": {
             "service": {"digest": "sha256:" + "0" * 64},
             "pullSecrets": ["pull"],
         },
-        "ray": {"redis": {"address": "rediss://redis.example:6379"}},
+        "ray": {
+            "redis": {"address": "rediss://redis.example:6379"},
+            # As on AWS with EFA, and on RKE2 with a secondary network.
+            "hosts": {
+                "rdma": {"resource": "vpc.amazonaws.com/efa", "count": 32, "net": "AWS Libfabric"},
+                "resources": {"hugepages-2Mi": "5Gi"},
+                "annotations": {"k8s.v1.cni.cncf.io/networks": "rail0"},
+                "runtimeClassName": "nvidia",
+                "env": {"FI_PROVIDER": "efa"},
+            },
+        },
         "storage": {
             "runs": {"existingClaim": "their-runs"},
             "data": {"existingClaim": "their-data"},
@@ -41,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "serviceAccounts": {
             "rayWorker": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/ads"}}
         },
+        "backup": {"enabled": True, "storageClass": "ssd"},
         "ingress": {"enabled": False},
         "gateway": {
             "enabled": True,

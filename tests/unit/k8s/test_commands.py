@@ -1,4 +1,4 @@
-"""The commands that the manifests run, run: migration, making of secrets."""
+"""The commands that the manifests run, run: migration, backup, Redis, making of secrets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import pytest
 from service.auth.security import write_first_key
 from service.db.auth import KeyStore
 from service.db.engine import migrate, newest_revision, open_engine, stored_revision
+from service.db.jobs import JobStore
 from service.domain.auth import role_names
 from service.errors import ServiceError
-from tests.unit.k8s.pods import pods
+from tests.harness.builders import queued_job
+from tests.harness.databases import PostgresqlServer, open_migrated, store_job
+from tests.harness.wait import free_port, wait_for
+from tests.unit.k8s.pods import Pod, pods
 from tests.unit.k8s.rendering import FOLDER, ROOT
 
 _STUB = """#!/bin/bash
@@ -65,6 +69,83 @@ def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: P
         assert str(newest_revision()) in _output_of("migrate", variables)
     with open_engine(variables["SHARDLOOM_DATABASE_URL"]).connect() as connection:
         assert stored_revision(connection) == newest_revision()
+
+
+def _run_in(
+    pod: Pod, folder: Path, database_url: str, programs: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run the command of a pod's container with a folder in place of /backup."""
+    (container,) = pod.containers
+    command = [each.replace("/backup", str(folder)) for each in container["command"]]
+    variables = {each["name"]: each.get("value", database_url) for each in container["env"]}
+    return _run(command, **variables | {"PATH": f"{programs}:{os.environ['PATH']}"})
+
+
+def test_a_backup_brings_the_database_back_and_a_broken_one_changes_nothing(
+    postgresql: PostgresqlServer, tmp_path: Path
+) -> None:
+    backup, restore = sorted(pods("gpu+theirs", "backup"), key=lambda pod: pod.owner)
+    url = postgresql.migrated_database()
+    where = (tmp_path, url, postgresql.programs)
+    store = open_migrated(url)
+    kept, lost = store_job(store).id, queued_job(name="later")
+    done = _run_in(backup, *where)
+    assert done.returncode == 0, done.stderr
+    (dump,) = tmp_path.iterdir()
+    store_job(store, lost)
+    with store.engine.begin() as connection:  # as a newer version's migration does
+        connection.exec_driver_sql("CREATE TABLE newer (id int)")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    store.close()
+    whole = dump.read_bytes()
+    for size in (len(whole) // 2, 0):
+        dump.write_bytes(whole[:size])
+        assert _run_in(restore, *where).returncode != 0
+    with open_engine(url).connect() as connection:
+        assert stored_revision(connection) == "9999"
+    dump.write_bytes(whole)
+    done = _run_in(restore, *where)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"restored {dump}\n"
+    # The newer version can migrate again.
+    with open_engine(url).begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE newer (id int)")
+    store = JobStore.open(url)
+    assert [job.id for job in store.list_live_jobs()] == [kept]
+    store.close()
+
+
+def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    (pod,) = pods("gpu", "redis")
+    (container,) = pod.containers
+    (tmp_path / "data").mkdir()
+    port = free_port()
+    *shell, script = container["command"]
+    script = script.replace("/data", f"{tmp_path}/data").replace("/tmp/redis", f"{tmp_path}/redis")
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {"PATH": programs, "REDISCLI_AUTH": "hunter2"}
+
+    def ask(*words: str, password: str = "hunter2") -> str:
+        program, *probe = container["readinessProbe"]["exec"]["command"]
+        command = [program, "-p", str(port), *(words or probe)]
+        done = _run(command, PATH=programs, REDISCLI_AUTH=password)
+        return (done.stdout + done.stderr).strip()
+
+    for value in ("", "state"):
+        server = subprocess.Popen(
+            [*shell, f"{script} --port {port}"], env=variables, stdout=subprocess.DEVNULL
+        )
+        try:
+            wait_for(lambda: ask() == "PONG", "Redis")
+            assert "hunter2" not in Path(f"/proc/{server.pid}/cmdline").read_text()
+            assert "AUTH" in ask("get", "key", password="other")
+            assert ask("get", "key") == value
+            assert ask("set", "key", "state") == "OK"
+        finally:
+            server.kill()
+            server.wait()
 
 
 def _make_secrets(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

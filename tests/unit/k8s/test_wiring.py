@@ -278,6 +278,47 @@ def test_rdma_is_used_or_training_fails() -> None:
         assert ("rdma/hca_shared_devices_a" in container["resources"]["limits"]) == is_rdma
 
 
+def test_hosts_have_what_their_network_and_runtime_ask_for() -> None:
+    (pod,) = pods("gpu+theirs", "ray-worker")
+    assert pod.spec["runtimeClassName"] == "nvidia"
+    (container,) = pod.containers
+    limits = container["resources"]["limits"]
+    assert (limits["vpc.amazonaws.com/efa"], limits["hugepages-2Mi"]) == ("32", "5Gi")
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert (variables["NCCL_NET"], variables["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
+    (group,) = ray_cluster("gpu+theirs")["spec"]["workerGroupSpecs"]
+    annotations = group["template"]["metadata"]["annotations"]
+    assert annotations["k8s.v1.cni.cncf.io/networks"] == "rail0"
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+
+
+def test_checkpoints_may_lie_in_a_bucket() -> None:
+    assert settings_of("gpu+no-data")["SHARDLOOM_CHECKPOINT_ROOT"] == "s3://ads/checkpoints"
+    assert "SHARDLOOM_CHECKPOINT_ROOT" not in settings_of("gpu")
+
+
+def test_data_is_open_for_writing_to_who_prepares_it_alone() -> None:
+    for pod in pods("gpu"):
+        for container in pod.containers:
+            mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+            data = mounts.get("/var/lib/shardloom/data")
+            assert data is None or data.get("readOnly", False) == (pod.component != "data")
+    assert "/var/lib/shardloom/data" not in str(pods("gpu+no-data", "data")[0].spec)
+    (job,) = of_kind(build("gpu"), "CronJob")
+    assert job["spec"]["suspend"] is True
+
+
+def test_the_database_is_migrated_before_the_chart_s_objects_are_there() -> None:
+    migrate = one(build("gpu"), "Job", "shardloom-migrate-0-1-0")
+    assert migrate["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    pod = migrate["spec"]["template"]["spec"]
+    # Argo CD runs it before anything of the chart: it may need Secrets alone.
+    assert "serviceAccountName" not in pod
+    assert {next(iter(set(each) - {"name"})) for each in pod["volumes"]} == {"emptyDir"}
+    assert not _references(pod, "configMapRef")
+    assert not pods("dev", "migrate"), "the chart's own PostgreSQL is not there yet"
+
+
 def test_the_state_of_heads_lies_in_redis_or_on_a_volume_of_its_own_class() -> None:
     options = ray_cluster("gpu")["spec"]["gcsFaultToleranceOptions"]
     assert options["backend"] == "redis", "RocksDB wants an alpha feature gate of KubeRay"

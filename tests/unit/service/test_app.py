@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import uvicorn
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from service import app
 from service.app import MAX_SOCKET_MESSAGE_BYTES, bind, server_config
+from service.backends.base import ClusterWatch
+from service.backends.fake import FakeBackend
+from service.errors import BackendUnreachable
 from service.healthcheck import health_url, main
 from service.settings import Settings
-from tests.harness.wait import free_port
+from tests.harness.wait import free_port, wait_for
 
 
 def test_it_asks_where_the_service_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +43,61 @@ def test_nobody_there_is_unhealthy_with_the_address(
     monkeypatch.setenv("SHARDLOOM_PORT", str(free_port()))
     assert main() == 1
     assert "/healthz does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"DATABASE_URL": "postgresql://u:hunter2@127.0.0.1:{port}/d?connect_timeout=5"},
+            ("cannot open the database", "127.0.0.1:{port}", "SHARDLOOM_DATABASE_URL"),
+        ),
+        (
+            {"RUNS_DIR": "{folder}/file/runs"},
+            ("run storage cannot be written", "{folder}/file", "storage.setOwner"),
+        ),
+        (
+            {"BACKEND": "kuberay", "KUBECONFIG": "{folder}/none"},
+            ("no access to Kubernetes", "{folder}/none", "SHARDLOOM_KUBECONFIG"),
+        ),
+    ],
+)
+def test_what_cannot_be_reached_at_the_start_is_the_last_line_of_the_log(
+    variables: dict[str, str],
+    said: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Kubernetes makes it the termination message of the pod."""
+    (tmp_path / "file").write_text("no folder")
+    known = {"port": str(free_port()), "folder": str(tmp_path)}
+    settings = {"HOME": str(tmp_path / "home"), "PORT": str(free_port()), **variables}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"SHARDLOOM_{name}", value.format(**known))
+    monkeypatch.setattr(app.logging_setup, "configure", lambda _: None)
+    assert app.main() == 1
+    last = caplog.records[-1].getMessage()
+    assert last.startswith("the service cannot start: ")
+    assert [part for part in said if part.format(**known) not in last] == [], last
+    assert "hunter2" not in last
+
+
+def test_a_cluster_that_hangs_keeps_no_probe_waiting(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Hanging(FakeBackend):
+        def check(self) -> str:
+            released.wait()
+            raise BackendUnreachable("no answer")
+
+    watch = ClusterWatch(Hanging(tmp_path), every_s=0)
+    assert watch.latest(wait_s=0.01) == (None, "not asked yet")
+    num_threads = threading.active_count()
+    assert watch.latest(wait_s=0.01) == (None, "not asked yet")
+    assert threading.active_count() == num_threads, "it is asked once at a time"
+    released.set()
+    wait_for(lambda: watch.latest() == (False, "no answer"), "the answer")
 
 
 def test_a_message_of_a_websocket_that_is_too_large_ends_it(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from trainer.datasets.criteo.reader import (
     by_column,
 )
 from trainer.datasets.io.journal import Facts
+from trainer.datasets.io.staging import contents_of
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -221,22 +222,20 @@ class PartitionWriter:
     row_group_rows: int
 
     def write(self, buckets: Sequence[int], path: Path) -> Facts:
-        """Write all rows of `buckets`; gives numbers of `rows`, `row_groups`, `clicks`, `unknown`.
+        """Write all rows of `buckets`; gives the file's contents and numbers `clicks`, `unknown`.
 
         Memory is that of one bucket twice.
         """
-        clicks = unknown = rows = 0
+        clicks = unknown = 0
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
             for bucket in buckets:
                 cells = self.runs.bucket(bucket)
                 if bucket < self.buckets.training_buckets:
                     rng = np.random.default_rng([self.buckets.seed, 1, bucket])
                     cells = cells[:, rng.permutation(cells.shape[1])]
-                rows += cells.shape[1]
                 clicks += int(cells[0].sum())
                 unknown += self._append(writer, cells)
-        row_groups = pq.read_metadata(path).num_row_groups
-        return {"rows": rows, "row_groups": row_groups, "clicks": clicks, "unknown": unknown}
+        return {**contents_of(path), "clicks": clicks, "unknown": unknown}
 
     def _append(self, writer: pq.ParquetWriter, cells: Cells) -> int:
         """Append whole row groups, the last one of a bucket may be short; gives unknown ids."""

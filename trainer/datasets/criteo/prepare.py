@@ -124,8 +124,8 @@ def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
 
 
 _TRAIN, _VALIDATION = "train", "validation"
-# Raised when the same options would give other bytes than before.
-_METHOD = 1
+# Raised when the same options would give other bytes or facts than before.
+_METHOD = 2
 _WORK_BYTES_PER_ROW = 164
 
 
@@ -354,7 +354,7 @@ def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:
     """Click rates, shares of ids that are unknown, and the log loss of a constant prediction."""
     found: dict[str, float] = {}
     for split, files in parts.items():
-        rows = sum(part.facts["rows"] for part in files)
+        rows = sum(part.facts["num_rows"] for part in files)
         unknown = sum(part.facts["unknown"] for part in files)
         found[f"{split}_click_rate"] = sum(part.facts["clicks"] for part in files) / rows
         found[f"{split}_unknown_ids"] = unknown / (rows * len(ID_NAMES))

@@ -41,7 +41,7 @@ from trainer.datasets.criteo.reader import (
     by_column,
 )
 from trainer.datasets.io.journal import progress_bars
-from trainer.datasets.io.staging import cut_rows, staged_folder
+from trainer.datasets.io.staging import contents_of, cut_rows, staged_folder
 from trainer.errors import StorageError, TooFewRowsError
 from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
@@ -343,8 +343,7 @@ def _write_split(
             FileEntry(
                 path=path.relative_to(folder.parent).as_posix(),
                 **vars(file_record(path)),
-                num_rows=len(own_rows),
-                num_row_groups=pq.read_metadata(path).num_row_groups,
+                **contents_of(path),
             )
         )
     return SplitEntry(num_rows=num_rows, files=tuple(files))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, TaskID, TimeElapsedColumn
 
 from trainer.protocol.run_dir import file_record, write_whole
 
@@ -121,12 +121,42 @@ def _read(path: Path, header: str) -> dict[str, Part] | None:
 Advance = Callable[[float], object]
 
 
+_LINE_EVERY_S = 10.0
+
+
+class _ProgressLines(Progress):
+    """A line for the step at hand every `_LINE_EVERY_S`, for logs; shows no bars."""
+
+    _told_at: float | None = None
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        super().update(task_id, **fields)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        now = self.get_time()
+        if self._told_at is None:
+            self._told_at = now
+        task = self._tasks.get(task_id)
+        if task is not None and now - self._told_at >= _LINE_EVERY_S:
+            self._told_at = now
+            far = f"{task.percentage:.0f} %" if task.total else f"{task.completed:,.0f}"
+            print(f"{task.description}: {far}", file=sys.stderr, flush=True)
+
+
 def progress_bars(*columns: ProgressColumn, transient: bool = False) -> Progress:
-    """Bars, or `columns`, for the steps of a command, on stderr where that is a terminal."""
-    return Progress(
+    """Bars, or `columns`, for the steps of a command, on stderr; lines where it is no terminal."""
+    is_terminal = sys.stderr.isatty()
+    return (Progress if is_terminal else _ProgressLines)(
         *(columns or Progress.get_default_columns()),
         TimeElapsedColumn(),
         console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
+        disable=not is_terminal,
+        # Else it is a thread that tells how far it is, and ends where nothing is shown.
+        auto_refresh=is_terminal,
         transient=transient,
     )

@@ -27,11 +27,13 @@ from numpy.typing import NDArray
 
 from trainer.data.manifest import (
     MANIFEST_NAME,
+    FileContents,
     FileEntry,
     Manifest,
     SplitEntry,
     VocabularyEntry,
     parse_manifest,
+    read_footer,
     write_manifest,
 )
 from trainer.datasets.io.journal import (
@@ -214,12 +216,15 @@ def cut_rows(num_rows: int, num_files: int, row_group_rows: int) -> list[range]:
     return [range(*ends) for ends in pairwise(cuts)]
 
 
+def contents_of(path: Path) -> Facts:
+    """What a Parquet file holds, as facts of its part."""
+    return FileContents.of(read_footer(path)).model_dump(mode="json")
+
+
 def split_entry(parts: Sequence[Part]) -> SplitEntry:
-    """The Parquet files of a split; their facts have the numbers of `rows` and `row_groups`."""
+    """The Parquet files of a split; their facts have those of `contents_of`."""
     files = tuple(
-        FileEntry(
-            **_stored(part), num_rows=part.facts["rows"], num_row_groups=part.facts["row_groups"]
-        )
+        FileEntry(**_stored(part), **{name: part.facts[name] for name in FileContents.model_fields})
         for part in parts
     )
     return SplitEntry(num_rows=sum(file.num_rows for file in files), files=files)

@@ -33,7 +33,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
-from trainer.datasets.io.staging import Staging, cut_rows, split_entry, staged
+from trainer.datasets.io.staging import Staging, contents_of, cut_rows, split_entry, staged
 from trainer.datasets.movielens.features import gather_folds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
@@ -115,7 +115,7 @@ def write_partition(path: Path, batches: Iterable[pa.Table], row_group_rows: int
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
-VERSION = 6
+VERSION = 7
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -339,7 +339,7 @@ class _Preparation:
             make = partial(self._write_file, rows=own, rows_of_units=num_rows[split], build=build)
             part = self.staging.result(f"{split}/part-{number:05d}.parquet", make)
             parts[split].append(part)
-            self.progress.advance(task, part.facts["rows"])
+            self.progress.advance(task, part.facts["num_rows"])
         return {split: split_entry(found) for split, found in parts.items()}
 
     def _write_file(
@@ -358,7 +358,7 @@ class _Preparation:
             for start in range(0, len(rows), size)
         )
         write_partition(path, batches, group_rows)
-        return {"rows": len(rows), "row_groups": -(-len(rows) // group_rows)}
+        return contents_of(path)
 
 
 def fit_vocabulary(

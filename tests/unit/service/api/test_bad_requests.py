@@ -110,6 +110,8 @@ def test_a_bad_query_is_named(api: Api) -> None:
         ("jobs?" + "&".join(f"label=k{number}=x" for number in range(21)), "label"),
         ("jobs?label=team", "label[0]"),
         ("jobs?label==red", "label[0]"),
+        ("jobs?metric=validation/ne", "metric[0]"),
+        ("jobs?metric=validation/ne<1.2.3", "metric"),
         ("jobs?created_after=yesterday", "created_after"),
         ("audit?after=x", "after"),
         (f"{job}/events?after={BEYOND_63_BITS}", "after"),

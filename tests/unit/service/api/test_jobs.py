@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from httpx_sse import EventSource
 
 from service.api.views import progress_of
 from service.app import create_app
+from service.backends.base import ClusterWatch
 from service.backends.fake import FakeBackend, Script
 from service.db.engine import newest_revision
 from service.db.jobs import JobStore
@@ -301,6 +303,22 @@ def test_health_and_readiness_whether_or_not_the_cluster_answers(api: Api) -> No
     api.backend.set_down(True)
     ready = api.http.get("/readyz")
     assert (ready.status_code, ready.json()["store"]["migration"]) == (200, newest_revision())
+
+
+def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
+    state = api.http.app.state
+    state.context = replace(state.context, cluster=ClusterWatch(api.backend, every_s=0))
+    body = api.http.get("/readyz").json()
+    assert body["cluster"]["reachable"] is True
+    assert body["storage"] == {"runs": "writable", "hanging": {}}
+    api.backend.set_down(True)
+    shutil.rmtree(api.settings.runs_dir)
+    api.settings.runs_dir.write_text("no folder")
+    ready = api.http.get("/readyz")
+    assert ready.status_code == 200, "jobs can be looked at, and started later"
+    assert (ready.json()["cluster"]["reachable"], ready.json()["status"]) == (False, "ready")
+    assert ready.json()["cluster"]["message"]
+    assert str(api.settings.runs_dir) in ready.json()["storage"]["runs"]
 
 
 def test_the_app_runs_its_reconciler_and_closes_it(store: JobStore, app_settings: Settings) -> None:

@@ -80,6 +80,7 @@ def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomCli
     assert (made.spec.parallelism.world_size, made.priority) == (8, 7)
     assert made.labels == {"team": "ads", "kind": "clone"}
     assert client.get_job(job_id).spec.training.epochs == 1
+    assert api.store.list_timeline(made.id)[0].data["cloned_from"] == job_id
 
 
 def test_changes_that_no_spec_can_take_are_refused(api: Api) -> None:

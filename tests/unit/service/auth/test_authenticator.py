@@ -307,6 +307,10 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -
     house.send("POST", f"/v1/jobs/{job_id}:cancel")
     house.send("POST", f"/v1/jobs/{job_id}:cancel", "admin")
     house.send("GET", "/v1/jobs", "admin")
+    # A dry run leaves nothing; whoever may not even ask is told of.
+    for key in ("submitter", "viewer"):
+        dry_run = {"params": {"dry_run": "true"}, "json": {"spec": spec_document()}}
+        house.send("POST", "/v1/jobs", key, **dry_run)
     lines = house.send("GET", "/v1/audit", "root").json()["items"]
     cancel = "POST /v1/jobs/{job}:cancel"
     assert [(line["actor"], line["action"], line["status"]) for line in reversed(lines)] == [
@@ -314,14 +318,16 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -
         ("key:viewer", cancel, 403),
         ("anonymous", f"POST /v1/jobs/{job_id}:cancel", 401),
         ("key:admin", cancel, 202),
+        ("key:viewer", "POST /v1/jobs", 403),
     ]
-    assert {line["object"] for line in lines} == {f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}:cancel"}
+    objects = {f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}:cancel", "/v1/jobs"}
+    assert {line["object"] for line in lines} == objects
     params = {"refused": "true", "actor": "key:viewer"}
     found = house.send("GET", "/v1/audit", "root", params=params).json()["items"]
-    assert [line["status"] for line in found] == [403]
+    assert [line["status"] for line in found] == [403, 403]
     page = house.send("GET", "/v1/audit", "root", params={"limit": 3}).json()
     rest = house.send("GET", "/v1/audit", "root", params={"after": page["next"]}).json()
-    assert [line["id"] for line in page["items"] + rest["items"]] == [4, 3, 2, 1]
+    assert [line["id"] for line in page["items"] + rest["items"]] == [5, 4, 3, 2, 1]
 
 
 def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from service.api.views import progress_of
 from service.dashboard import charts
-from service.domain.models import JobStatus, MetricPoint, Progress
+from service.domain.models import JobStatus, MetricPoint, Progress, TimelineEvent
 from service.schemas import wording
 from tests.harness.builders import NOW, queued_job
 
@@ -39,6 +39,47 @@ def test_a_value_that_is_not_finite_is_a_gap_and_the_options_stay_strict_json() 
     data = json.loads(json.dumps(options, allow_nan=False))["series"][0]["data"]
     assert data == [[10, 1.0], [20, None], [30, 0.9]]
     assert options["title"]["show"] is False
+
+
+def test_events_are_marked_at_their_steps_and_no_line_leads_across_a_restart() -> None:
+    chart = chart_of("loss")
+    options = charts.chart_options(chart)
+    curve = [MetricPoint(step, NOW + step, 1.0, 1.0, 1.0) for step in (10, 20, 30, 40)]
+    lost = TimelineEvent(1, "j", "j-a0", NOW + 25, "workers_lost", "rank 1 died", "driver", {})
+    told = TimelineEvent(2, "j", "j-a0", NOW + 35, "note", "hello", "driver", {})
+    marks = charts.marks_of([lost, told])
+    charts.fill(options, chart, {"train/loss": curve}, None, marks)
+    series = options["series"][0]
+    assert series["data"] == [[10, 1.0], [20, 1.0], [30, None], [30, 1.0], [40, 1.0]]
+    assert [(line["xAxis"], line["name"]) for line in series["markLine"]["data"]] == [
+        (30, "rank 1 died")
+    ]
+    hidden = charts.ChartView(has_events=False)
+    charts.fill(options, chart, {"train/loss": curve}, None, marks, hidden)
+    assert options["series"][0]["markLine"]["data"] == []
+
+
+def test_buckets_show_their_extremes_and_nan_has_a_red_ground() -> None:
+    chart = chart_of("loss")
+    options = charts.chart_options(chart)
+    buckets = [MetricPoint(10, NOW, 1.0, 0.5, 9.0), MetricPoint(20, NOW, math.nan, 0.4, 2.0)]
+    charts.fill(options, chart, {"train/loss": buckets}, None)
+    mean, extremes = options["series"]
+    assert mean["data"] == [[10, 1.0], [20, None]]
+    assert extremes["data"] == [[10, 0.5], [10, 9.0], [20, 0.4], [20, 2.0]]
+    assert [area[0]["xAxis"] for area in mean["markArea"]["data"]] == [10]
+
+
+def test_smoothing_begins_at_the_first_value_and_passes_over_nan() -> None:
+    assert charts.smoothed([2.0, 4.0], 0.0) == [2.0, 4.0]
+    first, gap, last = charts.smoothed([2.0, math.nan, 4.0], 0.5)
+    assert (first, math.isnan(gap), last) == (2.0, True, pytest.approx(10 / 3))
+
+
+def test_data_of_a_chart_is_a_table_of_steps() -> None:
+    found = charts.csv_of({"a": points(1.0, math.nan), "b": points(3.0)})
+    assert found.splitlines()[0] == "step,time,a,b"
+    assert [line.split(",")[2:] for line in found.splitlines()[1:]] == [["1.0", "3.0"], ["nan", ""]]
 
 
 def test_a_rate_of_zero_is_a_gap_on_the_logarithmic_axis() -> None:

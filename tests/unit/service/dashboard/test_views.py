@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from service.app import create_app
 from service.backends.fake import FakeBackend
 from service.dashboard import fragments, views
-from service.dashboard.app import mount
-from service.dashboard.pages import spec_yaml
-from service.dashboard.panels import PageTools, suggested_source
-from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, ListFilter, load_job
+from service.dashboard.job import spec_yaml
+from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
+from service.dashboard.panels import suggested_source
+from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
+from service.db.queries import ALL_JOBS, JobFilter, MetricBound
+from service.domain.auth import LOCAL, Principal, Role
 from service.domain.models import (
     Checkpoint,
     EndReason,
@@ -35,7 +37,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from service.domain.sharding import newest_workers
-from service.errors import JobNotFound
+from service.errors import InvalidRequest, JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
 from tests.harness.databases import store_attempt, store_job
@@ -94,15 +96,35 @@ def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
     assert views.job_row(waiting, NOW)["aside"] == "#3 in the queue"
 
 
-def test_the_list_filters_by_name_and_status() -> None:
-    for wanted, admitted in (
-        (ListFilter(), True),
-        (ListFilter(name="TIN"), True),
-        (ListFilter(name="other"), False),
-        (ListFilter(status=JobStatus.RUNNING), True),
-        (ListFilter(status=JobStatus.FAILED), False),
-    ):
-        assert wanted.admits(running_job()) is admitted
+def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_projects() -> None:
+    query = JobQuery(
+        search="night",
+        statuses=(JobStatus.RUNNING, JobStatus.FAILED),
+        labels=("team=ads",),
+        metric="validation/rmse<0.9",
+        columns=("spark", "age"),
+        after="job-7",
+    )
+    assert JobQuery.of(parse_qsl(urlsplit(query.address).query)) == query
+    assert JobQuery.of([("status", "burning"), ("x", "y")]) == JobQuery()
+    assert JobQuery().address == "/dashboard/"
+    assert query.filter_for(LOCAL) == JobFilter(
+        after="job-7",
+        statuses=query.statuses,
+        search="night",
+        labels={"team": "ads"},
+        metrics=[MetricBound("validation/rmse", "<", 0.9)],
+    )
+    viewer = Principal("key:x", "key", {"ads": Role.VIEWER})
+    assert JobQuery(project="feed").filter_for(viewer).projects == {"ads"}
+    with pytest.raises(InvalidRequest):
+        JobQuery(metric="validation/rmse").filter_for(LOCAL)
+
+
+def test_a_small_curve_has_a_gap_where_a_value_is_not_finite() -> None:
+    assert spark_path([(0, 1.0), (10, math.nan), (20, 0.0)]) == "M2.0 2.0M86.0 22.0"
+    assert spark_path([(0, 1.0), (10, 1.0)]).count("L") == 1
+    assert spark_path([(5, 1.0)]) == ""
 
 
 def test_key_figures_follow_the_metric_of_the_task_and_flag_nan() -> None:
@@ -210,24 +232,44 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
 ) -> None:
     first = load_job(store, job.id, None)
     assert [event.kind for event in first.timeline] == ["job_submitted", "workers_started"]
-    assert [point.value for point in first.points["train/loss"]] == [0.9]
     unchanged = load_job(store, job.id, first)
-    assert (unchanged.points, unchanged.timeline) == (None, first.timeline)
+    assert (unchanged.is_new, unchanged.timeline) == (False, first.timeline)
     store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
     changed = load_job(store, job.id, unchanged)
-    assert [point.step for point in changed.points["train/loss"]] == [10, 20]
+    assert (changed.is_new, changed.is_rewound) == (True, False)
+    again = batch(workers_started(), first_seq=3)
+    store.append_events(f"{job.id}-a0", again, NOW)
+    assert load_job(store, job.id, changed).is_rewound
     with pytest.raises(JobNotFound):
         load_job(store, "job-nope", None)
+
+
+def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(
+    store: JobStore, job: Job
+) -> None:
+    names = ["train/loss", "train/never"]
+    first = read_points(store, job.id, names, {})
+    assert [(name, [p.step for p in series]) for name, series in first.items()] == [
+        ("train/loss", [10])
+    ]
+    store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
+    known = {"train/loss": [replace(first["train/loss"][0], value=7.0)]}
+    assert [p.value for p in read_points(store, job.id, names, known)["train/loss"]] == [7.0, 0.8]
+    too_many = {"train/loss": known["train/loss"] * 2 * MAX_CHART_POINTS}
+    assert [p.value for p in read_points(store, job.id, names, too_many)["train/loss"]] == [
+        0.9,
+        0.8,
+    ]
 
 
 def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> None:
     now_s = 0.0
     feed = ListFeed(store, clock=lambda: now_s)
-    assert not feed.latest().jobs
+    assert not feed.latest(ALL_JOBS).jobs
     store_job(store)
-    assert not feed.latest().jobs
+    assert not feed.latest(ALL_JOBS).jobs
     now_s = LIST_MAX_AGE_S
-    assert (len(feed.latest().jobs), feed.latest().has_more) == (1, False)
+    assert (len(feed.latest(ALL_JOBS).jobs), feed.latest(ALL_JOBS).following) == (1, None)
 
 
 def test_fragments_of_a_new_job_say_what_will_come() -> None:
@@ -244,12 +286,9 @@ def test_fragments_of_a_new_job_say_what_will_come() -> None:
 @contextmanager
 def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
     """A client of a started app that serves the dashboard over `store`."""
-    app = FastAPI()
-    tools = PageTools(
-        store, Settings(home=home, auth="none"), lambda: None, submit=lambda folder: None
-    )
-    mount(app, tools, security=None)
-    with TestClient(app) as client:
+    settings = Settings(home=home, backend="fake", auth="none")
+    app = create_app(settings, store, FakeBackend(home / "fake"))
+    with TestClient(app, base_url=LOOPBACK_URL) as client:
         yield client
 
 
@@ -258,7 +297,7 @@ def test_the_root_leads_to_the_list_and_other_paths_stay_with_the_api(
 ) -> None:
     with client_of(store, tmp_path) as client:
         assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard/"
-        assert client.get("/v1/unknown").json() == {"detail": "Not Found"}
+        problem_in(client.get("/v1/unknown"), 404, "not_found")
         assert client.get("/dashboard/").status_code == 200
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import event, func, insert, select
 
 from service.db.jobs import JobStore
 from service.db.metrics import prune
-from service.db.queries import JobFilter
+from service.db.queries import JobFilter, MetricBound
 from service.db.tables import job_secrets, metadata
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotFound
@@ -62,6 +62,26 @@ def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) ->
     assert store.list_jobs(JobFilter(projects=["a", "c"]))[0] == [jobs["c"], jobs["a"]]
     assert store.list_jobs(JobFilter(project="b", projects=["a"]))[0] == []
     assert store.list_jobs(JobFilter(projects=[])) == ([], None)
+
+
+def test_jobs_are_found_by_a_part_of_their_name_or_id_and_by_their_newest_metric(
+    store: JobStore,
+) -> None:
+    good, bad, silent = (store_attempt(store, queued_job(name=f"night-{n}"))[0] for n in range(3))
+    for job, values in ((good, (0.9, 0.7)), (bad, (0.6, 0.8)), (silent, (0.5, math.nan))):
+        told = [metrics(10 * step, validation_ne=value) for step, value in enumerate(values, 1)]
+        store.append_events(f"{job.id}-a0", batch(*told), NOW)
+
+    def found(**wanted: Any) -> set[str]:
+        return {job.id for job in store.list_jobs(JobFilter(**wanted))[0]}
+
+    assert found(search="IGHT-1") == {bad.id}
+    assert found(search=good.id[3:]) == {good.id}
+    assert found(search="night_") == set()
+    assert found(metrics=[MetricBound.parse("validation/ne < 0.75")]) == {good.id}
+    assert found(metrics=[MetricBound.parse("validation/ne>=.8")], search="night") == {bad.id}
+    assert store.metric_sample(good.id, "validation/ne", 9) == [(10, 0.9), (20, 0.7)]
+    assert store.metric_sample(good.id, "validation/other", 9) == []
 
 
 def test_somebody_may_see_very_many_projects(store: JobStore) -> None:

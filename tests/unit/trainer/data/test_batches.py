@@ -64,6 +64,8 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     assert np.allclose(batch.label_offset[:, 0].numpy(), expected["user_mean"].to_numpy())
     assert np.allclose(batch.label_scale[:, 0].numpy(), expected["user_scale"].to_numpy())
     assert batch.weight.tolist() == [1.0] * 8
+    on_device = batch.to(torch.device("meta")).sparse  # from where nothing can be read
+    assert on_device.length_per_key() == batch.sparse.lengths().view(-1, 8).sum(1).tolist()
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -75,7 +77,7 @@ def test_every_row_counts_once_over_all_ranks_in_equally_many_full_batches(
     source = open_source(spec, prepared / split)
     for rank in range(world_size):
         if split == "validation":
-            own = list(ValidationBatches(source, spec, rank, world_size))
+            own = [batch for batch, _ in ValidationBatches(source, spec, rank, world_size)]
         else:
             with TrainBatches(source, spec, rank, world_size) as batches:
                 own = [batch for batch, _ in batches]
@@ -242,7 +244,7 @@ def weighted(prepared) -> dict[str, Any]:
 def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, make_spec):
     spec = make_spec(data=weighted(prepared))
     source = open_source(spec, prepared / "validation")
-    weights = torch.cat([batch.weight for batch in ValidationBatches(source, spec, 0, 1)])
+    weights = torch.cat([batch.weight for batch, _ in ValidationBatches(source, spec, 0, 1)])
     rows = pl.read_parquet(prepared / "validation" / "*.parquet")
     assert weights[: len(rows)].tolist() == pytest.approx(rows["user_scale"].to_list())
     assert len(rows) % 64

@@ -51,10 +51,10 @@ def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows
             for each in leases:
                 batches.submit(each)
             own = list(batches)
-        shapes.append([(found.id, is_last) for _, found, is_last in own])
-        assert {batch.num_rows for batch, _, _ in own} == {16}
-        for batch, found, _ in own:
-            parts[found.id] += keys_of(batch)
+        shapes.append([(step.lease.id, step.ends_lease) for _, step in own])
+        assert {batch.num_rows for batch, _ in own} == {16}
+        for batch, step in own:
+            parts[step.lease.id] += keys_of(batch)
     assert shapes[0] == shapes[1] == [*[(3, False)] * 3, (3, True), (4, False), (4, True)]
     assert Counter(parts[3]) == Counter(rows_of(100, 200))
     assert Counter(parts[4]) == Counter(rows_of(40, 77, epoch=1))
@@ -66,8 +66,8 @@ def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):
         for rank in range(3):
             with LeaseBatches(train, make_spec(batch_size=8), rank, num_ranks=3) as batches:
                 batches.submit(lease(0, train.num_rows - num_rows, train.num_rows))
-                ((batch, _, is_last),) = list(batches)
-            assert is_last
+                ((batch, step),) = list(batches)
+            assert step.ends_lease
             assert batch.num_rows == 8
             found.append(int(batch.weight.sum()))
         assert found == counted
@@ -81,18 +81,18 @@ def test_a_wait_for_storage_is_told(make_spec, train, monkeypatch):
     spec = make_spec(batch_size=10)
     with LeaseBatches(train, spec, 0, 1, pin=False, on_slow_read=is_back.set) as batches:
         batches.submit(lease(0, 0, 10))
-        assert next(batches)[2]
+        assert next(batches)[1].ends_lease
 
 
 def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, train):
     with LeaseBatches(train, make_spec(batch_size=10), 0, 1) as batches:
         assert next(batches, None) is None
         batches.submit(lease(0, 0, 20))
-        order = [next(batches)[1].id]
+        order = [next(batches)[1].lease.id]
         batches.submit(lease(1, 20, 100))
-        order += [found.id for _, found, _ in batches]
+        order += [step.lease.id for _, step in batches]
         batches.submit(lease(2, 100, 110))
-        order += [found.id for _, found, _ in batches]
+        order += [step.lease.id for _, step in batches]
     assert order == [0, 0, *[1] * 8, 2]
 
 
@@ -102,10 +102,10 @@ def test_leases_taken_back_give_no_more_batches(make_spec, train, rows_of):
             batches.submit(lease(number, 30 * number, 30 * number + 30))
         next(batches)
         batches.forget({0, 2, 3})
-        assert [next(batches)[1].id for _ in range(2)] == [1, 1]
+        assert [next(batches)[1].lease.id for _ in range(2)] == [1, 1]
         batches.forget({1, 4})
         rest = list(batches)
-    assert [found.id for _, found, _ in rest] == [5, 5, 5]
+    assert [step.lease.id for _, step in rest] == [5, 5, 5]
     assert keys_of(rest[0][0]) == rows_of(150, 160)
 
 
@@ -171,7 +171,7 @@ def test_ranks_of_groups_decode_each_window_about_once_between_them(make_spec, t
             if given := book.lease(group):
                 for loader in ranks:
                     loader.submit(given)
-                    taken.update(key for batch, _, _ in loader for key in keys_of(batch))
+                    taken.update(key for batch, _ in loader for key in keys_of(batch))
                 book.commit([given.id])
     for loader in chain.from_iterable(loaders):
         loader.close()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.data import parquet
+from trainer.data.manifest import contents_in
 from trainer.data.parquet import ParquetSource
-from trainer.errors import ColumnError, SourceMissingError, TooFewRowsError
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.storage import Location
 
 
 def write(folder, **files: pa.Table):
@@ -59,6 +64,32 @@ def test_a_column_that_differs_in_one_file_is_named(tmp_path):
     write(folder, two=pa.table({"a": pa.array(["x"])}))
     with pytest.raises(ColumnError, match=r"two\.parquet: column 'a' is string here"):
         ParquetSource(folder, ["a"])
+
+
+def test_of_a_prepared_folder_one_footer_is_read_and_of_another_all(prepared, tmp_path):
+    folder, columns = prepared / "train", ["user_id", "history_liked"]
+    known = contents_in(Location.parse(prepared), Location.parse(folder))
+    older = {n: each.model_copy(update={"group_rows": ()}) for n, each in known.items()}
+    with patch.object(parquet, "read_footer", wraps=parquet.read_footer) as read:
+        sources, num_read = [], []
+        for contents in (known, older, dict(list(known.items())[1:])):
+            sources.append(ParquetSource(folder, columns, contents))
+            num_read.append(read.call_count - sum(num_read))
+        assert num_read == [1, len(known), len(known)]
+        for source in sources[1:]:
+            assert source.group_rows.tolist() == sources[0].group_rows.tolist()
+            assert source.decoded_bytes == sources[0].decoded_bytes
+            last = source.num_rows - 1
+            assert source.locate(last) == sources[0].locate(last)
+        groups = range(len(sources[0].group_rows))
+        assert sources[0].read(groups).equals(sources[1].read(groups))
+        assert read.call_count == 3 * len(known), "once for each file"
+
+    name, contents = next(iter(known.items()))
+    first, *others = contents.group_rows
+    wrong = contents.model_copy(update={"group_rows": (first + 1, *others)})
+    with pytest.raises(CorruptFileError, match=f"{name}: row group 0 cannot be read"):
+        ParquetSource(folder, columns, known | {name: wrong}).read_group(0)
 
 
 def test_the_decoded_size_counts_list_items(tmp_path):

@@ -212,8 +212,8 @@ def test_leases_and_validation_leave_rows_out_too(spoil, tolerant) -> None:
     for rank in range(2):
         with LeaseBatches(source, spec, rank, num_ranks=2) as batches:
             batches.submit(Lease(id=0, epoch=0, spans=[(0, source.num_rows)]))
-            leased += [batch for batch, _, _ in batches]
-    for found in (leased, list(ValidationBatches(source, spec, 0, 1))):
+            leased += [batch for batch, _ in batches]
+    for found in (leased, [batch for batch, _ in ValidationBatches(source, spec, 0, 1)]):
         assert tally(found).total() == 1
         assert sum(batch.weight.sum().item() for batch in found) == source.num_rows - 1
 

@@ -21,6 +21,7 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from trainer.driver import ray_train
 from trainer.driver.ray_train import check_machine, classify
 from trainer.driver.torch_backend import let_gloo_use_address
 from trainer.protocol.run_dir import RunDir
@@ -124,7 +125,9 @@ def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> N
     assert (gone.reason, gone.evidence["host"]) == (failures.HOST_LOST, "10.0.0.3")
 
 
-def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(tmp_path):
+def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(
+    tmp_path, monkeypatch
+):
     files = RunDir(tmp_path).attempt("job-x-a0")
     config = SimpleNamespace(
         run_dir=tmp_path, attempt_id="job-x-a0", versions=versions_here() | {"torch": "1.2.3"}
@@ -134,6 +137,10 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
     assert raised.value.reason == failures.VERSION_MISMATCH
     assert raised.value.evidence == {"host": "10.0.0.2"}
     config.versions = versions_here()
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_train, "check_driver", lambda: "upgrade the driver to 580 or later")
+        with pytest.raises(failures.WorkerFailure, match=r"10\.0\.0\.2: upgrade the driver"):
+            check_machine(config, "10.0.0.2")
     with pytest.raises(failures.WorkerFailure, match="mount the service's run storage") as raised:
         check_machine(config, "10.0.0.2")
     assert raised.value.reason == failures.STORAGE_ERROR

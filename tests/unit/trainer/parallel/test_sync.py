@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest.mock import Mock
+from unittest.mock import Mock, PropertyMock, patch
 
 import torch
 from hypothesis import given
@@ -116,6 +116,14 @@ def test_dtypes_and_wires_never_share_a_batch() -> None:
     ]
     found = list(_batches(blocks, 1000, 2))
     assert sorted(len(batch.blocks) for batch in found) == [1, 1, 2]
+
+
+def test_many_small_tables_are_packed_in_time_proportional_to_their_number() -> None:
+    blocks = [Block(FlatRows(torch.ones(1, 4))) for _ in range(300)]
+    with patch.object(Block, "numel", new_callable=PropertyMock, return_value=4) as numel:
+        (batch,) = _batches(blocks, 10**6, 1)
+    assert len(batch.blocks) == 300
+    assert numel.call_count <= 10 * 300
 
 
 def test_the_base_of_a_split_block_is_split_with_it() -> None:

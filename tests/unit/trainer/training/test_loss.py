@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.harness.builders import spec
+from tests.harness.small_model import dlrm_spec
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.failures import NonFiniteLoss
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import EarlyStoppingSpec
 from trainer.training.loss import NonFiniteLossGuard
 from trainer.training.metrics import after_validation, is_over
-from trainer.training.session import step_seed
+from trainer.training.session import draws_at_random, step_seed
 
 
 def stops_at(values: list[float], spec: EarlyStoppingSpec, metric: str = "rmse") -> int | None:
@@ -56,6 +57,17 @@ def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:
     assert len(seeds) == len(keys)
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert step_seed(*keys[-1]) in seeds, "a step that is repeated draws what it drew before"
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
+def test_steps_that_round_fp16_tables_by_chance_are_seeded_for_a_bitwise_resume(
+    data_type: str,
+) -> None:
+    table = {"name": "t", "num_embeddings": 9, "embedding_dim": 4, "data_type": data_type}
+    feature = {"name": "id", "type": "id", "table": "t"}
+    found = dlrm_spec([table], [feature], {}, {"shard_group_size": 1}, batch_size=2)
+    assert draws_at_random(found, torch.device("cuda")) == (data_type == "fp16")
+    assert not draws_at_random(found, torch.device("cpu")), "there FBGEMM rounds to the nearest"
 
 
 @pytest.fixture

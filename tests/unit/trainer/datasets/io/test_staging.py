@@ -17,7 +17,7 @@ from trainer.datasets.cli import app
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.io import staging as module
-from trainer.datasets.io.journal import JOURNAL_NAME, Facts, Journal
+from trainer.datasets.io.journal import JOURNAL_NAME, Facts, Journal, progress_bars
 from trainer.datasets.io.staging import staged
 from trainer.errors import OutputExistsError, StorageError
 from trainer.storage import Location
@@ -206,3 +206,20 @@ def test_a_part_that_fails_is_not_recorded(tmp_path):
         journal.part("one", fail)
     assert journal.find("one") is None
     assert not (tmp_path / "one").exists()
+
+
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    with progress_bars() as progress:
+        progress.get_time = lambda: now_s
+        task = progress.add_task("reading", total=400)
+        for _ in range(100):
+            progress.advance(task, 1)
+            now_s += 0.2
+        for _ in progress.track(range(200), description="writing"):
+            now_s += 0.2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == ["reading"] + 4 * ["writing"], told
+    assert told[0] == "reading: 13 %" and told[-1] == "writing: 76 %"

@@ -1,0 +1,129 @@
+"""Routes of sweeps: create, list, read, cancel, delete."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Response, status
+from starlette.requests import Request
+
+from service.api.deps import (
+    Context,
+    ContextDep,
+    PrincipalDep,
+    check_paths,
+    check_project,
+    current_rule,
+)
+from service.api.views import sweep_detail, sweep_summary
+from service.backends.base import check_cluster
+from service.domain.auth import Role
+from service.domain.sweeps import EarlyStopping, Sweep, new_sweep_id
+from service.errors import SweepNotFound
+from service.jobs.code_archives import check_code
+from service.jobs.submit import check_data
+from service.schemas.common import Page
+from service.schemas.sweeps import CreateSweep, SweepDetail, SweepSummary
+from service.sweeps.search import check_sweep
+from trainer.spec import validate_spec
+
+router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+
+
+def find_sweep(
+    sweep_id: Annotated[str, Path(max_length=64)],
+    context: ContextDep,
+    request: Request,
+    principal: PrincipalDep,
+) -> Sweep:
+    """The sweep that the path names; raises `SweepNotFound`, also for those of others' projects."""
+    sweep = context.sweeps.get(sweep_id)
+    if principal.role_in(sweep.project) is None:
+        raise SweepNotFound(sweep_id)
+    check_project(principal, sweep.project, current_rule(request).role)
+    return sweep
+
+
+SweepDep = Annotated[Sweep, Depends(find_sweep)]
+
+
+@router.post("", status_code=status.HTTP_201_CREATED, summary="Search for settings of a spec")
+def create_sweep(
+    body: CreateSweep, context: ContextDep, principal: PrincipalDep, response: Response
+) -> SweepDetail:
+    """Check the spec with each bound and value, and start the search; `Location` names it.
+
+    Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`. They have no
+    secrets.
+    """
+    spec = validate_spec(body.spec)
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    check_code(context.settings, spec)
+    check_cluster(context.backend, spec)
+    check_data(spec)
+    stopping = body.early_stopping
+    sweep = Sweep(
+        id=new_sweep_id(),
+        name=spec.name,
+        project=spec.project,
+        spec=spec.model_dump(mode="json", exclude_none=True),
+        parameters=tuple(each.parameter for each in body.parameters),
+        metric=body.metric,
+        direction=body.direction,
+        search=body.search,
+        num_trials=body.num_trials,
+        num_parallel=body.num_parallel,
+        seed=body.seed,
+        early_stopping=EarlyStopping(**stopping.model_dump()) if stopping else None,
+        created_at=time.time(),
+        created_by=principal.name,
+    )
+    check_sweep(sweep)
+    context.sweeps.create(sweep)
+    context.wake_sweeps()
+    response.headers["Location"] = f"/v1/sweeps/{sweep.id}"
+    return _detail(context, sweep)
+
+
+@router.get("", summary="List sweeps, newest first")
+def list_sweeps(
+    context: ContextDep,
+    principal: PrincipalDep,
+    after: Annotated[
+        str | None, Query(max_length=64, description="`next` of the page before.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Page[SweepSummary]:
+    """Sweeps of the projects that one may see."""
+    found = context.sweeps.list_sweeps(principal.projects, after=after, limit=limit + 1)
+    page = found[:limit]
+    following = page[-1].id if len(found) > limit else None
+    return Page(items=[sweep_summary(each) for each in page], next=following)
+
+
+@router.get("/{sweep_id}", summary="Read a sweep with its trials")
+def get_sweep(sweep: SweepDep, context: ContextDep) -> SweepDetail:
+    """Trials in order, with their jobs as they are now."""
+    return _detail(context, sweep)
+
+
+@router.post("/{sweep_id}:cancel", status_code=status.HTTP_202_ACCEPTED, summary="Cancel a sweep")
+def cancel_sweep(sweep: SweepDep, context: ContextDep) -> SweepDetail:
+    """Start no more trials, and cancel the jobs of those under way. 409 if it has ended."""
+    cancelled = context.sweeps.cancel(sweep.id)
+    context.wake_sweeps()
+    return _detail(context, cancelled)
+
+
+@router.delete(
+    "/{sweep_id}", status_code=status.HTTP_204_NO_CONTENT, summary="Forget a sweep that has ended"
+)
+def delete_sweep(sweep: SweepDep, context: ContextDep) -> None:
+    """Forget it with its trials; their jobs stay. 409 while it lives."""
+    context.sweeps.delete(sweep.id)
+
+
+def _detail(context: Context, sweep: Sweep) -> SweepDetail:
+    return sweep_detail(sweep, context.sweeps.observe(sweep))

@@ -1,0 +1,275 @@
+"""Commands of sweeps: `sweep` begins a search, `sweeps` shows, cancels and forgets them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from service.cli import common
+from service.cli.common import (
+    DETACHED,
+    JOB_CANCELLED,
+    JOB_FAILED,
+    ErrorReportingGroup,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    UrlOption,
+    console,
+    error_console,
+    print_answer,
+    print_json,
+    print_line,
+    read_spec,
+)
+from service.cli.render import facts_grid, plain_table, status_text
+from service.cli.submit import CodeOption, pack_code, with_code
+from service.client.client import ShardloomClient
+from service.domain.sweeps import SweepStatus
+from service.schemas.sweeps import Direction, Search, SweepDetail, SweepSummary, TrialOut
+from service.schemas.wording import NOTHING, age, metric
+from trainer.spec.parse import parse_document
+
+_RANGE = re.compile(r"(log:)?([^.:]*(?:\.[^.:]+)?)\.\.(.*)")
+_POLL_S = 2.0
+_EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
+sweeps_app = typer.Typer(
+    cls=ErrorReportingGroup, no_args_is_help=True, help="Searches for settings of a spec."
+)
+SweepArgument = Annotated[str, typer.Argument(metavar="SWEEP", help="Its id.")]
+
+
+def sweep(
+    spec: SpecArgument,
+    vary: Annotated[
+        list[str],
+        typer.Option(
+            "--vary",
+            metavar="KEY=RANGE",
+            help="A field to search: values as in parallelism.sync.every_steps=1,4,16, bounds as "
+            "in training.epochs=1..4, or log:0.01..0.3, which compares by ratio; repeatable.",
+        ),
+    ],
+    metric: Annotated[str, typer.Option(help="What decides, as in validation/ne.")],
+    trials: Annotated[int, typer.Option(min=1, help="How many in all.")] = 20,
+    parallel: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
+    maximize: Annotated[
+        bool, typer.Option("--maximize/--minimize", help="Whether more of the metric is better.")
+    ] = False,
+    search: Annotated[Search, typer.Option(help="tpe, random or grid.")] = "tpe",
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same choices.")] = 0,
+    stop_early: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            min=1,
+            help="Compare trials after so many steps, and at each threefold of that; the worse "
+            "two thirds are paused (ASHA).",
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    code: CodeOption = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the sweep ends.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for settings of a spec; every trial is a job of its own.
+
+    Checkpoints to begin from are the spec's checkpoint.warm_start.
+    """
+    document = read_spec(spec, overrides)
+    parameters = [parameter_of(text) for text in vary]
+    archive = pack_code(code)
+    direction: Direction = "maximize" if maximize else "minimize"
+    with common.open_client(url) as client:
+        found = client.create_sweep(
+            with_code(document, archive, client),
+            parameters,
+            metric=metric,
+            direction=direction,
+            search=search,
+            num_trials=trials,
+            num_parallel=parallel,
+            seed=seed,
+            early_stopping={"min_steps": stop_early} if stop_early else None,
+        )
+        if not wait:
+            hint = f"`shardloom sweeps show {found.id}` shows its trials"
+            print_line(found, found.id, hint, as_json=as_json)
+            return
+        found = _follow(client, found.id, is_quiet=as_json)
+    if as_json:
+        print_json(found)
+    raise typer.Exit(_EXIT_CODES.get(found.status, 0))
+
+
+def parameter_of(text: str) -> dict[str, Any]:
+    """What `--vary` says, as the service takes it; raises `typer.BadParameter`."""
+    path, separator, values = text.partition("=")
+    if not (separator and path and values):
+        raise typer.BadParameter(f"{text!r} does not read KEY=RANGE", param_hint="--vary")
+    if bounds := _RANGE.fullmatch(values):
+        is_log, low, high = bool(bounds[1]), parse_document(bounds[2]), parse_document(bounds[3])
+        if not all(isinstance(each, int | float) for each in (low, high)):
+            message = f"{values!r} does not read LOW..HIGH with two numbers"
+            raise typer.BadParameter(message, param_hint="--vary")
+        return {"path": path, "low": low, "high": high, "log": is_log}
+    return {"path": path, "values": parse_document(f"[{values}]")}
+
+
+def _follow(client: ShardloomClient, sweep_id: str, *, is_quiet: bool) -> SweepDetail:
+    """Show the trials until the sweep has ended; Ctrl-C leaves it to itself."""
+    output = error_console() if is_quiet else console()
+    with _detaching(sweep_id), Live(console=output, auto_refresh=False, transient=is_quiet) as live:
+        while True:
+            found = client.get_sweep(sweep_id)
+            if output.is_terminal or (found.status.is_terminal and not is_quiet):
+                live.update(_page(found), refresh=True)
+            if found.status.is_terminal:
+                return found
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def _detaching(sweep_id: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        error_console().print(
+            f"detached; the sweep goes on: `shardloom sweeps show {sweep_id}`, and `shardloom "
+            f"sweeps cancel {sweep_id}` ends it"
+        )
+        raise typer.Exit(DETACHED) from None
+
+
+@sweeps_app.command("list")
+def list_sweeps(
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List sweeps, newest first."""
+    with common.open_client(url) as client:
+        found = [each for each, _ in zip(client.sweeps(), range(limit), strict=False)]
+    empty = "no sweeps; `shardloom sweep SPEC --vary ... --metric ...` begins one"
+    print_answer(found, _sweeps_table(found, time.time()), as_json=as_json, empty=empty)
+
+
+@sweeps_app.command()
+def show(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show a sweep and its trials, the best ones first."""
+    with common.open_client(url) as client:
+        found = client.get_sweep(sweep)
+    print_answer(found, _page(found), as_json=as_json)
+
+
+@sweeps_app.command()
+def best(
+    sweep: SweepArgument,
+    to: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
+    url: UrlOption = None,
+) -> None:
+    """Print the spec with the values of the best trial so far, as YAML."""
+    with common.open_client(url) as client:
+        found = client.get_sweep(sweep)
+    if found.best_spec is None:
+        raise typer.BadParameter(f"no trial of {sweep} has told {found.metric} yet")
+    text = yaml.safe_dump(found.best_spec, sort_keys=False)
+    if to is None:
+        typer.echo(text, nl=False)
+    else:
+        to.write_text(text)
+
+
+@sweeps_app.command()
+def cancel(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Start no more trials, and cancel the jobs of those under way."""
+    with common.open_client(url) as client:
+        found = client.cancel_sweep(sweep)
+    print_line(found, f"sweep {found.id} is being cancelled", as_json=as_json)
+
+
+@sweeps_app.command()
+def delete(sweep: SweepArgument, url: UrlOption = None) -> None:
+    """Forget a sweep that has ended; the jobs of its trials stay."""
+    with common.open_client(url) as client:
+        client.delete_sweep(sweep)
+
+
+def _sweeps_table(found: list[SweepSummary], now_s: float) -> Table:
+    table = plain_table("Sweep", "Name", "Status", ">Trials", "Metric", "Search", "Created")
+    for each in found:
+        table.add_row(
+            each.id,
+            each.name,
+            each.status,
+            str(each.num_trials),
+            each.metric,
+            each.search,
+            age(each.created_at, now_s),
+        )
+    return table
+
+
+def _page(found: SweepDetail) -> Group:
+    facts = facts_grid()
+    facts.add_row("sweep", f"{found.name}  {found.id}")
+    facts.add_row("status", f"{found.status} {found.message}".rstrip())
+    facts.add_row(
+        "search",
+        f"{found.search}, {len(found.trials)} of {found.num_trials} trials, "
+        f"{found.num_parallel} at a time; {found.direction} {found.metric}",
+    )
+    return Group(facts, Text(), _trials_table(found))
+
+
+def _trials_table(found: SweepDetail) -> Table:
+    """The trials, best first; those without a value come last."""
+    paths = [each.path for each in found.parameters]
+    table = plain_table(
+        "Trial", "Job", "Status", ">Step", f">{found.metric}", *(_short(path) for path in paths)
+    )
+    sign = 1.0 if found.direction == "minimize" else -1.0
+
+    def order(trial: TrialOut) -> tuple[bool, float, int]:
+        has_value = trial.value is not None and trial.value == trial.value
+        return not has_value, sign * (trial.value or 0.0) if has_value else 0.0, trial.number
+
+    for trial in sorted(found.trials, key=order):
+        table.add_row(
+            str(trial.number),
+            trial.job_id or NOTHING,
+            _status(trial),
+            str(trial.step),
+            NOTHING if trial.value is None else metric(found.metric, trial.value),
+            *(_shown(trial.values.get(path)) for path in paths),
+            style="bold" if trial.number == found.best else None,
+        )
+    return table
+
+
+def _status(trial: TrialOut) -> Text:
+    if trial.status is None:
+        return Text(trial.message or "deleted", style="yellow")
+    if trial.stopped_at is not None and not trial.status.is_terminal:
+        return Text(f"stopped at step {trial.stopped_at}", style="dim")
+    return status_text(trial.status)
+
+
+def _short(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

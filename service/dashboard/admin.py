@@ -1,0 +1,471 @@
+"""The pages *Cluster* (hosts, who uses them, the queue) and *Settings* (projects, keys, webhooks,
+audit log), from what the REST API tells and lets the reader change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from nicegui import ui
+
+from service.dashboard.panels import asking, button
+from service.dashboard.rest import Refused, Rest
+from service.dashboard.shell import MOUNT_PATH, page_frame, panel
+from service.domain.auth import ALL_PROJECTS, Role
+from service.domain.timeline import counted
+from service.schemas import wording
+from service.schemas.admin import KEY_NAME_PATTERN
+
+_REFRESH_S = 3.0
+_AUDIT_PAGE = 50
+_DAYS = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
+
+
+@contextmanager
+def _table(*head: str, numbers: Sequence[int] = ()) -> Iterator[None]:
+    """A table with titles; the columns at the places `numbers` are aligned right."""
+    scroll = ui.element("div").classes("table-scroll").props("tabindex=0")
+    with scroll, ui.element("table").classes("data"):
+        with ui.element("thead"), ui.element("tr"):
+            for place, title in enumerate(head):
+                with ui.element("th").classes("number" if place in numbers else ""):
+                    ui.label(title or "Actions").classes("" if title else "sr-only")
+        with ui.element("tbody"):
+            yield
+
+
+def _cell(text: str = "", style: str = "") -> ui.element:
+    with ui.element("td").classes(style) as cell:
+        if text:
+            ui.label(text)
+    return cell
+
+
+def _job_cell(job: Mapping[str, Any]) -> None:
+    with _cell(), ui.element("a").props(f'href="{MOUNT_PATH}/jobs/{job["id"]}"'):
+        ui.label(job["name"]).classes("download")
+
+
+class ClusterPage:
+    """One reader's view of the cluster, read again every few seconds."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        self._visible = rest.reader().projects
+        self._shown: object = None
+
+    async def build(self) -> None:
+        with page_frame("Cluster", self._rest):
+            ui.html("<h1>Cluster</h1>", sanitize=False)
+            self._body = ui.element("div").classes("stack")
+        await self.refresh()
+        ui.timer(_REFRESH_S, self.refresh, immediate=False)
+
+    async def refresh(self) -> None:
+        # One after another: a task of its own would not know whose page this is.
+        paths = ("/v1/cluster", "/v1/queue", "/readyz")
+        cluster, queue, ready = [await _or_problem(self._rest.get(path)) for path in paths]
+        users = await asyncio.to_thread(self._users_of_hosts)
+        told = (cluster, queue, ready.get("store"), ready.get("detail"), users)
+        if told == self._shown:
+            return
+        self._shown = told
+        self._body.clear()
+        with self._body:
+            self._build_facts(cluster, ready)
+            self._build_hosts(cluster, users)
+            self._build_running(queue)
+            self._build_waiting(queue)
+
+    def _users_of_hosts(self) -> dict[str, list[tuple[str, str]]]:
+        """(id, name) of the jobs on each host, as far as jobs tell their hosts."""
+        visible, found = self._visible, defaultdict(set)
+        for job in self._rest.context.store.list_live_jobs():
+            is_visible = visible is None or job.project in visible
+            if is_visible and job.membership is not None:
+                for member in job.membership.members:
+                    for host in member.hosts:
+                        found[host].add((job.id, job.name))
+        return {host: sorted(jobs) for host, jobs in found.items()}
+
+    def _build_facts(self, cluster: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+        is_there = bool(cluster.get("reachable"))
+        hosts = cluster.get("hosts", [])
+        facts = {
+            "Backend": cluster.get("backend", wording.NOTHING),
+            "Hosts": str(len(hosts)) if hosts else "not told",
+            "CPUs": wording.compact(sum(host["num_cpus"] for host in hosts)),
+            "GPUs": wording.compact(sum(host["num_gpus"] for host in hosts)),
+            "Memory": wording.size(sum(host["memory_bytes"] for host in hosts)),
+            "Grows to": counted(cluster["max_workers"], "worker")
+            if cluster.get("max_workers")
+            else "as it is",
+            "Store": str((ready.get("store") or {}).get("database", "not ready")),
+            "Migration": str((ready.get("store") or {}).get("migration", wording.NOTHING)),
+        }
+        tone = "good" if is_there else "bad"
+        with ui.element("div").classes(f"notice tone-{tone}").props("role=status"):
+            ui.label(
+                f"{'Reachable' if is_there else 'Not reachable'}: {cluster.get('address', '')}"
+            )
+            ui.label(cluster.get("message") or cluster.get("detail") or "").classes("muted")
+        with ui.element("dl").classes("figures"):
+            for name, text in facts.items():
+                with ui.element("div").classes("figure"):
+                    with ui.element("dt"):
+                        ui.label(name)
+                    with ui.element("dd"):
+                        ui.label(text)
+
+    def _build_hosts(
+        self, cluster: Mapping[str, Any], users: Mapping[str, list[tuple[str, str]]]
+    ) -> None:
+        with panel("Hosts"):
+            if not cluster.get("hosts"):
+                ui.label("The backend does not tell its hosts.").classes("empty")
+                return
+            with _table("Host", "CPUs", "GPUs", "Memory", "Jobs on it", numbers=(1, 2, 3)):
+                for host in sorted(cluster["hosts"], key=lambda each: str(each["address"])):
+                    with ui.element("tr"):
+                        _cell(host["address"], "path")
+                        _cell(f"{host['num_cpus']:g}", "number")
+                        _cell(f"{host['num_gpus']:g}", "number")
+                        _cell(wording.size(host["memory_bytes"]), "number")
+                        with _cell(wording.NOTHING if not users.get(host["address"]) else ""):
+                            for job_id, name in users.get(host["address"], ()):
+                                link = ui.element("a").classes("download host-user")
+                                with link.props(f'href="{MOUNT_PATH}/jobs/{job_id}"'):
+                                    ui.label(name)
+
+    def _build_running(self, queue: Mapping[str, Any]) -> None:
+        with panel("Running"):
+            if not queue.get("running"):
+                ui.label("No job holds workers.").classes("empty")
+                return
+            with _table("Job", "Project", "Priority", "Workers", "", numbers=(2, 3)):
+                for job in queue["running"]:
+                    with ui.element("tr"):
+                        _job_cell(job)
+                        _cell(job["project"])
+                        _cell(str(job["priority"]), "number")
+                        _cell(str(job["num_workers"]), "number")
+                        more = (
+                            [f"makes way for {job['preempted_by']}"] if job["preempted_by"] else []
+                        )
+                        more += ["pausing"] if job["is_pausing"] and not more else []
+                        more += ["preemptible"] if job["preemptible"] else []
+                        _cell(", ".join(more), "message")
+
+    def _build_waiting(self, queue: Mapping[str, Any]) -> None:
+        with panel("Queue"):
+            if not queue.get("waiting"):
+                ui.label("No job waits.").classes("empty")
+                return
+            now = time.time()
+            head = ("#", "Job", "Project", "Priority", "Workers", "Waits", "Why")
+            with _table(*head, numbers=(0, 3, 4, 5)):
+                for job in queue["waiting"]:
+                    with ui.element("tr"):
+                        _cell(str(job["position"] or wording.NOTHING), "number")
+                        _job_cell(job)
+                        _cell(job["project"])
+                        _cell(str(job["priority"]), "number")
+                        least, most = job["min_workers"], job["world_size"]
+                        _cell(str(most) if least == most else f"{least} to {most}", "number")
+                        _cell(wording.duration(now - job["waits_since"]), "number")
+                        _cell(job["reason"] or "not looked at yet", "message")
+
+
+async def _or_problem(read: Awaitable[Any]) -> Any:
+    """What a read answers, or its problem as one, so that a page shows the rest."""
+    try:
+        return await read
+    except Refused as refused:
+        return refused.problem.model_dump()
+
+
+class SettingsPage:
+    """Projects for everybody; keys, webhooks and the audit log for those who administer them."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+        self._reader = rest.reader()
+        self._is_admin = self._reader.may(Role.ADMIN, ALL_PROJECTS)
+        self._audit_after: str | None = None
+        self._wants_refused = False
+        self._actor = ""
+
+    async def build(self) -> None:
+        with page_frame("Settings", self._rest):
+            ui.html("<h1>Settings</h1>", sanitize=False)
+            with panel("You"):
+                roles = ", ".join(
+                    f"{role.label} in {'all projects' if project == ALL_PROJECTS else project}"
+                    for project, role in sorted(self._reader.roles.items())
+                )
+                ui.label(f"{self._reader.name}: {roles or 'no role'}")
+            self._projects = await self._section("Projects and quotas", self._show_projects)
+            if self._is_admin:
+                self._keys = await self._section("API keys", self._show_keys)
+            if self._reader.may_somewhere(Role.ADMIN):
+                self._webhooks = await self._section("Webhooks", self._show_webhooks)
+            if self._is_admin:
+                self._audit = await self._section("Audit log", self._show_audit)
+
+    async def _section(
+        self, title: str, show: Callable[[], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]]:
+        """A panel that `show` fills; returns what fills it anew."""
+        with panel(title):
+            body = ui.element("div").classes("stack")
+
+        async def refresh() -> None:
+            body.clear()
+            with body:
+                try:
+                    await show()
+                except Refused as refused:
+                    ui.label(str(refused)).classes("notice tone-warn")
+
+        await refresh()
+        return refresh
+
+    async def _change(
+        self, refresh: Callable[[], Awaitable[None]], method: str, path: str, **options: Any
+    ) -> Any:
+        """Send a request and show the section anew; what it answers, None if it was refused."""
+        try:
+            answer = await self._rest.send(method, path, **options)
+        except Refused as refused:
+            ui.notify(str(refused), type="warning", multi_line=True)
+            return None
+        await refresh()
+        return answer.json() if answer.content else {}
+
+    # ---- projects
+
+    async def _show_projects(self) -> None:
+        projects = (await self._rest.get("/v1/projects"))["items"]
+        if self._is_admin:
+            with asking("Quotas of a project", "Set", self._set_quotas) as self._quota_dialog:
+                ui.label("Empty is no limit. What runs already is left to run.")
+                with ui.element("div").classes("dialog-fields wide"):
+                    self._quota_name = ui.input("Project").props("dense outlined")
+                    self._quota_workers = ui.number("Most workers", min=0, precision=0)
+                    self._quota_jobs = ui.number("Most running jobs", min=0, precision=0)
+                    for field in (self._quota_workers, self._quota_jobs):
+                        field.props("dense outlined")
+            with ui.element("div").classes("trace-head"):
+                button("Set quotas", partial(self._open_quotas, {}))
+        if not projects:
+            ui.label("No project has quotas or live jobs.").classes("empty")
+            return
+        head = ("Project", "Workers", "Running", "Queued", *([""] if self._is_admin else []))
+        with _table(*head, numbers=(1, 2, 3)):
+            for each in projects:
+                with ui.element("tr"):
+                    _cell(each["name"])
+                    _cell(_of_limit(each["num_workers"], each["max_workers"]), "number")
+                    _cell(_of_limit(each["num_running_jobs"], each["max_running_jobs"]), "number")
+                    _cell(str(each["num_queued_jobs"]), "number")
+                    if self._is_admin:
+                        with _cell("", "row-actions"):
+                            button("Change", partial(self._open_quotas, each))
+                            if each["updated_at"] is not None:
+                                path = f"/v1/projects/{each['name']}"
+                                remove = partial(self._change_projects, "DELETE", path)
+                                button("Remove quotas", remove)
+
+    async def _change_projects(self, method: str, path: str, **options: Any) -> None:
+        await self._change(self._projects, method, path, **options)
+
+    def _open_quotas(self, project: Mapping[str, Any]) -> None:
+        self._quota_name.set_value(project.get("name", ""))
+        self._quota_workers.set_value(project.get("max_workers"))
+        self._quota_jobs.set_value(project.get("max_running_jobs"))
+        self._quota_dialog.open()
+
+    async def _set_quotas(self) -> None:
+        fields = {"max_workers": self._quota_workers, "max_running_jobs": self._quota_jobs}
+        body = {
+            name: None if field.value is None else int(field.value)
+            for name, field in fields.items()
+        }
+        name = (self._quota_name.value or "").strip()
+        if not name or "/" in name:
+            ui.notify("Name the project.", type="warning")
+            return
+        self._quota_dialog.close()
+        await self._change_projects("PUT", f"/v1/projects/{name}", json=body)
+
+    # ---- API keys
+
+    async def _show_keys(self) -> None:
+        keys = (await self._rest.get("/v1/keys", limit=200))["items"]
+        with asking("Make an API key", "Make", self._make_key) as self._key_dialog:
+            ui.label("Its text is shown once.")
+            with ui.element("div").classes("dialog-fields wide"):
+                self._key_name = ui.input("Name").props("dense outlined")
+                self._key_project = ui.input("Project, or * for all", value="default")
+                self._key_project.props("dense outlined")
+                roles = [role.label for role in Role]
+                self._key_role = ui.select(roles, label="Role", value="submitter")
+                self._key_days = ui.select(_DAYS, label="Expires", value=90)
+                for field in (self._key_role, self._key_days):
+                    field.props("dense outlined")
+        with ui.element("div").classes("trace-head"):
+            button("Make a key", self._key_dialog.open)
+        if not keys:
+            ui.label("There is no key yet.").classes("empty")
+            return
+        now = time.time()
+        with _table("Name", "Roles", "Made by", "Last used", "State", ""):
+            for each in keys:
+                is_dead = bool(each["revoked_at"])
+                is_over = each["expires_at"] is not None and each["expires_at"] <= now
+                with ui.element("tr"):
+                    _cell(each["name"])
+                    _cell(", ".join(f"{name}: {role}" for name, role in each["roles"].items()))
+                    _cell(each["created_by"])
+                    used = each["last_used_at"]
+                    _cell(wording.age(used, now) if used else "never")
+                    state = "revoked" if is_dead else "expired" if is_over else "valid"
+                    with _cell():
+                        tone = "good" if state == "valid" else "neutral"
+                        ui.label(state).classes(f"status tone-{tone}")
+                    with _cell("", "row-actions"):
+                        if state == "valid":
+                            path = f"/v1/keys/{each['id']}"
+                            revoke = button("Revoke", partial(self._revoke, path), "cancel-button")
+                            revoke.props(f'aria-label="Revoke {each["name"]}"')
+
+    async def _revoke(self, path: str) -> None:
+        await self._change(self._keys, "DELETE", path)
+
+    async def _make_key(self) -> None:
+        days = int(self._key_days.value or 0)
+        body = {
+            "name": (self._key_name.value or "").strip(),
+            "roles": {(self._key_project.value or "").strip(): self._key_role.value},
+            "expires_in_s": days * 86_400 or None,
+        }
+        if not body["name"]:
+            ui.notify(f"Give it a name of letters, digits and . _ @ - ({KEY_NAME_PATTERN}).")
+            return
+        self._key_dialog.close()
+        made = await self._change(self._keys, "POST", "/v1/keys", json=body)
+        if made:
+            _show_once("The key", made["key"])
+
+    # ---- webhooks
+
+    async def _show_webhooks(self) -> None:
+        webhooks = (await self._rest.get("/v1/webhooks", limit=200))["items"]
+        with asking("Add a webhook", "Add", self._add_webhook) as self._webhook_dialog:
+            ui.label("Lines of timelines are sent to it, signed. Its secret is shown once.")
+            with ui.element("div").classes("dialog-fields wide"):
+                self._hook_url = ui.input("URL").props("dense outlined")
+                self._hook_project = ui.input("Project, or * for all", value="default")
+                self._hook_kinds = ui.input("Kinds of lines, empty for all")
+                for field in (self._hook_project, self._hook_kinds):
+                    field.props("dense outlined")
+        with ui.element("div").classes("trace-head"):
+            button("Add a webhook", self._webhook_dialog.open)
+        if not webhooks:
+            ui.label("There is no webhook yet.").classes("empty")
+            return
+        with _table("URL", "Project", "Kinds", "State", ""):
+            for each in webhooks:
+                path, is_on = f"/v1/webhooks/{each['id']}", each["is_active"]
+                with ui.element("tr"):
+                    _cell(each["url"], "path")
+                    _cell(each["project"])
+                    _cell(", ".join(each["kinds"]) or "all")
+                    with _cell():
+                        tone = "good" if is_on else "warn"
+                        ui.label("on" if is_on else "off").classes(f"status tone-{tone}")
+                        ui.label(each["note"]).classes("muted")
+                    with _cell("", "row-actions"):
+                        switch = {"is_active": not is_on}
+                        turn = partial(self._change, self._webhooks_again, "PATCH", path)
+                        button("Switch off" if is_on else "Switch on", partial(turn, json=switch))
+                        test = partial(self._change, self._webhooks_again, "POST", f"{path}:test")
+                        button("Test", test)
+                        forget = partial(self._change, self._webhooks_again, "DELETE", path)
+                        button("Delete", forget, "cancel-button")
+
+    async def _webhooks_again(self) -> None:
+        await self._webhooks()
+
+    async def _add_webhook(self) -> None:
+        kinds = (self._hook_kinds.value or "").replace(",", " ").split()
+        body = {
+            "url": (self._hook_url.value or "").strip(),
+            "project": (self._hook_project.value or "").strip(),
+            "kinds": kinds,
+        }
+        self._webhook_dialog.close()
+        made = await self._change(self._webhooks, "POST", "/v1/webhooks", json=body)
+        if made:
+            _show_once("The secret", made["secret"])
+
+    # ---- audit log
+
+    async def _show_audit(self) -> None:
+        params: dict[str, Any] = {"limit": _AUDIT_PAGE, "refused": self._wants_refused}
+        params |= {"actor": self._actor} if self._actor else {}
+        params |= {"after": self._audit_after} if self._audit_after else {}
+        found = await self._rest.get("/v1/audit", **params)
+        with ui.element("div").classes("trace-head"):
+            actor = ui.input(value=self._actor, placeholder="Actor, as in key:ci")
+            actor.props('dense outlined clearable debounce=400 aria-label="Actor"')
+            actor.on_value_change(lambda event: self._filter_audit(actor=event.value or ""))
+            refused = ui.checkbox("Only refused", value=self._wants_refused).props("dense size=sm")
+            refused.on_value_change(lambda event: self._filter_audit(refused=event.value))
+            ui.element("span").classes("grow")
+            if self._audit_after:
+                button("Newest", partial(self._filter_audit, after=None))
+            if found["next"]:
+                button("Older", partial(self._filter_audit, after=found["next"]))
+        if not found["items"]:
+            ui.label("Nothing was changed yet.").classes("empty")
+            return
+        with _table("Time", "Actor", "Action", "Object", "From", "Status", numbers=(5,)):
+            for each in found["items"]:
+                with ui.element("tr"):
+                    _cell(wording.utc(each["time"]))
+                    _cell(each["actor"])
+                    _cell(each["action"], "path")
+                    _cell(each["object"], "path")
+                    _cell(each["remote"])
+                    with _cell("", "number"):
+                        tone = "bad" if each["status"] >= 400 else "neutral"
+                        ui.label(str(each["status"])).classes(f"status tone-{tone}")
+
+    async def _filter_audit(
+        self, *, actor: str | None = None, refused: bool | None = None, after: str | None = None
+    ) -> None:
+        self._actor = self._actor if actor is None else actor
+        self._wants_refused = self._wants_refused if refused is None else refused
+        self._audit_after = after
+        await self._audit()
+
+
+def _of_limit(number: int, limit: int | None) -> str:
+    return f"{number} of {limit}" if limit is not None else str(number)
+
+
+def _show_once(what: str, text: str) -> None:
+    """A secret that cannot be had again."""
+    dialog = ui.dialog(value=True).props("persistent")
+    with dialog, ui.element("div").classes("panel dialog secret-dialog"):
+        ui.label(f"{what} is shown this once").classes("dialog-title")
+        ui.label(text).classes("command-line")
+        with ui.element("div").classes("dialog-actions"):
+            ui.button("I have it", on_click=dialog.close).props("unelevated no-caps")

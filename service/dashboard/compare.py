@@ -1,0 +1,282 @@
+"""The page that compares jobs: curves over one another, results, and what differs in specs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import urlencode
+
+from nicegui import ui
+
+from service.api.deps import Context
+from service.dashboard import charts, fragments, spec_text
+from service.dashboard.job import ChartBox, chart_tools
+from service.dashboard.panels import button
+from service.dashboard.rest import Rest
+from service.dashboard.shell import MOUNT_PATH, page_frame, panel
+from service.domain.auth import Principal
+from service.domain.membership import sizes_of_job
+from service.domain.models import Attempt, Job, MetricPoint
+from service.errors import JobNotFound
+from service.jobs.submit import find_job
+from service.schemas import wording
+
+MAX_COMPARED = 20
+_MAX_POINTS = 300
+_COLOURS = (
+    *("#6472e8", "#e0913a", "#2c9f9a", "#d4687c", "#b766c9", "#7c9a35", "#4d9be0", "#8d6e52"),
+    *("#3f4aa8", "#a3611b", "#1d6f6b", "#9c3d52", "#7d3f8d", "#536a20", "#2a6aa5", "#5f4a37"),
+    *("#9aa4f2", "#f0b97c", "#77c7c3", "#e79fac"),
+)
+_AXES = {"step": "steps", "rows": "rows", "hours": "hours"}
+# Of these metrics a greater value is better; of all others a smaller one.
+_GREATER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A job of the comparison with what is told of it; `points` are by metric name."""
+
+    job: Job
+    attempts: Sequence[Attempt]
+    names: Sequence[str]
+    points: Mapping[str, Sequence[MetricPoint]]
+
+    @property
+    def worker_hours(self) -> float:
+        """Hours of its attempts times the most workers that it may have."""
+        spans = [(each.started_at, each.ended_at) for each in self.attempts if each.started_at]
+        if not spans and self.job.started_at:
+            spans = [(self.job.started_at, self.job.ended_at)]
+        seconds = sum((end or _latest(self)) - start for start, end in spans if start)
+        return max(0.0, seconds) / 3600 * sizes_of_job(self.job).world_size
+
+
+def _latest(compared: Compared) -> float:
+    """The time of the newest point, up to which an attempt that lives has worked for sure."""
+    times = [series[-1].time for series in compared.points.values() if series]
+    return max(times, default=compared.job.started_at or compared.job.created_at)
+
+
+def places(compared: Compared, points: Sequence[MetricPoint], axis: str) -> list[float]:
+    """Where points stand on the axis: steps, rows trained until then, or hours since the start."""
+    job = compared.job
+    if axis == "rows":
+        rows_per_step = job.progress.rows / job.progress.step if job.progress.step else 0.0
+        return [point.step * rows_per_step for point in points]
+    if axis == "hours":
+        start = job.started_at or job.created_at
+        return [(point.time - start) / 3600 for point in points]
+    return [float(point.step) for point in points]
+
+
+def best_of(name: str, points: Sequence[MetricPoint]) -> float | None:
+    """The best finite value of a metric, over all of its points."""
+    is_greater = any(word in name for word in _GREATER)
+    values = [point.max if is_greater else point.min for point in points]
+    finite = [value for value in values if math.isfinite(value)]
+    return (max if is_greater else min)(finite, default=None)
+
+
+def default_metrics(jobs: Sequence[Job]) -> list[str]:
+    watched = dict.fromkeys(job.spec.model.watched_metric for job in jobs)
+    qualities = [f"{part}/{name}" for name in watched for part in ("validation", "train")]
+    return [*qualities, "train/loss", "speed/rows_per_s"]
+
+
+class ComparePage:
+    """One reader's comparison; the address has the jobs, the metrics and the axis."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest, self._context = rest, rest.context
+        self._reader = rest.reader()
+        params = ui.context.client.request.query_params
+        given = [each.strip() for each in params.get("jobs", "").split(",")]
+        self._wanted = [*dict.fromkeys(filter(None, given))][:MAX_COMPARED]
+        self._metrics = [each for each in params.get("metrics", "").split(",") if each]
+        axis = params.get("x", "step")
+        self._axis = axis if axis in _AXES else "step"
+        self._view = charts.ChartView()
+        self._boxes: list[_CompareChart] = []
+
+    async def build(self) -> None:
+        load = partial(_load, self._context, self._reader, self._wanted, self._metrics)
+        self._compared, missing, self._shown = await asyncio.to_thread(load)
+        with page_frame("Compare", self._rest):
+            self._build_head()
+            for name in missing:
+                ui.label(f"There is no job '{name}'.").classes("notice tone-warn")
+            if self._compared:
+                self._build_jobs()
+                self._build_charts()
+                self._build_differences()
+            else:
+                with ui.element("div").classes("blank"):
+                    ui.label("Nothing to compare yet").classes("blank-title")
+                    ui.label("Select jobs in the list, or add one by its name or id.")
+
+    def _build_head(self) -> None:
+        with ui.element("div").classes("page-head"):
+            ui.html("<h1>Compare</h1>", sanitize=False)
+            ui.element("span").classes("grow")
+            self._more = ui.input(placeholder="Name or id of a job")
+            self._more.props('dense outlined aria-label="Add a job"').on("keydown.enter", self._add)
+            button("Add", self._add)
+
+    def _build_jobs(self) -> None:
+        rows = []
+        for number, each in enumerate(self._compared):
+            values = []
+            for name in self._shown:
+                points = each.points.get(name, ())
+                final = points[-1].value if points else None
+                best = best_of(name, points)
+                values.append((wording.metric(name, final), wording.metric(name, best)))
+            speeds = [point.value for point in each.points.get("speed/rows_per_s", ())]
+            finite = [value for value in speeds if math.isfinite(value)]
+            rest = ",".join(other.job.id for other in self._compared if other is not each)
+            rows.append(
+                {
+                    "job": each.job,
+                    "tone": wording.tone_of(each.job.status),
+                    "colour": _COLOURS[number % len(_COLOURS)],
+                    "values": values,
+                    "speed": wording.compact(sum(finite) / len(finite) if finite else None),
+                    "worker_hours": wording.compact(each.worker_hours),
+                    "without": f"{MOUNT_PATH}/compare?{urlencode({'jobs': rest}, safe=',')}",
+                }
+            )
+        with panel("Results"):
+            html = fragments.render(
+                "compared.html", rows=rows, metrics=self._shown, home=MOUNT_PATH
+            )
+            ui.html(html, sanitize=False)
+
+    def _build_charts(self) -> None:
+        names = sorted({name for each in self._compared for name in each.names})
+        with chart_tools(self._redraw, self._show_zoom):
+            axis = ui.select(_AXES, value=self._axis).props('dense outlined aria-label="Axis"')
+            axis.on_value_change(lambda event: self._choose_axis(event.value))
+            chosen = ui.select(names, value=self._shown, multiple=True, with_input=True)
+            chosen.props('dense outlined aria-label="Metrics"').classes("metric-choice")
+            chosen.on("popup-hide", lambda: self._choose_metrics(chosen.value))
+        with ui.element("div").classes("charts"):
+            self._boxes = [_CompareChart(self._compared, name, self._axis) for name in self._shown]
+
+    def _build_differences(self) -> None:
+        if len(self._compared) < 2:
+            return
+        documents = [each.job.spec.model_dump(mode="json") for each in self._compared]
+        found = spec_text.differences(documents)
+        rows = {path: [*map(spec_text.shown, values)] for path, values in found.items()}
+        names = [each.job.name for each in self._compared]
+        with panel("Spec: only what differs"):
+            ui.html(
+                fragments.render("differences.html", names=names, rows=rows, title=""),
+                sanitize=False,
+            )
+
+    def _redraw(self, view: charts.ChartView) -> None:
+        self._view = view
+        for box in self._boxes:
+            box.draw(view, self._axis)
+
+    def _show_zoom(self, is_shown: bool) -> None:
+        for box in self._boxes:
+            charts.show_zoom(box.chart.options, is_shown=is_shown)
+            box.chart.update()
+
+    def _choose_axis(self, axis: str) -> None:
+        self._axis = axis
+        ui.navigate.history.replace(self._address())
+        self._redraw(self._view)
+
+    def _choose_metrics(self, names: Sequence[str]) -> None:
+        if [*names] != self._shown:
+            self._metrics = [*names]
+            ui.navigate.to(self._address())
+
+    def _add(self) -> None:
+        if name := (self._more.value or "").strip():
+            self._wanted.append(name)
+            ui.navigate.to(self._address())
+
+    def _address(self) -> str:
+        params = {"jobs": ",".join(self._wanted)}
+        params |= {"metrics": ",".join(self._metrics)} if self._metrics else {}
+        params |= {"x": self._axis} if self._axis != "step" else {}
+        return f"{MOUNT_PATH}/compare?{urlencode(params, safe=',/')}"
+
+
+def _load(
+    context: Context, reader: Principal, wanted: Sequence[str], metrics: Sequence[str]
+) -> tuple[list[Compared], list[str], list[str]]:
+    """The jobs that there are, the names of those that are not, and the metrics to show."""
+    store, jobs, missing = context.store, [], []
+    for name in wanted:
+        try:
+            jobs.append(find_job(store, name, reader.projects))
+        except JobNotFound:
+            missing.append(name)
+    names = {job.id: store.metric_names(job.id) for job in jobs}
+    known = {name for each in names.values() for name in each}
+    shown = [name for name in metrics or default_metrics(jobs) if name in known]
+    read = [*dict.fromkeys([*shown, "speed/rows_per_s"])]
+    found = [
+        Compared(
+            job,
+            store.list_attempts(job.id),
+            names[job.id],
+            {
+                name: store.metric_points(job.id, name, max_points=_MAX_POINTS)
+                for name in read
+                if name in names[job.id]
+            },
+        )
+        for job in jobs
+    ]
+    return found, missing, shown
+
+
+class _CompareChart(ChartBox):
+    """A metric of several jobs, a line for each."""
+
+    def __init__(self, compared: Sequence[Compared], metric: str, axis: str) -> None:
+        self._compared, self._metric = compared, metric
+        lines = tuple(
+            charts.Line(metric, each.job.name, _COLOURS[number % len(_COLOURS)])
+            for number, each in enumerate(compared)
+        )
+        self._spec = charts.ChartSpec(metric, metric, lines)
+        super().__init__(metric, charts.chart_options(self._spec), {})
+        for faint in self.chart.options["series"][1::2]:
+            # Of many jobs the ranges would cover the curves.
+            faint["lineStyle"]["opacity"] = 0.12
+        self.draw(charts.ChartView(), axis)
+
+    def draw(self, view: charts.ChartView, axis: str) -> None:
+        options = self.chart.options
+        options["xAxis"] = charts.step_axis(axis)
+        for each in options["yAxis"]:
+            each["type"] = "log" if view.is_log else "value"
+        for number, compared in enumerate(self._compared):
+            points = compared.points.get(self._metric, ())
+            pair = options["series"][2 * number : 2 * number + 2]
+            breaks = [each.ended_at for each in compared.attempts[:-1] if each.ended_at]
+            xs = places(compared, points, axis)
+            charts.draw(pair, points, xs, breaks, is_log=view.is_log, view=view)
+        options["title"]["show"] = not charts.has_data(options)
+        self.box.classes("drawn")
+        self.chart.update()
+
+    async def read_csv(self) -> str:
+        # Steps are of each job, so that a column of one is a metric of one job.
+        return charts.csv_of(
+            {
+                f"{self._metric} {each.job.id}": each.points.get(self._metric, ())
+                for each in self._compared
+            }
+        )

@@ -1,0 +1,356 @@
+"""The page of one job, which polls the store once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import yaml
+from nicegui import events, ui
+
+from service.dashboard import charts, fragments, spec_text
+from service.dashboard.panels import (
+    ActionsPanel,
+    ExportPanel,
+    LogView,
+    Panel,
+    PlacementPanel,
+    TracePanel,
+)
+from service.dashboard.rest import Refused, Rest
+from service.dashboard.shell import (
+    MOUNT_PATH,
+    link_button,
+    may_submit,
+    not_found,
+    page_frame,
+    panel,
+)
+from service.dashboard.snapshots import (
+    MAX_CHART_POINTS,
+    JobSnapshot,
+    Points,
+    load_job,
+    read_points,
+)
+from service.db.jobs import JobStore
+from service.domain.models import Checkpoint, Job, MetricPoint
+from service.errors import JobNotFound, StorageUnavailable
+
+REFRESH_INTERVAL_S = 1.0
+_MAX_CSV_ROWS = 100_000
+PanelKind = TypeVar("PanelKind", bound=Panel)
+
+
+class JobPage:
+    """One reader's view of a job, refreshed every second while the browser is connected."""
+
+    def __init__(self, rest: Rest, job_id: str) -> None:
+        self._rest = rest
+        self._store = rest.context.store
+        self._job_id = job_id
+
+    async def build(self) -> None:
+        """Draw the page, or a 404 if there is no such job."""
+        try:
+            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+            if self._rest.reader().role_in(snapshot.job.project) is None:
+                raise JobNotFound(self._job_id)
+        except JobNotFound:
+            not_found(self._rest, "There is no such job", f"Nothing is known of '{self._job_id}'.")
+            return
+        self._snapshot = snapshot
+        with page_frame(snapshot.job.name, self._rest):
+            self._build_head()
+            self._build_body()
+            self._build_tabs()
+        self._show(snapshot)
+        ui.timer(0.0, self._begin, once=True)
+
+    async def _begin(self) -> None:
+        """Draw the charts one after another, then follow the job."""
+        for chart in self._charts:
+            await self._read_chart(chart, {})
+        ui.timer(REFRESH_INTERVAL_S, self.refresh)
+        await self._show_parent()
+
+    async def _read_chart(self, chart: _ChartPanel, known: Points) -> None:
+        """Read the points of a chart, of `known` ones only what is newer, and draw it."""
+        read = partial(read_points, self._store, self._job_id, chart.metrics, known)
+        points = await asyncio.to_thread(read)
+        best = next((each for each in self._snapshot.checkpoints if each.is_best), None)
+        chart.show(points, best, charts.marks_of(self._snapshot.timeline))
+
+    async def _show_parent(self) -> None:
+        """What differs from the spec of the job that this is a clone of."""
+        told = (line.data.get("cloned_from") for line in self._snapshot.timeline[:1])
+        parent = next(filter(None, told), None)
+        if parent is None:
+            return
+        try:
+            old = (await self._rest.get(f"/v1/jobs/{parent}"))["spec"]
+        except Refused:
+            return  # It was deleted, or may not be seen.
+        new = self._snapshot.job.spec.model_dump(mode="json")
+        rows = spec_text.differences([old, new])
+        shown = {path: [*map(spec_text.shown, values)] for path, values in rows.items()}
+        names, title = [str(parent), "this job"], f"What differs from {parent}, its parent"
+        html = fragments.render("differences.html", names=names, rows=shown, title=title)
+        self._parent.set_content(html)
+        self._parent.set_visibility(True)
+
+    async def refresh(self) -> None:
+        """Read the store in a thread and show what changed."""
+        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+        self._show(snapshot)
+        if snapshot.is_new:
+            for chart in self._charts:
+                await self._read_chart(chart, {} if snapshot.is_rewound else chart.points)
+        job, fault = snapshot.job, ""
+        try:
+            await self._exports.refresh()
+            await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
+        except StorageUnavailable as error:
+            fault = f"Logs and exports cannot be read: {error}"
+        self._fault.set_text(fault)
+        self._fault.set_visibility(bool(fault))
+
+    def _build_head(self) -> None:
+        with ui.element("div").classes("crumbs"):
+            ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
+            ui.label("/")
+            ui.label(self._snapshot.job.name)
+            ui.element("span").classes("grow")
+            job_id = self._snapshot.job.id
+            link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}", "small")
+            if may_submit(self._rest):
+                link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}", "small")
+        with ui.element("div").classes("job-head"):
+            self._heading = ui.html(sanitize=False).classes("heading")
+            self._actions = self._panel(ActionsPanel)
+        self._progress = ui.html(sanitize=False).classes("panel progress-panel")
+        self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
+        self._placement = self._panel(PlacementPanel)
+
+    def _build_body(self) -> None:
+        with ui.element("div").classes("columns"):
+            with ui.element("div").classes("charts-column"):
+                chart_tools(self._redraw, self._show_zoom)
+                with ui.element("div").classes("charts"):
+                    job = self._snapshot.job
+                    specs = charts.charts_of(job)
+                    self._charts = [_ChartPanel(self._store, job, spec) for spec in specs]
+            with ui.element("div").classes("side"):
+                with panel("2D groups"):
+                    self._groups = ui.html(sanitize=False)
+                with panel("Timeline", "timeline-panel"):
+                    self._timeline = (
+                        ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
+                    )
+        with panel("Sharding", "sharding-panel"):
+            self._sharding = ui.html(sanitize=False)
+
+    def _build_tabs(self) -> None:
+        with ui.element("section").classes("panel tabs-panel"):
+            self._fault = ui.label().classes("notice tone-warn")
+            self._fault.set_visibility(False)
+            with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
+                for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
+                    ui.tab(name)
+            with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
+                with ui.tab_panel("Logs"):
+                    self._logs = LogView(self._rest.context.settings, self._job_id)
+                with ui.tab_panel("Checkpoints"):
+                    self._checkpoints = ui.html(sanitize=False)
+                    self._exports = self._panel(ExportPanel)
+                with ui.tab_panel("Traces"):
+                    self._traces = self._panel(TracePanel)
+                with ui.tab_panel("Attempts"):
+                    self._attempts = ui.html(sanitize=False)
+                with ui.tab_panel("Spec"):
+                    self._parent = ui.html(sanitize=False)
+                    self._parent.set_visibility(False)
+                    code = ui.code(spec_yaml(self._snapshot.job), language="yaml").classes("spec")
+                    if code.copy_button is not None:
+                        code.copy_button.props('aria-label="Copy the spec"')
+
+    def _show(self, snapshot: JobSnapshot) -> None:
+        self._snapshot = snapshot
+        job, now = snapshot.job, time.time()
+        self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
+        self._progress.set_content(fragments.progress(job))
+        self._figures.set_content(fragments.render("figures.html", job=job))
+        self._placement.show(snapshot, now)
+        self._groups.set_content(fragments.groups(job, snapshot.timeline))
+        timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
+        self._timeline.set_content(timeline)
+        self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
+        self._traces.show(snapshot, now)
+        found = fragments.render("checkpoints.html", checkpoints=snapshot.checkpoints, now=now)
+        self._checkpoints.set_content(found)
+        self._exports.show(snapshot)
+        tried = fragments.render("attempts.html", job=job, attempts=snapshot.attempts, now=now)
+        self._attempts.set_content(tried)
+        self._actions.show(snapshot)
+
+    def _redraw(self, view: charts.ChartView) -> None:
+        for chart in self._charts:
+            chart.draw(view)
+
+    def _show_zoom(self, is_shown: bool) -> None:
+        for chart in self._charts:
+            chart.show_zoom(is_shown)
+
+    def _panel(self, kind: type[PanelKind]) -> PanelKind:
+        return kind(self._rest, self._snapshot, self.refresh)
+
+
+class ChartBox:
+    """A chart in its box, with a legend where it has several lines, and its data as files."""
+
+    def __init__(self, title: str, options: dict[str, Any], legend: Mapping[str, str]) -> None:
+        self._title = title
+        with ui.element("section").classes("panel chart-panel") as self.box:
+            with ui.element("div").classes("chart-head"):
+                with ui.element("h2"):
+                    ui.label(title)
+                with ui.element("div").classes("legend"):
+                    for label, colour in legend.items():
+                        ui.label(label).style(f"--colour: {colour}")
+                ui.element("span").classes("grow")
+                for text, save in (("CSV", self._save_csv), ("PNG", self._save_png)):
+                    save_button = ui.button(text, on_click=save, color=None).classes("chart-save")
+                    save_button.props(f'flat dense no-caps aria-label="{title} as {text}"')
+            self.chart = ui.echart(options).classes("chart")
+        self.chart.props(f'role=img aria-label="{title}"')
+
+    async def read_csv(self) -> str:
+        """All that the chart shows, as CSV."""
+        raise NotImplementedError
+
+    async def _save_csv(self) -> None:
+        ui.download.content(await self.read_csv(), f"{self._title}.csv", "text/csv")
+
+    async def _save_png(self) -> None:
+        ground = {"pixelRatio": 2, "backgroundColor": "#ffffff"}
+        url = await self.chart.run_chart_method("getDataURL", ground, timeout=10)
+        ui.download.content(base64.b64decode(url.partition(",")[2]), f"{self._title}.png")
+
+
+class _ChartPanel(ChartBox):
+    """A chart of one job; where a reader zooms in, it is read again in detail."""
+
+    def __init__(self, store: JobStore, job: Job, spec: charts.ChartSpec) -> None:
+        self._store, self._job_id, self._spec = store, job.id, spec
+        legend = {line.label: line.colour for line in spec.lines} if len(spec.lines) > 1 else {}
+        super().__init__(spec.title, charts.chart_options(spec), legend)
+        self.box.classes("wide" if spec.is_stacked else "")
+        self.chart.mark(f"chart-{spec.key}")
+        self.chart.on("chart:datazoom", self._zoom, ["start", "end", "batch"], throttle=0.4)
+        self.metrics = [line.metric for line in spec.lines]
+        self.points: Points = {}
+        self._detail: Points = {}
+        self._best: Checkpoint | None = None
+        self._marks: Sequence[charts.Mark] = ()
+        self._view = charts.ChartView()
+
+    def show(
+        self,
+        points: Points,
+        best: Checkpoint | None,
+        marks: Sequence[charts.Mark],
+    ) -> None:
+        """Draw the points (by metric name), mark events and the best checkpoint."""
+        self.points, self._best, self._marks = points, best, marks
+        self.draw(self._view)
+
+    def draw(self, view: charts.ChartView) -> None:
+        self._view = view
+        options = self.chart.options
+        shown = {**self.points, **self._with_detail()}
+        charts.fill(options, self._spec, shown, self._best, self._marks, view)
+        self.box.classes("drawn")
+        self.box.set_visibility(not self._spec.is_optional or charts.has_data(options))
+        self.chart.update()
+
+    def show_zoom(self, is_shown: bool) -> None:
+        charts.show_zoom(self.chart.options, is_shown=is_shown)
+        self.chart.update()
+
+    def _with_detail(self) -> Points:
+        """The coarse points outside of what was read in detail, and the detail."""
+        found = {}
+        for name, detail in self._detail.items():
+            if detail:
+                first, last = detail[0].step, detail[-1].step
+                coarse = self.points.get(name, ())
+                before = [point for point in coarse if point.step < first]
+                found[name] = [*before, *detail, *(each for each in coarse if each.step > last)]
+        return found
+
+    async def _zoom(self, event: events.GenericEventArguments) -> None:
+        told = (event.args.get("batch") or [event.args])[0]
+        start, end = told.get("start"), told.get("end")
+        names = [line.metric for line in self._spec.lines if self.points.get(line.metric)]
+        if start is None or end is None or not names:
+            return
+        first = min(self.points[name][0].step for name in names)
+        last = max(self.points[name][-1].step for name in names)
+        if end - start > 99:
+            self._detail = {}
+        else:
+            near, far = (int(first + (last - first) * share / 100) for share in (start, end))
+            self._detail = await asyncio.to_thread(self._read, names, near, far, MAX_CHART_POINTS)
+        self.draw(self._view)
+
+    def _read(
+        self, names: Sequence[str], first: int | None, last: int | None, most: int
+    ) -> dict[str, list[MetricPoint]]:
+        return {
+            name: self._store.metric_points(
+                self._job_id, name, from_step=first, to_step=last, max_points=most
+            )
+            for name in names
+        }
+
+    async def read_csv(self) -> str:
+        names = [line.metric for line in self._spec.lines if self.points.get(line.metric)]
+        found = await asyncio.to_thread(self._read, names, None, None, _MAX_CSV_ROWS)
+        return charts.csv_of(found)
+
+
+def chart_tools(
+    redraw: Callable[[charts.ChartView], None], show_zoom: Callable[[bool], None]
+) -> ui.element:
+    """How all charts of a page are looked at."""
+    view = charts.ChartView()
+
+    def change(**fields: Any) -> None:
+        nonlocal view
+        view = dataclasses.replace(view, **fields)
+        redraw(view)
+
+    with ui.element("div").classes("chart-tools") as tools:
+        shares = {0.0: "not smoothed", 0.6: "smoothed", 0.9: "much smoothed"}
+        smoothing = ui.select(shares, value=0.0).props('dense outlined aria-label="Smoothing"')
+        smoothing.on_value_change(lambda event: change(smoothing=event.value))
+        logs = ui.checkbox("Log scale").props("dense size=sm")
+        logs.on_value_change(lambda event: change(is_log=event.value))
+        marks = ui.checkbox("Events", value=True).props("dense size=sm")
+        marks.on_value_change(lambda event: change(has_events=event.value))
+        zoom = ui.checkbox("Zoom").props("dense size=sm")
+        zoom.on_value_change(lambda event: show_zoom(event.value))
+        with zoom:
+            ui.tooltip("Or turn the wheel over a chart with Ctrl")
+    return tools
+
+
+def spec_yaml(job: Job) -> str:
+    """The spec as the user could submit it again: YAML without what was left at its default."""
+    document = job.spec.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)

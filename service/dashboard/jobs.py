@@ -1,0 +1,509 @@
+"""The job list: a page of all jobs that fit the filters, which the address of the page holds.
+
+The store filters and pages, so that a list of 100 000 jobs is as quick as one of ten. Rows come
+first, the curves of their watched metrics right after them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from urllib.parse import urlencode
+
+from nicegui import ui
+
+from service.dashboard import views
+from service.dashboard.panels import asking, button
+from service.dashboard.rest import Refused, Rest
+from service.dashboard.shell import MOUNT_PATH, link_button, page_frame
+from service.db.jobs import JobStore
+from service.db.queries import JobFilter, MetricBound
+from service.domain.auth import Principal, Role
+from service.domain.models import Job, JobStatus
+from service.domain.timeline import counted
+from service.errors import InvalidRequest, StoreUnavailable
+from service.schemas import wording
+
+REFRESH_INTERVAL_S = 1.0
+PAGE_SIZE = 50
+LIST_MAX_AGE_S = 0.9
+SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 88, 24, 44
+_MAX_SPARKS = 5000
+EXAMPLE_COMMAND = "shardloom run examples/movielens.yaml"
+# Name, title, and whether it holds numbers; the first two are always there.
+COLUMNS = (
+    ("status", "Status", False),
+    ("name", "Job", False),
+    ("progress", "Progress", False),
+    ("spark", "Watched metric", False),
+    ("quality", "Validation", True),
+    ("loss", "Train loss", True),
+    ("metric", "Filtered metric", True),
+    ("rows_per_s", "Rows/s", True),
+    ("workers", f"Workers T = M {wording.TIMES} L", False),
+    ("project", "Project", False),
+    ("labels", "Labels", False),
+    ("priority", "Priority", True),
+    ("attempts", "Attempts", True),
+    ("duration", "Duration", True),
+    ("age", "Age", True),
+)
+_ALWAYS = ("status", "name")
+DEFAULT_COLUMNS = ("progress", "spark", "quality", "rows_per_s", "workers", "duration", "age")
+_STATES = tuple(JobStatus)
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """What the list shows: the parameters of the page's address, which may be shared."""
+
+    search: str = ""
+    statuses: tuple[JobStatus, ...] = ()
+    project: str = ""
+    labels: tuple[str, ...] = ()
+    metric: str = ""
+    columns: tuple[str, ...] = DEFAULT_COLUMNS
+    after: str = ""
+
+    @classmethod
+    def of(cls, params: Iterable[tuple[str, str]]) -> JobQuery:
+        """The query of an address; what is not known in it is left out."""
+        found: dict[str, list[str]] = {}
+        for name, value in params:
+            found.setdefault(name, []).append(value)
+        one = {name: values[-1] for name, values in found.items()}
+        states = {state.value.lower(): state for state in _STATES}
+        chosen = one.get("columns")
+        return cls(
+            search=one.get("search", ""),
+            statuses=tuple(states[name] for name in found.get("status", ()) if name in states),
+            project=one.get("project", ""),
+            labels=tuple(found.get("label", ())),
+            metric=one.get("metric", ""),
+            columns=DEFAULT_COLUMNS if chosen is None else tuple(filter(None, chosen.split(","))),
+            after=one.get("after", ""),
+        )
+
+    @property
+    def address(self) -> str:
+        """Path and parameters of the page that shows this."""
+        pairs = [("search", self.search), *(("status", each.lower()) for each in self.statuses)]
+        pairs += [("project", self.project), *(("label", each) for each in self.labels)]
+        pairs += [("metric", self.metric), ("after", self.after)]
+        given = [(name, value) for name, value in pairs if value]
+        if self.columns != DEFAULT_COLUMNS:
+            given.append(("columns", ",".join(self.columns)))
+        return f"{MOUNT_PATH}/" + (f"?{urlencode(given, safe='/,:')}" if given else "")
+
+    @property
+    def is_filtered(self) -> bool:
+        return bool(
+            self.search or self.statuses or self.project or self.labels or self.metric or self.after
+        )
+
+    def filter_for(self, reader: Principal) -> JobFilter:
+        """The filter of the store for what `reader` may see; raises `InvalidRequest`."""
+        return JobFilter(
+            after=self.after or None,
+            statuses=self.statuses,
+            search=self.search.strip(),
+            project=self.project or None,
+            projects=reader.projects,
+            labels=dict(label.split("=", 1) for label in self.labels if "=" in label),
+            metrics=[MetricBound.parse(self.metric)] if self.metric.strip() else (),
+        )
+
+
+@dataclass(frozen=True)
+class ListSnapshot:
+    """A page of jobs; `following` is the cursor of the next one."""
+
+    jobs: Sequence[Job]
+    following: str | None
+
+
+class ListFeed:
+    """Pages of the job list, each read once for all of its readers: reading 50 specs takes a while.
+
+    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
+    threads.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        placed: Callable[[Job], Job] = lambda job: job,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._placed = placed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read: dict[str, tuple[float, ListSnapshot]] = {}
+        self._sparks: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+    def latest(self, wanted: JobFilter) -> ListSnapshot:
+        """The jobs of a page, as they were at most `LIST_MAX_AGE_S` ago."""
+        key = repr(wanted)
+        with self._lock:
+            now = self._clock()
+            expires_at, snapshot = self._read.get(key, (-math.inf, None))
+            if snapshot is None or now >= expires_at:
+                # Readers with other filters come and go; what is stale need not be kept.
+                self._read = {other: kept for other, kept in self._read.items() if kept[0] > now}
+                jobs, following = self._store.list_jobs(wanted, limit=PAGE_SIZE)
+                snapshot = ListSnapshot([*map(self._placed, jobs)], following)
+                self._read[key] = (now + LIST_MAX_AGE_S, snapshot)
+            return snapshot
+
+    def known_spark(self, job: Job) -> str | None:
+        """The curve of a job as of its step now, if it was read already."""
+        return self._sparks.get((job.id, job.progress.step))
+
+    def read_spark(self, job: Job) -> None:
+        """Read the curve of a job's watched metric: on validation, else in training, else loss."""
+        watched = job.spec.model.watched_metric
+        for name in (f"validation/{watched}", f"train/{watched}", "train/loss"):
+            found = self._store.metric_sample(job.id, name, SPARK_POINTS)
+            if len(found) > 1:
+                break
+        with self._lock:
+            self._sparks[job.id, job.progress.step] = spark_path(found)
+            while len(self._sparks) > _MAX_SPARKS:
+                self._sparks.popitem(last=False)
+
+
+def spark_path(points: Sequence[tuple[int, float]]) -> str:
+    """Points (step, value) as the path of an SVG; what is not finite is a gap."""
+    finite = [value for _, value in points if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    first, last, low, high = points[0][0], points[-1][0], min(finite), max(finite)
+    across, up = max(last - first, 1), (high - low) or 1.0
+    path, is_drawing = [], False
+    for step, value in points:
+        if math.isfinite(value):
+            x = 2 + (SPARK_WIDTH - 4) * (step - first) / across
+            y = 2 + (SPARK_HEIGHT - 4) * (high - value) / up
+            path.append(f"{'L' if is_drawing else 'M'}{x:.1f} {y:.1f}")
+        is_drawing = math.isfinite(value)
+    return "".join(path)
+
+
+# Compiled by Vue in the browser, which escapes every value and patches rows in place: a row
+# under the pointer keeps its identity while its numbers change.
+_ROW_TEMPLATE = (
+    """
+<q-tr :props="props" class="job-row" :title="props.row.message">
+  <q-td auto-width class="job-select"><q-checkbox v-model="props.selected" dense size="sm" :aria-label="'Select ' + props.row.name" /></q-td>
+  <q-td key="status" class="job-status"><span :class="'status tone-' + props.row.tone">{{ props.row.status }}</span><small v-if="props.row.groups" class="degraded">{{ props.row.groups }}</small></q-td>
+  <q-td key="name" class="job-name">
+    <a :href="'MOUNT/jobs/' + props.row.id">{{ props.row.name }}</a><small>{{ props.row.id }}</small>
+  </q-td>
+  <q-td key="progress" v-if="SHOWS('progress')" class="job-progress">
+    <div :class="'bar tone-' + props.row.tone"><i :style="{width: props.row.percent + '%'}"></i></div>
+    <div class="bar-text"><span>{{ props.row.percent_text }}</span><span>{{ props.row.aside }}</span></div>
+  </q-td>
+  <q-td key="spark" v-if="SHOWS('spark')" class="job-spark"><svg v-if="props.row.spark" viewBox="0 0 WIDTH HEIGHT" aria-hidden="true"><path :d="props.row.spark" /></svg></q-td>
+  <q-td key="quality" v-if="SHOWS('quality')" class="number" data-label="Validation">
+    {{ props.row.quality }}<small class="unit">{{ props.row.quality_name }}</small>
+  </q-td>
+"""  # noqa: E501
+    + "".join(
+        f"""<q-td key="{name}" v-if="SHOWS('{name}')" data-label="{title}" """
+        f"""class="{"number" if is_number else "text"}">"""
+        f"{{{{ props.row.{name} }}}}</q-td>"
+        for name, title, is_number in COLUMNS
+        if name not in ("status", "name", "progress", "spark", "quality")
+    )
+    + "</q-tr>"
+)
+_ROW_TEMPLATE = _ROW_TEMPLATE.replace("WIDTH HEIGHT", f"{SPARK_WIDTH} {SPARK_HEIGHT}")
+_ROW_TEMPLATE = _ROW_TEMPLATE.replace("MOUNT", MOUNT_PATH)
+# A cell whose column is hidden would take another one's place.
+_ROW_TEMPLATE = _ROW_TEMPLATE.replace("SHOWS(", "props.cols.map(each => each.name).includes(")
+
+
+_SELECT_ALL = """
+<q-checkbox v-model="props.selected" dense size="sm" aria-label="Select all jobs of this page" />
+"""
+
+
+class ListPage:
+    """One reader's job list, refreshed every second while the browser is connected."""
+
+    def __init__(self, rest: Rest, feed: ListFeed) -> None:
+        self._rest = rest
+        self._feed = feed
+        self._reader = rest.reader()
+        self._may_submit = self._reader.may_somewhere(Role.SUBMITTER)
+        self._query = JobQuery.of(ui.context.client.request.query_params.multi_items())
+        self._snapshot = ListSnapshot((), None)
+        # The one that is filtered by.
+        self._metric = ""
+        # Cursors of the pages before this one.
+        self._before: list[str] = []
+
+    async def build(self) -> None:
+        with page_frame("Jobs", self._rest):
+            with ui.element("div").classes("list-head"):
+                ui.html("<h1>Jobs</h1>", sanitize=False)
+                ui.element("span").classes("grow")
+                if self._may_submit:
+                    link_button("New job", f"{MOUNT_PATH}/new", "primary")
+            self._fault = ui.label().classes("notice tone-bad").props("role=alert")
+            self._fault.set_visibility(False)
+            self._build_filters()
+            self._build_selection()
+            self._table = _build_table()
+            self._table.on_select(lambda _: self._show_selection())
+            self._show_columns()
+            self._build_foot()
+            self._build_blanks()
+        await self.refresh()
+        ui.timer(REFRESH_INTERVAL_S, self.refresh, immediate=False)
+        ui.timer(0.0, self._draw_sparks, once=True)
+
+    def _build_filters(self) -> None:
+        query = self._query
+        with ui.element("div").classes("filters") as self._filters:
+            with ui.element("div").classes("pills").props('role=group aria-label="State"'):
+                self._pills: dict[JobStatus | None, ui.element] = {None: self._pill(None, "all")}
+                self._pills |= {each: self._pill(each, each.lower()) for each in _STATES}
+            with ui.element("div").classes("filter-fields"):
+                search = _filter_input("Search name or id", query.search)
+                search.on_value_change(lambda event: self._change(search=event.value or ""))
+                self._project = ui.select(
+                    [query.project] if query.project else [],
+                    value=query.project or None,
+                    with_input=True,
+                    clearable=True,
+                    new_value_mode="add-unique",
+                    on_change=lambda event: self._change(project=event.value or ""),
+                ).props("dense outlined aria-label=Project")
+                self._project.props["placeholder"] = "Project"
+                labels = _filter_input("Labels", " ".join(query.labels), "Labels: team=ads")
+                labels.validation = _label_fault
+                labels.on_value_change(
+                    lambda event: self._change(labels=tuple((event.value or "").split()))
+                )
+                metric = _filter_input("Metric", query.metric, "Metric: validation/rmse<0.9")
+                metric.validation = _metric_fault
+                metric.on_value_change(lambda event: self._change(metric=event.value or ""))
+                columns = button("Columns", lambda: None).props("icon-right=expand_more")
+                with columns, ui.menu(), ui.element("div").classes("column-menu"):
+                    for name, title, _ in COLUMNS:
+                        if name not in _ALWAYS:
+                            box = ui.checkbox(title, value=name in query.columns)
+                            box.on_value_change(partial(self._choose_column, name))
+                            box.props("dense size=sm")
+
+    def _pill(self, status: JobStatus | None, label: str) -> ui.element:
+        with ui.element("button").classes("pill") as pill:
+            ui.label(label)
+        return pill.on("click", partial(self._choose_state, status))
+
+    def _build_selection(self) -> None:
+        with ui.element("div").classes("selection") as self._selection:
+            self._selected = ui.label().classes("selection-text").props("role=status")
+            button("Compare", self._compare)
+            if self._may_submit:
+                with asking(
+                    "Cancel these jobs?",
+                    "Cancel jobs",
+                    self._cancel,
+                    leave="Keep them",
+                    colour="color=negative",
+                ) as self._cancel_dialog:
+                    ui.label("Their workers stop. Checkpoints that are committed stay.")
+                with asking(
+                    "Delete these jobs?",
+                    "Delete jobs",
+                    self._delete,
+                    leave="Keep them",
+                    colour="color=negative",
+                ) as self._delete_dialog:
+                    ui.label("Their checkpoints, logs and metrics go, too. This cannot be undone.")
+                button("Cancel", self._cancel_dialog.open, "cancel-button")
+                button("Delete", self._delete_dialog.open, "cancel-button")
+            button("Clear", self._clear_selection)
+        self._selection.set_visibility(False)
+
+    def _build_foot(self) -> None:
+        with ui.element("nav").classes("list-foot").props('aria-label="More jobs"') as self._foot:
+            self._note = ui.label().classes("list-note")
+            ui.element("span").classes("grow")
+            self._newer = button("Newer", self._turn_back)
+            self._older = button("Older", self._turn)
+
+    def _build_blanks(self) -> None:
+        with ui.element("div").classes("blank") as self._empty:
+            ui.label("No jobs yet").classes("blank-title")
+            ui.label("Submit a first one from a terminal or here; it shows up at once.")
+            ui.html(f"<pre class='command'>{EXAMPLE_COMMAND}</pre>", sanitize=False)
+            ui.label("A job is one YAML file: data, features, tables, model, layout.")
+        with ui.element("div").classes("blank") as self._unmatched:
+            ui.label("No job matches").classes("blank-title")
+            ui.label("Widen the filters, or clear them.")
+            link_button("Clear filters", f"{MOUNT_PATH}/")
+
+    async def refresh(self) -> None:
+        query, fault = self._query, ""
+        try:
+            wanted = query.filter_for(self._reader)
+            snapshot = await asyncio.to_thread(self._feed.latest, wanted)
+        except InvalidRequest:
+            return  # The field says so.
+        except StoreUnavailable as error:
+            fault, snapshot = f"The list cannot be read: {error}", self._snapshot
+        if query != self._query:
+            return  # Somebody typed on while the store was read.
+        self._fault.set_text(fault)
+        self._fault.set_visibility(bool(fault))
+        self._snapshot = snapshot
+        self._metric = next((bound.name for bound in wanted.metrics), "")
+        self._show()
+
+    async def _draw_sparks(self) -> None:
+        """Read the curves that are not known yet, and show them."""
+        missing = [job for job in self._snapshot.jobs if self._feed.known_spark(job) is None]
+        if "spark" in self._query.columns and missing:
+            await asyncio.to_thread(lambda: [*map(self._feed.read_spark, missing)])
+            self._show()
+
+    def _show(self) -> None:
+        now, jobs = time.time(), self._snapshot.jobs
+        rows = [
+            views.job_row(job, now, self._metric) | {"spark": self._feed.known_spark(job)}
+            for job in jobs
+        ]
+        if rows != self._table.rows:
+            self._table.rows = rows
+            if any(row["spark"] is None for row in rows):
+                ui.timer(0.0, self._draw_sparks, once=True)
+        is_filtered = self._query.is_filtered
+        self._table.set_visibility(bool(jobs))
+        self._empty.set_visibility(not jobs and not is_filtered)
+        self._unmatched.set_visibility(not jobs and is_filtered)
+        self._filters.set_visibility(bool(jobs) or is_filtered)
+        self._foot.set_visibility(bool(jobs))
+        self._note.set_text(counted(len(jobs), "job") + (", newest first" if len(jobs) > 1 else ""))
+        self._newer.set_visibility(bool(self._query.after))
+        self._older.set_visibility(self._snapshot.following is not None)
+        for status, pill in self._pills.items():
+            is_on = status in self._query.statuses if status else not self._query.statuses
+            pill.classes(add="active" if is_on else "", remove="" if is_on else "active")
+            pill.props(f"aria-pressed={'true' if is_on else 'false'}")
+        known = {job.project for job in jobs} | {*self._project.options}
+        if known != {*self._project.options}:
+            self._project.set_options(sorted(known))
+        self._show_selection()
+
+    # ---- what is shown
+
+    async def _change(self, **fields: object) -> None:
+        changed = replace(self._query, **{"after": "", **fields})  # type: ignore[arg-type]
+        if changed == self._query:
+            return
+        self._query = changed
+        ui.navigate.history.replace(changed.address)
+        await self.refresh()
+
+    async def _choose_state(self, status: JobStatus | None) -> None:
+        chosen = {*self._query.statuses} ^ {status} if status else set()
+        await self._change(statuses=tuple(each for each in _STATES if each in chosen))
+
+    async def _choose_column(self, name: str) -> None:
+        chosen = {*self._query.columns} ^ {name}
+        columns = tuple(each for each, _, _ in COLUMNS if each in chosen)
+        await self._change(columns=columns, after=self._query.after)
+        self._show_columns()
+
+    def _show_columns(self) -> None:
+        self._table.props["visible-columns"] = [*_ALWAYS, *self._query.columns]
+        self._table.update()
+
+    async def _turn(self) -> None:
+        self._before.append(self._query.after)
+        await self._change(after=self._snapshot.following or "")
+
+    async def _turn_back(self) -> None:
+        await self._change(after=self._before.pop() if self._before else "")
+
+    # ---- several jobs
+
+    def _show_selection(self) -> None:
+        number = len(self._table.selected)
+        self._selection.set_visibility(number > 0)
+        self._selected.set_text(f"{number} selected")
+
+    def _clear_selection(self) -> None:
+        self._table.selected = []
+        self._show_selection()
+
+    def _compare(self) -> None:
+        ids = ",".join(row["id"] for row in self._table.selected)
+        ui.navigate.to(f"{MOUNT_PATH}/compare?jobs={ids}")
+
+    async def _cancel(self) -> None:
+        self._cancel_dialog.close()
+        await self._for_each("POST", "{}:cancel", "asked to stop")
+
+    async def _delete(self) -> None:
+        self._delete_dialog.close()
+        await self._for_each("DELETE", "{}", "deleted")
+
+    async def _for_each(self, method: str, path: str, done: str) -> None:
+        refusals, chosen = [], [*self._table.selected]
+        for row in chosen:
+            try:
+                await self._rest.send(method, "/v1/jobs/" + path.format(row["id"]))
+            except Refused as refused:
+                refusals.append(f"{row['name']}: {refused}")
+        num_done = len(chosen) - len(refusals)
+        if num_done:
+            ui.notify(f"{counted(num_done, 'job')} {done}.")
+        for refusal in refusals[:3]:
+            ui.notify(refusal, type="warning", multi_line=True)
+        self._clear_selection()
+        await self.refresh()
+
+
+def _filter_input(label: str, value: str, hint: str = "") -> ui.input:
+    field = ui.input(value=value, placeholder=hint or label)
+    field.props("dense outlined clearable debounce=200 hide-bottom-space")
+    field.props["aria-label"] = label
+    return field
+
+
+def _label_fault(text: str | None) -> str | None:
+    is_whole = all("=" in each[1:] for each in (text or "").split())
+    return None if is_whole else "KEY=VALUE, several with a space"
+
+
+def _metric_fault(text: str | None) -> str | None:
+    try:
+        MetricBound.parse(text) if text else None
+    except InvalidRequest:
+        return "as in validation/rmse<0.9"
+    return None
+
+
+def _build_table() -> ui.table:
+    columns = [
+        {"name": name, "label": title, "field": name, "align": "right" if is_number else "left"}
+        for name, title, is_number in COLUMNS
+    ]
+    table = ui.table(columns=columns, rows=[], row_key="id", selection="multiple")
+    table.classes("jobs-table")
+    table.props('flat hide-pagination :rows-per-page-options="[0]" hide-no-data')
+    table.props("hide-selected-banner")
+    table.add_slot("header-selection", _SELECT_ALL)
+    table.add_slot("body", _ROW_TEMPLATE)
+    return table

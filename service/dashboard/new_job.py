@@ -1,0 +1,368 @@
+"""The page of a new job: text, form, checks while one types, plan, command, submission.
+
+The text is the truth; the form changes it in place. What is submitted goes through `POST /v1/jobs`,
+or `:clone` for a copy of a job, whose problems are shown at their fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import uuid
+import zipfile
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+from nicegui import events, ui
+
+from service.dashboard import fragments, spec_text
+from service.dashboard.panels import button
+from service.dashboard.rest import Refused, Rest
+from service.dashboard.shell import MOUNT_PATH, may_submit, not_found, page_frame, panel
+from service.domain.timeline import counted
+from trainer.protocol.code_archive import PREFIX
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.parse import parse_document
+
+_CHECK_AFTER_S = 0.35
+_PLAN_AFTER_S = 0.9
+_DEFAULT_TEMPLATE = "movielens.yaml"
+_MAX_CODE_BYTES = 32 * 2**20
+_EMPTY = "name: my-job\n\ndata:\n  path: /data/prepared\n"
+# The fields that people change, by section.
+FORM = {
+    "Job": ("name", "project", "priority", "preemptible", "retry.max_failures"),
+    "Data and model": ("data.path", "data.batch_size", "model.arch"),
+    "Training": ("training.epochs", "training.max_steps", "training.seed"),
+    "Optimizer": (
+        *("optimizer.sparse.name", "optimizer.sparse.lr"),
+        *("optimizer.dense.name", "optimizer.dense.lr"),
+    ),
+    "Parallelism": (
+        *("parallelism.workers", "parallelism.shard_group_size", "parallelism.placement"),
+        *("parallelism.sync.every_steps", "parallelism.sync.dtype", "parallelism.survive.hosts"),
+    ),
+    "Checkpoints and resources": (
+        *("checkpoint.every_steps", "checkpoint.keep_last"),
+        *("resources.device", "resources.cpus_per_worker"),
+    ),
+}
+# CodeMirror asks for the options at the cursor: of the value behind `key: `, else of the section
+# whose braces are open on the line, else of the nearest one above that is indented less.
+_COMPLETE = """
+const { EditorState, StateEffect } = await import("nicegui-codemirror");
+const table = %s, editor = await getElement(%d).editorPromise;
+const optionsAt = (state, pos) => {
+  const line = state.doc.lineAt(pos), text = line.text.slice(0, pos - line.from);
+  const value = text.match(/(\\w+):\\s+[\\w.]*$/), open = text.match(/(\\w+):\\s*\\{[^{}]*$/);
+  let section = open ? open[1] : "", indent = text.search(/[^\\s-]|$/);
+  for (let n = line.number - 1; !section && n > 0 && indent > 0; n--) {
+    const head = state.doc.line(n).text.match(/^(\\s*)(\\w+):\\s*(#.*)?$/);
+    if (head && head[1].length < indent) section = head[2];
+  }
+  return [{ autocomplete: table[value ? `${section}.${value[1]}=` : section] || [] }];
+};
+editor.dispatch({ effects: StateEffect.appendConfig.of(EditorState.languageData.of(optionsAt)) });
+editor.contentDOM.setAttribute("aria-label", "Spec");
+editor.scrollDOM.tabIndex = 0;
+"""
+
+
+async def plan_of_document(rest: Rest, document: Any) -> dict[str, Any]:
+    """The plan of a spec, as a dry run answers; raises `Refused`."""
+    body = {"spec": document}
+    answer = await rest.send("POST", "/v1/jobs", params={"dry_run": "true"}, json=body)
+    plan: dict[str, Any] = answer.json()
+    return plan
+
+
+class NewJobPage:
+    """One reader's draft of a job. `source` is the id of a job to begin with, if any."""
+
+    def __init__(self, rest: Rest, source: str = "") -> None:
+        self._rest = rest
+        self._source = source
+        self._templates = spec_text.templates()
+        self._template = ""
+        self._original: Any = None
+        self._key = str(uuid.uuid4())
+        self._has_code = False
+        self._is_syncing = False
+        self._pending: ui.timer | None = None
+        self._planning: ui.timer | None = None
+        self._inputs: dict[str, ui.input | ui.select] = {}
+
+    async def build(self) -> None:
+        if not may_submit(self._rest):
+            why = "It needs the role submitter in a project."
+            not_found(self._rest, "You may not submit jobs", why)
+            return
+        text = await self._first_text()
+        with page_frame("New job", self._rest):
+            with ui.element("div").classes("page-head"):
+                ui.html("<h1>New job</h1>", sanitize=False)
+                ui.element("span").classes("grow")
+                names = {name: f"examples/{name}" for name in self._templates}
+                if self._source:
+                    names = {"": f"copy of {self._source}", **names}
+                self._choice = ui.select(
+                    names, value=self._template, on_change=self._use_template
+                ).props('dense outlined aria-label="Begin with"')
+                self._choice.set_visibility(bool(names))
+                self._submit = ui.button("Submit", on_click=self._submit_now, color=None)
+                self._submit.props("unelevated no-caps").classes("button primary submit-button")
+            with ui.element("div").classes("draft"):
+                with ui.element("div").classes("draft-main"):
+                    self._build_editor(text)
+                    self._build_form()
+                with ui.element("div").classes("draft-side"):
+                    with panel("Plan"):
+                        self._plan = ui.html(sanitize=False)
+                        self._plan.props("aria-live=polite")
+                    with panel("Code"):
+                        self._build_upload()
+                    with panel("The same from a terminal"):
+                        self._command = ui.label().classes("command-line")
+        await self._check()
+
+    async def _first_text(self) -> str:
+        if self._source:
+            try:
+                job = await self._rest.get(f"/v1/jobs/{self._source}")
+            except Refused as refused:
+                ui.notify(str(refused), type="warning")
+                self._source = ""
+            else:
+                self._source, document = job["id"], job["spec"]
+                return spec_text.written(_without_nulls(document))
+        has_default = _DEFAULT_TEMPLATE in self._templates
+        self._template = _DEFAULT_TEMPLATE if has_default else ""
+        text = self._templates.get(self._template, _EMPTY)
+        self._original = parse_document(text)
+        return text
+
+    def _build_editor(self, text: str) -> None:
+        with panel("Spec", "editor-panel"):
+            self._editor = ui.codemirror(
+                text,
+                language="YAML",
+                indent="  ",
+                line_wrapping=True,
+                theme="githubLight",
+                on_change=self._text_changed,
+            ).classes("editor")
+            table = json.dumps(spec_text.completions())
+            complete = _COMPLETE % (table, self._editor.id)
+            ui.timer(0.0, partial(self._dress_editor, complete), once=True)
+            with ui.element("div").classes("problems").props("role=status") as self._problems:
+                pass
+
+    async def _dress_editor(self, complete: str) -> None:
+        """Complete from the schema, in the colours of the page, which only the browser knows."""
+        ui.run_javascript(complete)
+        if await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=10):
+            self._editor.set_theme("githubDark")
+
+    def _build_form(self) -> None:
+        known = spec_text.schema_fields()
+        with panel("Fields that people change", "form-panel"):
+            for section, paths in FORM.items():
+                with ui.element("fieldset").classes("form-section"):
+                    with ui.element("legend"):
+                        ui.label(section)
+                    for path in paths:
+                        self._inputs[path] = self._field(path, known[path])
+
+    def _field(self, path: str, field: spec_text.FieldSchema) -> ui.input | ui.select:
+        label = path.removeprefix("parallelism.").replace("_", " ").replace(".", " ")
+        is_choice = bool(field.choices) and field.kind in ("string", "boolean")
+        made: ui.input | ui.select
+        if is_choice:
+            made = ui.select([*field.choices], label=label, clearable=True)
+        else:
+            default = "" if field.default is None else str(field.default)
+            made = ui.input(label=label, placeholder=default).props("debounce=400")
+        made.props("dense outlined stack-label hide-bottom-space")
+        made.on_value_change(partial(self._field_changed, path))
+        with made:
+            if field.description:
+                ui.tooltip(field.description.partition("\n\n")[0])
+        return made
+
+    def _build_upload(self) -> None:
+        hint = "A .py file, or a zip of a folder, for model.module; it travels with the job."
+        ui.label(hint).classes("muted")
+        upload = ui.upload(
+            auto_upload=True, max_file_size=_MAX_CODE_BYTES, on_upload=self._upload_code
+        )
+        upload.props('accept=".py,.zip"').classes("hidden")
+        upload.on("rejected", lambda: ui.notify("A .py or .zip file of at most 32 MiB, please."))
+        # In the browser itself, which lets only a click open its file dialog.
+        pick = f"() => getElement({upload.id}).pickFiles()"
+        button("Upload code", lambda: None).on("click", js_handler=pick)
+
+    # ---- text and form
+
+    async def _use_template(self) -> None:
+        self._template = str(self._choice.value or "")
+        text = self._templates.get(self._template)
+        if text is not None:
+            self._source, self._original = "", parse_document(text)
+            self._editor.set_value(text)
+
+    def _text_changed(self) -> None:
+        self._key = str(uuid.uuid4())
+        if self._pending is not None:
+            self._pending.cancel()
+        self._pending = ui.timer(_CHECK_AFTER_S, self._check, once=True)
+
+    async def _field_changed(self, path: str) -> None:
+        if self._is_syncing:
+            return
+        raw = self._inputs[path].value
+        try:
+            value = yaml.safe_load(str(raw)) if raw not in (None, "") else None
+            text = spec_text.with_value(self._editor.value, path, value)
+        except (yaml.YAMLError, SpecError) as error:
+            self._inputs[path].props(f'error error-message="{error}"')
+            return
+        self._editor.set_value(text)
+        await self._check()
+
+    async def _check(self) -> None:
+        """Check the text, and show its problems, its values and its command."""
+        checked = await asyncio.to_thread(spec_text.check, self._editor.value)
+        self._show_problems(checked.problems)
+        self._show_values(checked.document)
+        command = spec_text.command_of(
+            checked.document, self._template, self._original, has_code=self._has_code
+        )
+        self._command.set_text(command)
+        self._submit.set_enabled(checked.spec is not None)
+        if self._planning is not None:
+            self._planning.cancel()
+        if checked.spec is None:
+            self._plan.set_content(fragments.render("plan.html", plan=None, why=""))
+        else:
+            self._planning = ui.timer(
+                _PLAN_AFTER_S, partial(self._show_plan, checked.document), once=True
+            )
+
+    async def _show_plan(self, document: Any) -> None:
+        try:
+            plan = await plan_of_document(self._rest, document)
+        except Refused as refused:
+            self._show_problems(tuple(refused.problem.fields))
+            html = fragments.render("plan.html", plan=None, why=str(refused))
+        else:
+            self._show_problems(())
+            html = fragments.render("plan.html", plan=plan, why="")
+        self._plan.set_content(html)
+
+    def _show_problems(self, problems: tuple[FieldProblem, ...]) -> None:
+        """At their lines in the text, in a list below it, and at their fields of the form."""
+        text = self._editor.value
+        lines: dict[int, str] = {}
+        for each in problems:
+            at = spec_text.line_of(text, each.path)
+            lines[at] = f"{lines[at]}\n" if at in lines else ""
+            lines[at] += f"{each.path}: {each.message}"
+        self._editor.decorations = [
+            {"kind": "line", "line": line, "class": "faulty-line"} for line in lines
+        ]
+        self._editor.props["line-tooltips"] = lines
+        self._problems.clear()
+        with self._problems:
+            if not problems:
+                ui.label("Valid").classes("problems-none")
+            for each in problems[:8]:
+                at = spec_text.line_of(text, each.path)
+                with ui.element("button").classes("problem") as row:
+                    ui.label(f"{each.path}").classes("problem-path")
+                    ui.label(each.message)
+                row.on("click", partial(self._editor.reveal_line, at))
+            if len(problems) > 8:
+                ui.label(f"and {counted(len(problems) - 8, 'more problem')}")
+        faults = {each.path: each.message for each in problems}
+        for path, field in self._inputs.items():
+            if path in faults:
+                field.props["error"], field.props["error-message"] = True, faults[path]
+            elif field.props.get("error"):
+                field.props["error"] = False
+
+    def _show_values(self, document: Any) -> None:
+        self._is_syncing = True
+        try:
+            for path, field in self._inputs.items():
+                value = spec_text.value_at(document, path)
+                shown = None if value is None else spec_text.flow(value)
+                if isinstance(field, ui.select) and shown not in field.options:
+                    shown = None
+                if field.value != shown and not (field.value in (None, "") and shown is None):
+                    field.set_value(shown if isinstance(field, ui.select) else shown or "")
+        finally:
+            self._is_syncing = False
+
+    # ---- code and submission
+
+    async def _upload_code(self, event: events.UploadEventArguments) -> None:
+        try:
+            archive = _code_archive(event.file.name, await event.file.read())
+            kept = (await self._rest.send("POST", "/v1/code", content=archive)).json()
+            text = spec_text.with_value(self._editor.value, "model.code", kept["id"])
+        except (Refused, SpecError, zipfile.BadZipFile) as error:
+            ui.notify(str(error), type="warning", multi_line=True)
+            return
+        self._has_code = True
+        self._editor.set_value(text)
+        ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
+        await self._check()
+
+    async def _submit_now(self) -> None:
+        checked = spec_text.check(self._editor.value)
+        self._show_problems(checked.problems)
+        if checked.spec is None:
+            return
+        headers = {"Idempotency-Key": self._key}
+        path, body = "/v1/jobs", {"spec": checked.document}
+        if self._source:
+            old = (await self._rest.get(f"/v1/jobs/{self._source}"))["spec"]
+            path = f"/v1/jobs/{self._source}:clone"
+            body = {"patch": spec_text.patch_of(_without_nulls(old), checked.document)}
+        try:
+            answer = await self._rest.send("POST", path, json=body, headers=headers)
+        except Refused as refused:
+            self._show_problems(tuple(refused.problem.fields))
+            ui.notify(str(refused), type="negative", multi_line=True)
+            return
+        ui.navigate.to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
+
+
+def _code_archive(name: str, data: bytes) -> bytes:
+    """An archive whose files lie under `code/`, of one module or of a zip of a folder."""
+    kept = io.BytesIO()
+    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
+        if not name.endswith(".zip"):
+            archive.writestr(f"{PREFIX}/{PurePosixPath(name).name}", data)
+            return _closed(archive, kept)
+        with zipfile.ZipFile(io.BytesIO(data)) as given:
+            files = [each for each in given.infolist() if not each.is_dir()]
+            if all(each.filename.startswith(f"{PREFIX}/") for each in files):
+                return data
+            for each in files:
+                archive.writestr(f"{PREFIX}/{each.filename}", given.read(each))
+    return kept.getvalue()
+
+
+def _closed(archive: zipfile.ZipFile, kept: io.BytesIO) -> bytes:
+    archive.close()
+    return kept.getvalue()
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(below) for key, below in value.items() if below is not None}
+    return [_without_nulls(below) for below in value] if isinstance(value, list) else value

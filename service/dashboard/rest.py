@@ -1,0 +1,74 @@
+"""The REST API as the reader of a page uses it: what a page does is a request like any other.
+
+A request goes through the service's own app, with the session of the page, without a network: it
+has the same rights, checks, limits and audit log as one from outside.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from nicegui import ui
+from pydantic import ValidationError
+
+from service.api.authentication import CSRF_HEADER, SESSION_COOKIE
+from service.api.deps import Context, known_principal
+from service.domain.auth import LOCAL, Principal
+from service.errors import NotSignedIn
+from service.schemas.common import Problem
+
+
+class Refused(Exception):
+    """A request was refused; `problem` says why, with one field for each fault."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(problem.detail)
+
+
+class Rest:
+    """Sends requests of the page that is being built or used."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self.context: Context = app.state.context
+
+    def reader(self) -> Principal:
+        """Who reads the page; raises `NotSignedIn`."""
+        if self.context.settings.auth == "none":
+            return LOCAL
+        principal = known_principal(ui.context.client.request)
+        if principal is None:
+            raise NotSignedIn
+        return principal
+
+    async def get(self, path: str, **params: Any) -> Any:
+        """The JSON that a GET answers; raises `Refused`."""
+        return (await self.send("GET", path, params=params)).json()
+
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """An answer that is no error; raises `Refused`."""
+        page = ui.context.client.request
+        headers = {"accept-encoding": "identity", **options.pop("headers", {})}
+        if cookie := page.cookies.get(SESSION_COOKIE):
+            headers |= {"cookie": f"{SESSION_COOKIE}={cookie}"}
+            headers |= {CSRF_HEADER: self.context.security.master.csrf_token(cookie)}
+        remote = (page.client.host, page.client.port) if page.client else ("127.0.0.1", 0)
+        transport = httpx.ASGITransport(self._app, raise_app_exceptions=False, client=remote)
+        origin = f"{page.url.scheme}://{page.headers['host']}"
+        async with httpx.AsyncClient(transport=transport, base_url=origin, timeout=None) as http:
+            answer = await http.request(method, path, headers=headers, **options)
+        if answer.is_error:
+            raise Refused(_problem_of(answer))
+        return answer
+
+
+def _problem_of(answer: httpx.Response) -> Problem:
+    try:
+        return Problem.model_validate_json(answer.content)
+    except ValidationError:
+        status = HTTPStatus(answer.status_code)
+        return Problem(title=status.phrase, status=status, detail=status.phrase, code="http_error")

@@ -1,0 +1,142 @@
+"""REST bodies of sweeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from service.domain.models import JobStatus
+from service.domain.sweeps import Parameter, SweepStatus
+from service.schemas.common import ApiModel, RequestModel, Value
+
+Search = Literal["tpe", "random", "grid"]
+Direction = Literal["minimize", "maximize"]
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+_MAX_TRIALS = 1000
+
+
+class ParameterSpec(RequestModel):
+    """A field of the spec to search: one of `values`, or a number from `low` to `high`.
+
+    Whole numbers where both bounds are; `log` for what is best compared by ratio, as learning
+    rates are.
+    """
+
+    path: str = Field(min_length=1, max_length=500, examples=["optimizer.sparse.lr"])
+    values: list[Any] | None = Field(default=None, min_length=1, max_length=100)
+    low: int | float | None = Field(default=None, examples=[0.01])
+    high: int | float | None = Field(default=None, examples=[0.3])
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.values is None) == (self.low is None or self.high is None):
+            raise ValueError("give either values, or low and high")
+        if self.values is not None and (self.low is not None or self.high is not None or self.log):
+            raise ValueError("values have no low, high or log")
+        if self.low is not None and self.high is not None:
+            if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+                raise ValueError("low and high must be finite, and low below high")
+            if self.log and self.low <= 0:
+                raise ValueError("with log, low must be above 0")
+        return self
+
+    @property
+    def parameter(self) -> Parameter:
+        if self.values is not None:
+            return Parameter(self.path, values=tuple(self.values))
+        assert self.low is not None and self.high is not None, "checked above"
+        is_integer = isinstance(self.low, int) and isinstance(self.high, int)
+        return Parameter(
+            self.path, low=self.low, high=self.high, is_integer=is_integer, is_log=self.log
+        )
+
+
+class EarlyStoppingSpec(RequestModel):
+    """Asynchronous successive halving (ASHA): trials are compared at `min_steps` and at each
+    `reduction_factor`-fold of that, and only the best 1 / `reduction_factor` go on."""
+
+    min_steps: int = Field(ge=1, le=2**53)
+    reduction_factor: int = Field(default=3, ge=2, le=100)
+
+
+class CreateSweep(RequestModel):
+    """Body of POST /v1/sweeps: the spec as a mapping, and what to search in it."""
+
+    spec: dict[str, Any]
+    parameters: list[ParameterSpec] = Field(min_length=1, max_length=50)
+    metric: MetricName = Field(examples=["validation/ne"])
+    direction: Direction = "minimize"
+    search: Search = "tpe"
+    num_trials: int = Field(default=20, ge=1, le=_MAX_TRIALS)
+    num_parallel: int = Field(default=4, ge=1, le=_MAX_TRIALS, description="Trials at a time.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    early_stopping: EarlyStoppingSpec | None = None
+
+    @model_validator(mode="after")
+    def _has_each_once(self) -> Self:
+        paths = [each.path for each in self.parameters]
+        if len({*paths}) < len(paths):
+            raise ValueError("a field is searched once")
+        if self.search == "grid" and any(each.values is None for each in self.parameters):
+            raise ValueError("a grid has values, not bounds, for every parameter")
+        return self
+
+
+class ParameterOut(ApiModel):
+    """A searched field; `values` is empty for one with bounds."""
+
+    path: str
+    values: list[Any]
+    low: float
+    high: float
+    is_integer: bool
+    is_log: bool
+
+
+class TrialOut(ApiModel):
+    """A trial: its values by path, its job, and what became of it.
+
+    `value` is the newest of the sweep's metric. A trial with `stopped_at` lost a comparison at
+    that step; its job is paused and can be resumed. `message` says why there is no job.
+    """
+
+    number: int
+    values: dict[str, Any]
+    job_id: str | None
+    status: JobStatus | None
+    step: int
+    value: Value | None
+    stopped_at: int | None
+    message: str
+
+
+class SweepSummary(ApiModel):
+    """A sweep as a list shows it."""
+
+    id: str
+    name: str
+    project: str
+    status: SweepStatus
+    message: str
+    metric: str
+    direction: Direction
+    search: Search
+    num_trials: int = Field(description="In all; a grid may have fewer than were asked for.")
+    created_at: float
+    created_by: str
+    ended_at: float | None
+
+
+class SweepDetail(SweepSummary):
+    """A sweep with its trials; `best` is the number of the best one so far."""
+
+    num_parallel: int
+    seed: int
+    early_stopping: EarlyStoppingSpec | None
+    parameters: list[ParameterOut]
+    trials: list[TrialOut]
+    best: int | None
+    best_spec: dict[str, Any] | None = Field(description="The spec with the best trial's values.")

@@ -1,0 +1,1 @@
+"""Sweeps: suggestions, and the loop that carries them out."""

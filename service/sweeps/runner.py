@@ -1,0 +1,153 @@
+"""The loop of sweeps: observes the trials of each, decides, stores, acts.
+
+A step that is cut off anywhere is completed by the next: a trial is stored before its job is made,
+by an idempotency key of its own, and a comparison before the job that lost it is paused. Of several
+replicas one at a time goes through the sweeps, under a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from service.db.jobs import JobStore
+from service.db.projects import hold_lock
+from service.db.sweeps import SweepStore
+from service.domain.sweeps import Observed, Sweep, Trial, decide, trial_key
+from service.errors import (
+    IdempotencyConflict,
+    JobEnded,
+    JobNotFound,
+    ServiceError,
+    StoreUnavailable,
+)
+from service.jobs.actions import cancel_job, pause_job
+from service.jobs.submit import submit_job
+from service.settings import Settings
+from service.sweeps.search import spec_of_trial, suggest
+from trainer.spec.base import SpecError
+
+logger = logging.getLogger(__name__)
+_LOCK = "sweeps"
+# A pass takes far less; a replica that dies in one delays the others for this long.
+_LOCK_S = 60.0
+_POLL_S = 2.0
+
+
+@dataclass
+class SweepRunner:
+    """Runs the sweeps of `store` until closed; `clock` gives Unix seconds.
+
+    `jobs_changed` is called where jobs were made, or asked to stop.
+    """
+
+    store: SweepStore
+    jobs: JobStore
+    settings: Settings
+    jobs_changed: Callable[[], None]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._closing = threading.Event()
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="sweeps", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Go through the sweeps now."""
+        self._woken.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.poll()
+            except ServiceError as error:
+                logger.warning("sweeps are delayed: %s", error)
+            except Exception:  # the loop must outlive any failed pass
+                logger.exception("a pass over the sweeps failed, trying again")
+            self._woken.wait(_POLL_S)
+            self._woken.clear()
+
+    def poll(self) -> None:
+        """One pass over all sweeps that have not ended."""
+        live = self.store.list_live()
+        if not live:
+            return
+        with hold_lock(self.store, _LOCK, self.settings.replica_id, self.clock(), _LOCK_S) as lock:
+            if lock is None:
+                return
+            for sweep in live:
+                try:
+                    self._advance(sweep)
+                except ServiceError as error:
+                    if isinstance(error, StoreUnavailable):
+                        raise
+                    # Of one sweep: it must not delay the others.
+                    logger.warning("sweep %s is delayed: %s", sweep.id, error)
+
+    def _advance(self, sweep: Sweep) -> None:
+        trials = self.store.observe(sweep)
+        step = decide(sweep, trials)
+        for rung in step.rungs:
+            trial = trials[rung.number].trial
+            rungs = (*trial.rungs, rung.value)
+            self.store.change_trial(trial, rungs=rungs, stopped_at=rung.stop_at)
+        for number in step.pause:
+            self._pause(trials[number].trial)
+        for number in step.cancel:
+            self._cancel(trials[number].trial)
+        for number in step.submit:
+            self._submit(sweep, trials[number].trial)
+        for _ in range(step.num_new):
+            trial = Trial(sweep.id, len(trials), suggest(sweep, trials), self.clock())
+            if not self.store.add_trial(trial):
+                break
+            trials.append(Observed(trial))
+            self._submit(sweep, trial)
+        if step.end is not None:
+            self.store.end(sweep.id, step.end, step.message, self.clock())
+            logger.info("sweep %s: %s %s", sweep.id, step.end, step.message)
+
+    def _submit(self, sweep: Sweep, trial: Trial) -> None:
+        key = trial_key(sweep.id, trial.number)
+        try:
+            spec = spec_of_trial(sweep, trial.number, trial.values)
+            job = submit_job(
+                self.jobs,
+                spec,
+                idempotency_key=key,
+                actor=sweep.created_by,
+                checkpoint_root=self.settings.checkpoint_root,
+            )
+        except (SpecError, IdempotencyConflict) as error:
+            # Such as values that are not legal together: the search goes on without them.
+            self.store.change_trial(trial, message=str(error))
+            return
+        self.store.change_trial(trial, job_id=job.id)
+        self.jobs_changed()
+
+    def _pause(self, trial: Trial) -> None:
+        assert trial.job_id is not None, "only a trial with a job is compared"
+        # One that has ended meanwhile needs no stopping any more.
+        with suppress(JobEnded, JobNotFound):
+            pause_job(self.jobs, self.settings, trial.job_id, actor=trial.sweep_id)
+        self.store.change_trial(trial, is_paused=True)
+        self.jobs_changed()
+
+    def _cancel(self, trial: Trial) -> None:
+        assert trial.job_id is not None, "only a trial with a job is cancelled"
+        with suppress(JobEnded, JobNotFound):
+            cancel_job(self.jobs, self.settings, trial.job_id, actor=trial.sweep_id)
+        self.jobs_changed()

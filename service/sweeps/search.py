@@ -1,0 +1,145 @@
+"""Which values a trial of a sweep gets, and the spec that they make.
+
+Optuna suggests; what it knows is what is stored, so a suggestion follows from the trials before it
+and the seed, whichever process makes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.auth.permissions import paths_of
+from service.domain.models import JobStatus
+from service.domain.sweeps import Observed, Parameter, Sweep
+from trainer.spec import validate_spec
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
+from trainer.spec.parse import set_values
+
+if TYPE_CHECKING:
+    import optuna
+
+# Random ones first, so that the model of the objective has something to go by.
+_NUM_STARTUP_TRIALS = 8
+
+
+def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
+    """Values for the next trial, by path of their parameter."""
+    if sweep.search == "grid":
+        points = itertools.product(*(each.values for each in sweep.parameters))
+        point = next(itertools.islice(points, len(trials), None))
+        return {each.path: value for each, value in zip(sweep.parameters, point, strict=True)}
+    # Imported here because it takes a second, which a service without sweeps need not spend.
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    seed = sweep.seed + len(trials)
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+    if sweep.search == "tpe":
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=_NUM_STARTUP_TRIALS, constant_liar=True
+        )
+    study = optuna.create_study(direction=sweep.direction, sampler=sampler)
+    space = {each.path: _distribution(each) for each in sweep.parameters}
+    for each in trials:
+        study.add_trial(_as_known(sweep, each, space))
+    found = study.ask(space).params
+    return {each.path: _value(each, found[each.path]) for each in sweep.parameters}
+
+
+def _distribution(parameter: Parameter) -> optuna.distributions.BaseDistribution:
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    if parameter.values:
+        # By index, as values may be lists.
+        return CategoricalDistribution(range(len(parameter.values)))
+    if parameter.is_integer:
+        return IntDistribution(int(parameter.low), int(parameter.high), log=parameter.is_log)
+    return FloatDistribution(parameter.low, parameter.high, log=parameter.is_log)
+
+
+def _value(parameter: Parameter, suggested: Any) -> Any:
+    return parameter.values[suggested] if parameter.values else suggested
+
+
+def _as_known(
+    sweep: Sweep, observed: Observed, space: Mapping[str, optuna.distributions.BaseDistribution]
+) -> optuna.trial.FrozenTrial:
+    """A trial as Optuna knows it: those under way count as no better than what is known."""
+    from optuna.trial import TrialState, create_trial
+
+    params = {
+        each.path: each.values.index(observed.trial.values[each.path])
+        if each.values
+        else observed.trial.values[each.path]
+        for each in sweep.parameters
+    }
+    value, job = observed.value(sweep.metric), observed.job
+    is_number = value is not None and not math.isnan(value)
+    if observed.is_active:
+        return create_trial(state=TrialState.RUNNING, params=params, distributions=dict(space))
+    if not is_number:
+        return create_trial(state=TrialState.FAIL, params=params, distributions=dict(space))
+    if job is not None and job.status is JobStatus.SUCCEEDED:
+        return create_trial(value=value, params=params, distributions=dict(space))
+    reached = {job.progress.step if job else 0: value}
+    return create_trial(
+        state=TrialState.PRUNED,
+        params=params,
+        distributions=dict(space),
+        intermediate_values=reached,  # type: ignore[arg-type]
+    )
+
+
+def spec_of_trial(sweep: Sweep, number: int, values: Mapping[str, Any]) -> JobSpec:
+    """The spec of a trial's job; raises `SpecError` for values that are not legal together.
+
+    Where it reads and writes, what code it runs and for whom cannot be searched: that was checked
+    once, for the user that made the sweep.
+    """
+    base = validate_spec(dict(sweep.spec))
+    spec = validate_spec(set_values(dict(sweep.spec), values))
+    if _fixed(spec) != _fixed(base):
+        message = "name, project, paths, sinks, code and cluster are the same for all trials"
+        raise SpecError([FieldProblem(path, "fixed_field", message) for path in values])
+    labels = {**spec.labels, "sweep": sweep.id, "trial": str(number)}
+    name = f"{spec.name[:50].rstrip('-')}-{number}"
+    return spec.model_copy(update={"name": name, "labels": labels})
+
+
+def _fixed(spec: JobSpec) -> tuple[Any, ...]:
+    """What all trials of a sweep have in common."""
+    model, sinks = spec.model, spec.sinks
+    return (
+        paths_of(spec),
+        *(spec.project, spec.name, spec.labels, spec.priority, spec.preemptible, sinks),
+        *(model.code, model.module, spec.resources.cluster),
+    )
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Raise `SpecError` for a parameter with a value that the spec does not take.
+
+    Each is tried by itself, with what the spec has for the others.
+    """
+    problems: list[FieldProblem] = []
+    for parameter in sweep.parameters:
+        for value in parameter.corners:
+            try:
+                spec_of_trial(sweep, 0, {parameter.path: value})
+            except SpecError as error:
+                problems += [
+                    FieldProblem(
+                        each.path, each.code, f"{parameter.path}={value!r:.80}: {each.message}"
+                    )
+                    for each in error.problems
+                ]
+    if problems:
+        raise SpecError(problems)

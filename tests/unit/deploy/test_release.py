@@ -1,0 +1,238 @@
+"""The release: workflows are thin and safe, and what they call pushes what it says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import helm_python
+import pytest
+import yaml
+
+from deploy.chart import push
+from tests.conftest import REPO
+from tests.unit.k8s.rendering import chart
+
+WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
+DIGEST = "sha256:" + "a" * 64
+
+
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=REPO,
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def _stub(folder: Path, name: str, script: str) -> str:
+    """A program of that name, and the PATH that finds it first."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{script}")
+    (folder / name).chmod(0o700)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+# ---- workflows
+
+
+def _steps() -> list[dict[str, Any]]:
+    jobs = [job for path in WORKFLOWS for job in yaml.safe_load(path.read_text())["jobs"].values()]
+    return [step for job in jobs for step in job.get("steps", [])]
+
+
+def test_every_step_of_a_workflow_is_a_script_of_the_repository() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    commands = [step["run"].split() for step in _steps() if "run" in step]
+    assert {" ".join(each) for each in commands} >= {".ci/run", "make images", "make docs"}
+    for program, *arguments in commands:
+        if program == "make":
+            assert set(arguments) <= targets
+        else:
+            assert not arguments and os.access(REPO / program, os.X_OK)
+
+
+def test_actions_are_pinned_by_commit_and_say_their_version() -> None:
+    lines = [line for path in WORKFLOWS for line in path.read_text().splitlines()]
+    used = [line.split("uses:")[1].strip() for line in lines if "uses:" in line]
+    assert len(used) > 10
+    for each in used:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\S+\.yml", each), (
+            each
+        )
+
+
+def test_zizmor_finds_nothing_that_others_could_misuse() -> None:
+    zizmor = str(Path(sys.executable).with_name("zizmor"))
+    done = _run([zizmor, "--offline", "--no-progress", "--min-severity", "medium", ".github"])
+    assert done.returncode == 0, done.stdout
+
+
+# ---- images
+
+
+_DOCKER = r"""
+echo "$@" >>"$STUB/calls"
+case "$1 $2 $3" in
+*"login"*) cat >"$STUB/password" ;;
+"buildx inspect"*) exit 1 ;;
+"buildx imagetools inspect") echo '{"spdxVersion": "SPDX-2.3"}' ;;
+"buildx build"*)
+    while [ "$1" != --metadata-file ]; do shift; done
+    echo '{"containerimage.digest": "@DIGEST@"}' >"$2" ;;
+esac
+"""
+
+
+def test_images_are_pushed_with_provenance_and_the_sbom_of_what_was_built(tmp_path: Path) -> None:
+    path = _stub(tmp_path / "bin", "docker", _DOCKER.replace("@DIGEST@", DIGEST))
+    done = _run(
+        ["deploy/build_images.sh"],
+        PATH=path,
+        STUB=str(tmp_path),
+        PYTHON=sys.executable,
+        IMAGES="service",
+        PUSH="1",
+        REPOSITORY="registry.example/ads",
+        REGISTRY_USER="robot",
+        REGISTRY_PASSWORD="hunter2",
+        DIST=str(tmp_path),
+        GITHUB_OUTPUT=str(tmp_path / "output"),
+    )
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    (build,) = re.findall(r"^buildx build .*$", calls, re.MULTILINE)
+    for words in ("--push", "--provenance mode=max", "--sbom true", "--tag registry.example/ads/"):
+        assert words in build
+    name = "registry.example/ads/service"
+    assert f"imagetools inspect {name}@{DIGEST}" in calls, "of what was pushed, not of the locks"
+    assert (tmp_path / "output").read_text() == f"name={name}\ndigest={DIGEST}\n"
+    assert json.loads((tmp_path / "service.spdx.json").read_text())["spdxVersion"] == "SPDX-2.3"
+    assert (tmp_path / "password").read_text() == "hunter2"
+    assert "hunter2" not in calls + done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "repository", "said"),
+    [
+        ("docker", "localhost/shardloom", "set REPOSITORY to a registry and folder of yours"),
+        ("buildah", "registry.example/ads", "buildah attests neither provenance nor SBOM"),
+    ],
+)
+def test_images_are_pushed_nowhere_by_default_and_never_without_attestations(
+    engine: str, repository: str, said: str, tmp_path: Path
+) -> None:
+    path = _stub(tmp_path, engine, "exit 0")
+    settings = {"ENGINE": engine, "REPOSITORY": repository, "PYTHON": sys.executable, "PATH": path}
+    done = _run(["deploy/build_images.sh"], PUSH="1", **settings)
+    assert done.returncode == 1 and said in done.stderr
+
+
+# ---- chart
+
+
+class _Registry(BaseHTTPRequestHandler):
+    """As much of the OCI distribution protocol as a push and a pull take, for one user."""
+
+    protocol_version = "HTTP/1.1"
+    blobs: dict[str, tuple[str, bytes]]  # by digest, manifests by tag too
+    log_message = lambda *_: None  # noqa: E731
+
+    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        if self.headers.get("Authorization") != "Basic cm9ib3Q6aHVudGVyMg==":  # robot:hunter2
+            status, body, headers = 401, b"", {"WWW-Authenticate": "Basic realm=test"}
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def do_GET(self) -> None:
+        key = self.path.rpartition("/")[2]
+        found = self.blobs.get(key)
+        if key == "" or found is None:
+            self._answer(200 if key == "" else 404)
+            return
+        kind, body = found
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        self._answer(200, body, Content_Type=kind, Docker_Content_Digest=digest)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def do_POST(self) -> None:
+        self._body()
+        self._answer(202, Location=f"{self.path}upload")
+
+    def do_PUT(self) -> None:
+        body, url = self._body(), urlsplit(self.path)
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        if self.headers.get("Authorization"):
+            self.blobs[digest] = (self.headers["Content-Type"], body)
+            if "/manifests/" in url.path:
+                self.blobs[url.path.rpartition("/")[2]] = self.blobs[digest]
+            else:
+                assert parse_qs(url.query)["digest"] == [digest]
+        self._answer(201, Location=self.path, Docker_Content_Digest=digest)
+
+
+@contextmanager
+def _registry() -> Iterator[str]:
+    handler = type("Handler", (_Registry,), {"blobs": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_chart_is_pushed_to_an_oci_registry_and_comes_back_with_rules(tmp_path: Path) -> None:
+    package = helm_python.package(chart(), destination=tmp_path)
+    user = {"REGISTRY_USER": "robot", "REGISTRY_PASSWORD": "hunter2"}
+    with _registry() as host:
+        push(package, {"CHART_REPOSITORY": f"oci://{host}/charts", **user}, plain_http=True)
+        with helm_python.RegistryClient(
+            plain_http=True, credentials_file=tmp_path / "config.json"
+        ) as client:
+            client.login(host, "robot", "hunter2", plain_http=True)
+            client.pull(
+                f"oci://{host}/charts/shardloom",
+                version=yaml.safe_load((chart() / "Chart.yaml").read_text())["version"],
+                destination=tmp_path / "pulled",
+                untar=True,
+                untar_dir=tmp_path / "pulled",
+                plain_http=True,
+            )
+    assert (tmp_path / "pulled/shardloom/files/rules.yaml").exists()
+    with pytest.raises(SystemExit, match="CHART_REPOSITORY=: set the registry and folder"):
+        push(package, {})
+
+
+# ---- what CI brings
+
+
+def test_definitions_that_are_not_those_of_kuberay_are_not_kept(tmp_path: Path) -> None:
+    path = _stub(
+        tmp_path / "bin", "curl", 'while [ "$1" != --output ]; do shift; done; echo x >"$2"'
+    )
+    done = _run(["tests/harness/kube/fetch_definitions.sh", str(tmp_path / "crds")], PATH=path)
+    assert done.returncode != 0
+    assert not list((tmp_path / "crds").glob("*.yaml"))

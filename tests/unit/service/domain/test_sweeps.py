@@ -1,0 +1,140 @@
+"""What happens next in a sweep, decided from what is stored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.domain.models import JobStatus, Progress
+from service.domain.sweeps import (
+    MAX_FAILURES,
+    EarlyStopping,
+    Observed,
+    Parameter,
+    Sweep,
+    SweepStatus,
+    Trial,
+    best_of,
+    decide,
+    num_of_trials,
+)
+from tests.harness.builders import NOW, queued_job
+
+SWEEP = Sweep(
+    id="sweep-1",
+    name="ratings",
+    spec={},
+    parameters=(Parameter("optimizer.sparse.lr", low=0.01, high=0.3, is_log=True),),
+    metric="validation/ne",
+    num_trials=8,
+    num_parallel=3,
+    created_at=NOW,
+)
+HALVING = replace(SWEEP, early_stopping=EarlyStopping(min_steps=10, reduction_factor=2))
+
+
+def observed(
+    number: int,
+    status: JobStatus | None = JobStatus.RUNNING,
+    value: float | None = None,
+    reached: float | None = None,
+    step: int = 5,
+    **fields: object,
+) -> Observed:
+    """A trial with its job, or without one yet."""
+    job = None
+    if status is not None:
+        job = replace(
+            queued_job(),
+            status=status,
+            progress=Progress(step=step),
+            latest_metrics={} if value is None else {SWEEP.metric: value},
+        )
+    job_id = job.id if job else None
+    trial = Trial(SWEEP.id, number, {}, NOW, **{"job_id": job_id, **fields})  # type: ignore[arg-type]
+    return Observed(trial, job, reached)
+
+
+@given(
+    st.lists(st.sampled_from([None, *JobStatus]), max_size=12),
+    st.integers(1, 12),
+    st.integers(1, 5),
+)
+def test_there_are_never_more_trials_at_a_time_or_in_all_than_asked_for(
+    statuses, num_trials, num_parallel
+):
+    sweep = replace(SWEEP, num_trials=num_trials, num_parallel=num_parallel)
+    trials = [observed(number, status) for number, status in enumerate(statuses)]
+    step = decide(sweep, trials)
+    num_active = sum(each.is_active for each in trials)
+    if step.num_new:
+        assert num_active + step.num_new <= num_parallel
+        assert len(trials) + step.num_new <= num_trials
+    if step.end is SweepStatus.COMPLETED:
+        assert num_active == 0
+        assert len(trials) >= num_trials
+
+
+def test_a_trial_whose_job_was_never_made_is_made_again():
+    assert decide(SWEEP, [observed(0), observed(1, None)]).submit == [1]
+
+
+def test_a_grid_ends_with_its_last_point():
+    parameters = (Parameter("a", values=(1, 2)), Parameter("b", values=(1, 2, 3)))
+    grid = replace(SWEEP, search="grid", parameters=parameters)
+    assert num_of_trials(grid) == 6
+    ended = [observed(number, JobStatus.SUCCEEDED) for number in range(6)]
+    assert decide(grid, ended).end is SweepStatus.COMPLETED
+
+
+def test_only_the_best_of_a_comparison_go_on():
+    step = decide(
+        HALVING,
+        [
+            observed(0, rungs=(0.5,)),
+            observed(1, rungs=(0.9,), stopped_at=10, is_paused=True, status=JobStatus.PAUSED),
+            observed(2, reached=0.7),
+            observed(3, reached=0.4),
+            observed(4, reached=math.nan),
+        ],
+    )
+    assert {rung.number: rung.stop_at for rung in step.rungs} == {2: 10, 3: None, 4: 10}
+    assert step.pause == []
+    again = decide(HALVING, [observed(2, rungs=(0.7,), stopped_at=10)])
+    assert again.pause == [2]
+    resumed = observed(2, rungs=(0.7,), stopped_at=10, is_paused=True)
+    assert decide(HALVING, [resumed]).pause == []
+
+
+def test_a_cancelled_sweep_ends_once_its_jobs_have():
+    cancelling = replace(SWEEP, status=SweepStatus.CANCELLING)
+    step = decide(cancelling, [observed(0, JobStatus.SUCCEEDED), observed(1), observed(2, None)])
+    assert (step.cancel, step.submit, step.num_new, step.end) == ([1], [2], 0, None)
+    ended = [observed(0, JobStatus.SUCCEEDED), observed(1, JobStatus.CANCELLED)]
+    assert decide(cancelling, ended).end is SweepStatus.CANCELLED
+
+
+def test_a_sweep_whose_trials_all_fail_at_once_is_given_up():
+    failed = [observed(number, JobStatus.FAILED, step=0) for number in range(MAX_FAILURES)]
+    assert decide(SWEEP, failed).end is SweepStatus.FAILED
+    one_trains = [*failed, observed(MAX_FAILURES, step=3)]
+    assert decide(SWEEP, one_trains).end is None
+
+
+def test_the_best_trial_has_the_best_value_that_is_a_number():
+    trials = [
+        observed(0, value=0.8),
+        observed(1, value=math.nan),
+        observed(2, value=0.6),
+        observed(3),
+    ]
+    best = best_of(SWEEP, trials)
+    assert best is not None
+    assert best.trial.number == 2
+    best = best_of(replace(SWEEP, direction="maximize"), trials)
+    assert best is not None
+    assert best.trial.number == 0
+    assert best_of(SWEEP, [observed(0)]) is None

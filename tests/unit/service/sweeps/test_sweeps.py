@@ -1,0 +1,277 @@
+"""Sweeps over REST, SDK and CLI, with the loop that carries them out, cut off anywhere."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from service.backends.fake import Script
+from service.client.errors import Conflict, InvalidRequest, NotFound
+from service.db.queries import JobFilter
+from service.db.sweeps import SweepStore
+from service.domain.auth import Role
+from service.domain.models import JobStatus
+from service.sweeps import runner
+from service.sweeps.runner import SweepRunner
+from service.sweeps.search import spec_of_trial
+from tests.harness.builders import batch, metrics, spec_document, workers_started
+from tests.harness.service import Api, end, problem_in, shardloom
+from trainer.spec.base import FieldProblem, SpecError
+
+LR = {"path": "optimizer.sparse.lr", "low": 0.01, "high": 0.3, "log": True}
+EVERY = {"path": "parallelism.sync.every_steps", "values": [1, 4, 16]}
+METRIC = "validation/ne"
+
+
+def body(**changes):
+    return {"spec": spec_document(), "parameters": [LR, EVERY], "metric": METRIC, **changes}
+
+
+@pytest.fixture
+def create(api: Api):
+    """Creates a sweep; its id."""
+
+    def send(**changes) -> str:
+        answer = api.http.post("/v1/sweeps", json=body(**changes))
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    return send
+
+
+def runner_of(api: Api) -> SweepRunner:
+    """A loop as a service just started would have it."""
+    context = api.http.app.state.context  # type: ignore[attr-defined]
+    return SweepRunner(context.sweeps, api.store, api.settings, lambda: None)
+
+
+def trials_of(api: Api, sweep_id: str):
+    return api.http.get(f"/v1/sweeps/{sweep_id}").json()["trials"]
+
+
+def train(api: Api, job_id: str, step: int, value: float) -> None:
+    """Start a job if it waits, and let it report the metric."""
+    if api.store.get_job(job_id).current_attempt_id is None:
+        api.backend.play(job_id, Script(("running",)))
+        api.poll()
+    sent = api.post_events(
+        f"{job_id}-a0", batch(workers_started(), metrics(step, validation_ne=value))
+    )
+    assert sent.status_code == 200, sent.text
+
+
+@pytest.mark.every_database
+def test_a_sweep_runs_to_its_end_and_names_the_best_spec(api, create):
+    sweep_id = create(num_trials=3, num_parallel=2)
+    loop = runner_of(api)
+    loop.poll()
+    first = trials_of(api, sweep_id)
+    assert [trial["number"] for trial in first] == [0, 1]
+    for trial, value in zip(first, (0.9, 0.7), strict=True):
+        train(api, trial["job_id"], 0, value)
+        end(api, trial["job_id"])
+    loop.poll()
+    (last,) = trials_of(api, sweep_id)[2:]
+    train(api, last["job_id"], 0, 0.8)
+    end(api, last["job_id"])
+    loop.poll()
+    found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert (found["status"], found["best"]) == ("COMPLETED", 1)
+    best = found["best_spec"]["optimizer"]["sparse"]["lr"]
+    assert best == found["trials"][1]["values"]["optimizer.sparse.lr"]
+    job = api.http.get(f"/v1/jobs/{found['trials'][1]['job_id']}").json()
+    assert job["labels"] == {"sweep": sweep_id, "trial": "1"}
+    assert job["spec"]["optimizer"]["sparse"]["lr"] == best
+    assert 0.01 <= best <= 0.3
+
+
+def play(api: Api, job_id: str, value: float) -> None:
+    """Let the cluster go on with a job: it trains a step; the best ends, others pause if asked."""
+    job = api.store.get_job(job_id)
+    if job.pause_requested:
+        end(api, job_id, "paused")
+    elif job.status in (JobStatus.QUEUED, JobStatus.STARTING):
+        train(api, job_id, 1, value)
+    elif job.status is JobStatus.RUNNING and value == 0.0:
+        end(api, job_id)
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SweepStore, "add_trial"),
+        (SweepStore, "change_trial"),
+        (runner, "submit_job"),
+        (runner, "pause_job"),
+    ],
+)
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_a_pass_that_is_cut_off_anywhere_doubles_and_loses_nothing(
+    api, create, owner, name, is_done
+):
+    stopping = {"min_steps": 1, "reduction_factor": 2}
+    sweep_id = create(num_trials=4, num_parallel=2, early_stopping=stopping)
+    reached = []
+
+    def killing(original):
+        def run(*args, **kwargs):
+            if reached:
+                return original(*args, **kwargs)
+            reached.append(1)
+            if is_done:
+                original(*args, **kwargs)
+            raise Killed
+
+        return run
+
+    def pass_over() -> None:
+        with patch.object(owner, name, killing(getattr(owner, name))), suppress(Killed):
+            runner_of(api).poll()
+
+    known: dict[int, object] = {}
+    for _ in range(20):
+        pass_over()
+        for trial in trials_of(api, sweep_id):
+            assert known.setdefault(trial["number"], trial["values"]) == trial["values"]
+            if trial["job_id"] is not None:
+                play(api, trial["job_id"], float(trial["number"]))
+    jobs, _ = api.store.list_jobs(JobFilter(labels={"sweep": sweep_id}))
+    assert sorted(job.spec.labels["trial"] for job in jobs) == ["0", "1", "2", "3"]
+    found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert found["status"] == "COMPLETED"
+    assert [trial["stopped_at"] for trial in found["trials"]] == [None, 1, 1, 1]
+    assert [trial["status"] for trial in found["trials"]] == ["SUCCEEDED", *["PAUSED"] * 3]
+
+
+def test_the_same_seed_makes_the_same_choices(api, create):
+    made = [create(search=search, seed=7, num_parallel=3) for search in ("tpe", "random") * 2]
+    runner_of(api).poll()
+    found = [[trial["values"] for trial in trials_of(api, sweep)] for sweep in made]
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert len({str(values) for values in found[0]}) == 3
+
+
+def test_a_grid_tries_every_point_once(api, create):
+    values = {"path": "training.epochs", "values": [1, 2]}
+    sweep_id = create(search="grid", parameters=[EVERY, values], num_trials=100, num_parallel=100)
+    runner_of(api).poll()
+    found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert found["num_trials"] == 6
+    assert len({str(trial["values"]) for trial in found["trials"]}) == 6
+
+
+def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
+    for changes, path in (
+        ({"parameters": [{"path": "optimizer.sparse.lr", "low": -1, "high": 1}]}, None),
+        ({"parameters": [{"path": "nonsense.field", "values": [1]}]}, None),
+        ({"parameters": [{"path": "project", "values": ["default", "other"]}]}, "project"),
+        ({"parameters": [{"path": "data.path", "values": ["/etc"]}]}, None),
+        ({"parameters": [{"path": "name", "values": ["a", "b"]}]}, "name"),
+    ):
+        answer = api.http.post("/v1/sweeps", json=body(**changes))
+        problem = problem_in(answer, 422, "invalid_spec")
+        assert path is None or path in {field["path"] for field in problem["fields"]}
+    for changes in (
+        {"parameters": [LR, LR]},
+        {"search": "grid"},
+        {"num_trials": 0},
+        {"parameters": [{"path": "training.epochs", "low": 3, "high": 1}]},
+        {"parameters": [{**LR, "values": [1]}]},
+        {"early_stopping": {"min_steps": 0}},
+    ):
+        problem_in(api.http.post("/v1/sweeps", json=body(**changes)), 422, "invalid_request")
+    assert api.http.get("/v1/sweeps").json()["items"] == []
+
+
+def test_values_that_are_not_legal_together_cost_one_trial(api, create):
+    # Each by itself is fine with what the spec has for the other.
+    sweep_id = create(num_trials=2, num_parallel=2)
+
+    def refuse_first(sweep, number, values):
+        if number == 0:
+            raise SpecError([FieldProblem("training.epochs", "range", "too many")])
+        return spec_of_trial(sweep, number, values)
+
+    with patch.object(runner, "spec_of_trial", refuse_first):
+        runner_of(api).poll()
+    refused, made = trials_of(api, sweep_id)
+    assert "too many" in refused["message"]
+    assert refused["job_id"] is None
+    assert made["job_id"]
+
+
+def test_sweeps_of_other_projects_do_not_exist_and_viewers_change_nothing(open_guarded):
+    house = open_guarded()
+    house.add_key("stranger", {"other": Role.ADMIN})
+    made = house.send("POST", "/v1/sweeps", "submitter", json=body())
+    assert made.status_code == 201, made.text
+    path = f"/v1/sweeps/{made.json()['id']}"
+    assert house.send("GET", path, "viewer").status_code == 200
+    problem_in(house.send("POST", f"{path}:cancel", "viewer"), 403, "forbidden")
+    problem_in(house.send("POST", "/v1/sweeps", "viewer", json=body()), 403, "forbidden")
+    problem_in(house.send("GET", path, "stranger"), 404, "sweep_not_found")
+    problem_in(house.send("POST", f"{path}:cancel", "stranger"), 404, "sweep_not_found")
+    assert house.send("GET", "/v1/sweeps", "stranger").json()["items"] == []
+    assert len(house.send("GET", "/v1/sweeps", "viewer").json()["items"]) == 1
+
+
+def test_the_sdk_creates_lists_cancels_and_forgets(client, api):
+    made = [client.create_sweep(spec_document(), [EVERY], metric=METRIC) for _ in range(3)]
+    assert [each.id for each in client.sweeps()] == [each.id for each in reversed(made)]
+    loop = runner_of(api)
+    loop.poll()
+    with pytest.raises(Conflict):
+        client.delete_sweep(made[0].id)
+    assert client.cancel_sweep(made[0].id).status == "CANCELLING"
+    loop.poll()
+    loop.poll()
+    found = client.get_sweep(made[0].id)
+    assert found.status == "CANCELLED"
+    assert {trial.status for trial in found.trials} == {JobStatus.CANCELLED}
+    with pytest.raises(Conflict):
+        client.cancel_sweep(made[0].id)
+    client.delete_sweep(made[0].id)
+    with pytest.raises(NotFound):
+        client.get_sweep(made[0].id)
+    assert client.get_job(found.trials[0].job_id).status is JobStatus.CANCELLED
+    with pytest.raises(InvalidRequest):
+        client.create_sweep(spec_document(), [], metric=METRIC)
+
+
+def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, tmp_path):
+    spec = tmp_path / "job.yaml"
+    spec.write_text(yaml.safe_dump(spec_document()))
+    vary = ("--vary", "optimizer.sparse.lr=log:0.01..0.3", "--vary", f"{EVERY['path']}=1,4,16")
+    begun = shardloom("sweep", str(spec), *vary, "--metric", METRIC, "--trials", "2")
+    assert begun.exit_code == 0, begun.stderr
+    sweep_id = begun.stdout.strip()
+    found = json.loads(shardloom("sweeps", "show", sweep_id, "--json").stdout)
+    lr, every = found["parameters"]
+    assert (lr["low"], lr["high"], lr["is_log"]) == (0.01, 0.3, True)
+    assert every["values"] == [1, 4, 16]
+    runner_of(api).poll()
+    job_id = trials_of(api, sweep_id)[1]["job_id"]
+    train(api, job_id, 0, 0.75)
+    page = shardloom("sweeps", "show", sweep_id).stdout
+    assert page.index("0.75") < page.index(trials_of(api, sweep_id)[0]["job_id"])
+    best = tmp_path / "best.yaml"
+    assert shardloom("sweeps", "best", sweep_id, "--to", str(best)).exit_code == 0
+    expected = trials_of(api, sweep_id)[1]["values"]
+    assert yaml.safe_load(best.read_text())["optimizer"]["sparse"]["lr"] == pytest.approx(
+        expected["optimizer.sparse.lr"]
+    )
+    assert sweep_id in shardloom("sweeps", "list").stdout
+    assert shardloom("sweeps", "cancel", sweep_id).exit_code == 0
+    for bad in ("lr", "lr=", "training.epochs=a..b"):
+        refused = shardloom("sweep", str(spec), "--vary", bad, "--metric", METRIC)
+        assert refused.exit_code == 2
+        assert "--vary" in refused.stderr

@@ -31,6 +31,7 @@ from service.dashboard.jobs import ListFeed, ListPage
 from service.dashboard.new_job import NewJobPage
 from service.dashboard.rest import Rest
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
+from service.dashboard.sweeps import SweepPage, SweepsPage
 from service.domain.auth import Session
 from service.errors import CsrfRefused, NotSignedIn
 
@@ -178,6 +179,14 @@ def mount(app: FastAPI) -> None:
     @ui.page("/compare", response_timeout=_BUILD_TIMEOUT_S)
     async def _compare() -> None:
         await ComparePage(rest).build()
+
+    @ui.page("/sweeps", response_timeout=_BUILD_TIMEOUT_S)
+    async def _sweeps() -> None:
+        await SweepsPage(rest).build()
+
+    @ui.page("/sweeps/{sweep_id}", response_timeout=_BUILD_TIMEOUT_S)
+    async def _sweep(sweep_id: str) -> None:
+        await SweepPage(rest, sweep_id).build()
 
     @ui.page("/cluster", response_timeout=_BUILD_TIMEOUT_S)
     async def _cluster() -> None:

@@ -21,6 +21,7 @@ from service.domain.models import Checkpoint, Job, MetricPoint, TimelineEvent
 from trainer.protocol.events import PHASES
 
 TRAIN_COLOUR = "#6472e8"
+GOOD, FAINT = "#2c9f9a", "#c3c9d4"
 VALIDATION_COLOUR = "#e0913a"
 # Neighbours in the stack differ in hue; waiting is grey, and so is what has no name.
 _PHASE_COLOURS = {
@@ -35,8 +36,8 @@ _PHASE_COLOURS = {
     "other": "#c3c9d4",
 }
 _TEXT_COLOUR = "#8a93a3"
-_LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
-_AXIS_LABEL = {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
+LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
+AXIS_LABEL = {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 _FEW_POINTS = 40
 # Run in the browser (NiceGUI evaluates keys that start with a colon).
 _NUMBER = (
@@ -224,7 +225,7 @@ def zoom_options(*, is_shown: bool) -> list[dict[str, Any]]:
     # Without the key a page under the pointer could not be scrolled.
     wheel = {"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseMove": "ctrl"}
     return [
-        {**slider, "brushSelect": False, "showDetail": False, "borderColor": _LINE_COLOUR},
+        {**slider, "brushSelect": False, "showDetail": False, "borderColor": LINE_COLOUR},
         {**wheel, "filterMode": "none"},
     ]
 
@@ -240,10 +241,10 @@ def step_axis(word: str = "step") -> dict[str, Any]:
         "type": "value",
         "min": "dataMin",
         "max": "dataMax",
-        "axisLine": {"lineStyle": {"color": _LINE_COLOUR}},
+        "axisLine": {"lineStyle": {"color": LINE_COLOUR}},
         "axisTick": {"show": False},
         "splitLine": {"show": False},
-        "axisLabel": {**_AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
+        "axisLabel": {**AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
         "axisPointer": {"label": {":formatter": label}},
     }
 
@@ -255,12 +256,12 @@ def _value_axes(chart: ChartSpec) -> list[dict[str, Any]]:
         "splitNumber": 4,
         "axisLine": {"show": False},
         "axisTick": {"show": False},
-        "splitLine": {"lineStyle": {"color": _LINE_COLOUR}},
-        "axisLabel": {**_AXIS_LABEL, ":formatter": chart.number},
+        "splitLine": {"lineStyle": {"color": LINE_COLOUR}},
+        "axisLabel": {**AXIS_LABEL, ":formatter": chart.number},
     }
     if chart.right_number is None:
         return [left]
-    label = {**_AXIS_LABEL, ":formatter": chart.right_number}
+    label = {**AXIS_LABEL, ":formatter": chart.right_number}
     return [left, {**left, "splitLine": {"show": False}, "axisLabel": label}]
 
 

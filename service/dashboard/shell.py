@@ -15,7 +15,13 @@ from service.domain.auth import Role
 STATIC_DIR = Path(__file__).parent / "static"
 MOUNT_PATH = "/dashboard"
 ACCENT = "#5563de"
-_PAGES = {"Jobs": "/", "Compare": "/compare", "Cluster": "/cluster", "Settings": "/settings"}
+_PAGES = {
+    "Jobs": "/",
+    "Sweeps": "/sweeps",
+    "Compare": "/compare",
+    "Cluster": "/cluster",
+    "Settings": "/settings",
+}
 _THEME_COOKIE = "shardloom-theme"
 # What one click on the switch leads to; `auto` follows the system.
 _NEXT_THEME = {"auto": "dark", "dark": "light", "light": "auto"}

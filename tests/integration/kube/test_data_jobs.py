@@ -139,7 +139,13 @@ def test_a_job_that_runs_is_followed_again_and_one_that_ended_is_not(jobs: Jobs)
     assert left.exit_code == 4 and "goes on" in left.stderr
     (job,) = [each for each in jobs.all() if not data._ended(each)]
     jobs.add_pod(job, {"phase": "Succeeded"}, "done")
-    thread = threading.Timer(0.2, jobs.end, (job, "Complete"))
+    num_asked = jobs.num_asked()
+
+    def end_when_followed() -> None:
+        wait_for(lambda: jobs.num_asked() > num_asked, "the CLI to look")
+        jobs.end(job, "Complete")
+
+    thread = threading.Thread(target=end_when_followed)
     thread.start()
     again = jobs.prepare("--on=cluster", *COMMAND)
     thread.join()

@@ -22,6 +22,7 @@ import yaml
 
 from deploy.chart import push
 from tests.conftest import REPO
+from tests.unit.k8s.pods import pods
 from tests.unit.k8s.rendering import chart
 
 WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
@@ -67,6 +68,11 @@ def test_every_step_of_a_workflow_is_a_script_of_the_repository() -> None:
             assert not arguments and os.access(REPO / program, os.X_OK)
 
 
+def test_a_tag_of_another_version_is_not_released() -> None:
+    done = _run([".ci/run"], GITHUB_REF_TYPE="tag", GITHUB_REF_NAME="v9.9.9")
+    assert done.returncode == 1 and "tag v9.9.9, but pyproject.toml has" in done.stderr
+
+
 def test_actions_are_pinned_by_commit_and_say_their_version() -> None:
     lines = [line for path in WORKFLOWS for line in path.read_text().splitlines()]
     used = [line.split("uses:")[1].strip() for line in lines if "uses:" in line]
@@ -106,9 +112,9 @@ def test_images_are_pushed_with_provenance_and_the_sbom_of_what_was_built(tmp_pa
         PATH=path,
         STUB=str(tmp_path),
         PYTHON=sys.executable,
-        IMAGES="service",
+        IMAGES="service trainer-cuda",
         PUSH="1",
-        REPOSITORY="registry.example/ads",
+        REPOSITORY="registry.example/shardloom",
         REGISTRY_USER="robot",
         REGISTRY_PASSWORD="hunter2",
         DIST=str(tmp_path),
@@ -116,12 +122,14 @@ def test_images_are_pushed_with_provenance_and_the_sbom_of_what_was_built(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text()
-    (build,) = re.findall(r"^buildx build .*$", calls, re.MULTILINE)
-    for words in ("--push", "--provenance mode=max", "--sbom true", "--tag registry.example/ads/"):
-        assert words in build
-    name = "registry.example/ads/service"
+    builds = re.findall(r"^buildx build .*$", calls, re.MULTILINE)
+    for words in ("--push", "--provenance mode=max", "--sbom true"):
+        assert all(words in build for build in builds)
+    named = {pod.containers[0]["image"] for pod in pods("gpu") if pod.component != "redis"}
+    assert {re.findall(r"--tag (\S+)", build)[0] for build in builds} == named, "as the chart does"
+    name = "registry.example/shardloom/service"
     assert f"imagetools inspect {name}@{DIGEST}" in calls, "of what was pushed, not of the locks"
-    assert (tmp_path / "output").read_text() == f"name={name}\ndigest={DIGEST}\n"
+    assert (tmp_path / "output").read_text().startswith(f"name={name}\ndigest={DIGEST}\n")
     assert json.loads((tmp_path / "service.spdx.json").read_text())["spdxVersion"] == "SPDX-2.3"
     assert (tmp_path / "password").read_text() == "hunter2"
     assert "hunter2" not in calls + done.stdout + done.stderr

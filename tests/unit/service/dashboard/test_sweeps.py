@@ -1,0 +1,57 @@
+"""What the page of a sweep draws of its trials."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from service.api.views import sweep_detail
+from service.dashboard.sweeps import by_value, parallel_options, value_options
+from service.domain.models import JobStatus
+from service.domain.sweeps import Observed, Parameter, Sweep, Trial
+from service.schemas.sweeps import SweepDetail
+from tests.harness.builders import NOW, queued_job
+
+SWEEP = Sweep(
+    id="sweep-1",
+    name="ratings",
+    spec={},
+    parameters=(
+        Parameter("optimizer.sparse.lr", low=0.01, high=0.3, is_log=True),
+        Parameter("parallelism.sync.every_steps", values=(1, 4)),
+    ),
+    metric="validation/ne",
+    num_trials=5,
+    created_at=NOW,
+)
+
+
+def detail(*values: float | None) -> SweepDetail:
+    """A sweep with a trial for each value; None is a trial that told none."""
+    trials = []
+    for number, value in enumerate(values):
+        metrics = {} if value is None else {SWEEP.metric: value}
+        job = replace(queued_job(), status=JobStatus.RUNNING, latest_metrics=metrics)
+        chosen = {"optimizer.sparse.lr": 0.1, "parallelism.sync.every_steps": 4}
+        trials.append(Observed(Trial(SWEEP.id, number, chosen, NOW, job_id=job.id), job))
+    return sweep_detail(SWEEP, trials)
+
+
+def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:
+    found = detail(0.8, None, 0.6, math.nan)
+    assert [trial.number for trial in by_value(found)] == [2, 0, 1, 3]
+    turned = found.model_copy(update={"direction": "maximize"})
+    assert [trial.number for trial in by_value(turned)] == [0, 2, 1, 3]
+
+
+def test_the_line_of_the_best_never_gets_worse_and_skips_what_is_no_number() -> None:
+    points, best = value_options(detail(0.8, 0.9, None, math.nan, 0.6))["series"]
+    assert points["data"] == [[0, 0.8], [1, 0.9], [4, 0.6]]
+    assert best["data"] == [[0, 0.8], [1, 0.8], [4, 0.6]]
+
+
+def test_a_trial_is_a_line_through_its_values_to_the_metric() -> None:
+    options = parallel_options(detail(0.8, None))
+    assert [axis["type"] for axis in options["parallelAxis"]] == ["log", "category", "value"]
+    assert options["series"][0]["data"] == [[0.1, "4", 0.8]]
+    assert parallel_options(detail())["series"][0]["data"] == []

@@ -54,10 +54,15 @@ TRACE_TIMEOUT_S = 600.0
 
 
 class JobFilters(TypedDict, total=False):
-    """Which jobs are listed: those that fit everything given. Times are Unix seconds."""
+    """Which jobs are listed: those that fit everything given. Times are Unix seconds.
+
+    `search` is a part of the name or id; `metrics` are bounds as in `validation/rmse<0.9`.
+    """
 
     statuses: Sequence[JobStatus]
     name: str | None
+    search: str
+    metrics: Sequence[str]
     project: str | None
     labels: Mapping[str, str]
     created_after: float | None
@@ -109,6 +114,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
         labels, statuses = filters.pop("labels", {}), filters.pop("statuses", ())
         params: dict[str, Any] = {"after": after, "limit": limit, "status": list(statuses)}
+        params["metric"] = list(filters.pop("metrics", ()))
         params |= {"label": [f"{key}={value}" for key, value in labels.items()], **filters}
         return self._get("/v1/jobs", Page[JobSummary], params)
 

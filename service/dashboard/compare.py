@@ -16,7 +16,7 @@ from service.dashboard import charts, fragments, spec_text
 from service.dashboard.job import ChartBox, chart_tools
 from service.dashboard.panels import button
 from service.dashboard.rest import Rest
-from service.dashboard.shell import MOUNT_PATH, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, go_to, page_frame, panel
 from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
@@ -197,12 +197,12 @@ class ComparePage:
     def _choose_metrics(self, names: Sequence[str]) -> None:
         if [*names] != self._shown:
             self._metrics = [*names]
-            ui.navigate.to(self._address())
+            go_to(self._address())
 
     def _add(self) -> None:
         if name := (self._more.value or "").strip():
             self._wanted.append(name)
-            ui.navigate.to(self._address())
+            go_to(self._address())
 
     def _address(self) -> str:
         params = {"jobs": ",".join(self._wanted)}

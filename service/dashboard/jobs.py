@@ -21,7 +21,7 @@ from nicegui import ui
 from service.dashboard import views
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, link_button, page_frame
+from service.dashboard.shell import MOUNT_PATH, go_to, link_button, page_frame
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter, MetricBound
 from service.domain.auth import Principal, Role
@@ -449,7 +449,7 @@ class ListPage:
 
     def _compare(self) -> None:
         ids = ",".join(row["id"] for row in self._table.selected)
-        ui.navigate.to(f"{MOUNT_PATH}/compare?jobs={ids}")
+        go_to(f"{MOUNT_PATH}/compare?jobs={ids}")
 
     async def _cancel(self) -> None:
         self._cancel_dialog.close()

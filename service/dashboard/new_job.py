@@ -21,9 +21,10 @@ from nicegui import events, ui
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, may_submit, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
 from service.domain.timeline import counted
 from trainer.protocol.code_archive import PREFIX
+from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.parse import parse_document
 
@@ -132,12 +133,14 @@ class NewJobPage:
         if self._source:
             try:
                 job = await self._rest.get(f"/v1/jobs/{self._source}")
-            except Refused as refused:
-                ui.notify(str(refused), type="warning")
+                spec = validate_spec(_without_nulls(job["spec"]))
+            except (Refused, SpecError) as error:
+                ui.notify(str(error), type="warning", multi_line=True)
                 self._source = ""
             else:
-                self._source, document = job["id"], job["spec"]
-                return spec_text.written(_without_nulls(document))
+                self._source = job["id"]
+                self._original = spec.model_dump(mode="json", exclude_defaults=True)
+                return spec_text.written(self._original)
         has_default = _DEFAULT_TEMPLATE in self._templates
         self._template = _DEFAULT_TEMPLATE if has_default else ""
         text = self._templates.get(self._template, _EMPTY)
@@ -237,8 +240,10 @@ class NewJobPage:
         checked = await asyncio.to_thread(spec_text.check, self._editor.value)
         self._show_problems(checked.problems)
         self._show_values(checked.document)
+        origin = f"submit examples/{self._template}" if self._template else ""
+        origin = f"clone {self._source}" if self._source else origin
         command = spec_text.command_of(
-            checked.document, self._template, self._original, has_code=self._has_code
+            checked.document, origin, self._original, has_code=self._has_code
         )
         self._command.set_text(command)
         self._submit.set_enabled(checked.spec is not None)
@@ -330,15 +335,16 @@ class NewJobPage:
         path, body = "/v1/jobs", {"spec": checked.document}
         if self._source:
             old = (await self._rest.get(f"/v1/jobs/{self._source}"))["spec"]
+            new = checked.spec.model_dump(mode="json")
             path = f"/v1/jobs/{self._source}:clone"
-            body = {"patch": spec_text.patch_of(_without_nulls(old), checked.document)}
+            body = {"patch": spec_text.patch_of(*map(_without_nulls, (old, new)))}
         try:
             answer = await self._rest.send("POST", path, json=body, headers=headers)
         except Refused as refused:
             self._show_problems(tuple(refused.problem.fields))
             ui.notify(str(refused), type="negative", multi_line=True)
             return
-        ui.navigate.to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
+        go_to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
 
 
 def _code_archive(name: str, data: bytes) -> bytes:

@@ -110,6 +110,11 @@ def link_button(text: str, href: str, style: str = "") -> ui.element:
     return link
 
 
+def go_to(address: str) -> None:
+    """Lead the reader to one of our pages; NiceGUI puts the mount's path before it."""
+    ui.navigate.to(address.removeprefix(MOUNT_PATH))
+
+
 def not_found(rest: Rest, title: str, explanation: str) -> None:
     """A friendly 404: what is missing, and a way back. Sets the status of the response."""
     ui.context.client.status_code = 404

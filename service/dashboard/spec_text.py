@@ -23,7 +23,8 @@ from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import parse_document, set_values
 
-EXAMPLES_DIR = Path(__file__).parents[2] / "examples"
+# In an image beside this file, in a checkout at its root.
+_EXAMPLES_DIRS = (Path(__file__).parent / "examples", Path(__file__).parents[2] / "examples")
 _LINE = re.compile(r"line (\d+), column \d+")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _MAX_SETTINGS = 12
@@ -144,6 +145,8 @@ def with_value(text: str, path: str, value: Any) -> str:
     """
     document = parse_document(text)
     wanted = _without(document, path) if value is None else set_values(document, {path: value})
+    if wanted == document:
+        return text
     for changed in _edits(text, path, value):
         with suppress(SpecError):
             if parse_document(changed) == wanted:
@@ -232,17 +235,21 @@ def patch_of(old: Any, new: Any) -> Any:
 
 def templates() -> dict[str, str]:
     """Texts of the example specs by file name; none where they were not installed."""
-    found = sorted(EXAMPLES_DIR.glob("*.yaml")) if EXAMPLES_DIR.is_dir() else []
-    return {path.name: path.read_text(encoding="utf-8") for path in found}
+    found = next((folder for folder in _EXAMPLES_DIRS if folder.is_dir()), None)
+    paths = sorted(found.glob("*.yaml")) if found else ()
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def command_of(document: Any, template: str, original: Any, *, has_code: bool) -> str:
-    """The command that submits the same: the example with settings, or the file if they differ."""
+def command_of(document: Any, origin: str, original: Any, *, has_code: bool) -> str:
+    """The command that submits the same: what it came from with settings, or a file of its own.
+
+    `origin` is the command for the original as it is, empty where there is none.
+    """
     code = " --code DIR" if has_code else ""
-    settings = _settings(original, document) if template else None
+    settings = _settings(original, document) if origin else None
     if settings is None or len(settings) > _MAX_SETTINGS:
         return f"shardloom submit job.yaml{code}"
-    lines = [f"shardloom submit examples/{template}{code}"]
+    lines = [f"shardloom {origin}{code}"]
     lines += [f"  --set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
     return " \\\n".join(lines)
 

@@ -13,8 +13,14 @@ from playwright.sync_api import Browser, Page, expect
 from service.backends.fake import Script
 from service.db.queries import JobFilter
 from service.domain.auth import AuditFilter, login_code
-from tests.e2e.conftest import LIVE_MS, open_tab, serve
-from tests.harness.builders import queued_job, spec_document
+from tests.e2e.conftest import LIVE_MS, open_tab, serve, tell
+from tests.harness.builders import (
+    metrics,
+    progress,
+    queued_job,
+    spec_document,
+    workers_started,
+)
 from tests.harness.databases import SqliteTemplate, store_job
 from tests.harness.service import Guarded, guarded
 
@@ -77,7 +83,7 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     editor = tab.get_by_role("textbox", name="Spec")
     editor.press("ControlOrMeta+a")
     tab.keyboard.insert_text(json.dumps(spec_document(name="by-hand"), indent=2))
-    expect(tab.locator(".problems")).to_have_text("Valid", timeout=LIVE_MS)
+    expect(tab.get_by_label("name", exact=True)).to_have_value("by-hand", timeout=LIVE_MS)
     workers = tab.get_by_label("workers", exact=True)
     workers.fill("3")
     expect(tab.locator(".problem").first).to_contain_text("parallelism", timeout=LIVE_MS)
@@ -91,8 +97,11 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     tab.get_by_role("button", name="Submit").click()
     heading = tab.locator(".heading")
     expect(heading).to_contain_text("by-hand", timeout=LIVE_MS)
-    expect(heading).to_contain_text("running", timeout=LIVE_MS)
+    expect(heading).to_contain_text("starting", timeout=LIVE_MS)
     [job] = house.store.list_jobs(JobFilter(name="by-hand"))[0]
+    tell(house.store, job, workers_started(), metrics(10, train_loss=0.5), progress(40))
+    expect(heading).to_contain_text("running", timeout=LIVE_MS)
+    expect(tab.locator(".progress-panel")).to_contain_text("step 40 of 100", timeout=LIVE_MS)
     house.backend.play(job.id, Script(("succeeded",)))
     expect(heading).to_contain_text("succeeded", timeout=LIVE_MS)
 

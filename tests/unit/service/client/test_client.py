@@ -190,10 +190,12 @@ def test_a_malformed_url_is_refused_at_once():
 def test_jobs_are_fetched_page_by_page():
     pages = [{"items": [job_body(id="b")], "next": "b"}, {"items": [job_body(id="a")]}]
     script = Script(*map(ok, pages))
-    found = [job.id for job in script.client().iter_jobs(statuses=[JobStatus.RUNNING])]
+    wanted: Any = {"statuses": [JobStatus.RUNNING], "search": "x", "metrics": ["a<1"]}
+    found = [job.id for job in script.client().iter_jobs(**wanted)]
     assert found == ["b", "a"]
     assert script.requests[1].url.params["after"] == "b"
-    assert script.requests[1].url.params["status"] == "RUNNING"
+    params = script.requests[1].url.params
+    assert (params["status"], params["search"], params["metric"]) == ("RUNNING", "x", "a<1")
 
 
 def test_a_job_name_is_quoted_in_the_path():

@@ -75,9 +75,8 @@ def test_a_field_is_changed_in_place_and_comments_stay(path: str, value: Any, li
 def test_a_field_is_taken_out() -> None:
     changed = spec_text.with_value(TEXT, "optimizer.dense.lr", None)
     assert spec_text.value_at(parse_document(changed), "optimizer.dense.lr") is None
-    assert spec_text.with_value(TEXT, "nothing.here", None) == spec_text.with_value(
-        TEXT, "nothing.here", None
-    )
+    for path, value in (("nothing.here", None), ("training.seed", None), ("name", "tiny")):
+        assert spec_text.with_value(TEXT, path, value) == TEXT
 
 
 _VALUES = st.one_of(st.integers(), st.booleans(), st.text("ab:#'{}\n", max_size=6))
@@ -95,12 +94,12 @@ def test_whatever_is_set_is_read_back_and_nothing_else_changes(path: str, value:
 def test_the_command_says_what_was_changed_in_an_example_or_names_a_file() -> None:
     old = parse_document(TEXT)
     new = parse_document(spec_text.with_value(TEXT, "training.epochs", 3))
-    command = spec_text.command_of(new, "tiny.yaml", old, has_code=True)
+    command = spec_text.command_of(new, "submit examples/tiny.yaml", old, has_code=True)
     assert command.splitlines() == [
         "shardloom submit examples/tiny.yaml --code DIR \\",
         "  --set training.epochs=3",
     ]
-    assert spec_text.command_of({"name": "x"}, "tiny.yaml", old, has_code=False) == (
+    assert spec_text.command_of({"name": "x"}, "clone job-1", old, has_code=False) == (
         "shardloom submit job.yaml"
     )
 

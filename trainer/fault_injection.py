@@ -100,7 +100,9 @@ def wrap() -> None:
         "coordination.client:CoordinatorClient.arrive": lambda _, arrive: at.update(
             exchange=arrive.commit + 1
         ),
-        "parallel.sync:ReplicaCollectives.mean_of": lambda *_: inject("exchange", at["exchange"]),
+        "parallel.sync:ReplicaCollectives.average_batch": lambda *_: inject(
+            "exchange", at["exchange"]
+        ),
         "coordination.client:CoordinatorClient.vote": begin_vote,
         "parallel.sync:PendingSync.land": lambda _: inject("apply", at["apply"]),
         "elastic.peer_copy:LiveCopy.next_chunk": lambda *_: inject("join", 0),

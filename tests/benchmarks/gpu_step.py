@@ -63,9 +63,15 @@ class VirtualCopies:
         """M."""
         return self._num_copies
 
-    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Every copy gives `part`."""
-        out.view(self._num_copies, -1).copy_(part.expand(self._num_copies, -1))
+    def rank(self) -> int:
+        """The first copy."""
+        return 0
+
+    def all_gather(self, out: torch.Tensor) -> None:
+        """Every copy gives the first part."""
+        first, *others = out.view(self._num_copies, -1)
+        for other in others:
+            other.copy_(first)
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
         """Every copy gives the first of `parts`."""

@@ -6,8 +6,9 @@ Both sides average the copies of the same tables in the same processes, after th
 steps. The peer is what DMPCollection.sync does: one coalesced all-reduce AVG of all weights over
 the replica group, one of all optimizer states. Bytes are those that a rank sends; an all-reduce of
 n bytes sends 2 (M - 1) / M n. Other parts measure for how long training stands still where a sync
-overlaps with it, what tracking costs a step, and how the time of a sync grows with the share of
-rows touched, to find from where on a full sync is faster.
+overlaps with it, what tracking costs a step, what 16 copies send to know the touched rows over what
+four send, and how the time of a sync grows with the share of rows touched, to find from where on a
+full sync is faster.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 TRACKING_PAIRS = 25  # steps with and without the tracker, for each pair asked for
 TIMEOUT_S = 900
 STOCK = "TorchRec's sync: all-reduce AVG of all weights and optimizer states"
+UNION_COPIES = (16, 4)
+UNION_ROWS = TWO_COPIES.num_tables * TWO_COPIES.table_rows // TWO_COPIES.shard_group_size
 UNTRACKED = "the same steps without the tracker"
 
 
@@ -48,6 +51,7 @@ GOALS = (
     _goal("time_m4", "s", 0.05),
     _goal("stall", "s", 0.05),
     _goal("tracking_overhead", "s", 1.02, UNTRACKED),
+    Goal("union_m16_over_m4", "union_bytes", "B", 1.3, "lower", "four copies"),
 )
 
 
@@ -58,11 +62,14 @@ def run(num_pairs: int) -> BenchmarkReport:
     stalls = _on_ranks(ranks.measure_stalls, TWO_COPIES, STEPS[1], num_pairs)
     tracking = _on_ranks(ranks.measure_tracking, TWO_COPIES, num_pairs * TRACKING_PAIRS)
     densities = _on_ranks(ranks.measure_densities, TWO_COPIES, DENSITIES, 2)
+    unions = [
+        run_ranks(ranks.measure_union, copies, UNION_ROWS, fresh=True)[0] for copies in UNION_COPIES
+    ]
     prices = {"": two[1], "_n16": two[16], "_m4": four[1]}
     runs = [
         each
         for pair in range(num_pairs)
-        for each in _runs_of(pair, prices, stalls[pair], tracking[pair::num_pairs])
+        for each in _runs_of(pair, prices, stalls[pair], tracking[pair::num_pairs], unions)
     ]
     shares = {f"density{suffix}": pairs[0][0].density for suffix, pairs in prices.items()}
     settings = _settings() | shares | {"crossover_density": crossover(densities)}
@@ -79,6 +86,7 @@ def _runs_of(
     prices: dict[str, list[tuple[ranks.Price, ranks.Price]]],
     stall_s: tuple[float, float],
     steps_s: Sequence[tuple[float, float]],
+    union_bytes: Sequence[float],
 ) -> list[Run]:
     """Both sides of one pair, all that they measured put together."""
     runs = []
@@ -87,6 +95,7 @@ def _runs_of(
         values = {
             "tracking_overhead": median(seconds[index] for seconds in steps_s),
             "stall": stall_s[index],
+            "union_bytes": union_bytes[index],
         }
         for suffix, pairs in prices.items():
             values[f"bytes{suffix}"] = pairs[pair][index].num_bytes

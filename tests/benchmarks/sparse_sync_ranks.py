@@ -19,10 +19,12 @@ from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.harness.small_model import take_step
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
+from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, SyncReport, build_sync
+from trainer.parallel.touched_rows import unite
 
 NUM_BATCHES = 17  # odd, so that in turns both sides get every batch
 SEED = 2026
@@ -120,13 +122,14 @@ def measure_stalls(
 ) -> list[tuple[float, float]]:
     """Seconds for which training stands still at (our sync that overlaps, stock one), in turn.
 
-    Ours is begun, and applied after `every_steps` steps, for which its averages may take.
+    Ours is begun, and applied after `every_steps` steps, for which its averages may take. Each does
+    so once before: what is taken at the first sync stays.
     """
     training = Training(workload)
     ours = training.sync(every_steps=every_steps, overlap=every_steps)
     training.train(every_steps)
     measured = []
-    for _ in range(num_pairs):
+    for _ in range(1 + num_pairs):
         begin_s, _ = slowest_s(ours)
         for _ in range(every_steps - 1):
             training.train(1)
@@ -138,7 +141,14 @@ def measure_stalls(
         training.train(every_steps)
         measured.append((begin_s + end_s, stock_s))
     ours.close()
-    return measured
+    return measured[1:]
+
+
+def measure_union(num_rows: int) -> int:
+    """Bytes that a rank sends so that all, each a copy, know which rows any of them touched."""
+    replicas = ReplicaCollectives([WorldReplicaGroup(dist.group.WORLD)], torch.device("cpu"))
+    unite(torch.rand(num_rows) < 0.1, replicas)
+    return replicas.num_bytes
 
 
 def measure_tracking(workload: Workload, num_pairs: int) -> list[tuple[float, float]]:

@@ -293,7 +293,11 @@ class CrossGroupProcessGroup:
     def size(self) -> int:
         return self.replica.size
 
-    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+    def rank(self) -> int:
+        return self.replica.index
+
+    def all_gather(self, out: torch.Tensor) -> None:
+        part = out.view(self.size(), -1)[self.rank()]
         self._complete(lambda backend: backend._allgather_base(out, part))
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:

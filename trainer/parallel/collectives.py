@@ -27,20 +27,25 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.parallel.row_store import FlatRows, RowStore
 
-# One exchange at a time, so this is all the memory that averaging in place takes. Gloo is fastest
-# with chunks that stay in the processor's cache, NCCL with larger ones.
+_T = TypeVar("_T")
+# So much is exchanged at a time. Gloo's threads take turns with each chunk, so that small ones cost
+# more; larger ones leave the processor's cache. NCCL is faster with more.
 _CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
+# While one chunk is on its way to other hosts, the next is summed inside of this one.
+CHUNKS_AT_ONCE = 2
 
 
 def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -171,16 +176,51 @@ def _read(parts: Sequence[Part], found: torch.Tensor) -> dict[str, float]:
     return values
 
 
+Exchange = Generator[None, None, _T]
+"""Something is on its way whenever it stops; it is over when it ends."""
+
+
+def run_exchange(exchange: Exchange[_T]) -> _T:
+    """Wait for one."""
+    while True:
+        try:
+            next(exchange)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+def run_exchanges(exchanges: Iterable[Exchange[None]]) -> None:
+    """Wait for all, `CHUNKS_AT_ONCE` of them under way: each goes on in its turn.
+
+    Turns are the same on all replicas. Exchanges that stop equally often end in order.
+    """
+    waiting, running = iter(exchanges), deque[Exchange[None]]()
+    while True:
+        running.extend(islice(waiting, CHUNKS_AT_ONCE - len(running)))
+        if not running:
+            return
+        exchange = running.popleft()
+        if next(exchange, True) is None:
+            running.append(exchange)
+
+
 class ReplicaGroup(Protocol):
-    """What a sync needs of a process group: both exchanges are over when they return."""
+    """What a sync needs of a process group. Both exchanges may be over at once, and give None."""
 
     def size(self) -> int:
         """M, the number of replicas."""
 
-    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Write every replica's `part` [n] into `out` [M * n], in rank order. Collective."""
+    def rank(self) -> int:
+        """This replica's place among them."""
 
-    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor) -> Exchange[None] | None:
+        """Fill `out` [M * n], where this replica's part is in its place, with the others' parts.
+
+        Collective.
+        """
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> Exchange[None] | None:
         """Write part r of rank i's `parts` [M * n] to part i of rank r's `out`. Collective."""
 
 
@@ -193,11 +233,54 @@ class WorldReplicaGroup:
     def size(self) -> int:
         return self._group.size()
 
-    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        dist.all_gather_single(out, part, group=self._group)
+    def rank(self) -> int:
+        return self._group.rank()
 
-    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
-        dist.all_to_all_single(out, parts, group=self._group)
+    def all_gather(self, out: torch.Tensor) -> Exchange[None]:
+        size, rank = self.size(), self.rank()
+        parts = out.view(size, -1)
+        if out.is_cuda:
+            yield from _over(
+                dist.all_gather_single(out, parts[rank], group=self._group, async_op=True)
+            )
+            return
+        # Gloo's own all-gather fills memory of its own, fresh at every call, and copies that.
+        after, before = (rank + 1) % size, (rank - 1) % size
+        for step in range(size - 1):
+            sent, received = parts[(rank - step) % size], parts[(before - step) % size]
+            yield from _over(
+                dist.isend(sent, group=self._group, group_dst=after),
+                dist.irecv(received, group=self._group, group_src=before),
+            )
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> Exchange[None]:
+        yield from _over(dist.all_to_all_single(out, parts, group=self._group, async_op=True))
+
+
+def _over(*works: dist.Work | None) -> Exchange[None]:
+    yield
+    for work in works:
+        assert work is not None, "the rank is in its own group"
+        work.wait()
+
+
+class Buffers:
+    """Flat memory by key and dtype, which is used again, and grows to the most that was asked for.
+
+    Memory that is freed and taken anew at every sync costs more than what is written to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[Hashable, torch.dtype], torch.Tensor] = {}
+
+    def take(self, key: Hashable, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] with whatever it holds, until the key is taken again."""
+        found = self._buffers.get((key, dtype))
+        if found is None or found.numel() < numel:
+            found = torch.empty(numel, dtype=dtype, device=self._device)
+            self._buffers[key, dtype] = found
+        return found[:numel]
 
 
 @dataclass(frozen=True)
@@ -276,6 +359,7 @@ class ReplicaCollectives:
         self.num_replicas = math.prod(group.size() for group in levels)
         self.device = device
         self.chunk_bytes = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+        self._buffers = Buffers(device)
         self.num_bytes = 0
         self.num_overflows = 0
 
@@ -289,60 +373,73 @@ class ReplicaCollectives:
         return taken
 
     def reduce_scatter(
-        self, flat: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        self, flat: torch.Tensor, combine: Callable[[torch.Tensor], torch.Tensor], slot: int = 0
+    ) -> Exchange[torch.Tensor]:
         """This rank's 1/M of what the replicas' `flat` [n], n a multiple of M, come to. Collective.
 
-        `combine` makes [m] of the [k, m] of the k replicas of a level.
+        `combine` makes [m] of the [k, m] of the k replicas of a level. It may be in memory that the
+        next exchange in `slot` takes: as many as are under way have one each.
         """
         part = flat
-        for group in self._levels:
-            received = torch.empty_like(part)
-            group.all_to_all(received, part)
+        for level, group in enumerate(self._levels):
+            received = self._buffers.take((slot, level), part.numel(), part.dtype)
+            yield from group.all_to_all(received, part) or ()
             parts = received.view(group.size(), -1)
             self.num_bytes += (group.size() - 1) * parts[0].nbytes
             part = combine(parts)
         return part
 
-    def all_gather(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The replicas' parts, in the order in which `reduce_scatter` cut them, in `out` if given.
+    def own_part(self, out: torch.Tensor) -> torch.Tensor:
+        """Where in `out` [n] this rank's 1/M belongs."""
+        for group in self._levels:
+            out = out.view(group.size(), -1)[group.rank()]
+        return out
 
-        Collective.
-        """
-        for group in reversed(self._levels):
-            is_last = group is self._levels[0]
-            if out is None or not is_last:
-                gathered = part.new_empty(group.size() * part.numel())
-            else:
-                gathered = out
-            group.all_gather(gathered, part)
-            self.num_bytes += (group.size() - 1) * part.nbytes
-            part = gathered
-        return part
+    def all_gather(self, out: torch.Tensor) -> Exchange[None]:
+        """Fill `out` [n], which has this rank's part in its place, with the others'. Collective."""
+        parts = []
+        for group in self._levels:
+            parts.append(out)
+            out = out.view(group.size(), -1)[group.rank()]
+        for group, part in zip(reversed(self._levels), reversed(parts), strict=True):
+            yield from group.all_gather(part) or ()
+            self.num_bytes += (group.size() - 1) * part.nbytes // group.size()
 
-    def average(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+    def average(self, flat: torch.Tensor, out: torch.Tensor, slot: int = 0) -> Exchange[None]:
         """Write the mean of the replicas' `flat` [n], n a multiple of M, into `out`. Collective.
 
         `out` may be `flat` itself.
         """
         weights = self._weights or [1.0] * self.num_replicas
         if flat.is_floating_point():
-            total = self.reduce_scatter(flat, lambda parts: pairwise_sum(parts, self._weights))
-            mean = total.div_(_divisor(weights)).to(flat.dtype)
+            combine = partial(pairwise_sum, weights=self._weights)
+            total = yield from self.reduce_scatter(flat, combine, slot)
+            torch.div(total, _divisor(weights), out=self.own_part(out))
         else:
             counts = next(i for i, weight in enumerate(weights) if weight)
-            mean = self.reduce_scatter(flat, lambda parts: parts[counts])
-        self.all_gather(mean, out)
+            first = yield from self.reduce_scatter(flat, lambda parts: parts[counts], slot)
+            self.own_part(out).copy_(first)
+        yield from self.all_gather(out)
 
-    def mean_of(self, batch: Batch, values: torch.Tensor, in_fp32: bool = False) -> torch.Tensor:
-        """The mean of the replicas' `values` of `batch`, packed. Collective.
+    def average_batch(
+        self,
+        batch: Batch,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        in_fp32: bool = False,
+        slot: int = 0,
+    ) -> Exchange[None]:
+        """Write the mean of the replicas' `values` of `batch`, packed, into `out`. Collective.
 
-        What `any_overflow` says of the batches of a sync is `in_fp32`.
+        `out` may be `values`. What `any_overflow` says of the batches of a sync is `in_fp32`.
         """
         if batch.wire is None or (in_fp32 and batch.wire == torch.float16):
-            return self._mean(values)
-        base = batch.pack_base()
-        return base + self._mean((values - base).to(batch.wire))
+            yield from self.average(values, out, slot)
+            return
+        base = batch.pack_base(self._buffers, slot)
+        change = (values - base).to(batch.wire)
+        yield from self.average(change, change, slot)
+        torch.add(base, change, out=out)
 
     def any_overflow(self, batches: Sequence[Batch], values: Sequence[torch.Tensor] = ()) -> bool:
         """Whether a change that is to travel in fp16 is too large on some replica. Collective.
@@ -353,19 +450,17 @@ class ReplicaCollectives:
         flags = []
         for index, batch in enumerate(batches):
             if batch.wire == torch.float16:
-                change = (values[index] if values else batch.pack()) - batch.pack_base()
+                found = values[index] if values else batch.pack(self._buffers)
+                change = found - batch.pack_base(self._buffers)
                 flags.append(change.to(batch.wire).isfinite().all().logical_not())
         if not flags:
             return False
-        flag = torch.stack(flags).any().to(torch.uint8)
-        is_any = bool(self.all_gather(flag.view(1)).any())
+        found = torch.empty(self.num_replicas, dtype=torch.uint8, device=self.device)
+        self.own_part(found).copy_(torch.stack(flags).any())
+        run_exchange(self.all_gather(found))
+        is_any = bool(found.any())
         self.num_overflows += is_any
         return is_any
-
-    def _mean(self, flat: torch.Tensor) -> torch.Tensor:
-        mean = torch.empty_like(flat)
-        self.average(flat, mean)
-        return mean
 
     def batches(self, blocks: Iterable[Block]) -> Iterator[Batch]:
         """`blocks` in portions of at most `chunk_bytes`, but at least a row, split where larger.
@@ -390,32 +485,40 @@ class ReplicaCollectives:
 
         Large whole tensors are averaged where they lie; everything else is packed on the way.
         """
-        packed = [
-            self._average_bulk(block)
-            if block.rows is None and block.wire is None and isinstance(block.store, FlatRows)
-            else block
-            for block in blocks
-        ]
+        pieces: list[torch.Tensor] = []
+        packed: list[Block] = []
+        for block in blocks:
+            is_flat = block.wire is None and isinstance(block.store, FlatRows)
+            if block.rows is None and is_flat:
+                found, block = self._bulk_of(block)
+                pieces += found
+            packed.append(block)
+        run_exchanges(
+            self.average(piece, piece, index % CHUNKS_AT_ONCE) for index, piece in enumerate(pieces)
+        )
         batches = list(self.batches(packed))
         in_fp32 = self.any_overflow(batches)
-        for batch in batches:
-            mean = self.mean_of(batch, batch.pack(), in_fp32)
-            for block, part in batch.unpack(mean):
-                block.write(part)
-                block.agree(part)
+        run_exchanges(
+            self._average_in_place(batch, in_fp32, index % CHUNKS_AT_ONCE)
+            for index, batch in enumerate(batches)
+        )
 
-    def _average_bulk(self, block: Block) -> Block:
-        """Average all of a large tensor but its end, which does not fill a chunk; return that.
+    def _average_in_place(self, batch: Batch, in_fp32: bool, slot: int) -> Exchange[None]:
+        values = batch.pack(self._buffers, ("values", slot))
+        yield from self.average_batch(batch, values, values, in_fp32, slot)
+        for block, part in batch.unpack(values):
+            block.write(part)
+            block.agree(part)
+
+    def _bulk_of(self, block: Block) -> tuple[list[torch.Tensor], Block]:
+        """Chunks of a large tensor, and its end, which does not fill one.
 
         Small tensors are left whole: packed, they share a message.
         """
         flat = block.tensor.view(-1)
         chunk = self.chunk_bytes // flat.itemsize // self.num_replicas * self.num_replicas
         bulk = flat.numel() // chunk * chunk
-        for start in range(0, bulk, chunk):
-            piece = flat[start : start + chunk]
-            self.average(piece, piece)
-        return Block(FlatRows(flat[bulk:]))
+        return list(flat[:bulk].split(chunk)) if bulk else [], Block(FlatRows(flat[bulk:]))
 
 
 class Batch:
@@ -426,16 +529,20 @@ class Batch:
         self.wire = self.blocks[0].wire
         self._multiple = multiple
 
-    def pack(self) -> torch.Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.blocks[0].tensor.dtype
+
+    def pack(self, buffers: Buffers, key: Hashable = "values") -> torch.Tensor:
         """The blocks' rows as they are now, flat, with zeros up to a multiple of M."""
-        flat = self._new_buffer()
+        flat = self.buffer(buffers, key)
         for block, part in self.unpack(flat):
             block.read_into(part)
         return flat
 
-    def pack_base(self) -> torch.Tensor:
+    def pack_base(self, buffers: Buffers, slot: int = 0) -> torch.Tensor:
         """The blocks' bases, flat, likewise."""
-        flat = self._new_buffer()
+        flat = self.buffer(buffers, ("base", slot))
         for block, part in self.unpack(flat):
             assert block.base is not None, "what travels as a change has a base"
             part.copy_(block.base.view(-1))
@@ -447,8 +554,9 @@ class Batch:
             yield block, flat[place : place + block.numel]
             place += block.numel
 
-    def _new_buffer(self) -> torch.Tensor:
+    def buffer(self, buffers: Buffers, key: Hashable) -> torch.Tensor:
+        """What `pack` fills, for its rows to be written to."""
         numel = sum(block.numel for block in self.blocks)
-        flat = self.blocks[0].tensor.new_empty(numel + -numel % self._multiple)
+        flat = buffers.take(key, numel + -numel % self._multiple, self.dtype)
         flat[numel:] = 0
         return flat

@@ -35,7 +35,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
+from trainer.parallel.collectives import (
+    CHUNKS_AT_ONCE,
+    Batch,
+    Block,
+    Buffers,
+    Exchange,
+    ReplicaCollectives,
+    WorldReplicaGroup,
+    run_exchanges,
+)
 from trainer.parallel.mesh import form_groups, form_replica_levels
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.row_store import FlatRows, RowStore
@@ -170,6 +179,7 @@ class ReplicaSync(Sync):
                 form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout),
             )
             self._background_levels = [*map(WorldReplicaGroup, levels)]
+        self._buffers, self._moment_buffers = Buffers(device), Buffers(device)
         self._pending: Deferred | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
         self._pending_moments: Deferred | None = None  # lands at the next sync
@@ -190,9 +200,10 @@ class ReplicaSync(Sync):
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
-            self._pending_moments = self._start(moments)
+            self._pending_moments = self._start(moments, self._moment_buffers)
         if self._spec.overlap:
-            self._pending, self._steps_left = self._start(blocks), self._spec.overlap_steps
+            self._pending = self._start(blocks, self._buffers)
+            self._steps_left = self._spec.overlap_steps
         else:
             self._replicas.average_in_place(blocks)
         return self._report(rows)
@@ -242,10 +253,10 @@ class ReplicaSync(Sync):
         if self._background:
             self._background.close()
 
-    def _start(self, blocks: Iterable[Block]) -> Deferred:
+    def _start(self, blocks: Iterable[Block], buffers: Buffers) -> Deferred:
         assert self._background, "only a policy with a background defers means"
         replicas = ReplicaCollectives(self._background_levels, self._replicas.device)
-        pending = PendingSync(blocks, replicas)
+        pending = PendingSync(blocks, replicas, buffers)
         return pending, self._background.submit(pending.form_means)
 
     def _land(self, deferred: Deferred) -> list[Block]:
@@ -411,32 +422,51 @@ class SyncThread:
 class PendingSync:
     """Blocks whose means are formed, and applied later; where training goes on, with a snapshot.
 
-    Takes memory for the means, and as much for the snapshot. `replicas` is its own, as another
-    thread may count costs there.
+    Takes memory for the means, and as much for the snapshot, which is in `buffers`: a sync that is
+    pending has them to itself. `replicas` is its own, as another thread may count costs there.
     """
 
     def __init__(
-        self, blocks: Iterable[Block], replicas: ReplicaCollectives, trains_on: bool = True
+        self,
+        blocks: Iterable[Block],
+        replicas: ReplicaCollectives,
+        buffers: Buffers | None = None,
+        trains_on: bool = True,
     ) -> None:
         self.replicas = replicas
+        self._buffers = buffers or Buffers(replicas.device)
         self._batches = list(replicas.batches(blocks))
-        self._snapshots = [batch.pack() for batch in self._batches] if trains_on else None
+        self._snapshots: list[torch.Tensor] = []
+        if trains_on:
+            for index, batch in enumerate(self._batches):
+                self._snapshots.append(batch.pack(self._buffers, ("snapshot", index)))
         self.means: list[torch.Tensor] = []
 
     @torch.no_grad()
     def form_means(self) -> None:
         """Form the means of all batches. Collective."""
-        in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots or ())
-        for index, batch in enumerate(self._batches):
-            values = self._snapshots[index] if self._snapshots else batch.pack()
-            self.means.append(self.replicas.mean_of(batch, values, in_fp32))
+        in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
+        run_exchanges(
+            self._form_mean(index, batch, in_fp32) for index, batch in enumerate(self._batches)
+        )
+
+    def _form_mean(self, index: int, batch: Batch, in_fp32: bool) -> Exchange[None]:
+        key = ("mean", index)
+        if self._snapshots:
+            values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
+        else:
+            values = mean = batch.pack(self._buffers, key)
+        slot = index % CHUNKS_AT_ONCE
+        yield from self.replicas.average_batch(batch, values, mean, in_fp32, slot)
+        self.means.append(mean)
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
         for index, (batch, mean) in enumerate(zip(self._batches, self.means, strict=True)):
             new = mean
             if self._snapshots:
-                new = apply_difference(batch.pack(), self._snapshots[index], mean)
+                current = batch.pack(self._buffers, "current")
+                new = apply_difference(current, self._snapshots[index], mean)
             for (block, part), (_, agreed) in zip(
                 batch.unpack(new), batch.unpack(mean), strict=True
             ):

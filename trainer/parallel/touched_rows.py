@@ -28,7 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.collectives import Block, ReplicaCollectives, run_exchange
 from trainer.parallel.model import TableShard
 from trainer.parallel.row_store import JoinedRows, RowStore
 
@@ -151,8 +151,10 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
     if not bits.numel():
         return
     packed = pack_bits(bits, replicas.num_replicas)
-    part = replicas.reduce_scatter(packed, lambda parts: functools.reduce(torch.bitwise_or, parts))
-    bits.copy_(unpack_bits(replicas.all_gather(part), bits.numel()))
+    union = functools.partial(functools.reduce, torch.bitwise_or)
+    replicas.own_part(packed).copy_(run_exchange(replicas.reduce_scatter(packed, union)))
+    run_exchange(replicas.all_gather(packed))
+    bits.copy_(unpack_bits(packed, bits.numel()))
 
 
 def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The 1D peer: stock TorchRec over all ranks, laid out in each way that its users have.
+"""The peers of stock TorchRec: 1D over all ranks, laid out in each way that its users have, and 2D.
 
 One DistributedModelParallel over the default group, row-wise AdaGrad fused into backward, Adam for
 the dense part, DDP. Model, optimizers and batches are those of the 2D side; nothing of Shardloom
@@ -12,11 +12,15 @@ runs but the class of the batches. What differs from variant to variant is the s
     pipelined        table_wise under TrainPipelineSparseDist
     fp16_wire        table_wise, embeddings and gradients sent as fp16 (not the same numbers: it is
                      measured, but no peer of the fp32 side)
+
+STOCK_2D is `pipelined` in two copies, one on each host, that DMPCollection averages every 16 steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +31,16 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torch.distributed.remote_device import _remote_device
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed import model_parallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM
@@ -56,6 +62,7 @@ VARIANTS = (
     "pipelined",
     FP16_WIRE,
 )
+STOCK_2D, STOCK_2D_COPIES, STOCK_2D_SYNC_STEPS = "stock_2d", 2, 16
 CPU = torch.device("cpu")
 SPARSE_LR, SPARSE_EPS, DENSE_LR = 0.05, 1e-8, 1e-3
 
@@ -85,6 +92,23 @@ class ClickModel(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
 
 
+class CpuDMPCollection(DMPCollection):
+    """DMPCollection on CPUs, which it refuses by an assert, and by numbering them as if GPUs."""
+
+    _source = textwrap.dedent(inspect.getsource(DMPCollection.__init__))
+    _source = _source.replace('device.type == "cuda" or', 'device.type == "cpu" or')
+    _source = _source.replace("super().", "super(DMPCollection, self).")
+    exec(_source, vars(model_parallel) | {"DMPCollection": DMPCollection}, _made := {})
+    __init__ = _made["__init__"]
+
+    def _remap_sharding_plan(self, plan: Any, *args: Any, **options: Any) -> None:
+        super()._remap_sharding_plan(plan, *args, **options)
+        for module in plan.plan.values():
+            for table in module.values():
+                for shard in table.sharding_spec.shards:
+                    shard.placement = _remote_device(f"rank:{shard.placement.rank()}/cpu")
+
+
 def fused_adagrad(lr: float, eps: float) -> dict[str, Any]:
     """What a stock sharder is told of the optimizer of the tables."""
     return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": lr, "eps": eps}
@@ -102,26 +126,42 @@ def sharded(
     tables: list[str],
     sharding: str | None,
     device: torch.device = CPU,
+    num_copies: int = 1,
 ) -> DistributedModelParallel:
-    """The model over all ranks, by the planner; `sharding` is that of all tables. Collective."""
+    """The model over all ranks, by the planner; `sharding` is that of all tables. Collective.
+
+    Copies are laid over hosts one after the other.
+    """
     model = ClickModel(network)
+    world_size = dist.get_world_size()
     only = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=dist.get_world_size(),
+            world_size=world_size // num_copies,
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             compute_device=device.type,
         ),
         constraints=dict.fromkeys(tables, only) if sharding else None,
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    if num_copies == 1:
+        return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    return CpuDMPCollection(
+        model,
+        device,
+        plan,
+        world_size,
+        world_size // num_copies,
+        dist.group.WORLD,
+        sharders=[sharder],
+        use_inter_host_allreduce=True,
+    )
 
 
 class StockTrainer:
-    """Stock TorchRec in 1D on this rank."""
+    """Stock TorchRec on this rank."""
 
-    sync_s = 0.0  # one copy: nothing to sync
+    sync_s = 0.0  # of 2D not told apart
 
     def __init__(
         self,
@@ -134,10 +174,15 @@ class StockTrainer:
             fused_params=fused_adagrad(SPARSE_LR, SPARSE_EPS),
             qcomm_codecs_registry=_fp16_codecs() if variant == FP16_WIRE else None,
         )
-        types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}
+        types = dict.fromkeys(("pipelined", FP16_WIRE, STOCK_2D), "table_wise") | {"planner": None}
         self._variant, self._device = variant, device
         self._model = sharded(
-            _dlrm(workload), sharder, workload.tables, types.get(variant, variant), device
+            _dlrm(workload),
+            sharder,
+            workload.tables,
+            types.get(variant, variant),
+            device,
+            STOCK_2D_COPIES if variant == STOCK_2D else 1,
         )
         self._optimizer = dense_adam(self._model, lr=DENSE_LR)
 
@@ -154,7 +199,7 @@ class StockTrainer:
 
     def train(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Train a step for each item that is taken."""
-        if self._variant == "pipelined":
+        if self._variant in ("pipelined", STOCK_2D):
             yield from self._train_pipelined(batches)
         for batch in batches:
             self._optimizer.zero_grad()
@@ -164,7 +209,12 @@ class StockTrainer:
             yield
 
     def _train_pipelined(self, batches: Iterator[Batch]) -> Iterator[None]:
-        pipeline = TrainPipelineSparseDist(self._model, self._optimizer, self._device)
+        pipeline = TrainPipelineSparseDist(
+            self._model,
+            self._optimizer,
+            self._device,
+            dmp_collection_sync_interval_batches=STOCK_2D_SYNC_STEPS,
+        )
         pipelined = (PipelinedBatch(**vars(batch)) for batch in batches)
         while True:
             pipeline.progress(pipelined)

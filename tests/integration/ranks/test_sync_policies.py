@@ -23,7 +23,7 @@ from tests.integration.ranks.sync_cases import (
     restore,
     untouched_rows,
 )
-from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup
+from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup, run_exchange
 from trainer.parallel.mesh import form_replica_levels
 
 CASES_A_RUN = 10
@@ -254,7 +254,7 @@ def bytes_by_level(case: SyncCase, numel: int) -> dict[torch.dtype, int]:
         for over in ([WorldReplicaGroup(groups.replica_group)], levels):
             replicas = ReplicaCollectives(over, groups.device)
             means.append(torch.empty_like(values))
-            replicas.average(values, means[-1])
+            run_exchange(replicas.average(values, means[-1]))
         assert torch.equal(*means)
         found[dtype] = replicas.num_bytes
     return found

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.collectives import Batch, Block, ReplicaCollectives, pairwise_mean
+from trainer.parallel.collectives import (
+    Batch,
+    Block,
+    Buffers,
+    Exchange,
+    ReplicaCollectives,
+    pairwise_mean,
+    run_exchanges,
+)
 from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import apply_difference
+from trainer.parallel.sync import PendingSync, apply_difference
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -85,7 +93,7 @@ def test_rows_packed_in_batches_are_written_back_where_they_were(
     starts = [block.tensor.clone() for block in blocks]
     num_rows = 0
     for batch in _batches(blocks, max_bytes, multiple):
-        packed = batch.pack()
+        packed = batch.pack(Buffers(torch.device("cpu")))
         assert packed.numel() % multiple == 0
         single_row = len(batch.blocks) == 1 and batch.blocks[0].num_rows == 1
         assert single_row or sum(b.numel for b in batch.blocks) * 4 <= max_bytes
@@ -148,3 +156,29 @@ def test_a_value_that_did_not_change_becomes_exactly_the_mean(
 def test_a_moment_never_becomes_negative(values: list[tuple[float, float, float]]) -> None:
     snapshot, growth, mean = torch.tensor(values).unbind(1)
     assert bool((apply_difference(snapshot + growth, snapshot, mean) >= 0).all())
+
+
+def test_two_exchanges_are_under_way_and_go_on_in_turn() -> None:
+    begun, ended = [], []
+
+    def exchange(number: int) -> Exchange[None]:
+        begun.append(number)
+        yield
+        assert len(begun) - len(ended) == 2 or number == 4
+        yield
+        ended.append(number)
+
+    run_exchanges(exchange(number) for number in range(5))
+    assert begun == ended == [0, 1, 2, 3, 4]
+
+
+def test_the_memory_of_a_sync_is_that_of_the_sync_before() -> None:
+    tensor, buffers = torch.zeros(100, 4), Buffers(torch.device("cpu"))
+    replicas = ReplicaCollectives([Mock(size=lambda: 1, rank=lambda: 0)], torch.device("cpu"))
+    addresses = []
+    for rows in (torch.arange(90), torch.arange(80)):
+        pending = PendingSync([Block(FlatRows(tensor), rows)], replicas, buffers)
+        with patch.object(replicas, "_levels", []):
+            pending.form_means()
+        addresses.append([mean.data_ptr() for mean in pending.means])
+    assert addresses[0] == addresses[1]

@@ -139,7 +139,7 @@ class JobSections(SpecModel):
         but before a save, that of all rows at once. Half precision adds 1 to both, what
         the copies last agreed on; of touched rows 2: saved before they change, and gathered for the
         exchange; 3 where such groups overlap: what was saved is kept in case the round fails.
-        Buffers of single chunks and marks of touched rows are left to
+        Buffers of the chunks that are under way and marks of touched rows are left to
         `planner.storage_reservation`.
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"

@@ -27,8 +27,9 @@ from trainer.training.worker import layout_of
 
 NUM_TABLES, NUM_ROWS, DIM = 2, 400_000, 64
 BATCH_SIZE, NUM_STEPS = 8192, 17
-# Of a worker's memory; and what ids and activations are of tables, in TorchRec's estimate.
-RESERVED, IN_FLIGHT = 0.12, 0.025
+# Of a worker's memory, as by default; and what ids and activations are of tables, in TorchRec's
+# estimate.
+RESERVED, IN_FLIGHT = 0.15, 0.025
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 

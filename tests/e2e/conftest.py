@@ -15,7 +15,14 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Locator,
+    Page,
+    expect,
+    sync_playwright,
+)
 
 from service.app import create_app
 from service.backends.fake import FakeBackend
@@ -41,8 +48,8 @@ _CHROMIUM_ARGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# What playwright itself has as its defaults.
-_EXPECT_MS, _ACTION_MS = 5_000, 30_000
+# A page is built beside the tests of the other process.
+_EXPECT_MS, _ACTION_MS = 20_000, 30_000
 # Until a page shows what the store was told.
 LIVE_MS = scaled(10_000)
 
@@ -150,6 +157,11 @@ def tell(store: JobStore, job: Job, *records: Event, stream: str = "rank-0") -> 
 def files_of(dashboard: Dashboard, job: Job) -> AttemptDir:
     """Files of the job's attempt on run storage."""
     return RunDir(dashboard.runs_dir / job.id).attempt(f"{job.id}-a0")
+
+
+def follow(link: Locator) -> None:
+    """Click a link of the list, which is drawn anew while a mouse moves to it."""
+    link.evaluate("link => link.click()")
 
 
 def open_job(page: Page, job: Job) -> None:

@@ -111,7 +111,10 @@ def unread_batches(
     """
     problem: OSError | None = None
     num_bytes_left = _MAX_OUTBOX_BYTES
-    paths = list_untrusted(files.outbox_dir, files.runs_dir)
+    try:
+        paths = list_untrusted(files.outbox_dir, files.runs_dir)
+    except NotADirectoryError:
+        return  # There is no folder, so there are no records.
     for path in sorted((path for path in paths if path.suffix == ".jsonl"), key=stream_order):
         if not re.match(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import dataclasses
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -210,7 +211,7 @@ class JobPage:
         return kind(self._rest, self._snapshot, self.refresh)
 
 
-class ChartBox:
+class ChartBox(ABC):
     """A chart in its box, with a legend where it has several lines, and its data as files."""
 
     def __init__(self, title: str, options: dict[str, Any], legend: Mapping[str, str]) -> None:
@@ -229,9 +230,9 @@ class ChartBox:
             self.chart = ui.echart(options).classes("chart")
         self.chart.props(f'role=img aria-label="{title}"')
 
+    @abstractmethod
     async def read_csv(self) -> str:
         """All that the chart shows, as CSV."""
-        raise NotImplementedError
 
     async def _save_csv(self) -> None:
         ui.download.content(await self.read_csv(), f"{self._title}.csv", "text/csv")

@@ -55,6 +55,7 @@ class JobPage:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
+        self._turn = asyncio.Lock()
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -71,19 +72,26 @@ class JobPage:
             self._build_body()
             self._build_tabs()
         self._show(snapshot)
+        # Read while the browser loads the page.
+        self._first_points = [
+            asyncio.create_task(self._read_chart(chart, {})) for chart in self._charts
+        ]
         ui.timer(0.0, self._begin, once=True)
 
     async def _begin(self) -> None:
         """Draw the charts one after another, then follow the job."""
-        for chart in self._charts:
-            await self._read_chart(chart, {})
+        for chart, points in zip(self._charts, self._first_points, strict=True):
+            self._draw_chart(chart, await points)
         ui.timer(REFRESH_INTERVAL_S, self.refresh)
         await self._show_parent()
 
-    async def _read_chart(self, chart: _ChartPanel, known: Points) -> None:
-        """Read the points of a chart, of `known` ones only what is newer, and draw it."""
+    async def _read_chart(self, chart: _ChartPanel, known: Points) -> Points:
+        """The points of a chart, of `known` ones with what is newer; one chart at a time."""
         read = partial(read_points, self._store, self._job_id, chart.metrics, known)
-        points = await asyncio.to_thread(read)
+        async with self._turn:
+            return await asyncio.to_thread(read)
+
+    def _draw_chart(self, chart: _ChartPanel, points: Points) -> None:
         best = next((each for each in self._snapshot.checkpoints if each.is_best), None)
         chart.show(points, best, charts.marks_of(self._snapshot.timeline))
 
@@ -111,7 +119,8 @@ class JobPage:
         self._show(snapshot)
         if snapshot.is_new:
             for chart in self._charts:
-                await self._read_chart(chart, {} if snapshot.is_rewound else chart.points)
+                known = {} if snapshot.is_rewound else chart.points
+                self._draw_chart(chart, await self._read_chart(chart, known))
         job, fault = snapshot.job, ""
         try:
             await self._exports.refresh()

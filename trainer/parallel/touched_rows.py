@@ -75,6 +75,12 @@ class RowNumbers:
             if local.numel():
                 yield shard, local - first
 
+    def counts(self, rows: Rows | None) -> tuple[int, ...]:
+        """How many of `rows` each shard has; None stands for all."""
+        if rows is None:
+            return tuple(self._sizes)
+        return tuple(end - start for start, end in pairwise(rows.bounds))
+
     def density(self, rows: Rows | None) -> float:
         """The share of all rows that `rows` are; None stands for all."""
         return 1.0 if rows is None else rows.numbers.numel() / max(1, self.num_rows)

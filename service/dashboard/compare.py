@@ -123,9 +123,8 @@ class ComparePage:
         ui.timer(0.0, self._begin, once=True)
 
     async def _read_points(self) -> None:
-        names = dict.fromkeys([*self._shown, "speed/rows_per_s"])
-        store, compared = self._context.store, self._compared
-        await asyncio.to_thread(lambda: [_read(store, compared, name) for name in names])
+        names = [*dict.fromkeys([*self._shown, "speed/rows_per_s"])]
+        await asyncio.to_thread(_read, self._context.store, self._compared, names)
 
     async def _begin(self) -> None:
         """Show what needs points."""
@@ -246,10 +245,10 @@ def _load(
     return found, missing, shown
 
 
-def _read(store: JobStore, compared: Sequence[Compared], name: str) -> None:
-    """Add the points of a metric to each job that has it."""
+def _read(store: JobStore, compared: Sequence[Compared], names: Sequence[str]) -> None:
+    """Add the points of metrics to each job that has them."""
     for each in compared:
-        if name in each.names:
+        for name in {*names} & {*each.names}:
             each.points[name] = store.metric_points(each.job.id, name, max_points=_MAX_POINTS)
 
 

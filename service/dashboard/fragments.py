@@ -20,9 +20,11 @@ from service.domain.sharding import (
     DIVERGENCE,
     imbalance,
     loads_of,
+    memory_peaks,
     newest_workers,
     policy_facts,
     shard_text,
+    table_uses,
 )
 from service.schemas import wording
 
@@ -33,7 +35,7 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
+_FILTERS = ("clock", "compact", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
 _FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, views.key_figures)
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format
@@ -95,12 +97,16 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """The plan of the tables, what each position holds, and how copies are kept together."""
     workers = newest_workers(timeline)
-    loads = loads_of(workers.tables, workers.shard_group_size) if workers else []
+    tables, size = (workers.tables, workers.shard_group_size) if workers else ([], 0)
+    loads, peaks = loads_of(tables, size), memory_peaks(job.latest_metrics, size)
+    held = [sum(load.values()) for load in loads]
     return render(
         "sharding.html",
         workers=workers,
         loads=loads,
-        largest_bytes=max((sum(load.values()) for load in loads), default=0.0),
+        peaks=peaks,
+        largest_bytes=max([*held, *(peak.with_tables_bytes for peak in peaks)], default=0.0),
+        uses=table_uses(job.spec, tables, job.latest_metrics),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
         alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],

@@ -322,6 +322,27 @@ def test_the_bars_show_who_holds_more_than_others(job: Job) -> None:
     assert "1.33× imbalance" in html  # noqa: RUF001
 
 
+def test_tables_show_lookups_and_syncs_and_positions_their_memory(job: Job) -> None:
+    metrics = {"table/users/lookups": 1024.0, "table/users/hottest": 0.25}
+    metrics |= {f"memory/peak_rss_bytes/{position}": 720_000.0 for position in (0, 1)}
+    plans = [row_wise_plan(num_embeddings=10_000), table_wise_plan("movies", 1, size_bytes=1800)]
+    lines = timeline_of(job, workers_started(tables=plans))
+    html = fragments.sharding(replace(job, latest_metrics=metrics), lines)
+    assert "not synced" in html
+    synced = {**metrics, "table/users/synced": 0.05}
+    html = fragments.sharding(replace(job, latest_metrics=synced), lines)
+    assert re.findall(r"</i>(\d.*?%)</span>", html) == ["25.0%", "5.0%"]
+    # 1024 lookups of 10 000 rows: 8 numbers each in fp32, and one of optimizer state.
+    assert 'title="expected at most 10.2%"' in html
+    assert 'class="number">18 kB<small>36.9 kB</small>' in html
+    assert "Memory per position" in html
+    assert re.findall(r'load-size">(.*?)<', html) == ["180 kB of 720 kB", "182 kB of 720 kB"]
+    partly = replace(job, latest_metrics={"memory/peak_rss_bytes/0": 1.0})
+    html = fragments.sharding(partly, lines)
+    assert "Tables per position" in html
+    assert "Lookups and syncs" not in html
+
+
 def test_a_data_parallel_table_is_whole_everywhere(job: Job) -> None:
     plan = row_wise_plan().model_copy(update={"sharding_type": "data_parallel", "shards": []})
     timeline = timeline_of(job, workers_started(tables=[plan]))

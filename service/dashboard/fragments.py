@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from service.api.views import summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import views
-from service.dashboard.groups import member_grid
+from service.dashboard.groups import grid_then, member_grid
 from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
@@ -27,6 +27,7 @@ from service.domain.sharding import (
     table_uses,
 )
 from service.schemas import wording
+from trainer.protocol.events import WorkersStarted
 
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
@@ -87,11 +88,23 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     members = member_grid(job, timeline)
     if members is not None:
         return render("member_grid.html", grid=members)
-    workers = newest_workers(timeline)
+    return _workers(newest_workers(timeline))
+
+
+def groups_then(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent) -> str:
+    """The same diagram, as it was right after an event of `moments_of`."""
+    members, lines = grid_then(job, timeline, moment)
+    if members is not None:
+        return render("member_grid.html", grid=members)
+    return _workers(newest_workers(lines), is_lost=moment.kind == "workers_lost")
+
+
+def _workers(workers: WorkersStarted | None, *, is_lost: bool = False) -> str:
     if workers is None:
         return render("groups.html", workers=None)
     hosts = list(dict.fromkeys(workers.hosts))
-    return render("groups.html", workers=workers, hosts=hosts, rows=views.rank_rows(workers))
+    rows = views.rank_rows(workers)
+    return render("groups.html", workers=workers, hosts=hosts, rows=rows, is_lost=is_lost)
 
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:

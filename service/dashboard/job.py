@@ -18,6 +18,7 @@ from service.dashboard import charts, fragments, spec_text
 from service.dashboard.panels import (
     ActionsPanel,
     ExportPanel,
+    GridPanel,
     LogView,
     Panel,
     PlacementPanel,
@@ -156,8 +157,7 @@ class JobPage:
                     specs = charts.charts_of(job)
                     self._charts = [_ChartPanel(self._store, job, spec) for spec in specs]
             with ui.element("div").classes("side"):
-                with panel("2D groups"):
-                    self._groups = ui.html(sanitize=False)
+                self._groups = self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
                     self._timeline = (
                         ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
@@ -196,7 +196,7 @@ class JobPage:
         self._progress.set_content(fragments.progress(job))
         self._figures.set_content(fragments.render("figures.html", job=job))
         self._placement.show(snapshot, now)
-        self._groups.set_content(fragments.groups(job, snapshot.timeline))
+        self._groups.show(snapshot)
         timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
         self._timeline.set_content(timeline)
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))

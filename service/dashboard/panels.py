@@ -1,4 +1,4 @@
-"""Panels of a job's page: lifecycle actions, exports, logs, groups, traces.
+"""Panels of a job's page: lifecycle actions, exports, logs, groups now and before, traces.
 
 Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads
 with a deadline (`reach`), and every change is a request to the REST API (`Rest`).
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from nicegui import ui
+from nicegui import events, ui
 
 from service.api.views import exports_of
 from service.dashboard import fragments
-from service.dashboard.groups import groups_view
+from service.dashboard.groups import groups_view, moments_of
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
@@ -350,6 +350,42 @@ class PlacementPanel(Panel):
         for host in sorted({*self._drained.value} ^ {*drained}):
             body = {"host": host, "undo": host in drained}
             await self._change("POST", "/drain", json=body)
+
+
+class GridPanel(Panel):
+    """The 2D groups: as they are now, or after each event of the job's life."""
+
+    def _build(self) -> None:
+        self._moment: int | None = None
+        with panel("2D groups"):
+            self._grid = ui.html(sanitize=False)
+            with ui.element("div").classes("moments") as self._moments:
+                self._ticks = ui.html(sanitize=False).classes("moment-ticks")
+                self._slider = ui.slider(min=0, max=1, value=1).props("dense snap")
+                self._slider.props('aria-label="Moment in the life of the job"')
+                self._slider.on_value_change(self._choose)
+                self._told = ui.label().classes("moment-told").props("role=status")
+
+    def show(self, snapshot: JobSnapshot) -> None:
+        self._snapshot = snapshot
+        job, moments = snapshot.job, moments_of(snapshot.timeline)
+        self._moments.set_visibility(len(moments) > 1)
+        self._ticks.set_content(fragments.render("moments.html", job=job, moments=moments))
+        # What is now comes after the last of them.
+        self._slider.props["max"] = len(moments)
+        if self._moment is None:
+            self._slider.value = len(moments)
+            self._told.set_text("now" if not job.status.is_terminal else "at the end")
+            self._grid.set_content(fragments.groups(job, snapshot.timeline))
+        else:
+            then = moments[self._moment]
+            self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
+            self._grid.set_content(fragments.groups_then(job, snapshot.timeline, then))
+
+    def _choose(self, event: events.ValueChangeEventArguments) -> None:
+        chosen = int(event.value)
+        self._moment = chosen if chosen < len(moments_of(self._snapshot.timeline)) else None
+        self.show(self._snapshot)
 
 
 class TracePanel(Panel):

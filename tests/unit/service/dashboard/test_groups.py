@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
-from service.dashboard.groups import GroupsView, MemberGrid, groups_view, member_grid
+from service.dashboard.groups import (
+    GroupsView,
+    MemberGrid,
+    grid_then,
+    groups_view,
+    member_grid,
+    moments_of,
+)
 from service.domain.ingest import apply_events
 from service.domain.models import (
     Checkpoint,
@@ -279,6 +286,34 @@ def test_text_of_records_cannot_become_markup() -> None:
     )
     assert "<img" not in html
     assert "&lt;img" in html
+
+
+def test_the_grid_goes_back_through_losses_copies_and_attempts() -> None:
+    back = group_member(1, "listening", incarnation=1).model_copy(update={"donor": 2})
+    job, timeline = scene(
+        layout_chosen(),
+        workers_started(),
+        membership_changed(),
+        group_lost(1, time=NOW + 60),
+        membership_changed(group_member(0), back, group_member(2), time=NOW + 70),
+        group_joined(1, time=NOW + 90, donor=2),
+    )
+    earlier = apply_events(job, attempt_of(job, index=1), [workers_started(), workers_lost()], NOW)
+    moments = moments_of([*timeline, *earlier.timeline])
+    assert [moment.kind for moment in moments][-3:] == [
+        *("group_lost", "membership_changed", "group_joined")
+    ]
+
+    def rows_at(kind: str) -> list[str]:
+        grid, _ = grid_then(job, timeline, next(m for m in moments[::-1] if m.kind == kind))
+        assert grid
+        return [row.standing for row in grid.rows]
+
+    assert rows_at("group_lost") == ["trains", "gone", "trains"]
+    assert rows_at("membership_changed") == ["trains", "copies from 2", "trains, serves 1"]
+    assert timeline[-1].message.startswith("group 1 (") and "from group 2 in" in timeline[-1].message
+    lost = next(moment for moment in moments if moment.kind == "workers_lost")
+    assert fragments.groups_then(job, earlier.timeline, lost).count(", lost") == 4
 
 
 # ---- sharding and traces

@@ -361,9 +361,11 @@ class GridPanel(Panel):
             self._grid = ui.html(sanitize=False)
             with ui.element("div").classes("moments") as self._moments:
                 self._ticks = ui.html(sanitize=False).classes("moment-ticks")
-                self._slider = ui.slider(min=0, max=1, value=1).props("dense snap")
+                # Quasar's slider cannot be focused where its role is.
+                self._slider = ui.element("input").props("type=range min=0 step=1")
                 self._slider.props('aria-label="Moment in the life of the job"')
-                self._slider.on_value_change(self._choose)
+                value = "event => emit(event.target.valueAsNumber)"
+                self._slider.on("input", self._choose, throttle=0.05, js_handler=value)
                 self._told = ui.label().classes("moment-told").props("role=status")
 
     def show(self, snapshot: JobSnapshot) -> None:
@@ -372,9 +374,9 @@ class GridPanel(Panel):
         self._moments.set_visibility(len(moments) > 1)
         self._ticks.set_content(fragments.render("moments.html", job=job, moments=moments))
         # What is now comes after the last of them.
-        self._slider.props["max"] = len(moments)
+        at = len(moments) if self._moment is None else self._moment
+        self._slider.props(f"max={len(moments)} value={at}")
         if self._moment is None:
-            self._slider.value = len(moments)
             self._told.set_text("now" if not job.status.is_terminal else "at the end")
             self._grid.set_content(fragments.groups(job, snapshot.timeline))
         else:
@@ -382,8 +384,8 @@ class GridPanel(Panel):
             self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
             self._grid.set_content(fragments.groups_then(job, snapshot.timeline, then))
 
-    def _choose(self, event: events.ValueChangeEventArguments) -> None:
-        chosen = int(event.value)
+    def _choose(self, event: events.GenericEventArguments) -> None:
+        chosen = int(event.args)
         self._moment = chosen if chosen < len(moments_of(self._snapshot.timeline)) else None
         self.show(self._snapshot)
 

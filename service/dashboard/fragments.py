@@ -36,7 +36,10 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "compact", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
+_FILTERS = (
+    *("clock", "compact", "comparison", "duration", "latency", "metrics_line", "ratio", "size"),
+    "utc",
+)
 _FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, views.key_figures)
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format

@@ -30,7 +30,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -72,12 +72,12 @@ class SyncReport:
 
     `num_bytes` is what the rank sent (an all-reduce of n bytes would send 2 (M - 1) / M n), with
     what landed since the sync before. `density` is the share of this rank's rows that were
-    averaged, `num_rows` their number in each of its shards.
+    averaged, `num_rows` their number in each of its shards, int64 [shards].
     """
 
     num_bytes: int
     density: float = 1.0
-    num_rows: tuple[int, ...] = ()
+    num_rows: torch.Tensor | None = field(default=None, compare=False)
 
 
 class Sync:

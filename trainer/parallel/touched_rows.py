@@ -93,11 +93,10 @@ class RowNumbers:
             if numbers.numel():
                 yield stores, numbers
 
-    def counts(self, rows: Rows | None) -> tuple[int, ...]:
-        """How many of `rows` each shard has; None stands for all."""
-        if rows is None:
-            return tuple(self._sizes)
-        return tuple(end - start for start, end in pairwise(rows.bounds))
+    def counts(self, rows: Rows | None) -> torch.Tensor:
+        """How many of `rows` each shard has, int64 [shards]; None stands for all."""
+        ends = self.ends if rows is None else torch.searchsorted(rows.numbers, self.ends)
+        return ends.diff(prepend=ends.new_zeros(1))
 
     def density(self, rows: Rows | None) -> float:
         """The share of all rows that `rows` are; None stands for all."""

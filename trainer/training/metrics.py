@@ -4,8 +4,8 @@ Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of seve
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
 `speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
 phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`,
-`memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except `sync/time_s`, seconds per sync; phases
-are means over the ranks.
+`memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except `sync/time_s`,
+seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
@@ -303,8 +303,10 @@ class LookupCounter:
         self._dims = dims or {}
         # Of each table (lookups, those of its hottest rows), and (rows in syncs, all rows).
         self._by_table = torch.zeros(len(self._dims), 2, dtype=torch.float64, device=device)
-        self._synced = torch.zeros(len(self._dims), 2, dtype=torch.float64)
+        self._synced = torch.zeros_like(self._by_table)
         self._shards = model.table_shards() if dims else []
+        self._tables = self._numbers(self._shards).to(device)
+        self._num_rows = torch.tensor([len(each.weight) for each in self._shards], device=device)
         for kernel in model.embedding_kernels():
             shards = [shard for shard in self._shards if shard.kernel is kernel]
             places = self._places(shards, device) if shards else None
@@ -342,12 +344,11 @@ class LookupCounter:
             found = parts * lookups_by_table(rows, is_first, ends)
             self._by_table.index_add_(0, tables, found)
 
-    def add_sync(self, num_rows: Sequence[int]) -> None:
-        """Count a sync of so many rows of each of this rank's shards; none where M = 1."""
-        if num_rows:
-            sizes = [len(shard.weight) for shard in self._shards]
-            found = torch.tensor([*zip(num_rows, sizes, strict=True)], dtype=torch.float64)
-            self._synced.index_add_(0, self._numbers(self._shards), found)
+    def add_sync(self, num_rows: torch.Tensor | None) -> None:
+        """Count a sync of so many rows of each of this rank's shards, int64 [shards]."""
+        if num_rows is not None and self._shards:
+            found = torch.stack([num_rows, self._num_rows], dim=1).double()
+            self._synced.index_add_(0, self._tables, found)
 
     def parts(self) -> list[Part]:
         """Max over mean across the ranks since the last report (1 is perfect); and by table."""

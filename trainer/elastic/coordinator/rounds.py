@@ -193,7 +193,6 @@ class SyncRounds:
         self._metrics.record_incident("the coordinator was restarted", now)
         self._metrics.remember(self.ledger)
         for group in trained:
-            donor = group.donor_group
             group.promote()
             self._metrics.goodput.train(group.group, now)
             self._book.adopt(group.hello.leases, group.group)

@@ -121,7 +121,7 @@ def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
     counter = LookupCounter(model, {"table_0": 4, "table_1": 8, "table_2": 4})
     counter.sampling = True
     kernel(indices=IDS, offsets=OFFSETS)
-    for num_rows in ((2, 10), (), (1, 10)):
+    for num_rows in (torch.tensor([2, 10]), None, torch.tensor([1, 10])):
         counter.add_sync(num_rows)
     _, lookups, synced = counter.parts()
     assert lookups.read(lookups.sums, lookups.peaks) == {

@@ -377,16 +377,17 @@ class GridPanel(Panel):
         at = len(moments) if self._moment is None else self._moment
         self._slider.props(f"max={len(moments)} value={at}")
         if self._moment is None:
-            self._told.set_text("now" if not job.status.is_terminal else "at the end")
+            self._told.set_text("at the end" if job.status.is_terminal else "now")
             self._grid.set_content(fragments.groups(job, snapshot.timeline))
-        else:
-            then = moments[self._moment]
-            self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
-            self._grid.set_content(fragments.groups_then(job, snapshot.timeline, then))
 
     def _choose(self, event: events.GenericEventArguments) -> None:
-        chosen = int(event.args)
-        self._moment = chosen if chosen < len(moments_of(self._snapshot.timeline)) else None
+        job, timeline = self._snapshot.job, self._snapshot.timeline
+        moments, chosen = moments_of(timeline), max(0, int(event.args))
+        self._moment = chosen if chosen < len(moments) else None
+        if self._moment is not None:
+            then = moments[self._moment]
+            self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
+            self._grid.set_content(fragments.groups_then(job, timeline, then))
         self.show(self._snapshot)
 
 

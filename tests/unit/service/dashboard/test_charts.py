@@ -38,6 +38,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_the_options_stay_strict_json() 
     charts.fill(options, chart, {"train/rmse": points(1.0, math.nan, 0.9)}, best=None)
     data = json.loads(json.dumps(options, allow_nan=False))["series"][0]["data"]
     assert data == [[10, 1.0], [20, None], [30, 0.9]]
+    assert isinstance(options["series"][0]["data"], tuple), "NiceGUI watches all points of a list"
     assert options["title"]["show"] is False
 
 

@@ -32,14 +32,13 @@ from trainer.layout.plans import (
     Change,
     Comparer,
     Comparison,
-    Option,
     PlanSite,
     does_fit,
-    rank_memory,
+    predict,
     smallest_changes,
     why_not_held,
 )
-from trainer.layout.workload import GroupPlan, GroupTopology, SyncSums, planned, with_sync
+from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.spec.job import JobSpec
 
 _POLL_S = 0.1
@@ -230,7 +229,8 @@ def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit)
         changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit), device)
         return JobPlans(site, comparison, None, (), changes)
     group = made.get(best.topology)
-    ranks = _memory_of(best, group, site) if group else ()
+    layout = best.choice.layout
+    ranks = predict(best.spec, layout, group, site.cluster).ranks if group else ()
     return JobPlans(site, comparison, group, ranks, ())
 
 
@@ -247,14 +247,6 @@ def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list
     others = [each for each in comparison.options if each.candidate.is_on_front]
     tasks = {each.topology: each.spec for each in (best, *others) if each.topology not in made}
     return [(spec, topology) for topology, spec in tasks.items()][:_MAX_GROUPS]
-
-
-def _memory_of(best: Option, group: GroupPlan, site: PlanSite) -> tuple[MemoryUse, ...]:
-    layout = best.choice.layout
-    workload = planned(best.spec, layout, group)
-    if layout.num_replicas > 1:
-        workload = with_sync(workload, best.spec, SyncSums.of(best.spec))
-    return rank_memory(workload, group, site.cluster)
 
 
 def check_fit(spec: JobSpec, site: Site) -> None:

@@ -14,6 +14,7 @@ from service.domain.models import (
     GoneGroup,
     JobStatus,
     Member,
+    Prediction,
     Recovery,
     RemainingPath,
 )
@@ -181,6 +182,22 @@ class MembershipOut(ApiModel):
     num_recoveries: int
     last_recovery: Recovery | None
     excluded_hosts: list[ExcludedHost]
+    prediction: Prediction | None = Field(
+        default=None, description="The plan of the newest workers, with the fullest rank's memory."
+    )
+
+
+class ComparedOut(ApiModel):
+    """A quantity as the plan predicts it, and as the job measured it last.
+
+    `error` is (predicted - measured) / measured; both are null while nothing was measured.
+    """
+
+    name: str = Field(examples=["rows/s", "step", "peak memory"])
+    unit: Literal["per_s", "s", "bytes", "ratio"]
+    predicted: float
+    measured: float | None
+    error: float | None
 
 
 class JobDetail(JobSummary):
@@ -191,6 +208,9 @@ class JobDetail(JobSummary):
     run_dir: str
     current_attempt_id: str | None
     membership: MembershipOut | None = None
+    compared: list[ComparedOut] = Field(
+        default=[], description="What the plan predicts beside what was measured."
+    )
     secret_names: list[str] = Field(default=[], description="Names of the job's secrets.")
 
 

@@ -18,7 +18,7 @@ from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
 from service.domain.timeline import counted, latest_resize_request
-from service.schemas.jobs import ExportOut, JobDetail, JobSummary, MembershipOut
+from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -118,6 +118,16 @@ def metric(name: str, value: float | None) -> str:
     if name.endswith("bytes"):
         return size(value)
     return precise(value)
+
+
+_UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
+
+
+def compared_texts(each: ComparedOut) -> tuple[str, str, str]:
+    """(predicted, measured, how far off) in the unit of the quantity, as in `+12 %`."""
+    shown = _UNITS[each.unit]
+    error = NOTHING if each.error is None else f"{each.error:+.0%}"
+    return shown(each.predicted), shown(each.measured), error
 
 
 def metrics_line(values: Mapping[str, float]) -> str:

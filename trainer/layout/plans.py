@@ -23,12 +23,13 @@ from trainer.layout.cost import (
     Cost,
     MemoryUse,
     StepTime,
+    cost_of,
     cpu_cluster,
     gpu_cluster_of_ray,
     sync_latency_s,
 )
 from trainer.layout.hosts import Site
-from trainer.layout.layout import LayoutError
+from trainer.layout.layout import Layout, LayoutError
 from trainer.layout.scaling import fastest_of, ways_of
 from trainer.layout.workload import (
     GroupPlan,
@@ -450,6 +451,29 @@ def _with_ranks(cost: Cost, ranks: Sequence[MemoryUse], cluster: Cluster) -> Cos
         **{name: sum(getattr(each, name) for each in ranks) / len(ranks) for name in names}
     )
     return replace(cost, peak=peak, mean=mean, fits=peak.needed_bytes <= cluster.hbm_bytes)
+
+
+# ---- of a layout whose tables lie already
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Speed of all ranks, seconds of a step, and memory of each position of a sharding group."""
+
+    samples_per_s: float
+    lookup_imbalance: float
+    step: StepTime
+    ranks: tuple[MemoryUse, ...]
+
+
+def predict(spec: JobSpec, layout: Layout, plan: GroupPlan, cluster: Cluster) -> Prediction:
+    """What a layout is worth whose groups are sharded by `plan`."""
+    workload = planned(spec, layout, plan)
+    if layout.num_replicas > 1:
+        workload = with_sync(workload, spec)
+    cost = cost_of(workload, layout, cluster)
+    ranks = rank_memory(workload, plan, cluster)
+    return Prediction(cost.samples_per_s, workload.lookup_imbalance, cost.step, ranks)
 
 
 # ---- what to change where nothing fits

@@ -35,12 +35,15 @@ from trainer.data.position import (
 )
 from trainer.data.reader import open_source, order_digest
 from trainer.failures import DivergenceError
+from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
+from trainer.layout.plans import predict
 from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.protocol import events, requests
@@ -256,6 +259,23 @@ class Session:
             tables=self.table_plans,
             total_steps=self.total_steps,
             resumed_step=self.state.step,
+            prediction=self._prediction(layout),
+        )
+
+    def _prediction(self, layout: Layout) -> events.Prediction | None:
+        """What the planner says of these workers with the tables as they lie."""
+        if self.config.cluster is None:
+            return None
+        group = group_plan_of(self.model.group_plan, self.spec, layout.shard_group_size)
+        found = predict(self.spec, layout, group, Cluster(**self.config.cluster))
+        return events.Prediction(
+            samples_per_s=found.samples_per_s,
+            lookup_imbalance=found.lookup_imbalance,
+            step_s={name.removesuffix("_s"): value for name, value in vars(found.step).items()},
+            memory_bytes={
+                name.removesuffix("_bytes"): [round(getattr(rank, name)) for rank in found.ranks]
+                for name in MemoryUse.__dataclass_fields__
+            },
         )
 
     def batches(self) -> Iterator[tuple[Batch, Step]]:

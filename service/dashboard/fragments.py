@@ -24,6 +24,7 @@ from service.domain.sharding import (
     policy_facts,
     shard_text,
 )
+from service.domain.timeline import counted
 from service.schemas import wording
 
 _templates = Environment(
@@ -33,10 +34,23 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
+_FILTERS = (
+    "clock",
+    "compact",
+    "comparison",
+    "duration",
+    "latency",
+    "metrics_line",
+    "ratio",
+    "size",
+    "utc",
+)
 _FUNCTIONS = (
     wording.metric,
     wording.compared_texts,
+    wording.fullest,
+    wording.step_phases,
+    counted,
     shard_text,
     views.end_tone,
     views.event_tone,
@@ -45,7 +59,11 @@ _FUNCTIONS = (
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format
 _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
-_templates.globals["num_colours"] = views.NUM_HOST_COLOURS
+_templates.globals |= {
+    "num_colours": views.NUM_HOST_COLOURS,
+    "memory_parts": wording.MEMORY_PARTS,
+    "estimated": wording.ESTIMATED,
+}
 
 
 def render(template: str, **values: object) -> str:

@@ -228,14 +228,13 @@ class LayoutOption(ApiModel):
     memory_overhead_bytes: int | None = Field(description="What other copies cost each worker.")
     sync_bytes: int | None
     sync_latency_s: float | None
-    is_chosen: bool
 
 
 class JobPlan(ApiModel):
     """What a dry run answers: the checked spec and the groups that it would form.
 
-    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided; `options`
-    are what it could become. `obstacle` says why the job could not start on the cluster as it is.
+    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided. `obstacle`
+    says why the job could not start on the cluster as it is. `POST /v1/plans` compares layouts.
     """
 
     spec: JobSpec
@@ -255,7 +254,6 @@ class JobPlan(ApiModel):
     table_bytes: int | None
     num_hosts_needed: int | None
     layout: LayoutOption | None
-    options: tuple[LayoutOption, ...]
 
 
 class CodeOut(ApiModel):

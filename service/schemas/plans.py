@@ -89,3 +89,15 @@ class PlansOut(ApiModel):
     recommended: RecommendedLayout | None
     candidates: list[Candidate]
     changes: list[Change]
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """What no other beats in speed, memory and what survives, and what the spec and `auto`
+        take; all where nothing fits."""
+        if self.recommended is None:
+            return self.candidates
+        return [
+            each
+            for each in self.candidates
+            if each.is_on_front or each.is_chosen or each.is_recommended
+        ]

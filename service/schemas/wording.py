@@ -19,6 +19,7 @@ from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
 from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
+from trainer.layout.cost import MemoryUse, StepTime
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -118,6 +119,37 @@ def metric(name: str, value: float | None) -> str:
     if name.endswith("bytes"):
         return size(value)
     return precise(value)
+
+
+# ---- plans
+
+ESTIMATED = (
+    "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
+    "steps of few milliseconds look too short."
+)
+MEMORY_PARTS = (
+    ("Tables", "tables_bytes"),
+    ("Optimizer", "optimizer_bytes"),
+    ("Activations", "activations_bytes"),
+    ("Input", "input_bytes"),
+    ("Dense", "dense_bytes"),
+    ("Sync", "sync_buffers_bytes"),
+    ("Process", "process_bytes"),
+    ("Reserve", "reserve_bytes"),
+)
+# More ranks than these are left out where each has a bar.
+MAX_BARS = 16
+
+
+def step_phases(step: StepTime) -> list[tuple[str, float]]:
+    """(phase, seconds) in their order."""
+    return [(name.removesuffix("_s").replace("_", " "), time) for name, time in vars(step).items()]
+
+
+def fullest(ranks: Sequence[MemoryUse]) -> list[tuple[int, MemoryUse]]:
+    """(position, memory) of the ranks that take most, by position; all where they are few."""
+    order = sorted(enumerate(ranks), key=lambda pair: -pair[1].needed_bytes)
+    return sorted(order[:MAX_BARS], key=lambda pair: pair[0])
 
 
 _UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}

@@ -71,6 +71,9 @@ SecretOption = Annotated[
         "value is taken from the environment, or asked for. Repeatable.",
     ),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Also where the tables do not fit the cluster's workers.")
+]
 CodeOption = Annotated[
     Path | None,
     typer.Option(
@@ -134,10 +137,7 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check only, and show the layout.")
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Also where the tables do not fit the cluster's workers."),
-    ] = False,
+    force: ForceOption = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated submits one job.")
     ] = None,

@@ -25,6 +25,7 @@ from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, pa
 from service.domain.timeline import counted
 from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
+from trainer.layout.plans import Candidate
 from trainer.protocol.code_archive import PREFIX
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
@@ -89,6 +90,7 @@ class NewJobPage:
         self._is_syncing = False
         self._pending: ui.timer | None = None
         self._planning: ui.timer | None = None
+        self._recommended: Candidate | None = None
         self._inputs: dict[str, ui.input | ui.select] = {}
 
     async def build(self) -> None:
@@ -124,6 +126,8 @@ class NewJobPage:
                         self._cluster.classes("plan-cluster")
                         self._plan = ui.html(sanitize=False)
                         self._plan.props("aria-live=polite")
+                        self._take = button("Take the recommended layout", self._take_layout)
+                        self._take.set_visibility(False)
                     with panel("Code"):
                         self._build_upload()
                     with panel("The same from a terminal"):
@@ -285,6 +289,24 @@ class NewJobPage:
     ) -> None:
         html = fragments.render("plan.html", plan=plan, plans=plans, why=why)
         self._plan.set_content(html)
+        best = plans.recommended.candidate if plans and plans.recommended else None
+        self._recommended = best if best and not best.is_chosen else None
+        self._take.set_visibility(self._recommended is not None)
+
+    async def _take_layout(self) -> None:
+        """Write the recommended layout into the text."""
+        best, text = self._recommended, self._editor.value
+        if best is None:
+            return
+        for path, value in {
+            "parallelism.shard_group_size": best.shard_group_size,
+            "parallelism.placement": best.placement,
+            "parallelism.sync.every_steps": best.sync_every_steps,
+            "parallelism.sync.mode": best.sync_mode,
+        }.items():
+            text = spec_text.with_value(text, path, value)
+        self._editor.set_value(text)
+        await self._check()
 
     def _show_problems(self, problems: tuple[FieldProblem, ...]) -> None:
         """At their lines in the text, in a list below it, and at their fields of the form."""

@@ -94,9 +94,10 @@ class Compared:
     measured: float | None
 
     @property
-    def error(self) -> float | None:
-        """(predicted - measured) / measured."""
-        return (self.predicted - self.measured) / self.measured if self.measured else None
+    def ratio(self) -> float | None:
+        """Measured over predicted: 1 is a perfect plan."""
+        known = self.measured is not None and self.predicted
+        return self.measured / self.predicted if known else None
 
 
 def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Compared, ...]:

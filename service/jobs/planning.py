@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
@@ -249,16 +249,23 @@ def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list
     return [(spec, topology) for topology, spec in tasks.items()][:_MAX_GROUPS]
 
 
-def check_fit(spec: JobSpec, site: Site) -> None:
-    """Raise `DoesNotFit` where the workers that the cluster gives can never hold the tables.
+def check_fit(tried: Iterable[tuple[JobSpec, Site]]) -> None:
+    """Raise `DoesNotFit`, about the first, where of all these specs none fits its cluster: the
+    workers that it gives can never hold the tables.
 
     What is not known refuses nothing: table sizes, memory, and GPUs of an unknown type.
     """
-    if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
-        return
-    worker_bytes = site.worker_bytes
-    if why := why_not_held(spec, worker_bytes):
-        device = "cuda" if site.use_gpu else "cpu"
+    refused = None
+    for spec, site in tried:
+        if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
+            return
+        why = why_not_held(spec, site.worker_bytes)
+        if why is None:
+            return
+        refused = refused or (spec, site.use_gpu, site.worker_bytes, why)
+    if refused:
+        spec, use_gpu, worker_bytes, why = refused
+        device = "cuda" if use_gpu else "cpu"
         changes = smallest_changes(
             spec, lambda changed: why_not_held(changed, worker_bytes) is None, device
         )

@@ -190,14 +190,14 @@ class MembershipOut(ApiModel):
 class ComparedOut(ApiModel):
     """A quantity as the plan predicts it, and as the job measured it last.
 
-    `error` is (predicted - measured) / measured; both are null while nothing was measured.
+    `ratio` is measured over predicted; both are null while nothing was measured.
     """
 
     name: str = Field(examples=["rows/s", "step", "peak memory"])
     unit: Literal["per_s", "s", "bytes", "ratio"]
     predicted: float
     measured: float | None
-    error: float | None
+    ratio: float | None
 
 
 class JobDetail(JobSummary):

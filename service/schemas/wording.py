@@ -156,10 +156,10 @@ _UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
 
 
 def compared_texts(each: ComparedOut) -> tuple[str, str, str]:
-    """(predicted, measured, how far off) in the unit of the quantity, as in `+12 %`."""
+    """(predicted, measured, measured over predicted), in the unit of the quantity."""
     shown = _UNITS[each.unit]
-    error = NOTHING if each.error is None else f"{each.error:+.0%}"
-    return shown(each.predicted), shown(each.measured), error
+    times = NOTHING if each.ratio is None else f"{each.ratio:.3g}{TIMES}"
+    return shown(each.predicted), shown(each.measured), times
 
 
 def metrics_line(values: Mapping[str, float]) -> str:

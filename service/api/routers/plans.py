@@ -7,7 +7,14 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
-from service.api.deps import Context, ContextDep, PrincipalDep, check_paths, check_project
+from service.api.deps import (
+    Context,
+    ContextDep,
+    PrincipalDep,
+    check_paths,
+    check_project,
+    most_workers,
+)
 from service.api.planning import plans_view
 from service.backends.base import hosts_for
 from service.domain.auth import Principal, Role
@@ -64,9 +71,8 @@ def _planned(body: PlanRequest, context: Context, principal: Principal, limit: L
 def _site_of(spec: JobSpec, wanted: str | DescribedCluster | None, context: Context) -> PlanSite:
     """Raises `ClusterError`."""
     if wanted is None:
-        is_shared = spec.resources.cluster == "shared"
-        most = context.settings.cluster_max_workers if is_shared else None
-        return PlanSite.of_site(site_of(spec, hosts_for(context.backend, spec), most))
+        hosts = hosts_for(context.backend, spec)
+        return PlanSite.of_site(site_of(spec, hosts, most_workers(spec, context)))
     if isinstance(wanted, str):
         return PlanSite.of_profile(cluster_of(wanted), spec)
     given = wanted.model_dump(exclude={"profile"}, exclude_none=True)

@@ -150,6 +150,7 @@ def plans_view(spec: JobSpec, plans: JobPlans) -> PlansOut:
         recommended=_recommended(plans),
         candidates=list(comparison.candidates),
         changes=list(plans.changes),
+        calibration=plans.calibration,
     )
 
 

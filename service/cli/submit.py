@@ -37,11 +37,11 @@ from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
 from service.schemas.plans import PlansOut, RecommendedLayout
 from service.schemas.wording import (
-    ESTIMATED,
     MAX_BARS,
     MEMORY_PARTS,
     NOTHING,
     compact,
+    estimated,
     fullest,
     latency,
     ratio,
@@ -380,7 +380,9 @@ def estimate_page(
     grid.add_row("cluster", f"{cluster.name}, {size(cluster.hbm_bytes)} a GPU")
     grid.add_row("tables", f"{size(spec.table_bytes)} a copy")
     grid.add_row("batch", f"{spec.data.batch_size:,} rows a rank")
-    return Group(Text(spec.name, style="bold"), grid, *tables, Text(), Text(ESTIMATED, style="dim"))
+    return Group(
+        Text(spec.name, style="bold"), grid, *tables, Text(), Text(estimated(), style="dim")
+    )
 
 
 def scaling_tables(rows: Sequence[ScalingRow], hbm_bytes: int) -> list[RenderableType]:
@@ -438,7 +440,7 @@ def plans_page(plans: PlansOut) -> RenderableType:
     if best is not None:
         _add_recommended(grid, parts, best, cluster.hbm_bytes)
     parts += [Text(), candidates_table(plans)]
-    return Group(*parts, Text(), Text(ESTIMATED, style="dim"))
+    return Group(*parts, Text(), Text(estimated(plans.calibration), style="dim"))
 
 
 def _add_recommended(

@@ -48,6 +48,7 @@ _FILTERS = (
 _FUNCTIONS = (
     wording.metric,
     wording.compared_texts,
+    wording.estimated,
     wording.fullest,
     wording.step_phases,
     counted,
@@ -62,7 +63,6 @@ _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
 _templates.globals |= {
     "num_colours": views.NUM_HOST_COLOURS,
     "memory_parts": wording.MEMORY_PARTS,
-    "estimated": wording.ESTIMATED,
 }
 
 

@@ -85,6 +85,7 @@ def _of_fullest_rank(told: events.Prediction) -> Prediction:
     parts = {name: told.memory_bytes.get(name, []) for name in MEMORY_PARTS}
     ranks = [dict(zip(parts, held, strict=True)) for held in zip(*parts.values(), strict=False)]
     return Prediction(
+        cluster=told.cluster,
         samples_per_s=told.samples_per_s,
         lookup_imbalance=told.lookup_imbalance,
         step_s={name: told.step_s[name] for name in STEP_PHASES if name in told.step_s},

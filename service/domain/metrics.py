@@ -4,7 +4,7 @@ predicted of them. Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.domain.models import Prediction
@@ -96,8 +96,26 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Measured over predicted: 1 is a perfect plan."""
-        known = self.measured is not None and self.predicted
-        return self.measured / self.predicted if known else None
+        if self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted
+
+
+def measured_against(found: Sequence[Compared]) -> tuple[float, float | None] | None:
+    """(measured over predicted time of a step without waits for data, bytes that the fullest rank
+    took more); None where no phase was measured, and the bytes where memory was not.
+    """
+    phases = [each for each in found if each.unit == "s" and each.name != "step"]
+    predicted_s = sum(each.predicted for each in phases)
+    measured_s = sum(each.measured or 0.0 for each in phases)
+    if predicted_s <= 0 or measured_s <= 0:
+        return None
+    extra = [
+        each.measured - each.predicted
+        for each in found
+        if each.unit == "bytes" and each.measured is not None
+    ]
+    return measured_s / predicted_s, extra[0] if extra else None
 
 
 def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Compared, ...]:

@@ -147,9 +147,10 @@ class Prediction:
 
     `step_s` has the seconds of a step by phase, `memory_bytes` what the fullest rank takes by part;
     what its allocator keeps in reserve is none of it. `lookup_imbalance` is the largest over the
-    mean.
+    mean. `cluster` is the fingerprint of that which was planned for.
     """
 
+    cluster: str
     samples_per_s: float
     lookup_imbalance: float
     step_s: Mapping[str, float]

@@ -23,12 +23,15 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
+from service.domain.metrics import compared, measured_against
+from service.domain.models import Job
 from service.errors import DoesNotFit, PlannerFailed, PlanTimedOut
 from service.jobs.export_runner import environment
 from service.settings import Settings
 from trainer.layout.cost import MemoryUse
 from trainer.layout.hosts import Site
 from trainer.layout.plans import (
+    Calibration,
     Change,
     Comparer,
     Comparison,
@@ -205,6 +208,7 @@ class JobPlans:
     group: GroupPlan | None
     ranks: tuple[MemoryUse, ...]
     changes: tuple[Change, ...]
+    calibration: Calibration | None = None
 
 
 def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit) -> JobPlans:
@@ -247,6 +251,20 @@ def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list
     others = [each for each in comparison.options if each.candidate.is_on_front]
     tasks = {each.topology: each.spec for each in (best, *others) if each.topology not in made}
     return [(spec, topology) for topology, spec in tasks.items()][:_MAX_GROUPS]
+
+
+def calibration_of(jobs: Iterable[Job], fingerprint: str) -> Calibration | None:
+    """What jobs of a cluster measured against what was predicted of them."""
+    ratios, extra_bytes = [], []
+    for job in jobs:
+        foretold = job.membership.prediction if job.membership else None
+        if foretold is None or foretold.cluster != fingerprint:
+            continue
+        measured = measured_against(compared(foretold, job.latest_metrics))
+        if measured is not None:
+            ratios.append(measured[0])
+            extra_bytes += [measured[1]] if measured[1] is not None else []
+    return Calibration.of(ratios, extra_bytes)
 
 
 def check_fit(tried: Iterable[tuple[JobSpec, Site]]) -> None:

@@ -20,6 +20,7 @@ from service.domain.sharding import TimelineEntry
 from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
 from trainer.layout.cost import MemoryUse, StepTime
+from trainer.layout.plans import Calibration
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -123,10 +124,23 @@ def metric(name: str, value: float | None) -> str:
 
 # ---- plans
 
-ESTIMATED = (
-    "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
-    "steps of few milliseconds look too short."
-)
+_TOO_SHORT = "Launches and latencies are left out, so steps of few milliseconds look too short."
+
+
+def estimated(calibration: Calibration | None = None) -> str:
+    """What the numbers of a plan are."""
+    if calibration is None:
+        return f"Estimated from the spec; nothing was measured. {_TOO_SHORT}"
+    extra = calibration.extra_bytes
+    memory = f", and workers {size(abs(extra))} {'more' if extra > 0 else 'less'}" if extra else ""
+    jobs = counted(calibration.num_jobs, "job")
+    return (
+        f"Estimated from the spec, and calibrated by {jobs} of this cluster: steps take "
+        f"{calibration.step_ratio:g} times as long as the model says (between a quarter and four "
+        f"times is believed){memory}. {_TOO_SHORT}"
+    )
+
+
 MEMORY_PARTS = (
     ("Tables", "tables_bytes"),
     ("Optimizer", "optimizer_bytes"),

@@ -207,6 +207,7 @@ def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ())
 def predicted_workers(**changes: Any) -> WorkersStarted:
     """Workers of which the second position of a group takes most: 7 MB."""
     foretold = Prediction(
+        cluster="cpu",
         samples_per_s=1000.0,
         lookup_imbalance=1.5,
         step_s={

@@ -120,9 +120,11 @@ class Prediction(EventPart):
 
     `step_s` has the seconds of a step by phase, `memory_bytes` what each position of a sharding
     group takes by part, both as `trainer.layout.cost` names them without their units;
-    `lookup_imbalance` is the largest over the mean.
+    `lookup_imbalance` is the largest over the mean. `cluster` is the fingerprint of that which was
+    planned for.
     """
 
+    cluster: str
     samples_per_s: Finite
     lookup_imbalance: Finite
     step_s: dict[str, Finite]

@@ -267,8 +267,10 @@ class Session:
         if self.config.cluster is None:
             return None
         group = group_plan_of(self.model.group_plan, self.spec, layout.shard_group_size)
-        found = predict(self.spec, layout, group, Cluster(**self.config.cluster))
+        cluster = Cluster(**self.config.cluster)
+        found = predict(self.spec, layout, group, cluster)
         return events.Prediction(
+            cluster=cluster.fingerprint,
             samples_per_s=found.samples_per_s,
             lookup_imbalance=found.lookup_imbalance,
             step_s={name.removesuffix("_s"): value for name, value in vars(found.step).items()},

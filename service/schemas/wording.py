@@ -172,7 +172,7 @@ _UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
 def compared_texts(each: ComparedOut) -> tuple[str, str, str]:
     """(predicted, measured, measured over predicted), in the unit of the quantity."""
     shown = _UNITS[each.unit]
-    times = NOTHING if each.ratio is None else f"{each.ratio:.3g}{TIMES}"
+    times = NOTHING if each.ratio is None else f"{compact(each.ratio)}{TIMES}"
     return shown(each.predicted), shown(each.measured), times
 
 

@@ -108,7 +108,7 @@ def measured_against(found: Sequence[Compared]) -> tuple[float, float | None] | 
     phases = [each for each in found if each.unit == "s" and each.name != "step"]
     predicted_s = sum(each.predicted for each in phases)
     measured_s = sum(each.measured or 0.0 for each in phases)
-    if predicted_s <= 0 or measured_s <= 0:
+    if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
         return None
     extra = [
         each.measured - each.predicted

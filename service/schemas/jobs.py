@@ -195,9 +195,9 @@ class ComparedOut(ApiModel):
 
     name: str = Field(examples=["rows/s", "step", "peak memory"])
     unit: Literal["per_s", "s", "bytes", "ratio"]
-    predicted: float
-    measured: float | None
-    ratio: float | None
+    predicted: Value
+    measured: Value | None
+    ratio: Value | None
 
 
 class JobDetail(JobSummary):

@@ -479,6 +479,7 @@ def predict(spec: JobSpec, layout: Layout, plan: GroupPlan, cluster: Cluster) ->
 
 
 _MOST_TIMES = 4.0
+_MOST_EXTRA_BYTES = 2.0**32
 # Steps of what is measured, so that one more job does not make all plans anew.
 _BYTES_STEP = 2**26
 
@@ -488,7 +489,7 @@ class Calibration:
     """What jobs of a cluster measured against their predictions: medians of `num_jobs`.
 
     A step takes `step_ratio` times as long, between a quarter and four times, and a worker
-    `extra_bytes` more memory.
+    `extra_bytes` more memory, at most 4 GiB more or less: a job measures what it likes.
     """
 
     num_jobs: int
@@ -501,8 +502,8 @@ class Calibration:
         if not step_ratios:
             return None
         bounded = min(max(statistics.median(step_ratios), 1 / _MOST_TIMES), _MOST_TIMES)
-        extra = statistics.median(extra_bytes) if extra_bytes else 0
-        steps = round(extra / _BYTES_STEP)
+        extra = statistics.median(extra_bytes) if extra_bytes else 0.0
+        steps = round(min(max(extra, -_MOST_EXTRA_BYTES), _MOST_EXTRA_BYTES) / _BYTES_STEP)
         return cls(len(step_ratios), float(f"{bounded:.2g}"), steps * _BYTES_STEP)
 
     def applied(self, cluster: Cluster) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_a_calibration_believes_medians_within_bounds_only() -> None:
     assert Calibration.of([], []) is None
     found = Calibration.of([100.0, 90.0, 0.5], [])
     assert found == Calibration(num_jobs=3, step_ratio=4.0, extra_bytes=0)
-    less = Calibration.of([0.01], [-(10**12)])
-    assert less is not None and less.step_ratio == 0.25
+    less = Calibration.of([0.01], [-math.inf])
+    assert less is not None and (less.step_ratio, less.extra_bytes) == (0.25, -(2**32))
     assert less.applied(CLUSTER).process_bytes == 0.0
     assert less.applied(CLUSTER).hbm_bytes_per_s == 4 * CLUSTER.hbm_bytes_per_s

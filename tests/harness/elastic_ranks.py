@@ -300,6 +300,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
         rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
         max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
         num_lanes=spec.parallelism.group_size,
+        rows_per_step=batch_rows,
     )
     host, _, port = address.rpartition(":")
     attempt = RunDir(config.run_dir).attempt(config.attempt_id).root

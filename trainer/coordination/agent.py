@@ -268,18 +268,6 @@ class GroupAgent:
         return result.model_copy(update={"ledger": ledger})
 
 
-def connect_once(address: str) -> Callable[[], str]:
-    """A `locate` for the agent at `address`: where it is gone, so is the group."""
-    addresses = iter([address])
-
-    def locate() -> str:
-        for each in addresses:
-            return each
-        raise Refused("the agent of this group, its first rank, has ended")
-
-    return locate
-
-
 def merged(asked: Mapping[int, Request]) -> Request:
     """What a group asks whose ranks ask this, by rank. Raises `Disagreement`."""
     bodies = list(asked.values())

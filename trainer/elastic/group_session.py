@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.manager import TrainState
-from trainer.coordination.agent import GroupAgent, connect_once
+from trainer.coordination.agent import GroupAgent
 from trainer.coordination.client import (
     LOCATE_S,
     CoordinatorClient,
@@ -637,7 +637,7 @@ def connect(
         agent = GroupAgent(identity, locate, heartbeat_timeout_s, token)
     box = [agent.address if agent else ""]
     dist.broadcast_object_list(box, src=0)
-    client = CoordinatorClient(identity, connect_once(box[0]), heartbeat_timeout_s, token)
+    client = CoordinatorClient(identity, lambda: box[0], heartbeat_timeout_s, token, is_agent=True)
     try:
         yield client
     finally:

@@ -398,11 +398,11 @@ class RoundResult(Message):
 
     `ledger` is the newest one and `leases` are all that the group holds now, in the order to train
     them. `leader` is the group that saves and reports, and `share` what this one measures where
-    validation is due. `standing` is the group's own from here on; a listener whose `standing` is `initial` starts its copy over, and not before the next
-    `Round`: until then its donor may not have applied this sync. After `should_leave` or
-    `has_finished` the group ends. One that was not asked for (`Answered.id` 0) says that `round`
-    has failed, to ranks that may still be waiting in a collective of it. To a listener that it was
-    committed without, a round was not committed.
+    validation is due. `standing` is the group's own from here on; a listener whose `standing` is
+    `initial` starts its copy over, and not before the next `Round`: until then its donor may not
+    have applied this sync. After `should_leave` or `has_finished` the group ends. One that was not
+    asked for (`Answered.id` 0) says that `round` has failed, to ranks that may still be waiting in
+    a collective of it. To a listener that it was committed without, a round was not committed.
     """
 
     kind: Literal["verdict"] = "verdict"

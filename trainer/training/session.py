@@ -519,20 +519,13 @@ class Session:
         """
         assert self.validation_source is not None
         self.land_report()
-        with self.off_the_clock():
+        rows = ValidationBatches(
+            self.validation_source, self.spec, rank, num_ranks, pin=self._copies_batches
+        )
+        with self.off_the_clock(), rows as held_out:
             self.synchronise()
             self.sync.finish()
-            self._measure(rank, num_ranks)
-
-    def _measure(self, rank: int, num_ranks: int) -> None:
-        self.model.eval()
-        with ValidationBatches(
-            self.validation_source,
-            self.spec,
-            rank,
-            num_ranks,
-            pin=self._copies_batches,
-        ) as held_out:
+            self.model.eval()
             for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)

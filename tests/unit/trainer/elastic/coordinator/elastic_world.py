@@ -363,7 +363,13 @@ class World:
 
     def send(self, reply: Reply) -> None:
         if isinstance(reply.body, Round):
-            self.rounds[reply.body.round] = reply.body
+            number, before = reply.body.round, self.rounds.get(reply.body.round)
+            if before and before.members != reply.body.members:
+                # All who were in a round of this number are gone, and the coordinator forgot it.
+                self.trained = {
+                    sync: each for sync, each in self.trained.items() if sync[1] != number
+                }
+            self.rounds[number] = reply.body
             for member in reply.body.members:
                 assert member.incarnation >= self.greeted[member.group], "a stale life in a round"
         elif isinstance(reply.body, RoundResult) and reply.body.committed:

@@ -398,7 +398,6 @@ def _hello_of(agent: SimulatedAgent) -> Hello:
     return Hello(
         group=agent.group,
         incarnation=0,
-        num_ranks=NUM_RANKS,
         ranks=tuple(
             RankProcess(rank=rank, host=host, pid=1, donor=f"{host}:{41234 + rank}")
             for rank in range(NUM_RANKS)

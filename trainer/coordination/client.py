@@ -157,7 +157,6 @@ class CoordinatorClient:
         hello = Hello(
             group=identity.group,
             incarnation=identity.incarnation,
-            num_ranks=identity.num_ranks,
             ranks=(process,),
             origin=origin,
             standing=standing,

@@ -183,7 +183,6 @@ class Hello(Message):
     kind: Literal["hello"] = "hello"
     group: Count
     incarnation: Count
-    num_ranks: Annotated[int, Field(ge=1)]
     ranks: Annotated[tuple[RankProcess, ...], Field(min_length=1)]
     origin: str
     standing: GroupState

@@ -294,7 +294,6 @@ def hello_of(rank: Identity) -> Hello:
     return Hello(
         group=rank.group,
         incarnation=rank.incarnation,
-        num_ranks=rank.num_ranks,
         ranks=(RankProcess(rank=rank.rank, host=rank.host, pid=1, donor=""),),
         origin="seed",
         standing="initial",

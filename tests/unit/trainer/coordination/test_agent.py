@@ -16,7 +16,7 @@ from trainer.coordination.messages import Arrive, Hello, Ledger, RankProcess, Re
 
 def hello(rank: int, commit: int = 0) -> Hello:
     process = RankProcess(rank=rank, host=f"host-{rank}", pid=7 + rank, donor=f"donor-{rank}")
-    facts = {"group": 3, "incarnation": 1, "num_ranks": 2, "ranks": (process,)}
+    facts = {"group": 3, "incarnation": 1, "ranks": (process,)}
     return Hello(**facts, origin="seed", standing="initial", ledger=Ledger(commit=commit))
 
 

@@ -75,7 +75,6 @@ class SimGroup:
         self.hello = Hello(
             group=speaker.group,
             incarnation=speaker.incarnation,
-            num_ranks=NUM_RANKS,
             ranks=tuple(
                 RankProcess(rank=rank, host=f"host-{speaker.group}", pid=1, donor=f"donor-{rank}")
                 for rank in range(NUM_RANKS)

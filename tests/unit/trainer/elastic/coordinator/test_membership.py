@@ -834,7 +834,6 @@ def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> 
     hello = Hello(
         group=number,
         incarnation=0,
-        num_ranks=len(ranks),
         ranks=ranks,
         origin=origin,
         standing="initial",

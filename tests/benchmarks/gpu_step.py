@@ -5,18 +5,21 @@ python -m tests.benchmarks.gpu_step --json FILE
 `over_stock_pipeline` trains the same DLRM on the same batches as stock TorchRec does under
 `TrainPipelineSparseDist`, both at T = 1. `sync_kernels` packs, averages and applies touched rows of
 tables that M copies would hold, all of them in this process, and compares its time with that of a
-copy of as many bytes as it has to read and write. Nothing crosses a network.
+copy of as many bytes as it has to read and write. Nothing crosses a network. `cached_over_hbm`
+trains with the tables in host memory behind a cache of a fifth of their rows, over all in HBM.
 
 Skips with a message where there is no CUDA; `SHARDLOOM_BENCH_DEVICE=cpu` tries the code there.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -27,10 +30,11 @@ from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.report import BenchmarkReport, BenchmarkSkipped, Goal, Values, main, run_pairs
 from tests.benchmarks.two_d_train import Schedule, TwoDTrainer, take, time_windows
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import Block, ReplicaCollectives
-from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import PendingSync
+from trainer.parallel.sync import PendingSync, blocks_of, weight_of
+from trainer.parallel.touched_rows import RowNumbers
 
 NAME = "gpu_step"
 PAIRS = 5
@@ -47,9 +51,11 @@ NUM_BATCHES = 8
 NUM_COPIES = 2
 TOUCHED_SHARE = 0.1
 NUM_REPEATS = 5
+CACHE_LOAD_FACTOR = 0.2
 GOALS = [
     Goal("over_stock_pipeline", "rows_per_s", "rows/s", 0.98, "higher", "TrainPipelineSparseDist"),
     Goal("sync_kernels", "sync_s", "s", 1.5, "lower", "a copy of as many bytes"),
+    Goal("cached_over_hbm", "cached_rows_per_s", "rows/s", 0.6, "higher", "all tables in HBM"),
 ]
 
 
@@ -94,48 +100,62 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 
 def measure_ours() -> Values:
-    """Our pipelined steps and our sync."""
-    spec = clicks_spec(WORKLOAD, "gpu-step")
-    trainer = TwoDTrainer(WorkerSite(0, "host", 0), spec, device=DEVICE)
-    blocks = touched_blocks()
-    sync_s = _timed(lambda: sync(blocks))
-    return {"rows_per_s": rows_per_s(trainer), "sync_s": sync_s}
+    """Our pipelined steps, with tables in HBM and cached, and our sync."""
+    trainer = our_trainer()
+    cached = {"compute_kernel": "fused_uvm_caching", "cache_load_factor": CACHE_LOAD_FACTOR}
+    return {
+        "rows_per_s": rows_per_s(trainer),
+        "sync_s": _timed(partial(sync, touched_blocks(trainer))),
+        "cached_rows_per_s": rows_per_s(our_trainer(cached if IS_CUDA else {})),
+    }
+
+
+def our_trainer(planner: dict[str, Any] | None = None) -> TwoDTrainer:
+    """At T = 1."""
+    spec = clicks_spec(WORKLOAD, "gpu-step", planner=planner or {})
+    return TwoDTrainer(WorkerSite(0, "host", 0), spec, device=DEVICE)
 
 
 def measure_peers() -> Values:
-    """TorchRec's steps, and a copy of what a sync reads and writes.
+    """TorchRec's steps, our own in HBM, and a copy of what a sync reads and writes.
 
     Of n bytes of values it reads and writes n each to pack them, 1/M more in the mean of what
     arrives, n each to gather; to land it reads the current values, snapshot and means, and writes
     the new values: 9 n, half of them read by the copy.
     """
-    num_values = sum(block.numel for block in touched_blocks())
+    trainer = our_trainer()
+    num_values = sum(block.numel for block in touched_blocks(trainer))
     source = torch.zeros(num_values * 9 // 2, device=DEVICE)
     target = torch.empty_like(source)
     copy_s = _timed(lambda: target.copy_(source))
-    trainer = StockTrainer("pipelined", WORKLOAD, DEVICE)
-    return {"rows_per_s": rows_per_s(trainer), "sync_s": copy_s}
+    return {
+        "rows_per_s": rows_per_s(StockTrainer("pipelined", WORKLOAD, DEVICE)),
+        "sync_s": copy_s,
+        "cached_rows_per_s": rows_per_s(trainer),
+    }
 
 
 def rows_per_s(trainer: TwoDTrainer | StockTrainer) -> float:
     """By the median window."""
-    steps = trainer.train(cycle(zipf_batches(WORKLOAD, 0, NUM_BATCHES)))
+    steps = trainer.train(cycle(_batches()))
     take(steps, SCHEDULE.warmup_steps)
     step_s = statistics.median(time_windows(steps, SCHEDULE, _settle)) / SCHEDULE.steps_per_window
     return WORKLOAD.global_batch_size / step_s
 
 
-def touched_blocks() -> list[Block]:
-    """Touched rows of all tables."""
+@functools.cache
+def _batches() -> list[Batch]:
+    batches = zipf_batches(WORKLOAD, 0, NUM_BATCHES)
+    return [batch.pin_memory() for batch in batches] if IS_CUDA else batches
+
+
+def touched_blocks(trainer: TwoDTrainer) -> list[Block]:
+    """What a sync averages of the weights when some rows of every table were touched."""
+    numbers = RowNumbers(trainer.table_shards(), DEVICE)
     generator = torch.Generator().manual_seed(0)
-    num_rows = int(WORKLOAD.table_rows * TOUCHED_SHARE)
-    rows = torch.randperm(WORKLOAD.table_rows, generator=generator)[:num_rows].sort().values
-    return [
-        Block(
-            FlatRows(torch.zeros(WORKLOAD.table_rows, WORKLOAD.embedding_dim, device=DEVICE)), each
-        )
-        for each in [rows.to(DEVICE)] * WORKLOAD.num_tables
-    ]
+    bits = torch.rand(numbers.num_rows, generator=generator) < TOUCHED_SHARE
+    rows = numbers.of_bits(bits.to(DEVICE))
+    return list(blocks_of(numbers, rows, weight_of, Block))
 
 
 def sync(blocks: list[Block]) -> None:
@@ -170,6 +190,7 @@ def _settings() -> dict[str, Any]:
         "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
         "touched_share": TOUCHED_SHARE,
         "virtual_copies": NUM_COPIES,
+        "cache_load_factor": CACHE_LOAD_FACTOR,
     }
 
 

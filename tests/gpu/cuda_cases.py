@@ -1,19 +1,16 @@
-"""The wrapper and TorchRec's DMPCollection side by side, on NCCL ranks, one for each GPU."""
+"""The wrapper and TorchRec's DMPCollection side by side, on NCCL ranks."""
 
 from __future__ import annotations
 
 import copy
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -24,8 +21,7 @@ from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.two_d_train import TwoDTrainer, take
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from tests.harness.small_model import Case, form_groups, make_batch, spec_of
-from tests.harness.wait import free_port
+from tests.harness.small_model import Case, form_groups, make_batch, rank_device, spec_of
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.layout.layout import WorkerSite
@@ -48,45 +44,10 @@ SyncMode = Literal["full", "touched_rows"]
 _SGD = {"sparse": {"name": "sgd", "lr": 0.1}, "dense": {"name": "sgd", "lr": 0.05}}
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Call `function(*args)` on every rank of an NCCL world; results indexed by rank.
-
-    Raises with the rank's traceback when one fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _run_rank, (world_size, free_port(), folder, function, args), nprocs=world_size
-        )
-        return [
-            torch.load(_result_path(folder, rank), weights_only=False) for rank in range(world_size)
-        ]
-
-
-def _result_path(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.pt"
-
-
-def _run_rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    folder: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-        device_id=device,
-    )
-    torch.save(function(*args), _result_path(folder, rank))
-    dist.barrier()
-    dist.destroy_process_group()
+def world_sizes() -> tuple[int, int]:
+    """(T, L) with M = 2: of all GPUs, or four ranks that share them where there are fewer."""
+    world_size = max(4, torch.cuda.device_count() // 2 * 2)
+    return world_size, world_size // 2
 
 
 def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
@@ -96,7 +57,7 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
     this rank.
     """
     spec = _with_sync(case.spec, mode)
-    groups = form_groups(case, local_device())
+    groups = form_groups(case)
     module, twin = Lookups(case), Lookups(case)
     for each in (module, twin):
         each.head.to(groups.device)  # the tables stay on the meta device until they are sharded
@@ -123,7 +84,7 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
 
 def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, float]]:
     """Train pipelined and in plain steps; after each step, how far apart both are."""
-    spec, groups = spec_of(case), form_groups(case, local_device())
+    spec, groups = spec_of(case), form_groups(case)
     training = spec.training.model_copy(update={"dense_precision": precision})
     spec = spec.model_copy(update={"training": training})
     prepare_process(WorkerConfig(spec, Path("unused"), "case-a0", 0))
@@ -156,7 +117,7 @@ def host_waits() -> dict[str, int]:
     """
     workload = Workload(1, 1, num_tables=4, table_rows=1000, global_batch_size=64)
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    device = local_device()
+    device = rank_device()
     trainers = {
         "ours": TwoDTrainer(WorkerSite(0, "host", 0), clicks_spec(workload, "ours"), device=device),
         "stock": StockTrainer("pipelined", workload, device),
@@ -180,7 +141,7 @@ def compare_cached(case: Case, sync_spec: SyncSpec) -> list[dict[str, float]]:
     Each entry holds the largest difference of any row, and of anything that a checkpoint would
     hold, on this rank.
     """
-    spec, groups = spec_of(case), form_groups(case, local_device())
+    spec, groups = spec_of(case), form_groups(case)
     spec = spec.model_copy(update={"optimizer": OptimizerSpec.model_validate(_SGD)})
     runs = []
     for kernel in ("fused", "fused_uvm_caching"):
@@ -217,11 +178,6 @@ def _gap_of_rows(flat: TwoDParallel, cached: TwoDParallel) -> dict[str, float]:
     pairs = zip(flat.table_shards(), cached.table_shards(), strict=True)
     gaps = [(a.rows[0].read() - b.rows[0].read()).abs().max().item() for a, b in pairs]
     return {"rows": max(gaps, default=0.0)}
-
-
-def local_device() -> torch.device:
-    """The GPU of this rank."""
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _with_sync(spec: JobSpec, mode: SyncMode) -> JobSpec:
@@ -264,9 +220,9 @@ def _dmp_collection(
 
 
 def _largest_gap(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
-    assert pairs, "nothing to compare"
-    return max((a - b).abs().max().item() for a, b in pairs if a.numel())
+    """0 on a rank that holds none."""
+    pairs = zip(_tensors(mine), _tensors(theirs), strict=True)
+    return max(((a - b).abs().max().item() for a, b in pairs if a.numel()), default=0.0)
 
 
 def _gap(ours: DistributedModelParallel, stock: DistributedModelParallel) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Tables in host memory behind FBGEMM's cache against tables in HBM, bit by bit.
 
-Written from FBGEMM's and TorchRec's sources (1.8.0) on a machine without a GPU. The tables are
-small: managed or pinned memory must never be short.
+The tables are small: managed or pinned memory must never be short.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from tests.gpu.cuda_cases import compare_cached, run_ranks
+from tests.gpu.cuda_cases import compare_cached, world_sizes
+from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case
 from trainer.parallel.row_store import CachedRows, RowStore, weight_rows
 from trainer.spec.parallelism import SyncSpec
@@ -100,10 +100,10 @@ def test_cached_rows_of_a_real_kernel_are_those_in_hbm_while_it_trains() -> None
     ids=["full", "touched rows", "overlapped", "changes"],
 )
 def test_cached_tables_train_sync_and_save_as_those_in_hbm(sync: SyncSpec) -> None:
-    num_gpus = torch.cuda.device_count()
-    world_size = 1 if num_gpus == 1 else num_gpus // 2 * 2
-    case = Case(world_size, max(1, world_size // 2), num_steps=20)
-    for rank, gaps in enumerate(run_ranks(compare_cached, world_size, case, sync)):
+    world_size, shard_group_size = world_sizes()
+    case = Case(world_size, shard_group_size, num_steps=20)
+    ranks = run_ranks(compare_cached, world_size, case, sync, backend="nccl")
+    for rank, gaps in enumerate(ranks):
         assert len(gaps) == case.num_steps + 1
         for step, gap in enumerate(gaps, start=1):
             assert max(gap.values()) == 0, f"rank {rank}, step {step}: {gap}"

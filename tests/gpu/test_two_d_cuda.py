@@ -1,15 +1,12 @@
-"""The wrapper on NCCL against TorchRec's own DMPCollection and pipelined against plain, by step.
-
-T is the number of GPUs, rounded down to an even one: with a single GPU T = M = 1, otherwise M = 2.
-Written from TorchRec's sources (1.6.1 and 1.8.0) on a machine without a GPU.
-"""
+"""The wrapper on NCCL against TorchRec's own DMPCollection and pipelined against plain, by step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, host_waits, run_ranks
+from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, host_waits, world_sizes
+from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
 from trainer.spec.training import DensePrecision
@@ -25,19 +22,13 @@ pytestmark = [
 TOLERANCE = 1e-6
 
 
-def _sizes() -> tuple[int, int]:
-    """(T, L) for the GPUs of this machine."""
-    num_gpus = torch.cuda.device_count()
-    return (1, 1) if num_gpus == 1 else (num_gpus // 2 * 2, num_gpus // 2)
-
-
 @pytest.mark.parametrize("mode", ["full", "touched_rows"])
 @pytest.mark.parametrize("placement", ["intra_host", "inter_host"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
 def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_sync(
     sharding: str, placement: str, mode: SyncMode
 ) -> None:
-    world_size, shard_group_size = _sizes()
+    world_size, shard_group_size = world_sizes()
     case = ShardingCase(
         world_size,
         shard_group_size,
@@ -47,7 +38,9 @@ def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_s
         hosts="a" * world_size,
         weighted=True,
     )
-    for rank, gaps in enumerate(run_ranks(compare, world_size, case, mode)):
+    # New ranks for each: what DMPCollection leaves behind crashed those that had served once.
+    ranks = run_ranks(compare, world_size, case, mode, fresh=True, backend="nccl")
+    for rank, gaps in enumerate(ranks):
         for index, gap in enumerate(gaps):
             where = (
                 f"rank {rank}, step {index // 2 + 1}, {'after sync' if index % 2 else 'trained'}"
@@ -59,15 +52,15 @@ def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_s
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_pipelined_steps_equal_plain_ones(sharding: str, precision: DensePrecision) -> None:
-    world_size, _ = _sizes()
+    world_size, _ = world_sizes()
     case = Case(world_size, world_size, sharding=(sharding,), num_steps=20)
     # What differs in an order of additions may round to another number of TF32 or bf16.
     tolerance = TOLERANCE if precision == "fp32" else 2e-3
-    for gaps in run_ranks(compare_pipelined, world_size, case, precision):
+    for gaps in run_ranks(compare_pipelined, world_size, case, precision, backend="nccl"):
         assert len(gaps) == case.num_steps
         assert max(max(gap.values()) for gap in gaps) <= tolerance
 
 
 def test_the_host_waits_no_oftener_in_our_steps_than_in_those_of_torchrec() -> None:
-    (found,) = run_ranks(host_waits, 1)
+    (found,) = run_ranks(host_waits, 1, backend="nccl")
     assert found["ours"] <= found["stock"]

@@ -1,9 +1,11 @@
-"""Gloo ranks as real processes, which stay: `run_ranks` calls a function on each of them.
+"""Ranks as real processes, which stay: `run_ranks` calls a function on each of them.
 
-The ranks of a call serve the next call of a world of that size too. Each call starts with new
-process groups, the same environment and the same random state. A call that fails, or that leaves a
-thread behind, ends its world, and the next call starts a new one; so does `fresh=True`, for
-functions that kill, patch or re-initialise their rank. All ranks end with pytest.
+They form a gloo world on CPUs, or with NCCL one on this machine's GPUs, which several ranks share
+where there are fewer: for function only. The ranks of a call serve the next call of a world of that
+size and backend too. Each call starts with new process groups, the same environment and the same
+random state. A call that fails, or that leaves a thread behind, ends its world, and the next call
+starts a new one; so does `fresh=True`, for functions that kill, patch or re-initialise their rank.
+All ranks end with pytest.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.harness.processes import die_with_parent, rank_environment
 from tests.harness.wait import scaled
+
+if TYPE_CHECKING:
+    import torch
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 """Starts every process of ranks and coordinators: what they import, it has imported once."""
@@ -41,6 +46,9 @@ FORK_SERVER.set_forkserver_preload(
     ]
 )
 _COLLECTIVE_TIMEOUT_S = 60.0
+Backend = Literal["gloo", "nccl"]
+BACKEND: Backend = os.environ.get("SHARDLOOM_TEST_BACKEND", "gloo")  # type: ignore[assignment]
+"""Where a call does not say: `nccl` tries what CI tests on CPUs on GPUs."""
 
 
 def run_ranks(
@@ -49,16 +57,17 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120,
     fresh: bool = False,
+    backend: Backend = BACKEND,
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a gloo world; results indexed by rank.
+    """Call `function(*args)` on every rank of a world; results indexed by rank, tensors on the CPU.
 
     Function, arguments and results must pickle. Raises AssertionError with a rank's traceback when
     one fails, and when one is killed or gives no answer in `timeout_s` (scaled). With `fresh` the
     ranks are new, and end with the call.
     """
     if not fresh:
-        return _world_of(world_size).call(function, args, scaled(timeout_s))
-    world = _World(world_size)
+        return _world_of(world_size, backend).call(function, args, scaled(timeout_s))
+    world = _World(world_size, backend)
     try:
         return world.call(function, args, scaled(timeout_s))
     finally:
@@ -82,6 +91,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     world_size: int
+    backend: Backend
     store_port: int
     store_prefix: str
     timeout_s: float
@@ -106,8 +116,9 @@ class _World:
     before, and then collectives do not match.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: Backend) -> None:
         self._size = size
+        self._backend: Backend = backend
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._num_calls = 0
         self._store: Any = None
@@ -119,9 +130,10 @@ class _World:
         self._num_calls += 1
         prefix = f"call-{self._num_calls}"
         collective_s = scaled(_COLLECTIVE_TIMEOUT_S)
-        call = _Call(function, args, self._size, self._store_port(), prefix, collective_s)
+        place = (self._size, self._backend, self._store_port())
+        call = _Call(function, args, *place, prefix, collective_s)
         packed = _pack(call)
-        self._ranks = self._ranks or [_start(rank) for rank in range(self._size)]
+        self._ranks = self._ranks or [_start(rank, self._backend) for rank in range(self._size)]
         stay = False
         try:
             for _, connection in self._ranks:
@@ -174,16 +186,17 @@ class _World:
 
 
 _NUM_WORLDS = 2
-# By size, the one that was called last at the end.
-_worlds: dict[int, _World] = {}
+# The one that was called last at the end.
+_worlds: dict[tuple[int, Backend], _World] = {}
 
 
-def _world_of(size: int) -> _World:
+def _world_of(size: int, backend: Backend) -> _World:
     """The world of a size; of others only the one that was called last stays, to spare memory."""
-    _worlds[size] = _worlds.pop(size, None) or _World(size)
+    key = (size, backend)
+    _worlds[key] = _worlds.pop(key, None) or _World(*key)
     while len(_worlds) > _NUM_WORLDS:
         _worlds.pop(next(iter(_worlds))).close()
-    return _worlds[size]
+    return _worlds[key]
 
 
 @atexit.register
@@ -192,9 +205,11 @@ def _end_worlds() -> None:
         _worlds.popitem()[1].close()
 
 
-def _start(rank: int) -> tuple[BaseProcess, Connection]:
-    ours, theirs = FORK_SERVER.Pipe()
-    process = FORK_SERVER.Process(target=_serve, args=(rank, theirs), daemon=True)
+def _start(rank: int, backend: Backend) -> tuple[BaseProcess, Connection]:
+    # CUDA does not survive a fork, and importing what uses it touches it.
+    context = FORK_SERVER if backend == "gloo" else multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
     process.start()
     theirs.close()
     return process, ours
@@ -212,7 +227,7 @@ def _pack(value: Any) -> bytes:
 def _unpack(data: bytes) -> Any:
     import torch
 
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")
 
 
 # --- in the processes of ranks
@@ -246,12 +261,14 @@ def _answer(rank: int, data: bytes) -> _Answer:
         call = _unpack(data)
         os.environ.update(rank_environment(rank, call.world_size, call.store_port))
         store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
+        device = _claim_gpu(rank, call.world_size) if call.backend == "nccl" else None
         dist.init_process_group(
-            "gloo",
+            call.backend,
             store=dist.PrefixStore(call.store_prefix, store),
             rank=rank,
             world_size=call.world_size,
             timeout=timedelta(seconds=call.timeout_s),
+            device_id=device,
         )
         dist.barrier()  # or one that leaves at once would break off a connection being made
         value = _pack(call.function(*call.args))
@@ -259,7 +276,22 @@ def _answer(rank: int, data: bytes) -> _Answer:
         dist.destroy_process_group()
     except BaseException:  # DCP raises BaseException; whatever it is, the test must see it
         return _Answer(error=traceback.format_exc())
-    return _Answer(value, stays=threading.active_count() == 1)
+    # Autograd's threads of GPUs stay for good.
+    return _Answer(value, stays=call.backend == "nccl" or threading.active_count() == 1)
+
+
+def _claim_gpu(rank: int, world_size: int) -> torch.device:
+    """The GPU of this rank, from now on the current one."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if world_size > num_gpus:
+        # NCCL refuses two ranks of one GPU, unless they seem to be on two hosts.
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["LOCAL_WORLD_SIZE"] = str(num_gpus)  # TorchRec numbers GPUs by it
+    device = torch.device("cuda", rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
 
 
 @dataclass(frozen=True)

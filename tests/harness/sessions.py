@@ -11,16 +11,14 @@ import torch
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.files import records_in
 from tests.harness.small_model import dense_parameters, local_shards
-from tests.harness.wait import scaled
 from trainer.data.manifest import load_manifest
-from trainer.parallel.mesh import build_groups
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
-from trainer.training.worker import layout_of, run_worker, train
+from trainer.training.worker import groups_of, layout_of, run_worker, train
 
 TOKEN = bytes(range(32))
 """Of all attempts here: the processes of one do not know what others drew at random."""
@@ -50,8 +48,7 @@ def told(run_dir: Path, *kinds: type[Any]) -> list[Any]:
 
 def open_session(config: WorkerConfig) -> Session:
     """The session of this rank, before its first step. Collective."""
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=scaled(30))
-    return Session(config, groups)
+    return Session(config, groups_of(config, layout_of(config.spec), host=None))
 
 
 def train_session(config: WorkerConfig) -> dict[str, Any]:

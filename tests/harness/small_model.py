@@ -34,7 +34,6 @@ from trainer.spec.job import JobSpec
 TABLE_ROWS = {"users": 37, "movies": 53, "genres": 11}
 FEATURES = {"user": "users", "movie": "movies", "history": "movies", "genres": "genres"}
 EMBEDDING_DIM = 8
-_CPU = torch.device("cpu")
 _HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
 # Whose calls these are, by files: TorchRec's, those of kernels in backward passes, of tests' fakes.
 _OTHERS = ("/torchrec/distributed/", "/fbgemm_gpu/", "/torch/autograd/graph.py", "/tests/")
@@ -204,11 +203,17 @@ def take_step(
     optimizers.step()
 
 
-def form_groups(case: Any, device: torch.device = _CPU) -> MeshGroups:
-    """The groups of `case`, which has `sites` and a `mesh`, around this rank."""
+def rank_device() -> torch.device:
+    """Where this rank trains: its GPU, or the CPU, by the backend of its world."""
+    is_cuda = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def form_groups(case: Any) -> MeshGroups:
+    """The groups of `case`, which has `sites` and a `mesh`, around this rank and its device."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, device, timeout_s=scaled(30), host=site.host)
+    return build_groups(case.mesh.layout, rank_device(), timeout_s=scaled(30), host=site.host)
 
 
 class NoHostReads(TorchDispatchMode):

@@ -18,6 +18,7 @@ from tests.harness.small_model import (
     dlrm_spec,
     make_batch,
     pooled_features,
+    rank_device,
     take_step,
 )
 from tests.harness.wait import scaled
@@ -85,7 +86,7 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
     os.environ["LOCAL_RANK"] = str(rank % 2)
     groups = build_groups(
         Layout(sharding.world_size, sharding.shard_group_size, sharding.placement),
-        torch.device("cpu"),
+        rank_device(),
         timeout_s=scaled(30),
         host=f"host-{rank // 2}",
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.sessions import train_session
+from tests.harness.small_model import rank_device
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
@@ -60,7 +61,7 @@ class Saver:
         """For a job on all ranks, which are one sharding group."""
         size = dist.get_world_size()
         layout = Layout(size, size, "intra_host")
-        groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host="host")
+        groups = build_groups(layout, rank_device(), timeout_s=scaled(30), host="host")
         config = config_of(Sharding(size, size, ("row_wise",)), run_dir, **checkpoint)
         said: list[events.Event] = []
         return cls(CheckpointManager(config, groups, said.append), said, groups)

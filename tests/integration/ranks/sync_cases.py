@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.small_model import dlrm_spec, plain_batch, take_step
+from tests.harness.small_model import dlrm_spec, plain_batch, rank_device, take_step
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
@@ -199,7 +199,7 @@ class Training:
         layout = Layout(case.world_size, case.shard_group_size, case.placement)
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
         host = f"host-{dist.get_rank() // case.ranks_per_host}"
-        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=scaled(30), host=host)
+        self.groups = build_groups(layout, rank_device(), timeout_s=scaled(30), host=host)
         self.model, _ = build_parallel_model(self.spec, self.groups)
         self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
         self.copy = next(

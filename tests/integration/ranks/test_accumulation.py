@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_in_turn, run_ranks
-from tests.harness.small_model import dense_parameters, form_groups, make_batch
+from tests.harness.small_model import dense_parameters, form_groups, make_batch, rank_device
 from tests.integration.ranks.test_optimizers import (
     ALONE,
     BATCH_SIZE,
@@ -93,7 +93,7 @@ def train_accumulated() -> dict[str, Any]:
         "dense": dense_parameters(model),
         "plain_dense": {name: parameter.detach() for name, parameter in dense.items()},
         "norms": plain.norms,
-        "metrics": reduce_parts(list(optimizers.parts()), torch.device("cpu")),
+        "metrics": reduce_parts(list(optimizers.parts()), rank_device()),
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import dlrm_spec, plain_batch, take_step
+from tests.harness.small_model import dlrm_spec, plain_batch, rank_device, take_step
 from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -83,7 +83,7 @@ def peak_growth_bytes(spec: JobSpec, small: JobSpec) -> int:
     Before, it has trained `small`: what any job takes is there.
     """
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=scaled(60), host="host")
+    groups = build_groups(layout_of(spec), rank_device(), timeout_s=scaled(60), host="host")
     train(small, groups)
     gc.collect()
     # What is freed goes back to the system, so that the peak is of what was held at once.

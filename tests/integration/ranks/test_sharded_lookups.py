@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import dlrm_spec, plain_batch
+from tests.harness.small_model import dlrm_spec, plain_batch, rank_device
 from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.models.networks import Recommender, build_model
@@ -101,7 +101,7 @@ def unsharded_like(model: TwoDParallel, spec: JobSpec) -> Recommender:
 
 def train_beside_unsharded(spec: JobSpec) -> dict[str, Any]:
     """Train the tables of both models; losses of both, and (shard, the whole table's part)s."""
-    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=scaled(30))
+    groups = build_groups(layout_of(spec), rank_device(), timeout_s=scaled(30))
     model, plans = build_parallel_model(spec, groups)
     whole = unsharded_like(model, spec)
     tables = {n.split(".")[-2]: p for n, p in whole.named_parameters() if "embedding" in n}

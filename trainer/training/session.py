@@ -530,7 +530,7 @@ class Session:
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))
-        self.quarantine.has_validated = True
+        self.quarantine.end_validation(self.groups.layout.world_size / num_ranks)
         self.model.train()
 
     def _update_early_stopping(self, metric: str, value: float) -> None:

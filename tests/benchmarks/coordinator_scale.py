@@ -336,6 +336,7 @@ class SimulatedAgents:
             commit=verdict["ledger"]["commit"],
             leases=(lease.id,),
             num_rows=lease.num_rows,
+            train_s=0.1 + 0.1 * (group % 4),
             sums={"loss": 1.0},
         )
 

@@ -188,8 +188,8 @@ class TableUse:
     """What a table was last seen to do: over all ranks that report together.
 
     `lookups` of a step, and the share of them that go to the hottest hundredth of its rows. Shares
-    of its rows, and bytes of one copy, that a sync averages: as measured, and at most as expected
-    from the spec, if no id comes twice. None where that was not reported.
+    of its rows, and bytes of one copy, that a sync averages: as measured, and as the spec predicts
+    if no id comes twice. None where that was not reported.
     """
 
     name: str
@@ -197,8 +197,8 @@ class TableUse:
     hottest_share: float
     synced_share: float | None
     synced_bytes: float | None
-    expected_share: float
-    expected_bytes: float
+    predicted_share: float
+    predicted_bytes: float
 
 
 def table_uses(
@@ -212,7 +212,7 @@ def table_uses(
         if plan.name not in specs or not plan.num_embeddings or not 0 < lookups < math.inf:
             continue
         row_bytes = synced_row_bytes(spec, specs[plan.name])
-        num_expected = synced_rows(spec, specs[plan.name], plan.num_embeddings)
+        num_predicted = synced_rows(spec, specs[plan.name], plan.num_embeddings)
         share = metrics.get(f"table/{plan.name}/synced")
         found.append(
             TableUse(
@@ -221,8 +221,8 @@ def table_uses(
                 hottest,
                 share,
                 None if share is None else share * plan.num_embeddings * row_bytes,
-                num_expected / plan.num_embeddings,
-                num_expected * row_bytes,
+                num_predicted / plan.num_embeddings,
+                num_predicted * row_bytes,
             )
         )
     return sorted(found, key=lambda use: -use.lookups)

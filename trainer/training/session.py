@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -38,6 +39,7 @@ from trainer.failures import DivergenceError
 from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
 from trainer.layout.plans import predict
+from trainer.layout.workload import GroupPlan
 from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
@@ -262,13 +264,18 @@ class Session:
             prediction=self._prediction(layout),
         )
 
+    @cached_property
+    def _group_plan(self) -> GroupPlan:
+        """Of thousands of tables it takes a second, and groups that come and go keep it."""
+        size = self.groups.layout.shard_group_size
+        return group_plan_of(self.model.group_plan, self.spec, size)
+
     def _prediction(self, layout: Layout) -> events.Prediction | None:
         """What the planner says of these workers with the tables as they lie."""
         if self.config.cluster is None:
             return None
-        group = group_plan_of(self.model.group_plan, self.spec, layout.shard_group_size)
         cluster = Cluster(**self.config.cluster)
-        found = predict(self.spec, layout, group, cluster)
+        found = predict(self.spec, layout, self._group_plan, cluster)
         return events.Prediction(
             cluster=cluster.fingerprint,
             samples_per_s=found.samples_per_s,

@@ -516,10 +516,12 @@ class Session:
     @torch.no_grad()
     def validate(self) -> bool:
         """Measure all validation rows; True when the result is the best so far. Collective."""
+        self.measure(self.groups.rank, self.groups.layout.world_size)
+        return self.take_validation(self.validation_meter.compute("validation"))
+
+    def take_validation(self, values: dict[str, float]) -> bool:
+        """Report what a validation has found; True when it is the best so far. Collective."""
         metric = self.spec.model.watched_metric
-        self.land_report()
-        with self.off_the_clock():
-            values = self._measure()
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
@@ -537,29 +539,28 @@ class Session:
         dist.broadcast(found, dist.get_process_group_ranks(group)[0], group=group)
         return found.item()
 
-    def _measure(self) -> dict[str, float]:
-        """Metrics over every validation row once. Collective over all ranks.
+    @torch.no_grad()
+    def measure(self, rank: int, num_ranks: int) -> None:
+        """Measure this rank's part of the validation rows, as `rank` of `num_ranks`.
 
         The replicas are averaged first, as at any sync, so that all ranks measure one model.
+        Collective over all ranks.
         """
         assert self.validation_source is not None
-        self.synchronise()
-        self.sync.finish()
-        self.model.eval()
-        with ValidationBatches(
-            self.validation_source,
-            self.spec,
-            self.groups.rank,
-            self.groups.layout.world_size,
-            pin=self._copies_batches,
-        ) as held_out:
+        self.land_report()
+        rows = ValidationBatches(
+            self.validation_source, self.spec, rank, num_ranks, pin=self._copies_batches
+        )
+        with self.off_the_clock(), rows as held_out:
+            self.synchronise()
+            self.sync.finish()
+            self.model.eval()
             for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))
-        self.quarantine.has_validated = True
+        self.quarantine.end_validation(self.groups.layout.world_size / num_ranks)
         self.model.train()
-        return self.validation_meter.compute("validation")
 
     def _update_early_stopping(self, metric: str, value: float) -> None:
         """Count a validation that found `value`; report it where it ends the run."""

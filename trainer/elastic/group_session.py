@@ -317,7 +317,7 @@ class GroupSession(Session):
     @property
     def _may_be_due_next(self) -> bool:
         """Whether the leader may have something to validate or save after the next sync."""
-        steps = self.spec.parallelism.sync.every_steps
+        steps = self.spec.parallelism.sync.intervals[-1]
         return self._is_leading_due(self.rows_agreed + steps * self.shape.rows_per_step)
 
     def _is_leading_due(self, num_rows: int) -> bool:

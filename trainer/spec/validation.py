@@ -269,7 +269,9 @@ def check_accumulation(spec: JobSections) -> None:
         "checkpoint.every_steps": spec.checkpoint.every_steps,
     }
     if spec.parallelism.is_resolved and spec.parallelism.dense_policy == "at_sync":
-        fields["parallelism.sync.every_steps"] = spec.parallelism.sync.every_steps
+        sync = spec.parallelism.sync
+        field = "tuner.min_steps" if sync.is_tuned else "every_steps"
+        fields[f"parallelism.sync.{field}"] = sync.intervals[0]
     for path, steps in fields.items():
         if steps % every:
             raise problem(

@@ -4,15 +4,16 @@ Short intervals keep the copies close, so of those that the spec allows, each tw
 it wants the shortest with which training waits for syncs at most `time_share` of its time. Of N
 steps and the sync after them that is sync_s / (sync_s + N step_s).
 
-    longer    the share is above 1.25 time_share
-    shorter   with half the steps it would be at most time_share / 1.25
+    longer    the share is above time_share
+    shorter   with half the steps it would be at most half of time_share
     back      the longer interval spared a step less than a fifth of its part of a sync, sync_s / N,
               as more rows are touched: no longer one until a step's part has doubled
     back      validation is worse than it was at a shorter interval: no longer one any more
 
-Twice the steps halve a step's part at best, and 1.25 x 1.25 lies between going longer and going
-shorter: measurements that are off by less than a fifth never move it to and fro. Whatever they are,
-a decision takes the medians of 3 reports, and of twice as many after each change of direction.
+Twice the steps halve a step's part at best, and a factor of 2 lies between going longer and going
+back shorter: measurements that are off by less than a third never move it to and fro. Whatever they
+are, a move wants three quarters of the reports since the last decision to say so: of 3 all, and of
+twice as many after each change of direction.
 
 How often hosts fail plays no part: where all workers are one failure domain, as they are here, a
 failure undoes what follows the newest checkpoint, whatever the interval.
@@ -20,14 +21,13 @@ failure undoes what follows the newest checkpoint, whatever the interval.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 
 from trainer.protocol.events import PHASES
 from trainer.spec.parallelism import SyncSpec
 
-_MARGIN = 1.25
 _LEAST_SAVING = 0.2  # of a step's part of a sync, for which a longer interval is worth its while
 _WORSE = 1.005  # times the least validation error
 _NUM_REPORTS = 3
@@ -36,7 +36,7 @@ _MAX_DOUBLINGS = 5
 
 @dataclass(frozen=True)
 class Observation:
-    """Medians over reports: seconds of a step without its sync, and of a sync as far as training
+    """Of a report, means: seconds of a step without its sync, and of a sync as far as training
     waited for it; the share of a rank's rows that a sync averaged."""
 
     step_s: float
@@ -79,7 +79,7 @@ class TunerState:
 
     @property
     def num_reports(self) -> int:
-        """With a timed sync, that a decision is made of."""
+        """That a decision is made of, each with a timed sync."""
         return _NUM_REPORTS << min(self.num_turns, _MAX_DOUBLINGS)
 
     def moved(self, every_steps: int, step_part_s: float | None = None) -> TunerState:
@@ -104,20 +104,22 @@ class Decision:
     reason: str = ""
 
 
-def after_reports(state: TunerState, seen: Observation, spec: SyncSpec) -> Decision:
-    """What to do about the interval after `state.num_reports` of them."""
+def after_reports(state: TunerState, seen: Sequence[Observation], spec: SyncSpec) -> Decision:
+    """What to do about the interval after what was `seen` in `state.num_reports`."""
     now, longer, shorter = state.every_steps, 2 * state.every_steps, state.every_steps // 2
-    part_s, wanted = seen.sync_s / now, spec.tuner.time_share
+    typical = Observation(*map(median, zip(*map(astuple, seen), strict=True)))
+    num_doubted = len(seen) // 4
+    part_s, wanted = typical.sync_s / now, spec.tuner.time_share
     waited = (
-        f"training waits {seen.share(now):.1%} of its time for syncs ({_ms(seen.sync_s)} each, "
-        f"a step takes {_ms(seen.step_s)})"
+        f"training waits {typical.share(now):.1%} of its time for syncs ({_ms(typical.sync_s)} "
+        f"each, a step takes {_ms(typical.step_s)})"
     )
     before_s = state.step_part_s
     if before_s is not None and part_s > (1 - _LEAST_SAVING) * before_s:
         state = replace(state, ceiling=state.previous, ceiling_part_s=before_s)
         reason = (
-            f"{seen.density:.0%} of the rows are touched in {now} steps, so that a sync grew to "
-            f"{_ms(seen.sync_s)}: {_ms(part_s)} of it for each step, hardly less than the "
+            f"{typical.density:.0%} of the rows are touched in {now} steps, so that a sync grew to "
+            f"{_ms(typical.sync_s)}: {_ms(part_s)} of it for each step, hardly less than the "
             f"{_ms(before_s)} before"
         )
         assert state.previous is not None, "what is judged is a move"
@@ -127,13 +129,14 @@ def after_reports(state: TunerState, seen: Observation, spec: SyncSpec) -> Decis
         state = replace(state, ceiling=None)
     limits = [each for each in (state.ceiling, state.best_ceiling) if each is not None]
     may_be_longer = longer in spec.intervals and longer <= min(limits, default=longer)
-    if may_be_longer and seen.share(now) > _MARGIN * wanted:
-        reason = f"{waited}; {wanted:.1%} are wanted"
+    if may_be_longer and sorted(each.share(now) for each in seen)[num_doubted] > wanted:
+        reason = f"{waited}; at most {wanted:.1%} are wanted"
         return Decision(state.moved(longer, part_s), reason)
-    if shorter in spec.intervals and seen.share(shorter) <= wanted / _MARGIN:
+    would_be = sorted(each.share(shorter) for each in seen)[-1 - num_doubted]
+    if shorter in spec.intervals and would_be <= wanted / 2:
         reason = (
-            f"{waited}; with half the steps between them it would be {seen.share(shorter):.1%} "
-            f"at most, where {wanted:.1%} may be"
+            f"{waited}; with half the steps between them it will hardly be above {would_be:.1%}, "
+            f"and may be {wanted:.1%}"
         )
         return Decision(state.moved(shorter), reason)
     return Decision(state)
@@ -197,13 +200,9 @@ class SyncTuner:
         self._seen.append(seen)
         if len(self._seen) < self.state.num_reports:
             return
-        found = Observation(
-            median(each.step_s for each in self._seen),
-            median(each.sync_s for each in self._seen),
-            median(each.density for each in self._seen),
-        )
+        decision = after_reports(self.state, self._seen, self._spec)
         self._seen.clear()
-        self._decide(after_reports(self.state, found, self._spec))
+        self._decide(decision)
 
     def validated(self, error: float) -> None:
         """Take in the error that a validation found."""

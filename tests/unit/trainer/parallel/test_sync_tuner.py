@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 from hypothesis import given, settings
@@ -51,6 +51,35 @@ def moves(tuner: SyncTuner, reports: Iterator[Callable[[int], Any]]) -> list[tup
     return found
 
 
+# Of examples/movielens.yaml on 2 shared cores: (ms of a step, ms of a sync, density), by interval.
+RECORDED = {
+    1: [(310.3, 19.9, 0.212), (59.5, 18.6, 0.209), (65.3, 23.5, 0.213), (50.7, 15.5, 0.206)],
+    2: [(65.0, 14.8, 0.233), (50.2, 15.3, 0.293), (64.9, 14.6, 0.295), (75.6, 23.4, 0.294)],
+    4: [(60.8, 15.5, 0.294), (57.9, 20.4, 0.395), (52.9, 18.5, 0.391), (54.5, 13.0, 0.389)],
+    8: [
+        *[(59.5, 13.8, 0.387), (48.5, 22.5, 0.495), (64.3, 17.3, 0.355), (53.2, 15.3, 0.471)],
+        *[(38.4, 12.0, 0.493), (36.5, 12.5, 0.495), (33.7, 4.9, 0.492), (41.4, 6.6, 0.491)],
+        *[(37.0, 24.3, 0.496), (37.0, 14.9, 0.488), (50.3, 26.1, 0.489), (44.3, 23.6, 0.49)],
+    ],
+    16: [
+        *[(60.0, 8.0, 0.495), (42.7, 39.2, 1.0), (36.7, 12.7, 1.0), (32.0, 10.3, 1.0)],
+        *[(43.9, 13.1, 1.0), (30.5, 15.6, 1.0), (44.3, 7.8, 0.673)],
+    ],
+}
+
+
+def test_on_a_recorded_job_it_settles_after_a_few_moves() -> None:
+    left = {every_steps: cycle(reports) for every_steps, reports in RECORDED.items()}
+
+    def report(every_steps: int) -> Any:
+        step_ms, sync_ms, _ = next(left[min(every_steps, 16)])
+        return Job(step_ms / 1e3, sync_ms / 1e3).report(every_steps)
+
+    tuner = tuned()
+    assert [each for each, _ in moves(tuner, iter([report] * 60))] == [1, 2, 4, 8]
+    assert len(moves(tuner, iter([report] * NUM_REPORTS))) == 1
+
+
 def intervals(tuner: SyncTuner, job: Job, num_reports: int = NUM_REPORTS) -> list[int]:
     return [each for each, _ in moves(tuner, iter([job.report] * num_reports))]
 
@@ -62,9 +91,10 @@ def num_turns(found: Sequence[int]) -> int:
 
 
 def test_the_interval_grows_until_syncs_take_the_share_that_they_may_and_no_longer() -> None:
-    # 16 steps of 0.1 s for a sync of 0.1 s: 5.9 % of the time, which is near enough to 5 %.
-    assert intervals(tuned(), Job()) == [1, 2, 4, 8, 16]
-    assert intervals(tuned(time_share=0.2), Job()) == [1, 2, 4]
+    # A sync takes as long as a step: with 16 steps 5.9 % of the time, with 32 of them 3 %.
+    assert intervals(tuned(), Job()) == [1, 2, 4, 8, 16, 32]
+    assert intervals(tuned(time_share=0.25), Job()) == [1, 2, 4]
+    assert intervals(tuned(max_steps=16), Job()) == [1, 2, 4, 8, 16]
     assert intervals(tuned(min_steps=3, max_steps=13), Job()) == [3, 6, 12]
     assert intervals(tuned(), Job(fixed_s=0.001)) == [1]
 
@@ -73,12 +103,12 @@ def test_a_link_that_slows_down_and_recovers_moves_it_there_and_back_with_reason
     calm, slow = Job(fixed_s=0.004), Job(fixed_s=0.1)
     trace = [calm.report] * 50 + [slow.report] * 100 + [calm.report] * 400
     found = moves(tuned(), iter(trace))
-    assert [each for each, _ in found] == [1, 2, 4, 8, 16, 8, 4, 2, 1]
+    assert [each for each, _ in found] == [1, 2, 4, 8, 16, 32, 16, 8, 4, 2]
     assert found[1][1] == (
-        "training waits 50.0% of its time for syncs (100 ms each, a step takes 100 ms); 5.0% are "
-        "wanted"
+        "training waits 50.0% of its time for syncs (100 ms each, a step takes 100 ms); at most "
+        "5.0% are wanted"
     )
-    assert "with half the steps between them it would be 0.5% at most" in found[5][1]
+    assert "with half the steps between them it will hardly be above 0.2%" in found[6][1]
 
 
 def test_a_longer_interval_that_only_touches_more_rows_is_taken_back_until_syncs_cost_more() -> (
@@ -91,7 +121,7 @@ def test_a_longer_interval_that_only_touches_more_rows_is_taken_back_until_syncs
     assert [each for each, _ in found] == [1, 2, 1]
     assert "hardly less than the 20 ms before" in found[-1][1]
     # Now a sync waits for something that does not grow with the rows.
-    assert intervals(tuner, Job(fixed_s=0.1), NUM_REPORTS)[-1] == 16
+    assert intervals(tuner, Job(fixed_s=0.1), NUM_REPORTS)[-1] == 32
 
 
 def test_an_interval_with_which_validation_got_worse_is_not_tried_again() -> None:
@@ -151,11 +181,11 @@ tuners = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(job=jobs, tuner=tuners, random=st.randoms(use_true_random=False))
-def test_measurements_that_are_off_by_a_tenth_never_move_it_to_and_fro(
+def test_measurements_that_are_off_by_a_sixth_never_move_it_to_and_fro(
     job: Job, tuner: dict[str, Any], random: Any
 ) -> None:
     def report(every_steps: int) -> Any:
-        return job.report(every_steps, random.uniform(0.9, 1.1), random.uniform(0.9, 1.1))
+        return job.report(every_steps, random.uniform(0.84, 1.16), random.uniform(0.84, 1.16))
 
     found = tuned(**tuner)
     way = [each for each, _ in moves(found, iter([report] * NUM_REPORTS))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.parallel.sync_tuner import SyncTuner
@@ -179,7 +179,6 @@ tuners = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(job=jobs, tuner=tuners, random=st.randoms(use_true_random=False))
 def test_measurements_that_are_off_by_a_sixth_never_move_it_to_and_fro(
     job: Job, tuner: dict[str, Any], random: Any
@@ -195,7 +194,6 @@ def test_measurements_that_are_off_by_a_sixth_never_move_it_to_and_fro(
     assert len(moves(found, iter([report] * NUM_REPORTS))) == 1, "it has settled"
 
 
-@settings(max_examples=150, deadline=None)
 @given(tuner=tuners, random=st.randoms(use_true_random=False))
 def test_whatever_is_measured_it_stays_in_its_bounds_and_turns_ever_more_rarely(
     tuner: dict[str, Any], random: Any

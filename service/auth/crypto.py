@@ -13,6 +13,7 @@ import hmac
 import secrets
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -25,6 +26,7 @@ from service.settings import Settings
 FILE_NAME = "secret-key"
 ATTEMPT_TOKEN_PREFIX = "sla_"
 _MIN_CHARS = 32
+Sealed = Literal["export-seals", "job-seals"]
 
 
 class MasterKeys:
@@ -66,13 +68,13 @@ class MasterKeys:
         """What a page of a session must send along with whatever changes something."""
         return self._macs("csrf-tokens", session_token)[0]
 
-    def export_seal(self, text: str) -> str:
-        """A signature by which the service recognises its own requests on run storage."""
-        return self._macs("export-seals", text)[0]
+    def seal(self, text: str, purpose: Sealed) -> str:
+        """A signature by which the service recognises what it wrote to run storage."""
+        return self._macs(purpose, text)[0]
 
-    def is_export_seal(self, text: str, seal: str) -> bool:
-        """Whether `export_seal` made a seal of a text, under any of the keys."""
-        return self._is_mac("export-seals", text, seal)
+    def is_sealed(self, text: str, seal: str, purpose: Sealed) -> bool:
+        """Whether `seal` made a seal of a text, under any of the keys."""
+        return self._is_mac(purpose, text, seal)
 
     def _macs(self, purpose: str, text: str) -> list[str]:
         """The MAC of a text under each master, the newest first."""

@@ -244,7 +244,14 @@ def delete(
             typer.echo(f"its checkpoints stay at {each.path}: {each.why}", err=True)
 
 
-def recover() -> None:
+def recover(
+    believe_all: Annotated[
+        bool,
+        typer.Option(
+            "--believe-all", help="Also what this service's secret key did not sign: jobs could."
+        ),
+    ] = False,
+) -> None:
     """Find jobs again from run storage, after their database was lost; run it where the service is.
 
     It takes the SHARDLOOM_* settings of the service. A job that still trains trains on.
@@ -252,7 +259,7 @@ def recover() -> None:
     # It opens the database, which no other command does.
     from service.reconciler.recover import main
 
-    raise typer.Exit(main())
+    raise typer.Exit(main(believe_all=believe_all))
 
 
 def _print_change(job: JobDetail, what: str, hint: str, *, as_json: bool) -> None:

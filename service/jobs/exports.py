@@ -214,7 +214,10 @@ def request_export(
             if is_pending(settings, each):
                 raise errors.ExportPending(job.id, each.id)
         with errors.reaching_storage():
-            return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
+            keys = master_keys_of(settings)
+            return ask_for(
+                run_dir, checkpoint, quantize, lambda text: keys.seal(text, "export-seals")
+            )
 
 
 def may_run_code(settings: Settings) -> bool:
@@ -225,7 +228,8 @@ def may_run_code(settings: Settings) -> bool:
 def is_sealed(settings: Settings, folder: ExportFolder) -> bool:
     """Whether a service with our keys asked for the export as it stands on run storage."""
     wanted = folder.wanted
-    return master_keys_of(settings).is_export_seal(wanted.text_of(folder), wanted.seal)
+    text = wanted.text_of(folder)
+    return master_keys_of(settings).is_sealed(text, wanted.seal, "export-seals")
 
 
 def is_pending(settings: Settings, folder: ExportFolder) -> bool:

@@ -17,11 +17,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
+from service.auth.crypto import master_keys_of
 from service.domain.models import Attempt, Job
 from service.errors import reaching_storage
 from service.settings import Settings
@@ -62,7 +64,7 @@ def write_json(path: Path, document: Any, runs_dir: Path) -> None:
 def write_job(job: Job, settings: Settings) -> None:
     """Write what the store knows of a job and its folder otherwise would not."""
     path = run_dir_of(settings, job.id).job_path
-    replace_untrusted(path, _content_of(job), settings.runs_dir)
+    replace_untrusted(path, _content_of(job, settings), settings.runs_dir)
 
 
 def update_job_file(job: Job, settings: Settings) -> None:
@@ -76,7 +78,7 @@ def update_job_file(job: Job, settings: Settings) -> None:
     def update() -> None:
         if path.exists():
             # Its folder is not made: somebody may delete it in this moment.
-            replace_untrusted(path, _content_of(job), settings.runs_dir, make=False)
+            replace_untrusted(path, _content_of(job, settings), settings.runs_dir, make=False)
 
     try:
         in_time(settings.runs_dir, update)
@@ -86,7 +88,7 @@ def update_job_file(job: Job, settings: Settings) -> None:
         )
 
 
-def _content_of(job: Job) -> bytes:
+def _content_of(job: Job, settings: Settings) -> bytes:
     ended = {
         "status": job.status,
         "reason": job.reason,
@@ -101,17 +103,36 @@ def _content_of(job: Job) -> bytes:
         "ended": ended if job.status.is_terminal else None,
         "spec": job.spec.model_dump(mode="json"),
     }
+    document["seal"] = master_keys_of(settings).seal(_text_of(document), "job-seals")
     return json.dumps(document, indent=2).encode()
 
 
-def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
-    """Every folder of a job with what `write_job` wrote there; None where that is unreadable."""
+def _text_of(document: dict[str, Any]) -> str:
+    """What of a `job.json` is sealed."""
+    return json.dumps({k: v for k, v in document.items() if k != "seal"}, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A `job.json`: None where it is unreadable; anybody's unless it `is_sealed`."""
+
+    folder: Path
+    document: dict[str, Any] | None
+    is_sealed: bool = False
+
+
+def read_jobs(settings: Settings) -> Iterator[JobFile]:
+    """Every folder of a job with what `write_job` wrote there."""
+    runs_dir, keys = settings.runs_dir, master_keys_of(settings)
     for path in sorted(runs_dir.glob("*/job.json")):
         try:
             document = from_json(read_untrusted(path, runs_dir))
-        except (OSError, ValueError):
-            document = None
-        yield path.parent, document if isinstance(document, dict) else None
+            seal = str(document["seal"]) if "seal" in document else ""
+            is_sealed = keys.is_sealed(_text_of(document), seal, "job-seals")
+        except (OSError, ValueError, TypeError, AttributeError):
+            yield JobFile(path.parent, None)
+        else:
+            yield JobFile(path.parent, document, is_sealed)
 
 
 def note_rewind(job: Job, attempt: Attempt, settings: Settings) -> None:

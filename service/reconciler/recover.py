@@ -6,6 +6,9 @@ these the rows are made again, metrics and timelines included. A job that has en
 asks the cluster, so a job that still trains goes on, and one that ended meanwhile ends as its
 driver reported. While its rows are being made a job is PAUSED, so that nothing happens to it; an
 interrupted recovery is repeated and goes on where it stopped.
+
+A `job.json` has a seal by the service's secret key, since code of jobs can write there. One without
+it is left alone unless it is said that all are to be believed.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ logger = logging.getLogger(__name__)
 # Of attempts: a job that is paused or loses its hosts may have more than it may have failures.
 _MAX_INDEX = 10_000
 _MARK = "being recovered from run storage"
+_NO_SEAL = (
+    "it has no seal by this service's secret key: a job changed it, an older version wrote it, or "
+    "the key is another one; add that key behind the present one, after a comma, or look at the "
+    "file and recover with --believe-all"
+)
 
 
 @dataclass
@@ -48,20 +56,30 @@ class Recovery:
 
 
 def recover_jobs(
-    store: JobStore, settings: Settings, clock: Callable[[], float] = time.time
+    store: JobStore,
+    settings: Settings,
+    clock: Callable[[], float] = time.time,
+    *,
+    believe_all: bool = False,
 ) -> Recovery:
-    """Make the rows of every job in run storage that the store does not know; raises OSError."""
+    """Make the rows of every job in run storage that the store does not know; raises OSError.
+
+    Where a `job.json` has no seal of this service it is left alone, unless `believe_all`.
+    """
     found = Recovery()
     collector = OutboxCollector(store, settings, ServiceMetrics(), clock)
-    for folder, document in read_jobs(settings.runs_dir):
+    for file in read_jobs(settings):
+        folder, document = file.folder, file.document
+        known = _known(store, folder.name)
+        if known is not None and known.message != _MARK:
+            found.known.append(known.id)
+            continue
         try:
-            job = _known(store, folder.name) or _job_of(folder, document)
-            end = _end_in(document)
+            job, end = known or _job_of(folder, document), _end_in(document)
+            if not (file.is_sealed or believe_all):
+                raise ValueError(_NO_SEAL)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             found.refused[folder.name] = f"job.json cannot be used: {error}"
-            continue
-        if job.message != _MARK:
-            found.known.append(job.id)
             continue
         try:
             _recover(store, collector, RunDir(folder), job, end)
@@ -176,14 +194,14 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
     store.update_job(store.get_job(attempt.job_id), attempt=ended)
 
 
-def main() -> int:
+def main(*, believe_all: bool) -> int:
     """Recover with the settings of the environment; 1 if a folder had to be left alone."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings()
     try:
         make_private(settings.home)
         store = JobStore.open(settings.database_url)
-        found = recover_jobs(store, settings)
+        found = recover_jobs(store, settings, believe_all=believe_all)
         store.close()
     except (ServiceError, OSError) as error:
         logger.error("jobs cannot be recovered: %s", error)

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -32,8 +33,8 @@ from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import Block, ReplicaCollectives
-from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import PendingSync
+from trainer.parallel.sync import PendingSync, blocks_of, weight_of
+from trainer.parallel.touched_rows import RowNumbers
 
 NAME = "gpu_step"
 PAIRS = 5
@@ -100,12 +101,11 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 def measure_ours() -> Values:
     """Our pipelined steps, with tables in HBM and cached, and our sync."""
-    blocks = touched_blocks()
-    sync_s = _timed(lambda: sync(blocks))
+    trainer = our_trainer()
     cached = {"compute_kernel": "fused_uvm_caching", "cache_load_factor": CACHE_LOAD_FACTOR}
     return {
-        "rows_per_s": rows_per_s(our_trainer()),
-        "sync_s": sync_s,
+        "rows_per_s": rows_per_s(trainer),
+        "sync_s": _timed(partial(sync, touched_blocks(trainer))),
         "cached_rows_per_s": rows_per_s(our_trainer(cached if IS_CUDA else {})),
     }
 
@@ -123,14 +123,15 @@ def measure_peers() -> Values:
     arrives, n each to gather; to land it reads the current values, snapshot and means, and writes
     the new values: 9 n, half of them read by the copy.
     """
-    num_values = sum(block.numel for block in touched_blocks())
+    trainer = our_trainer()
+    num_values = sum(block.numel for block in touched_blocks(trainer))
     source = torch.zeros(num_values * 9 // 2, device=DEVICE)
     target = torch.empty_like(source)
     copy_s = _timed(lambda: target.copy_(source))
     return {
         "rows_per_s": rows_per_s(StockTrainer("pipelined", WORKLOAD, DEVICE)),
         "sync_s": copy_s,
-        "cached_rows_per_s": rows_per_s(our_trainer()),
+        "cached_rows_per_s": rows_per_s(trainer),
     }
 
 
@@ -148,17 +149,13 @@ def _batches() -> list[Batch]:
     return [batch.pin_memory() for batch in batches] if IS_CUDA else batches
 
 
-def touched_blocks() -> list[Block]:
-    """Touched rows of all tables."""
+def touched_blocks(trainer: TwoDTrainer) -> list[Block]:
+    """What a sync averages of the weights when some rows of every table were touched."""
+    numbers = RowNumbers(trainer.table_shards(), DEVICE)
     generator = torch.Generator().manual_seed(0)
-    num_rows = int(WORKLOAD.table_rows * TOUCHED_SHARE)
-    rows = torch.randperm(WORKLOAD.table_rows, generator=generator)[:num_rows].sort().values
-    return [
-        Block(
-            FlatRows(torch.zeros(WORKLOAD.table_rows, WORKLOAD.embedding_dim, device=DEVICE)), each
-        )
-        for each in [rows.to(DEVICE)] * WORKLOAD.num_tables
-    ]
+    bits = torch.rand(numbers.num_rows, generator=generator) < TOUCHED_SHARE
+    rows = numbers.of_bits(bits.to(DEVICE))
+    return list(blocks_of(numbers, rows, weight_of, Block))
 
 
 def sync(blocks: list[Block]) -> None:

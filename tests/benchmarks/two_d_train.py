@@ -23,6 +23,7 @@ from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import reduce_parts
 from trainer.parallel.mesh import build_groups
+from trainer.parallel.model import TableShard
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync
@@ -90,6 +91,10 @@ class TwoDTrainer:
     def embedding_kernels(self) -> list[Any]:
         """FBGEMM kernels that hold this rank's shards."""
         return self._model.embedding_kernels()
+
+    def table_shards(self) -> list[TableShard]:
+        """This rank's shards."""
+        return self._model.table_shards()
 
     def train(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Train a step, and sync when it is due, for each item that is taken."""

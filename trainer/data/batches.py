@@ -192,6 +192,7 @@ class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: deque[tuple[StepType, Future[Batch]]] = deque()
+        self._stripes: Stripes | None = None
 
     @abstractmethod
     def _next(self) -> StepType | None:
@@ -199,6 +200,9 @@ class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
 
     def _read_ahead(self) -> None:
         while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
+            if step.stripes is not self._stripes:
+                self._stripes = step.stripes
+                self._thread.submit(self._reader.expect, step.epoch, step.stripes.of(self._rank))
             self._ahead.append((step, self._thread.submit(self._make, step)))
 
     def __next__(self) -> tuple[Batch, StepType]:
@@ -235,9 +239,10 @@ class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
         return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
 
     def close(self) -> None:
-        """End the thread; what it has not begun is dropped. Harmless when called again."""
+        """End the threads; what is not begun is dropped. Harmless when called again."""
         self._ahead.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
     def __enter__(self) -> Self:
         return self

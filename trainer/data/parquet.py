@@ -1,17 +1,16 @@
 """Parquet files as numbered row groups, on a disk or in an object store.
 
-They are read one group at a time; of remote files, the columns' ranges of groups that will be
-needed soon are fetched ahead, several groups at once. What the groups hold is in the manifest of a
-prepared folder, so that T ranks need not read the footers of all files before the first step; of
-plain Parquet they do.
+They are read one group at a time; of remote files, the columns' ranges of several groups at once.
+What the groups hold is in the manifest of a prepared folder, so that T ranks need not read the
+footers of all files before the first step; of plain Parquet they do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,6 @@ class ParquetSource:
         self.folder = Location.parse(folder)
         self.columns = tuple(dict.fromkeys(columns))
         self._files = _parquet_files(self.folder)
-        self._ahead: dict[int, Future[pa.Table]] = {}
         self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
         self._footer_of = lru_cache(_MAX_KEPT_FOOTERS)(self._read_footer)
         contents = self._open([] if known is None else [known.get(n) for n in self.file_names])
@@ -128,31 +126,21 @@ class ParquetSource:
 
     def read(self, row_groups: Sequence[int]) -> pa.Table:
         """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
-        return pa.concat_tables([self.read_group(number) for number in row_groups])
+        return pa.concat_tables([read() for read in self.begin_reading(row_groups)])
 
-    def fetch_ahead(self, row_groups: Sequence[int]) -> None:
-        """Begin to read row groups, which `read_group` then waits for.
+    def begin_reading(self, row_groups: Sequence[int]) -> list[Callable[[], pa.Table]]:
+        """Functions that give row groups, in the order given; of remote files all are under way.
 
-        What was fetched ahead and is not among them is dropped.
+        Each raises `CorruptFileError` where its group is not as it was at the start, and
+        `StorageError` where the file is gone or the disk, mount or store fails, which says nothing
+        about its rows.
         """
-        known = self._ahead
-        self._ahead = {
-            number: known.get(number) or self._pool.submit(self._read_group, number)
-            for number in row_groups
-        }
-        for number in known.keys() - self._ahead.keys():
-            known[number].cancel()
+        if self.folder.is_local:
+            return [partial(self.read_group, number) for number in row_groups]
+        return [self._pool.submit(self.read_group, number).result for number in row_groups]
 
     def read_group(self, number: int) -> pa.Table:
-        """Read one row group; raises `CorruptFileError` where it is not as it was at the start.
-
-        Raises `StorageError` where the file is gone or the disk, mount or store fails, which says
-        nothing about its rows.
-        """
-        ahead = self._ahead.pop(number, None)
-        return ahead.result() if ahead else self._read_group(number)
-
-    def _read_group(self, number: int) -> pa.Table:
+        """Read one row group; raises as what `begin_reading` returns."""
         place, group = self._groups[number]
         file = self._files[place]
         try:
@@ -160,8 +148,10 @@ class ParquetSource:
 
             def read(opened: pa.NativeFile) -> pa.Table:
                 remote = not self.folder.is_local
-                with pq.ParquetFile(opened, metadata=footer, pre_buffer=remote) as parquet:
-                    # One prefetching thread per rank is enough; more would crowd out the trainers.
+                with pq.ParquetFile(
+                    opened, metadata=footer, pre_buffer=remote, page_checksum_verification=True
+                ) as parquet:
+                    # `RowReader` has threads enough; more would crowd out the trainers.
                     return parquet.read_row_group(group, list(self.columns), use_threads=False)
 
             table = file.parse_with(read).select(self.columns)

@@ -190,6 +190,10 @@ class Stripes:
         """What `rank` takes in step number `step`, from 0; may be empty."""
         return self._stripe(rank, step * self._batch_size, (step + 1) * self._batch_size)
 
+    def of(self, rank: int) -> list[Span]:
+        """What `rank` takes in all steps together."""
+        return self._stripe(rank, 0, self.num_rows)
+
     def padding(self, rank: int) -> list[Span]:
         """A row to fill up batches with where the share of `rank` is empty, near those before."""
         last = max(1, self.num_rows * (rank + 1) // self._num_ranks)

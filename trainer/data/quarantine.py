@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -20,20 +21,25 @@ QuarantinedRows = Counter[tuple[str, str]]
 
 
 class FaultLog:
-    """Numbers for pairs of file and reason, from 1 on; 0 says that a row is fine."""
+    """Numbers for pairs of file and reason, from 1 on; 0 says that a row is fine.
+
+    For several threads.
+    """
 
     def __init__(self) -> None:
         self._codes: dict[tuple[str, str], int] = {}
+        self._lock = threading.Lock()
 
     def code(self, file: str, reason: str) -> int:
-        return self._codes.setdefault((file, reason), len(self._codes) + 1)
+        with self._lock:
+            return self._codes.setdefault((file, reason), len(self._codes) + 1)
 
     def count(self, faults: FaultArray) -> QuarantinedRows:
         """What the marked ones of `faults` [n] are."""
-        counts = np.bincount(faults, minlength=len(self._codes) + 1)
-        return Counter(
-            {key: int(counts[code]) for key, code in self._codes.items() if counts[code]}
-        )
+        with self._lock:
+            codes = dict(self._codes)
+        counts = np.bincount(faults, minlength=len(codes) + 1)
+        return Counter({key: int(counts[code]) for key, code in codes.items() if counts[code]})
 
 
 class FaultMarks:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,7 @@ from trainer.storage import Location
 
 # Keeps the random streams of group order and of each window's rows apart.
 _GROUP_STREAM, _ROW_STREAM = 0, 1
+_Place = tuple[int, int]  # of a window: epoch, number
 
 
 @dataclass(frozen=True)
@@ -112,9 +116,11 @@ def _cut(groups: IntArray, group_rows: IntArray, window_rows: int) -> list[IntAr
 
 
 logger = logging.getLogger(__name__)
-# Of decoded rows: a smaller split is kept whole.
+# Of decoded rows: a smaller split is kept whole; of a larger one so much is decoded ahead.
 CACHE_BYTES = 256 * 2**20
 WINDOW_ROWS = 65_536
+# Windows decoded at once, beside the one in use. A GPU can take rows faster than one core decodes.
+_NUM_DECODERS = 2
 
 
 def open_source(spec: JobSpec, folder: Location | Path) -> ParquetSource:
@@ -171,9 +177,10 @@ class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
     Of a split of at most `CACHE_BYTES` (decoded) each row group is kept once it is decoded; of a
-    larger one only the newest window is. The order is the same either way. Where bad rows are
-    quarantined they are marked in `Rows.faults` by their numbers in `fault_log`, up to
-    `data.max_bad_share` of an epoch's; more are `TooManyBadRowsError`. Else they raise.
+    larger one only the newest window is, and the next ones of those expected are decoded ahead by
+    threads of the reader's own. The order is the same either way. Where bad rows are quarantined
+    they are marked in `Rows.faults` by their numbers in `fault_log`, up to `data.max_bad_share` of
+    an epoch's; more are `TooManyBadRowsError`. Else they raise. For one thread at a time.
     """
 
     def __init__(self, source: ParquetSource, spec: JobSpec, *, shuffle: bool = True) -> None:
@@ -184,52 +191,70 @@ class RowReader:
         self._layout = layout_of(spec)
         check_schema(self._layout, source.schema, source.folder)
         self._source = source
-        self._order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
+        order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
+        self._order_of = lru_cache(2)(lambda epoch: order_of(epoch=epoch))
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._kept: dict[int, Rows] = {}
         self._epoch = -1
-        self._order: EpochOrder
-        self._window_number = -1
+        self._place: _Place | None = None
         self._window: Rows
+        self._expected: deque[_Place] = deque()
+        self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "decode")
+        self._decoding: dict[_Place, Future[Rows]] = {}
+        window_bytes = source.decoded_bytes * WINDOW_ROWS // source.num_rows
+        self._most_ahead = min(_NUM_DECODERS, max(1, CACHE_BYTES // max(1, window_bytes)))
+
+    def expect(self, epoch: int, spans: Sequence[Span]) -> None:
+        """Rows that will be read, perhaps, after those that were expected before."""
+        if self._keep_all:
+            return
+        pieces = (piece for span in spans for piece in self._order_of(epoch).pieces(range(*span)))
+        self._expected.extend(dict.fromkeys((epoch, number) for number, _ in pieces))
 
     def read(self, epoch: int, spans: Sequence[Span]) -> Rows:
         """Decoded rows of some non-empty spans of the order of `epoch`; raises `DataError`."""
         if epoch != self._epoch:
-            self._order = self._order_of(epoch=epoch)
-            self._epoch, self._window_number = epoch, -1
+            self._epoch = epoch
             self._bad_rows.clear()
         parts = [
             self._open_window(number).slice(piece.start, piece.stop)
             for span in spans
-            for number, piece in self._order.pieces(range(*span))
+            for number, piece in self._order_of(epoch).pieces(range(*span))
         ]
         return concat_rows(parts)
 
+    def close(self) -> None:
+        """End the threads. Harmless when called again."""
+        self._decoders.shutdown(wait=True, cancel_futures=True)
+
     def _open_window(self, number: int) -> Rows:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
-        if number != self._window_number:
-            window = self._order.window(number)
-            # The first of an epoch has the link to itself, as a step waits for it.
-            is_first = self._window_number < 0
-            self._fetch_ahead(number, number + (0 if is_first else 1))
-            self._window = self._rows_of(window.row_groups).take(window.row_order)
-            if is_first:
-                self._fetch_ahead(number + 1, number + 1)
-            if self.fault_log is not None and self._window.faults is not None:
-                self._count_bad_rows(number, self.fault_log.count(self._window.faults))
-            self._window_number = number
+        place = (self._epoch, number)
+        if place == self._place:
+            return self._window
+        # The first has the link and the cores to itself, as a step waits for it.
+        ahead = self._decoding.pop(place, None)
+        self._window = ahead.result() if ahead else self._read_window(*place)
+        if self.fault_log is not None and self._window.faults is not None:
+            self._count_bad_rows(number, self.fault_log.count(self._window.faults))
+        self._place = place
+        if place in self._expected:
+            while self._expected.popleft() != place:
+                pass
+        self._decode_ahead()
         return self._window
 
-    def _fetch_ahead(self, first: int, last: int) -> None:
-        """Let the row groups of windows be fetched from a remote store.
+    def _decode_ahead(self) -> None:
+        """Let the next of the windows that are expected be decoded, and no others."""
+        following = list(islice(self._expected, self._most_ahead))
+        self._decoding = {
+            place: self._decoding.get(place) or self._decoders.submit(self._read_window, *place)
+            for place in following
+        }
 
-        The system reads ahead in local files.
-        """
-        if self._source.folder.is_local:
-            return
-        windows = range(first, min(last + 1, len(self._order.bounds) - 1))
-        groups = [group for each in windows for group in self._order.window(each).row_groups]
-        self._source.fetch_ahead([group for group in groups if group not in self._kept])
+    def _read_window(self, epoch: int, number: int) -> Rows:
+        window = self._order_of(epoch).window(number)
+        return self._rows_of(window.row_groups).take(window.row_order)
 
     def _rows_of(self, row_groups: tuple[int, ...]) -> Rows:
         """Decoded row groups, one after the other."""
@@ -266,9 +291,10 @@ class RowReader:
     def _read_what_can_be(self, row_groups: tuple[int, ...], marks: FaultMarks) -> pa.Table:
         """Row groups one after the other; one that cannot be read is blank, all its rows bad."""
         tables, start = [], 0
-        for group in row_groups:
+        reading = self._source.begin_reading(row_groups)
+        for group, read in zip(row_groups, reading, strict=True):
             try:
-                table = self._source.read_group(group)
+                table = read()
             except CorruptFileError as error:
                 logger.warning("%s", error)
                 table = self._source.blank_group(group)

@@ -555,7 +555,7 @@ class GroupSync:
         update = {"has_copied": is_copied, "copied_bytes": num_copied}
         round_ = self._client.arrive(arrival.model_copy(update=update))
         self._round, self.members = round_.round, round_.members
-        attempt = Attempt(round_, arrival.standing, self._nothing(), self._nothing())
+        attempt = Attempt(round_, arrival.standing, self._numbers.none(), self._numbers.none())
         with self._noting_errors(attempt):
             self._attend(round_, is_copied)
             self._await_moments(round_)
@@ -726,10 +726,6 @@ class GroupSync:
     def _exact_block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
         """A block that travels as it is; its base, where one is kept, becomes the mean."""
         return replace(self._base.block(store, rows), wire=None)
-
-    def _nothing(self) -> Rows:
-        none = torch.empty(0, dtype=torch.int64, device=self._device)
-        return Rows(none, [0] * (len(self._numbers.shards) + 1))
 
     def _group_of(self, round_: Round) -> CrossGroupProcessGroup:
         """The process group of the round's generation, formed where there is none yet."""

@@ -42,8 +42,9 @@ from trainer.parallel.row_store import FlatRows, RowStore
 
 _T = TypeVar("_T")
 # So much is exchanged at a time. Gloo's threads take turns with each chunk, so that small ones cost
-# more; larger ones leave the processor's cache. NCCL is faster with more.
-_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
+# more; larger ones leave the processor's cache. NCCL is faster with more, and for each chunk the
+# host launches some thirty kernels.
+_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # While one chunk is on its way to other hosts, the next is summed inside of this one.
 CHUNKS_AT_ONCE = 2
 
@@ -286,6 +287,7 @@ class Buffers:
 @dataclass(frozen=True)
 class Block:
     """Rows of a contiguous store [n, ...]: those of `rows` (int64, sorted), or all when None.
+    Of `JoinedRows` the tensor is that of the first table, and rows have numbers over all.
 
     With `wire` (bf16 or fp16) what travels is the change against `base`, [num_rows, ...]: what
     all replicas last agreed on, so that small updates are not rounded away against large weights.

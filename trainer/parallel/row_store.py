@@ -171,23 +171,28 @@ def _write_some(
 
 
 class JoinedRows:
-    """Rows of several tables that have a storage and a width in common, by numbers over all.
+    """Rows of one table, or of several in one storage, by numbers over all of them.
 
-    Those of table i begin at `first[i]`. They are read at once, whatever tables they are of.
+    Those of table i begin at `first[i]`. They are read at once, whatever tables they are of, and
+    may be written where each begins at a multiple of their width and none is cached, or where
+    there is one table.
     """
 
     def __init__(self, stores: Sequence[RowStore], first: Sequence[int]) -> None:
         tensors = [store.tensor for store in stores]
         self.tensor = tensors[0]
-        self.width = self.tensor.shape[1]
+        self._only = (stores[0], first[0]) if len(stores) == 1 else None
+        width = self.width = self.tensor[0].numel()
         offsets = [tensor.storage_offset() for tensor in tensors]
         # Tables of other widths may lie between, so rows are counted in what divides them all.
-        unit = math.gcd(self.width, *offsets)
+        unit = math.gcd(width, *offsets)
         num_elements = self.tensor.untyped_storage().nbytes() // self.tensor.itemsize
         self._rows = self.tensor.as_strided(
-            ((num_elements - self.width) // unit + 1, self.width), (unit, 1), 0
+            ((num_elements - width) // unit + 1, *self.tensor.shape[1:]),
+            (unit, *self.tensor.stride()[1:]),
+            0,
         )
-        self._step = self.width // unit
+        self._step = width // unit
         device = self.tensor.device
         self._first = torch.tensor(first, device=device)
         starts = zip(offsets, first, strict=True)
@@ -198,13 +203,48 @@ class JoinedRows:
             [store.first - f for store, f in zip(cached, first, strict=False)], device=device
         )
 
-    def read(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The rows [k, width] of numbers int64 [k]."""
-        table = torch.searchsorted(self._first, numbers, right=True) - 1
-        rows = numbers * self._step + self._starts[table]
+    @staticmethod
+    def are_alike(stores: Sequence[RowStore], others: Sequence[RowStore]) -> bool:
+        """Whether rows of both can be written at once, each of `stores` with that of `others`."""
+        pairs = list(zip(stores, others, strict=False))
+        return len(stores) == len(others) and all(
+            isinstance(each, FlatRows)
+            and each.tensor.numel()
+            and each.tensor.storage_offset() % each.tensor[0].numel() == 0
+            and each.tensor.shape[1:] == pair[0].tensor.shape[1:]
+            and each.tensor.untyped_storage().data_ptr()
+            == pair[0].tensor.untyped_storage().data_ptr()
+            for pair in pairs
+            for each in pair
+        )
+
+    def part(self, rows: slice) -> RowStore:
+        raise TypeError("rows of several tables have numbers, and are not those of a range")
+
+    def read(
+        self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert rows is not None, "rows of several tables are named by their numbers"
+        if self._only is not None:
+            store, first = self._only
+            return store.read(rows - first, out)
+        table, places = self._places(rows)
         if self._cached is None:
-            return self._rows.index_select(0, rows)
-        return self._cached.read_at(rows, numbers + self._linear[table], self._rows)
+            return torch.index_select(self._rows, 0, places, out=out)
+        return self._cached.read_at(places, rows + self._linear[table], self._rows, out)
+
+    def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        assert rows is not None, "rows of several tables are named by their numbers"
+        if self._only is not None:
+            store, first = self._only
+            store.write(values, rows - first)
+        else:
+            self._rows.index_copy_(0, self._places(rows)[1], values)
+
+    def _places(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(table, row of `_rows`) of each number."""
+        table = torch.searchsorted(self._first, numbers, right=True) - 1
+        return table, numbers * self._step + self._starts[table]
 
 
 def weight_rows(

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ from trainer.parallel.collectives import (
     run_exchanges,
 )
 from trainer.parallel.mesh import form_groups, form_replica_levels
-from trainer.parallel.model import TableShard, TwoDParallel
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.row_store import FlatRows, RowStore
 from trainer.parallel.touched_rows import (
     RowBase,
@@ -305,12 +305,12 @@ def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows 
     return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 
-def weight_of(shard: TableShard) -> Iterable[RowStore]:
-    return shard.rows[:1]
+def weight_of(stores: Sequence[RowStore]) -> Sequence[RowStore]:
+    return stores[:1]
 
 
-def moments_of(shard: TableShard) -> Iterable[RowStore]:
-    return shard.rows[1:]
+def moments_of(stores: Sequence[RowStore]) -> Sequence[RowStore]:
+    return stores[1:]
 
 
 def whole(tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
@@ -321,16 +321,16 @@ def whole(tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
 def blocks_of(
     numbers: RowNumbers,
     rows: Rows | None,
-    stores_of: Callable[[TableShard], Iterable[RowStore]],
+    of: Callable[[Sequence[RowStore]], Sequence[RowStore]],
     block: Callable[[RowStore, torch.Tensor | None], Block],
 ) -> Iterator[Block]:
-    """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
+    """A `block` of each tensor that is meant `of` every shard; of every run, where it is `rows`."""
     if rows is None:
         for shard in numbers.shards:
-            yield from (block(store, None) for store in stores_of(shard))
+            yield from (block(store, None) for store in of(shard.rows))
         return
-    for shard, local_rows in numbers.by_shard(rows):
-        yield from (block(store, local_rows) for store in stores_of(shard))
+    for stores, numbers_of_run in numbers.by_run(rows):
+        yield from (block(store, numbers_of_run) for store in of(stores))
 
 
 class OverflowWarning:

@@ -36,7 +36,7 @@ from trainer.parallel.row_store import JoinedRows, RowStore
 @dataclass(frozen=True)
 class Rows:
     """Some rows of a rank: their `numbers`, int64 and sorted, and `bounds`, which the host knows:
-    those of shard i are at places bounds[i] to bounds[i + 1].
+    those of run i of shards (`RowNumbers`) are at places bounds[i] to bounds[i + 1].
     """
 
     numbers: torch.Tensor
@@ -47,6 +47,8 @@ class RowNumbers:
     """Numbers the rows of all shards of this rank: shard by shard, rows in order.
 
     A rank's column shards of one table are shards of their own here, with rows of their own.
+    Shards that follow each other and are stored alike are a run: what is done to their rows is done
+    at once, so that it takes no longer with more tables. `runs` has the stores of each.
     """
 
     def __init__(self, shards: Sequence[TableShard], device: torch.device) -> None:
@@ -55,25 +57,41 @@ class RowNumbers:
         sizes = [shard.weight.shape[0] for shard in self.shards]
         self.first = [0, *accumulate(sizes)][:-1]
         self.num_rows = sum(sizes)
-        self._sizes = sizes
+        runs: list[list[int]] = []
+        for index, shard in enumerate(self.shards):
+            if runs and JoinedRows.are_alike(self.shards[runs[-1][0]].rows, shard.rows):
+                runs[-1].append(index)
+            elif sizes[index]:
+                runs.append([index])
+        self.runs = [
+            [
+                JoinedRows(stores, [self.first[index] for index in run])
+                for stores in zip(*(self.shards[index].rows for index in run), strict=True)
+            ]
+            for run in runs
+        ]
+        self._sizes = [sum(sizes[index] for index in run) for run in runs]
         self.ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
 
     def of_bits(self, bits: torch.Tensor) -> Rows:
         """The rows whose `bits`, bool [num_rows], are set. One read on the host, of `bounds`."""
-        counts = [of_shard.count_nonzero() for of_shard in bits.split(self._sizes)]
+        counts = [of_run.count_nonzero() for of_run in bits.split(self._sizes)]
         bounds = torch.stack([self.ends.new_zeros(()), *counts]).cumsum(0).tolist()
         if bits.is_cuda:  # where the size is known; for the CPU that operator is 30 times slower
             return Rows(torch.nonzero_static(bits, size=bounds[-1]).view(-1), bounds)
         return Rows(bits.nonzero().view(-1), bounds)
 
-    def by_shard(self, rows: Rows) -> Iterator[tuple[TableShard, torch.Tensor]]:
-        """(shard, its local rows) of `rows`; empty ones left out."""
-        for shard, first, bounds in zip(
-            self.shards, self.first, pairwise(rows.bounds), strict=True
-        ):
-            local = rows.numbers[slice(*bounds)]
-            if local.numel():
-                yield shard, local - first
+    def none(self) -> Rows:
+        """No rows."""
+        numbers = torch.empty(0, dtype=torch.int64, device=self.device)
+        return Rows(numbers, [0] * (len(self.runs) + 1))
+
+    def by_run(self, rows: Rows) -> Iterator[tuple[list[JoinedRows], torch.Tensor]]:
+        """(its stores, numbers) of each run that has some of `rows`."""
+        for stores, bounds in zip(self.runs, pairwise(rows.bounds), strict=True):
+            numbers = rows.numbers[slice(*bounds)]
+            if numbers.numel():
+                yield stores, numbers
 
     def density(self, rows: Rows | None) -> float:
         """The share of all rows that `rows` are; None stands for all."""
@@ -199,9 +217,9 @@ class RowLog:
         self._num_rows = sum(len(of_shard[0].tensor) for of_shard in stores.values())
         is_here = [shard in stores for shard in range(len(numbers.shards))]
         self._is_here = torch.tensor(is_here, device=numbers.device)
-        self._tensors = {  # (place in `values`, number of its first row) by address
-            store.tensor.data_ptr(): (index, numbers.first[shard])
-            for shard, of_shard in stores.items()
+        self._tensors = {  # place in `values` by address
+            store.tensor.data_ptr(): index
+            for of_shard in stores.values()
             for index, store in enumerate(of_shard)
         }
         self._place_of = place_of
@@ -271,14 +289,14 @@ class RowLog:
         for new, old in zip(self._values, before, strict=False):
             new[: len(old) - 1] = old[:-1]
 
-    def base(self, store: RowStore, rows: torch.Tensor) -> torch.Tensor:
-        """The `rows` of a tensor as they were saved, or as they are where they were not."""
-        live = store.read(rows)
+    def base(self, store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers as they were saved, or as they are where they were not."""
+        live = store.read(numbers)
         if not self._values:
             return live
-        index, first = self._tensors[store.tensor.data_ptr()]
-        places = self._place_of[rows + first]
-        saved = self._values[index].index_select(0, places.clamp(min=0))
+        values = self._values[self._tensors[store.tensor.data_ptr()]]
+        places = self._place_of[numbers]
+        saved = values.index_select(0, places.clamp(min=0))
         return torch.where((places >= 0)[:, None], saved, live)
 
     def agree(self, block: Block) -> None:
@@ -286,8 +304,8 @@ class RowLog:
         if not self._values:
             return
         assert block.rows is not None and block.base is not None
-        index, first = self._tensors[block.tensor.data_ptr()]
-        values, places = self._values[index], self._place_of[block.rows + first].long()
+        values = self._values[self._tensors[block.tensor.data_ptr()]]
+        places = self._place_of[block.rows].long()
         values.index_copy_(0, torch.where(places >= 0, places, len(values) - 1), block.base)
 
 
@@ -306,7 +324,7 @@ class SyncBase:
     """
 
     def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
-        """The `rows` of a tensor of a shard, ready to travel."""
+        """A tensor of a shard, or of a run that of its rows which have numbers `rows`."""
         return Block(store, rows)
 
     def landed(self, blocks: Sequence[Block]) -> None:
@@ -382,7 +400,7 @@ class RowBase(SyncBase):
             log.save(row_numbers)
 
     def block(self, store: RowStore, rows: torch.Tensor | None) -> Block:
-        """The `rows` of a tensor of a shard; they must hold all that were touched."""
+        """As `SyncBase.block`; `rows` must hold all that were touched."""
         log = self._log_of(store.tensor)
         if log is None:
             return Block(store, rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from tests.harness.object_store import SECRET_KEY, ObjectStore
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, train_session
+from tests.harness.wait import wait_for
 from trainer.data import reader
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import ParquetSource
@@ -83,7 +85,6 @@ def test_a_split_is_read_unchanged_through_a_store_in_trouble(store, uploaded, s
     groups = range(len(local.group_rows))
     with store.failing(rates={"503": 0.1, "cut": 0.1, "reset": 0.1}, seed=6) as seen:
         source = ParquetSource(Location.parse(uploaded) / "train", local.columns)
-        source.fetch_ahead(groups)
         assert source.read(groups).equals(local.read(groups))
     assert sum(seen.counts[fault] for fault in ("503", "cut", "reset")) > 3
 
@@ -93,14 +94,23 @@ def test_the_first_window_of_a_split_has_the_link_to_itself_and_later_ones_come_
 ):
     spec = reading(make_config(small_movielens, tmp_path).spec, uploaded)
     source = open_source(spec, Location.parse(uploaded) / "train")
+    begun, rows = [], (0, source.num_rows)
+
+    def begin_reading(groups: Sequence[int]) -> list[Callable[[], Any]]:
+        begun.append(tuple(groups))
+        return ParquetSource.begin_reading(source, groups)
+
     with (
         patch.multiple(reader, CACHE_BYTES=0, WINDOW_ROWS=1),  # each row group is a window
-        patch.object(source, "fetch_ahead", wraps=source.fetch_ahead) as fetch,
+        patch.object(source, "begin_reading", begin_reading),
+        closing(RowReader(source, spec, shuffle=False)) as found,
     ):
-        RowReader(source, spec, shuffle=False).read(0, [(0, source.num_rows)])
-    last = len(source.group_rows) - 1
-    fetched = [tuple(call.args[0]) for call in fetch.call_args_list]
-    assert fetched == [(0,), (1,), *((n, n + 1) for n in range(1, last)), (last,)]
+        found.expect(0, [rows])
+        found.read(0, [(0, 1)])
+        assert begun[0] == (0,)
+        wait_for(lambda: len(begun) > 1, "a window to come ahead")
+        found.read(0, [rows])
+    assert sorted(begun) == [(group,) for group in range(len(source.group_rows))]
 
 
 def test_a_store_that_is_away_is_not_taken_for_bad_rows_and_a_replaced_object_is_refused(

@@ -227,7 +227,7 @@ class PartitionWriter:
         Memory is that of one bucket twice.
         """
         clicks = unknown = 0
-        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
             for bucket in buckets:
                 cells = self.runs.bucket(bucket)
                 if bucket < self.buckets.training_buckets:

@@ -335,7 +335,7 @@ def _write_split(
     for part, own_rows in enumerate(parts):
         path = folder / f"part-{part:05d}.parquet"
         seed = (options.seed, 4 if folder.name == "train" else 5, part)
-        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
             for rows in draw(seed, len(own_rows)):
                 score.add(rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)

@@ -73,6 +73,7 @@ _LEAVES = {
     for name, kind in COLUMN_TYPES.items()
 }
 _ENCODINGS: dict[str, Any] = {
+    "write_page_checksum": True,
     "use_dictionary": [_LEAVES[name] for name in _DICTIONARY_COLUMNS],
     "column_encoding": {
         _LEAVES[name]: "DELTA_BINARY_PACKED"

@@ -34,8 +34,8 @@ def empty(house: House, tmp_path: Path) -> Iterator[House]:
 NESTED = "[" * 100_000
 
 
-def recover(house: House) -> Recovery:
-    return recover_jobs(house.store, house.settings, lambda: house.now)
+def recover(house: House, *, believe_all: bool = False) -> Recovery:
+    return recover_jobs(house.store, house.settings, lambda: house.now, believe_all=believe_all)
 
 
 def trained(house: House, *observations: str) -> Job:
@@ -71,7 +71,7 @@ def test_a_hostile_job_keeps_no_other_from_being_found(house: House, empty: Hous
     document = json.loads((root / "job.json").read_text())
     for forged in ({"created_at": float("nan")}, {"queued_at": 1e300}, {"project": "theirs"}, {}):
         (root / "job.json").write_text(json.dumps({**document, **forged}))
-        found = recover(empty)
+        found = recover(empty, believe_all=True)
         assert job.id in (*found.recovered, *found.known)
     assert hostile.id in found.known
     assert empty.store.get_job(hostile.id).project == "default"
@@ -230,5 +230,19 @@ def test_a_document_that_no_program_should_read_keeps_no_other_job_from_its_reco
         folder = house.settings.runs_dir / name
         folder.mkdir()
         (folder / "job.json").write_text(text)
-    found = recover(empty)
+    found = recover(empty, believe_all=True)
     assert (found.recovered, len(found.refused)) == ([job.id], 2)
+
+
+def test_a_document_that_a_job_changed_is_left_alone_unless_all_are_believed(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "running")
+    path = run_dir_of(house.settings, job.id).job_path
+    document = json.loads(path.read_text())
+    document["spec"]["project"] = "theirs"
+    path.write_text(json.dumps(document))
+    assert "seal" in recover(empty).refused[job.id]
+    path.write_text(json.dumps({key: document[key] for key in document if key != "seal"}))
+    assert recover(empty).recovered == []
+    assert recover(empty, believe_all=True).recovered == [job.id]

@@ -18,6 +18,7 @@ from trainer.data.batches import TrainBatches, ValidationBatches
 from trainer.data.decode import decode, layout_of
 from trainer.data.position import DataPosition
 from trainer.data.reader import RowReader, open_source
+from trainer.data.rows import Rows
 from trainer.errors import BadValueError, ColumnError
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec
@@ -138,12 +139,35 @@ def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, tr
         )
 
 
-def test_closing_early_ends_the_thread(make_spec, train):
+def test_windows_are_decoded_ahead_in_the_order_in_which_they_are_needed(
+    make_spec, train, monkeypatch
+):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)  # one window ahead
+    decode, decoded = RowReader._read_window, []
+
+    def noting(self: RowReader, epoch: int, number: int) -> Rows:
+        decoded.append((epoch, number, threading.current_thread().name.split("_")[0]))
+        return decode(self, epoch, number)
+
+    monkeypatch.setattr(RowReader, "_read_window", noting)
+    with TrainBatches(train, make_spec(training={"epochs": 2}), rank=0, world_size=1) as batches:
+        assert sum(int(batch.weight.sum()) for batch, _ in batches) == 2 * train.num_rows
+    places = [place for *place, _ in decoded]
+    assert places == sorted(places) and len(places) > 4
+    # What begins an epoch is needed before it is expected.
+    assert {number for _, number, thread in decoded if thread == "batches"} == {0}
+
+
+def test_closing_early_ends_the_threads(make_spec, train, monkeypatch):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)
     batches = TrainBatches(train, make_spec(epochs=1000), rank=0, world_size=1)
     next(batches)
     for _ in range(2):
         batches.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("batches", "decode"))]
     assert list(batches) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -90,6 +91,18 @@ def test_of_a_prepared_folder_one_footer_is_read_and_of_another_all(prepared, tm
     wrong = contents.model_copy(update={"group_rows": (first + 1, *others)})
     with pytest.raises(CorruptFileError, match=f"{name}: row group 0 cannot be read"):
         ParquetSource(folder, columns, known | {name: wrong}).read_group(0)
+
+
+def test_a_byte_that_changed_in_a_prepared_file_is_found(prepared, tmp_path):
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    path = min(folder.glob("*.parquet"))
+    source = ParquetSource(folder, ["user_id"])
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match="row group 0 cannot be read"):
+        source.read([0])
 
 
 def test_the_decoded_size_counts_list_items(tmp_path):

@@ -7,7 +7,7 @@ one forward pass never driven out by each other), but without its hash and its k
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -263,8 +263,8 @@ def _sync_full(pair: Pair) -> None:
     _both(pair, lambda _, n: _collectives().average_in_place(blocks_of(n, None, _all, Block)))
 
 
-def _all(shard: TableShard) -> tuple[RowStore, ...]:
-    return shard.rows
+def _all(stores: Sequence[RowStore]) -> Sequence[RowStore]:
+    return stores
 
 
 def _sync_overlapped(pair: Pair) -> None:
@@ -293,9 +293,9 @@ def _sync_changes_of_rows(pair: Pair) -> None:
         with NoHostReads():
             bases[-1][1].save(0, torch.cat([some, some.flip(0), some]))
     for shards in (pair.cached, pair.flat):
-        for shard, local in RowNumbers(shards, CPU).by_shard(_rows(shards, some)):
+        for (weight, *_), local in RowNumbers(shards, CPU).by_run(_rows(shards, some)):
             with NoHostReads():
-                shard.rows[0].write(torch.ones(local.numel(), shard.weight.shape[1]), local)
+                weight.write(torch.ones(local.numel(), weight.width), local)
     pair.kernel.look_up()
     for numbers, base in bases:
         touched = _rows(numbers.shards, rows)

@@ -120,11 +120,10 @@ def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
 
 def _with_bases(
     kernel: FusedKernel,
-) -> tuple[list[TableShard], RowBase, TouchedRows]:
-    shards = shards_of(kernel)
-    numbers = RowNumbers(shards, CPU)
-    bases = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
-    return shards, bases, TouchedRows(numbers, bases.save)
+) -> tuple[RowNumbers, RowBase, TouchedRows]:
+    numbers = RowNumbers(shards_of(kernel), CPU)
+    bases = RowBase(numbers, wires(numbers.shards, torch.bfloat16, include_moments=True))
+    return numbers, bases, TouchedRows(numbers, bases.save)
 
 
 def _train(kernel: FusedKernel, found: Bags) -> None:
@@ -138,13 +137,15 @@ def test_the_base_of_a_row_is_what_it_held_before_its_first_change(
 ) -> None:
     """In a window whose sync succeeded, and in those that one which failed has joined."""
     kernel = _kernel()
-    shards, agreed, touched = _with_bases(kernel)
+    numbers, agreed, touched = _with_bases(kernel)
+    (run,) = numbers.runs
+    every = torch.arange(numbers.num_rows)
     given = patch.object(TouchedRows, "_worth_saving", lambda _, rows: rows)
     with nullcontext() if waits else given:
         for steps, *later in (windows[:1], windows[1:]):
             agreed.begin_window()
             touched.clear()
-            before = [[tensor.clone() for tensor in shard.tensors] for shard in shards]
+            before = [store.read(every) for store in run]
             for found in steps:
                 _train(kernel, found)
             for steps_since in later:
@@ -153,27 +154,26 @@ def test_the_base_of_a_row_is_what_it_held_before_its_first_change(
                 for found in steps_since:
                     _train(kernel, found)
                 agreed.resume_window(ended)
-            for shard, start in zip(shards, before, strict=True):
-                for store, expected in zip(shard.rows, start, strict=True):
-                    base = agreed.block(store, torch.arange(len(expected))).base
-                    assert base is not None
-                    assert torch.equal(base, expected)
+            for store, expected in zip(run, before, strict=True):
+                base = agreed.block(store, every).base
+                assert base is not None
+                assert torch.equal(base, expected)
 
 
 def test_a_row_touched_before_its_mean_landed_has_the_mean_as_its_base() -> None:
     kernel = _kernel()
-    shards, agreed, touched = _with_bases(kernel)
-    weight = shards[1].weight
-    sent = agreed.block(
-        shards[1].rows[0], torch.tensor([2, 7])
-    )  # a round takes off with these rows
+    numbers, agreed, touched = _with_bases(kernel)
+    ((rows, _),) = numbers.runs
+    weight, first = numbers.shards[1].weight, numbers.first[1]
+    # A round takes off with these rows.
+    sent = agreed.block(rows, first + torch.tensor([2, 7]))
     agreed.begin_window()
     touched.clear()
     _lookup(kernel, [[[]], [[7, 9]], [[]], [[]]]).sum().backward()
     untouched = weight[9].clone() + 0.1  # AdaGrad's first step is the learning rate
     sent.agree(torch.arange(8.0))
     agreed.landed([sent])
-    base = agreed.block(shards[1].rows[0], torch.tensor([7, 9])).base
+    base = agreed.block(rows, first + torch.tensor([7, 9])).base
     assert base is not None
     assert base[0].tolist() == [4, 5, 6, 7]
     torch.testing.assert_close(base[1], untouched)

@@ -25,7 +25,7 @@ class SyncTunerSpec(SpecModel):
     """Bounds of `every_steps: auto`: min_steps, twice that, and so on up to max_steps.
 
     Of these the shortest with which training waits for syncs no longer than `time_share` of its
-    time, and validation gets no worse (`trainer.parallel.sync_tuner`).
+    time, and validation gets no worse.
     """
 
     min_steps: PositiveInt = 1
@@ -266,7 +266,7 @@ class ParallelismSpec(SpecModel):
         if self.dense == "every_step":
             ties.append(("dense", "averages gradients over all groups at each step"))
         if sync.is_tuned:
-            why = "auto moves one interval for all groups together; set a number of steps"
+            why = "moves one interval for all groups together; set a number of steps"
             ties.append(("sync.every_steps", why))
         elif sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"

@@ -327,16 +327,16 @@ def check_settings(spec: JobSections) -> None:
         raise problem(
             "no_effect",
             "only independent sharding groups exchange what they learned this way, but all workers "
-            "of this job restart together (placement intra_host, one copy, or dense every_step); "
-            "remove it, or use placement inter_host",
+            "of this job restart together (placement intra_host, one copy, dense every_step or "
+            "sync.every_steps auto); remove it, or use placement inter_host",
             "recovery.exchange_timeout_s",
         )
     if is_whole and parallelism.min_groups > 1:
         raise problem(
             "no_effect",
             "only independent sharding groups come and go one by one, but all workers of this job "
-            "restart together (placement intra_host, one copy, or dense every_step); remove it, or "
-            "use placement inter_host",
+            "restart together (placement intra_host, one copy, dense every_step or sync.every_steps "
+            "auto); remove it, or use placement inter_host",
             "parallelism.min_groups",
         )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:

@@ -154,6 +154,7 @@ class Session:
             warn=self._warn_of_sync,
         )
         self.tuner = SyncTuner(spec.parallelism.sync)
+        self._tunes_sync = is_first and groups.layout.num_replicas > 1
         self._synced_step = -1
         self._divergence_guard: DivergenceGuard | None = None
         if spec.parallelism.divergence_check is not None:
@@ -448,7 +449,7 @@ class Session:
             return
         values = report.found.read() | report.own
         self.publish(values, report.time)
-        if self.groups.rank == 0:
+        if self._tunes_sync:
             self.tuner.reported(values)
         self.loss_guard.judge(values)
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
@@ -532,7 +533,7 @@ class Session:
         self.final_metrics |= values
         value = self._of_first_rank(values.get(f"validation/{metric}", math.nan))
         self._update_early_stopping(metric, value)
-        if self.groups.rank == 0:
+        if self._tunes_sync:
             self.tuner.validated(distance(metric, value))
         if not is_better(metric, value, self.state.best):
             return False

@@ -162,7 +162,7 @@ parallelism.sync.every_steps=never => parallelism.sync.every_steps -
 {SURVIVE}; parallelism.sync.every_steps=auto
     => parallelism.sync.every_steps survive for all groups together; set a number of steps
 parallelism.placement=inter_host; parallelism.sync.every_steps=auto; parallelism.spares=1
-    => parallelism.spares spares sync.every_steps auto moves
+    => parallelism.spares spares sync.every_steps moves one
 parallelism.shard_group_size=4; parallelism.sync.every_steps=auto
     => parallelism.sync single_replica one copy
 parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal

@@ -335,8 +335,8 @@ def check_settings(spec: JobSections) -> None:
         raise problem(
             "no_effect",
             "only independent sharding groups come and go one by one, but all workers of this job "
-            "restart together (placement intra_host, one copy, dense every_step or sync.every_steps "
-            "auto); remove it, or use placement inter_host",
+            "restart together (placement intra_host, one copy, dense every_step or "
+            "sync.every_steps auto); remove it, or use placement inter_host",
             "parallelism.min_groups",
         )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:

@@ -12,13 +12,13 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar, cast
 
-from fastapi import Depends, Header, Request, Response
+from fastapi import Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from starlette.requests import HTTPConnection
 
@@ -36,7 +36,7 @@ from service.auth.permissions import (
     rule_of,
 )
 from service.auth.security import Security
-from service.backends.base import Backend, ClusterWatch
+from service.backends.base import Backend, ClusterWatch, hosts_for
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.sweeps import SweepStore
@@ -44,14 +44,15 @@ from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
 from service.jobs.export_runner import ExportRunner
-from service.jobs.planning import GroupPlanner
+from service.jobs.planning import GroupPlanner, check_fit
 from service.jobs.run_storage import reach, run_dir_of, write_json
-from service.jobs.submit import find_job
+from service.jobs.submit import find_job, with_table_sizes
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.schemas.jobs import JobDetail
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
+from trainer.layout.hosts import Site, site_of
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
@@ -156,6 +157,31 @@ def _job_of(field: str, path: str, settings: Settings) -> str | None:
     found = job_below(path, settings.checkpoint_root)
     # A job that keeps its checkpoints there has a folder of its own in it.
     return None if field == "checkpoint.path" and found == "" else found
+
+
+ForceQuery = Annotated[
+    bool, Query(description="Also where the tables do not fit the memory of the workers.")
+]
+
+
+def most_workers(spec: JobSpec, context: Context) -> int | None:
+    """The most workers of a cluster that grows by itself."""
+    is_shared = spec.resources.cluster == "shared"
+    return context.settings.cluster_max_workers if is_shared else None
+
+
+def check_fits(specs: Iterable[JobSpec], context: Context) -> None:
+    """Raise `DoesNotFit` where for none of the specs the cluster's workers could hold the tables.
+
+    Of a shared cluster by what it told last, so that a submit never waits for it.
+    """
+
+    def site(spec: JobSpec) -> Site:
+        is_shared = spec.resources.cluster == "shared"
+        hosts = context.cluster.hosts() if is_shared else hosts_for(context.backend, spec)
+        return site_of(spec, hosts, most_workers(spec, context))
+
+    check_fit((sized, site(sized)) for sized in map(with_table_sizes, specs))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from service.domain.timeline import counted
 from service.jobs.planning import JobPlans
 from service.schemas.jobs import JobPlan, LayoutOption
 from service.schemas.plans import PlannedCluster, PlansOut, RecommendedLayout
-from trainer.layout.choice import Choice, candidates, need_of
+from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, choose_on, site_of
 from trainer.layout.layout import LayoutError
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
-_MAX_OPTIONS = 8
 _OPEN = "decided when an attempt starts, from the size of the tables and the hosts of the cluster"
 
 
@@ -58,8 +57,7 @@ def plan_of(
         after_loss=after_loss(choice) if choice else "",
         table_bytes=spec.table_bytes,
         num_hosts_needed=survive.hosts + 1 if survive else None,
-        layout=_option(choice, choice) if choice else None,
-        options=tuple(_option(each, choice) for each in _options(spec, site)),
+        layout=_option(choice) if choice else None,
     )
 
 
@@ -87,16 +85,6 @@ def _reason(choice: Choice | None, *, is_stated: bool) -> str:
     is_group = choice.failure_domain == "replica_group"
     given = "a host for each group" if is_group else "a host with room for all"
     return f"given {given}, {choice.reason}"
-
-
-def _options(spec: JobSpec, site: Site) -> list[Choice]:
-    """What the cluster can hold, best first; those that survive enough, if there are any."""
-    if spec.parallelism.is_resolved:
-        return []
-    need = need_of(spec, site.room, site.worker_bytes)
-    possible = candidates(need)
-    enough = [each for each in possible if each.num_hosts_survived >= need.survive_hosts]
-    return list(enough or possible)[:_MAX_OPTIONS]
 
 
 def stated_rooms(spec: JobSpec) -> tuple[int, ...]:
@@ -131,7 +119,7 @@ def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
     return f"{prefix}{len(room)} host(s) with room for {workers} worker(s){to_come}"
 
 
-def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
+def _option(choice: Choice) -> LayoutOption:
     layout, overhead = choice.layout, choice.memory_overhead_bytes
     return LayoutOption(
         **vars(layout),
@@ -143,9 +131,6 @@ def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
         memory_overhead_bytes=overhead,
         sync_bytes=None if overhead is None else 2 * overhead,
         sync_latency_s=choice.sync_latency_s,
-        is_chosen=chosen is not None
-        and choice.group_hosts == chosen.group_hosts
-        and layout == chosen.layout,
     )
 
 
@@ -165,6 +150,7 @@ def plans_view(spec: JobSpec, plans: JobPlans) -> PlansOut:
         recommended=_recommended(plans),
         candidates=list(comparison.candidates),
         changes=list(plans.changes),
+        calibration=plans.calibration,
     )
 
 

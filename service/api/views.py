@@ -18,6 +18,7 @@ from service.domain.membership import (
     sizes_of_job,
     workers_held,
 )
+from service.domain.metrics import compared
 from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState, Usage
 from service.domain.retries import advice_of
 from service.domain.sweeps import Observed, Sweep, best_of, num_of_trials
@@ -26,6 +27,7 @@ from service.jobs.run_storage import run_dir_of
 from service.schemas.admin import ProjectOut
 from service.schemas.jobs import (
     AttemptOut,
+    ComparedOut,
     ExportOut,
     JobDetail,
     JobSummary,
@@ -144,13 +146,23 @@ def summary_of(job: Job) -> JobSummary:
 
 def detail_of(job: Job, settings: Settings) -> JobDetail:
     fields = {**_fields_of(job), "membership": membership_view(job)}
-    return JobDetail(**fields, run_dir=str(run_dir_of(settings, job.id).root))
+    run_dir = str(run_dir_of(settings, job.id).root)
+    return JobDetail(**fields, compared=compared_view(job), run_dir=run_dir)
 
 
 def attempt_view(attempt: Attempt) -> AttemptOut:
     """An attempt, with what to change if it ended badly."""
     shown = AttemptOut.model_validate(attempt)
     return shown.model_copy(update={"advice": advice_of(attempt.end_reason)})
+
+
+def compared_view(job: Job) -> list[ComparedOut]:
+    """What the plan of a job's newest workers predicts, beside what was measured."""
+    membership = current_membership(job)
+    if membership is None or membership.prediction is None:
+        return []
+    found = compared(membership.prediction, job.latest_metrics)
+    return [ComparedOut.model_validate(each) for each in found]
 
 
 def membership_view(job: Job) -> MembershipOut | None:

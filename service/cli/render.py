@@ -31,6 +31,7 @@ from service.schemas import wording
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
+    ComparedOut,
     JobDetail,
     JobPlan,
     JobSummary,
@@ -148,6 +149,8 @@ def job_page(
     parts: list[RenderableType] = [title, _job_facts(job, timeline, now_s)]
     if job.membership and not job.status.is_terminal and job.membership.changed_at:
         parts += [Text(), groups_table(job.membership, now_s)]
+    if job.compared:
+        parts += [Text(), compared_table(job.compared)]
     workers = newest_workers(timeline)
     if workers is not None and workers.tables:
         parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
@@ -217,6 +220,14 @@ def phases_line(metrics: Mapping[str, float]) -> str:
         f"{phase.replace('_', ' ')} {seconds / total_s:.0%}" for phase, seconds in phases
     )
     return f"{wording.latency(total_s)}: {shares}" if phases else ""
+
+
+def compared_table(found: Sequence[ComparedOut]) -> Table:
+    """What the plan predicted, beside what was measured."""
+    table = plain_table("", ">Predicted", ">Measured", ">Ratio")
+    for each in found:
+        table.add_row(each.name, *wording.compared_texts(each))
+    return table
 
 
 def plan_table(workers: WorkersStarted) -> Table:

@@ -36,9 +36,19 @@ from service.client.errors import InvalidRequest
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
 from service.schemas.plans import PlansOut, RecommendedLayout
-from service.schemas.wording import NOTHING, compact, latency, ratio, size
+from service.schemas.wording import (
+    MAX_BARS,
+    MEMORY_PARTS,
+    NOTHING,
+    compact,
+    estimated,
+    fullest,
+    latency,
+    ratio,
+    size,
+    step_phases,
+)
 from trainer.layout.cost import GPU_NAMES, Cluster, ClusterError, MemoryUse, cluster_of
-from trainer.layout.plans import Candidate
 from trainer.layout.scaling import ScalingRow, scaling_of, scaling_sizes
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
@@ -51,20 +61,6 @@ _DEFAULT_CLUSTER = "8xH100-80GB"
 _BAR_WIDTH = 16
 _MAX_COLUMNS = 8
 _MAX_CANDIDATES = 24
-_MEMORY = (
-    ("Tables", "tables_bytes"),
-    ("Optimizer", "optimizer_bytes"),
-    ("Activations", "activations_bytes"),
-    ("Input", "input_bytes"),
-    ("Dense", "dense_bytes"),
-    ("Sync", "sync_buffers_bytes"),
-    ("Process", "process_bytes"),
-    ("Reserve", "reserve_bytes"),
-)
-_ESTIMATED = (
-    "Estimated from the spec; nothing was measured. Launches and latencies are left out, so "
-    "steps of few milliseconds look too short."
-)
 
 
 SecretOption = Annotated[
@@ -74,6 +70,9 @@ SecretOption = Annotated[
         help="Environment variable for the job's processes, kept encrypted and never shown; its "
         "value is taken from the environment, or asked for. Repeatable.",
     ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Also where the tables do not fit the cluster's workers.")
 ]
 CodeOption = Annotated[
     Path | None,
@@ -138,10 +137,7 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check only, and show the layout.")
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Also where the tables do not fit the cluster's workers."),
-    ] = False,
+    force: ForceOption = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated submits one job.")
     ] = None,
@@ -324,10 +320,7 @@ def plan_page(plan: JobPlan) -> RenderableType:
     batch = plan.spec.data.batch_size
     workers = plan.layout.world_size if plan.layout else plan.world_size
     grid.add_row("batch", f"{batch:,} rows a rank, {batch * workers:,} a step")
-    parts: list[RenderableType] = [Text(plan.spec.name, style="bold"), grid]
-    if len(plan.options) > 1:
-        parts += [Text(), options_table(plan.options)]
-    return Group(*parts)
+    return Group(Text(plan.spec.name, style="bold"), grid)
 
 
 def _add_layout(grid: Table, plan: JobPlan, layout: LayoutOption) -> None:
@@ -363,25 +356,6 @@ def _price(layout: LayoutOption) -> str:
     )
 
 
-def options_table(options: Sequence[LayoutOption]) -> Table:
-    """One row a layout that the cluster can hold; the chosen one is marked."""
-    table = plain_table(
-        "", ">Workers", ">Groups", ">Of", "Placement", "Failure domain", ">Survives", ">Memory"
-    )
-    for option in options:
-        table.add_row(
-            Text("chosen", style="green") if option.is_chosen else "",
-            str(option.world_size),
-            str(option.num_replicas),
-            str(option.shard_group_size),
-            _word(option.placement),
-            _word(option.failure_domain),
-            counted(option.num_hosts_survived, "host"),
-            size(option.memory_overhead_bytes),
-        )
-    return table
-
-
 def _word(value: str) -> str:
     return value.replace("_", " ")
 
@@ -407,7 +381,7 @@ def estimate_page(
     grid.add_row("tables", f"{size(spec.table_bytes)} a copy")
     grid.add_row("batch", f"{spec.data.batch_size:,} rows a rank")
     return Group(
-        Text(spec.name, style="bold"), grid, *tables, Text(), Text(_ESTIMATED, style="dim")
+        Text(spec.name, style="bold"), grid, *tables, Text(), Text(estimated(), style="dim")
     )
 
 
@@ -465,22 +439,15 @@ def plans_page(plans: PlansOut) -> RenderableType:
     parts: list[RenderableType] = [Text(plans.name, style="bold"), grid]
     if best is not None:
         _add_recommended(grid, parts, best, cluster.hbm_bytes)
-    parts += [Text(), candidates_table(plans.candidates, only_best=best is not None)]
-    return Group(*parts, Text(), Text(_ESTIMATED, style="dim"))
+    parts += [Text(), candidates_table(plans)]
+    return Group(*parts, Text(), Text(estimated(plans.calibration), style="dim"))
 
 
 def _add_recommended(
     grid: Table, parts: list[RenderableType], best: RecommendedLayout, hbm_bytes: int
 ) -> None:
     each = best.candidate
-    step = {
-        "input dist": each.step.input_dist_s,
-        "lookup": each.step.lookup_s,
-        "output dist": each.step.output_dist_s,
-        "dense": each.step.dense_s,
-        "sync": each.step.sync_s,
-    }
-    shares = ", ".join(f"{name} {latency(seconds)}" for name, seconds in step.items())
+    shares = ", ".join(f"{name} {latency(seconds)}" for name, seconds in step_phases(each.step))
     grid.add_row("step", f"{latency(each.step.total_s)}: {shares}")
     grid.add_row("imbalance", f"{ratio(each.lookup_imbalance)} of the mean lookups")
     if each.num_replicas > 1:
@@ -516,35 +483,28 @@ def mesh_table(best: RecommendedLayout) -> Table:
 
 def memory_table(ranks: Sequence[MemoryUse], hbm_bytes: int) -> Table:
     """A bar of memory for each rank of a group, or for the fullest where there are many."""
-    table = plain_table(">Rank", "", ">Memory", *(f">{name}" for name, _ in _MEMORY))
-    order = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].needed_bytes)
-    for rank in sorted(order[:_MAX_GROUPS]):
-        use = ranks[rank]
+    table = plain_table(">Rank", "", ">Memory", *(f">{name}" for name, _ in MEMORY_PARTS))
+    for rank, use in fullest(ranks):
         bar = Bar(hbm_bytes, 0, min(use.needed_bytes, hbm_bytes), width=_BAR_WIDTH)
         table.add_row(
             str(rank),
             bar,
             f"{use.needed_bytes / hbm_bytes:.0%}",
-            *(size(getattr(use, field)) for _, field in _MEMORY),
+            *(size(getattr(use, field)) for _, field in MEMORY_PARTS),
         )
-    if len(ranks) > _MAX_GROUPS:
-        table.caption = f"the fullest {_MAX_GROUPS} of {len(ranks)}"
+    if len(ranks) > MAX_BARS:
+        table.caption = f"the fullest {MAX_BARS} of {len(ranks)}"
     return table
 
 
-def candidates_table(candidates: Sequence[Candidate], *, only_best: bool) -> Table:
-    """What no other beats in speed, memory and what survives, and what the spec and `auto` take;
-    all where nothing fits."""
+def candidates_table(plans: PlansOut) -> Table:
+    """One row a layout with its syncs, of those that are worth a look."""
     table = plain_table(
         *("", ">Groups", ">Of", "Placement", ">Sync every", ">Samples/s", ">Sync", ">Memory"),
         *("Failure domain", ">Survives", ">Rows at risk"),
     )
-    shown = [
-        each
-        for each in candidates
-        if not only_best or each.is_on_front or each.is_chosen or each.is_recommended
-    ]
-    for each in shown[:_MAX_CANDIDATES]:
+    shown = plans.shown[:_MAX_CANDIDATES]
+    for each in shown:
         share = each.step.sync_s / each.step.total_s
         mark = "recommended" if each.is_recommended else "chosen" if each.is_chosen else ""
         full = " full" if each.sync_mode == "full" else ""
@@ -557,5 +517,5 @@ def candidates_table(candidates: Sequence[Candidate], *, only_best: bool) -> Tab
             counted(each.num_hosts_survived, "host"),
             compact(each.rows_at_risk),
         )
-    table.caption = f"{len(shown[:_MAX_CANDIDATES])} of {len(candidates)} layouts and syncs"
+    table.caption = f"{len(shown)} of {len(plans.candidates)} layouts and syncs"
     return table

@@ -34,7 +34,7 @@ from service.cli.common import (
     read_spec,
 )
 from service.cli.render import facts_grid, plain_table, status_text
-from service.cli.submit import CodeOption, pack_code, with_code
+from service.cli.submit import CodeOption, ForceOption, pack_code, with_code
 from service.client.client import ShardloomClient
 from service.domain.sweeps import SweepStatus
 from service.schemas.sweeps import Direction, Search, SweepDetail, SweepSummary, TrialOut
@@ -80,6 +80,7 @@ def sweep(
     ] = None,
     overrides: SetOption = None,
     code: CodeOption = None,
+    force: ForceOption = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until the sweep ends.")] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -103,6 +104,7 @@ def sweep(
             num_parallel=parallel,
             seed=seed,
             early_stopping={"min_steps": stop_early} if stop_early else None,
+            force=force,
         )
         if not wait:
             hint = f"`shardloom sweeps show {found.id}` shows its trials"

@@ -236,15 +236,19 @@ class SweepCalls(Connection):
         *,
         metric: str,
         idempotency_key: str | None = None,
+        force: bool = False,
         **options: Any,
     ) -> SweepDetail:
         """Start a search; raises `InvalidRequest` with the faulty fields.
+
+        `force` starts it also where the tables of no trial fit the cluster's workers.
 
         Parameters have a `path`, and `values` or `low` and `high` (with `log` compared by ratio).
         Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`.
         """
         body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
-        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key)
+        params = {"force": "true"} if force else None
+        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key, params)
 
     def sweeps(self) -> Iterator[SweepSummary]:
         """Every sweep, newest first, fetched page by page as they are consumed."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from service.api.views import summary_of
+from service.api.views import compared_view, summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import views
 from service.dashboard.groups import member_grid
@@ -24,6 +24,7 @@ from service.domain.sharding import (
     policy_facts,
     shard_text,
 )
+from service.domain.timeline import counted
 from service.schemas import wording
 
 _templates = Environment(
@@ -33,12 +34,36 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = ("clock", "comparison", "duration", "latency", "metrics_line", "ratio", "size", "utc")
-_FUNCTIONS = (wording.metric, shard_text, views.end_tone, views.event_tone, views.key_figures)
+_FILTERS = (
+    "clock",
+    "compact",
+    "comparison",
+    "duration",
+    "latency",
+    "metrics_line",
+    "ratio",
+    "size",
+    "utc",
+)
+_FUNCTIONS = (
+    wording.metric,
+    wording.compared_texts,
+    wording.estimated,
+    wording.fullest,
+    wording.step_phases,
+    counted,
+    shard_text,
+    views.end_tone,
+    views.event_tone,
+    views.key_figures,
+)
 _templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
 _templates.filters["grouped"] = "{:,}".format
 _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
-_templates.globals["num_colours"] = views.NUM_HOST_COLOURS
+_templates.globals |= {
+    "num_colours": views.NUM_HOST_COLOURS,
+    "memory_parts": wording.MEMORY_PARTS,
+}
 
 
 def render(template: str, **values: object) -> str:
@@ -103,5 +128,6 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
         largest_bytes=max((sum(load.values()) for load in loads), default=0.0),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
+        compared=compared_view(job),
         alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],
     )

@@ -23,6 +23,9 @@ from service.dashboard.panels import button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
 from service.domain.timeline import counted
+from service.schemas.jobs import JobPlan
+from service.schemas.plans import PlansOut
+from trainer.layout.plans import Candidate
 from trainer.protocol.code_archive import PREFIX
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
@@ -32,6 +35,7 @@ _CHECK_AFTER_S = 0.35
 _PLAN_AFTER_S = 0.9
 _DEFAULT_TEMPLATE = "movielens.yaml"
 _MAX_CODE_BYTES = 32 * 2**20
+_BEING_ESTIMATED = "Memory and speed are being estimated ..."
 _EMPTY = "name: my-job\n\ndata:\n  path: /data/prepared\n"
 # The fields that people change, by section.
 FORM = {
@@ -72,14 +76,6 @@ editor.scrollDOM.tabIndex = 0;
 """
 
 
-async def plan_of_document(rest: Rest, document: Any) -> dict[str, Any]:
-    """The plan of a spec, as a dry run answers; raises `Refused`."""
-    body = {"spec": document}
-    answer = await rest.send("POST", "/v1/jobs", params={"dry_run": "true"}, json=body)
-    plan: dict[str, Any] = answer.json()
-    return plan
-
-
 class NewJobPage:
     """One reader's draft of a job. `source` is the id of a job to begin with, if any."""
 
@@ -94,6 +90,7 @@ class NewJobPage:
         self._is_syncing = False
         self._pending: ui.timer | None = None
         self._planning: ui.timer | None = None
+        self._recommended: Candidate | None = None
         self._inputs: dict[str, ui.input | ui.select] = {}
 
     async def build(self) -> None:
@@ -121,8 +118,16 @@ class NewJobPage:
                     self._build_form()
                 with ui.element("div").classes("draft-side"):
                     with panel("Plan"):
+                        self._cluster = ui.input(
+                            label="for the cluster",
+                            placeholder="the service's own; or as in 8xH100-80GB x 16",
+                            on_change=self._check,
+                        ).props("dense outlined stack-label hide-bottom-space debounce=800")
+                        self._cluster.classes("plan-cluster")
                         self._plan = ui.html(sanitize=False)
                         self._plan.props("aria-live=polite")
+                        self._take = button("Take the recommended layout", self._take_layout)
+                        self._take.set_visibility(False)
                     with panel("Code"):
                         self._build_upload()
                     with panel("The same from a terminal"):
@@ -248,24 +253,62 @@ class NewJobPage:
         self._command.set_text(command)
         self._submit.set_enabled(checked.spec is not None)
         if self._planning is not None:
-            self._planning.cancel()
+            # Of a plan that is being made nobody waits for the answer any more.
+            self._planning.cancel(with_current_invocation=True)
         if checked.spec is None:
-            self._plan.set_content(fragments.render("plan.html", plan=None, why=""))
+            self._draw_plan()
         else:
             self._planning = ui.timer(
                 _PLAN_AFTER_S, partial(self._show_plan, checked.document), once=True
             )
 
     async def _show_plan(self, document: Any) -> None:
+        """The layout at once, with what the service finds wrong; then what it costs."""
+        body = {"spec": document}
         try:
-            plan = await plan_of_document(self._rest, document)
+            answer = await self._rest.send(
+                "POST", "/v1/jobs", params={"dry_run": "true"}, json=body
+            )
         except Refused as refused:
             self._show_problems(tuple(refused.problem.fields))
-            html = fragments.render("plan.html", plan=None, why=str(refused))
+            self._draw_plan(why=str(refused))
+            return
+        self._show_problems(())
+        plan = JobPlan.model_validate(answer.json())
+        self._draw_plan(plan, why=_BEING_ESTIMATED)
+        body |= {"cluster": str(self._cluster.value or "").strip() or None}
+        try:
+            answer = await self._rest.send("POST", "/v1/plans", json=body)
+        except Refused as refused:
+            self._draw_plan(plan, why=f"Not estimated: {refused}")
         else:
-            self._show_problems(())
-            html = fragments.render("plan.html", plan=plan, why="")
+            self._draw_plan(plan, PlansOut.model_validate(answer.json()))
+
+    def _draw_plan(
+        self, plan: JobPlan | None = None, plans: PlansOut | None = None, why: str = ""
+    ) -> None:
+        html = fragments.render("plan.html", plan=plan, plans=plans, why=why)
         self._plan.set_content(html)
+        best = plans.recommended.candidate if plans and plans.recommended else None
+        self._recommended = best if best and not best.is_chosen else None
+        self._take.set_visibility(self._recommended is not None)
+
+    async def _take_layout(self) -> None:
+        """Write the recommended layout into the text."""
+        best, text = self._recommended, self._editor.value
+        if best is None:
+            return
+        every_steps = "parallelism.sync.every_steps"
+        is_tuned = spec_text.value_at(parse_document(text), every_steps) == "auto"
+        for path, value in {
+            "parallelism.shard_group_size": best.shard_group_size,
+            "parallelism.placement": best.placement,
+            every_steps: "auto" if is_tuned else best.sync_every_steps,
+            "parallelism.sync.mode": best.sync_mode,
+        }.items():
+            text = spec_text.with_value(text, path, value)
+        self._editor.set_value(text)
+        await self._check()
 
     def _show_problems(self, problems: tuple[FieldProblem, ...]) -> None:
         """At their lines in the text, in a list below it, and at their fields of the form."""

@@ -93,6 +93,7 @@ def _steer(result: IngestResult, event: events.Event) -> None:
             job = replace(job, progress=replace(job.progress, checkpoint_at=result.now))
         case events.WorkersStarted():
             job = _with_workers(job, event, result.now)
+            job = replace(job, membership=apply_event(job.membership, result.attempt.id, event))
         case events.WorkersLost():
             num_failures = result.attempt.num_worker_failures + spends_budget(event.reason)
             result.attempt = replace(result.attempt, num_worker_failures=num_failures)

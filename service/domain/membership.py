@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from service.domain.metrics import MEMORY_PARTS, STEP_PHASES
 from service.domain.models import (
     ChosenLayout,
     ExcludedHost,
@@ -17,6 +18,7 @@ from service.domain.models import (
     Job,
     Member,
     Membership,
+    Prediction,
     QueueState,
     Recovery,
 )
@@ -45,6 +47,8 @@ def apply_event(
         case events.LayoutChosen():
             layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
             return replace(known, layout=layout, world_size=layout.world_size)
+        case events.WorkersStarted() if event.prediction:
+            return replace(known, prediction=_of_fullest_rank(event.prediction))
         case events.MembershipChanged():
             return _on_members(known, event)
         case events.GroupLost() if event.is_spare:
@@ -75,6 +79,18 @@ def apply_event(
             return replace(known, num_divergences=known.num_divergences + 1)
         case _:
             return membership
+
+
+def _of_fullest_rank(told: events.Prediction) -> Prediction:
+    parts = {name: told.memory_bytes.get(name, []) for name in MEMORY_PARTS}
+    ranks = [dict(zip(parts, held, strict=True)) for held in zip(*parts.values(), strict=False)]
+    return Prediction(
+        cluster=told.cluster,
+        samples_per_s=told.samples_per_s,
+        lookup_imbalance=told.lookup_imbalance,
+        step_s={name: told.step_s[name] for name in STEP_PHASES if name in told.step_s},
+        memory_bytes=max(ranks, key=lambda rank: sum(rank.values()), default={}),
+    )
 
 
 def _on_members(membership: Membership, event: events.MembershipChanged) -> Membership:

@@ -1,11 +1,13 @@
-"""Goodput, work at risk and phases of a step, read from the newest metrics of a job. Pure."""
+"""Goodput, work at risk and phases of a step, read from the newest metrics of a job, and what was
+predicted of them. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from service.domain.models import Prediction
 from trainer.protocol.events import PHASES
 
 # Of one job; a table or a task of a model brings a few.
@@ -63,3 +65,78 @@ def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """(phase, seconds of a step), the longest first; without those that took no time."""
     found = [(phase, metrics.get(f"phase/{phase}_s", 0.0)) for phase in PHASES]
     return sorted((item for item in found if item[1] > 0), key=lambda item: -item[1])
+
+
+# As `trainer.layout.cost` names phases of a step and parts of memory, reserve left out.
+STEP_PHASES = ("input_dist", "lookup", "output_dist", "dense", "sync")
+MEMORY_PARTS = (
+    *("tables", "optimizer", "activations", "input"),
+    *("dense", "sync_buffers", "process"),
+)
+# What the planner counts as a phase, its backward pass included, is several to the workers, which
+# tell one backward pass of all.
+_COMPUTE = ("lookup", "output_dist", "dense")
+_COMPUTE_MEASURED = (*_COMPUTE, "backward", "optimizer")
+# On GPUs what tensors took; of the host the planner says nothing there.
+_PEAKS = ("memory/peak_allocated_bytes", "memory/peak_rss_bytes")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A quantity as it was predicted and as it was measured last, None where it never was.
+
+    `unit` is `per_s`, `s`, `bytes` or `ratio`.
+    """
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted: 1 is a perfect plan."""
+        if self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted
+
+
+def measured_against(found: Sequence[Compared]) -> tuple[float, float | None] | None:
+    """(measured over predicted time of a step without waits for data, bytes that the fullest rank
+    took more); None where no phase was measured, and the bytes where memory was not.
+    """
+    phases = [each for each in found if each.unit == "s" and each.name != "step"]
+    predicted_s = sum(each.predicted for each in phases)
+    measured_s = sum(each.measured or 0.0 for each in phases)
+    if not (0 < predicted_s < math.inf and 0 < measured_s < math.inf):
+        return None
+    extra = [
+        each.measured - each.predicted
+        for each in found
+        if each.unit == "bytes" and each.measured is not None
+    ]
+    return measured_s / predicted_s, extra[0] if extra else None
+
+
+def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Compared, ...]:
+    """What was predicted of workers, beside the newest metrics of their job."""
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def seconds(phases: Iterable[str]) -> float | None:
+        found = [finite[name] for phase in phases if (name := f"phase/{phase}_s") in finite]
+        return sum(found) if found else None
+
+    step = prediction.step_s
+    peak = next((finite[name] for name in _PEAKS if name in finite), None)
+    computed_s = sum(step.get(phase, 0.0) for phase in _COMPUTE)
+    return (
+        Compared("rows/s", "per_s", prediction.samples_per_s, finite.get("speed/rows_per_s")),
+        Compared("step", "s", sum(step.values()), seconds(PHASES)),
+        Compared("input dist", "s", step.get("input_dist", 0.0), seconds(["input_dist"])),
+        Compared("forward and backward", "s", computed_s, seconds(_COMPUTE_MEASURED)),
+        Compared("sync", "s", step.get("sync", 0.0), seconds(["sync"])),
+        Compared("peak memory", "bytes", sum(prediction.memory_bytes.values()), peak),
+        Compared(
+            "lookup imbalance", "ratio", prediction.lookup_imbalance, finite.get("balance/lookup")
+        ),
+    )

@@ -142,6 +142,22 @@ class ChosenLayout:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the planner says of the newest workers, with their tables as they lie.
+
+    `step_s` has the seconds of a step by phase, `memory_bytes` what the fullest rank takes by part;
+    what its allocator keeps in reserve is none of it. `lookup_imbalance` is the largest over the
+    mean. `cluster` is the fingerprint of that which was planned for.
+    """
+
+    cluster: str
+    samples_per_s: float
+    lookup_imbalance: float
+    step_s: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Member:
     """A sharding group of the newest membership; `standing` as the coordinator says."""
 
@@ -211,6 +227,7 @@ class Membership:
     num_divergences: int = 0
     last_recovery: Recovery | None = None
     excluded_hosts: tuple[ExcludedHost, ...] = ()
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)

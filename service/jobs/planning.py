@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
@@ -23,23 +23,25 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
+from service.domain.metrics import compared, measured_against
+from service.domain.models import Job
 from service.errors import DoesNotFit, PlannerFailed, PlanTimedOut
 from service.jobs.export_runner import environment
 from service.settings import Settings
 from trainer.layout.cost import MemoryUse
 from trainer.layout.hosts import Site
 from trainer.layout.plans import (
+    Calibration,
     Change,
     Comparer,
     Comparison,
-    Option,
     PlanSite,
     does_fit,
-    rank_memory,
+    predict,
     smallest_changes,
     why_not_held,
 )
-from trainer.layout.workload import GroupPlan, GroupTopology, SyncSums, planned, with_sync
+from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.spec.job import JobSpec
 
 _POLL_S = 0.1
@@ -206,6 +208,7 @@ class JobPlans:
     group: GroupPlan | None
     ranks: tuple[MemoryUse, ...]
     changes: tuple[Change, ...]
+    calibration: Calibration | None = None
 
 
 def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit) -> JobPlans:
@@ -230,7 +233,8 @@ def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit)
         changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit), device)
         return JobPlans(site, comparison, None, (), changes)
     group = made.get(best.topology)
-    ranks = _memory_of(best, group, site) if group else ()
+    layout = best.choice.layout
+    ranks = predict(best.spec, layout, group, site.cluster).ranks if group else ()
     return JobPlans(site, comparison, group, ranks, ())
 
 
@@ -249,24 +253,37 @@ def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list
     return [(spec, topology) for topology, spec in tasks.items()][:_MAX_GROUPS]
 
 
-def _memory_of(best: Option, group: GroupPlan, site: PlanSite) -> tuple[MemoryUse, ...]:
-    layout = best.choice.layout
-    workload = planned(best.spec, layout, group)
-    if layout.num_replicas > 1:
-        workload = with_sync(workload, best.spec, SyncSums.of(best.spec))
-    return rank_memory(workload, group, site.cluster)
+def calibration_of(jobs: Iterable[Job], fingerprint: str) -> Calibration | None:
+    """What jobs of a cluster measured against what was predicted of them."""
+    ratios, extra_bytes = [], []
+    for job in jobs:
+        foretold = job.membership.prediction if job.membership else None
+        if foretold is None or foretold.cluster != fingerprint:
+            continue
+        measured = measured_against(compared(foretold, job.latest_metrics))
+        if measured is not None:
+            ratios.append(measured[0])
+            extra_bytes += [measured[1]] if measured[1] is not None else []
+    return Calibration.of(ratios, extra_bytes)
 
 
-def check_fit(spec: JobSpec, site: Site) -> None:
-    """Raise `DoesNotFit` where the workers that the cluster gives can never hold the tables.
+def check_fit(tried: Iterable[tuple[JobSpec, Site]]) -> None:
+    """Raise `DoesNotFit`, about the first, where of all these specs none fits its cluster: the
+    workers that it gives can never hold the tables.
 
     What is not known refuses nothing: table sizes, memory, and GPUs of an unknown type.
     """
-    if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
-        return
-    worker_bytes = site.worker_bytes
-    if why := why_not_held(spec, worker_bytes):
-        device = "cuda" if site.use_gpu else "cpu"
+    refused = None
+    for spec, site in tried:
+        if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
+            return
+        why = why_not_held(spec, site.worker_bytes)
+        if why is None:
+            return
+        refused = refused or (spec, site.use_gpu, site.worker_bytes, why)
+    if refused:
+        spec, use_gpu, worker_bytes, why = refused
+        device = "cuda" if use_gpu else "cpu"
         changes = smallest_changes(
             spec, lambda changed: why_not_held(changed, worker_bytes) is None, device
         )

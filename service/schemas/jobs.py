@@ -14,6 +14,7 @@ from service.domain.models import (
     GoneGroup,
     JobStatus,
     Member,
+    Prediction,
     Recovery,
     RemainingPath,
 )
@@ -181,6 +182,22 @@ class MembershipOut(ApiModel):
     num_recoveries: int
     last_recovery: Recovery | None
     excluded_hosts: list[ExcludedHost]
+    prediction: Prediction | None = Field(
+        default=None, description="The plan of the newest workers, with the fullest rank's memory."
+    )
+
+
+class ComparedOut(ApiModel):
+    """A quantity as the plan predicts it, and as the job measured it last.
+
+    `ratio` is measured over predicted; both are null while nothing was measured.
+    """
+
+    name: str = Field(examples=["rows/s", "step", "peak memory"])
+    unit: Literal["per_s", "s", "bytes", "ratio"]
+    predicted: Value
+    measured: Value | None
+    ratio: Value | None
 
 
 class JobDetail(JobSummary):
@@ -191,6 +208,9 @@ class JobDetail(JobSummary):
     run_dir: str
     current_attempt_id: str | None
     membership: MembershipOut | None = None
+    compared: list[ComparedOut] = Field(
+        default=[], description="What the plan predicts beside what was measured."
+    )
     secret_names: list[str] = Field(default=[], description="Names of the job's secrets.")
 
 
@@ -208,14 +228,13 @@ class LayoutOption(ApiModel):
     memory_overhead_bytes: int | None = Field(description="What other copies cost each worker.")
     sync_bytes: int | None
     sync_latency_s: float | None
-    is_chosen: bool
 
 
 class JobPlan(ApiModel):
     """What a dry run answers: the checked spec and the groups that it would form.
 
-    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided; `options`
-    are what it could become. `obstacle` says why the job could not start on the cluster as it is.
+    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided. `obstacle`
+    says why the job could not start on the cluster as it is. `POST /v1/plans` compares layouts.
     """
 
     spec: JobSpec
@@ -235,7 +254,6 @@ class JobPlan(ApiModel):
     table_bytes: int | None
     num_hosts_needed: int | None
     layout: LayoutOption | None
-    options: tuple[LayoutOption, ...]
 
 
 class CodeOut(ApiModel):

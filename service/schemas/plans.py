@@ -8,7 +8,7 @@ from pydantic import Field
 
 from service.schemas.common import ApiModel, RequestModel
 from trainer.layout.cost import MemoryUse
-from trainer.layout.plans import Candidate, Change
+from trainer.layout.plans import Calibration, Candidate, Change
 from trainer.layout.workload import TablePlacement
 
 Rate = Annotated[float, Field(description="What one GPU, or worker on CPUs, attains.")]
@@ -77,7 +77,7 @@ class RecommendedLayout(ApiModel):
 class PlansOut(ApiModel):
     """Layouts of a job on a cluster: those that fit first, by estimated speed.
 
-    Nothing was measured. `recommended` is null where nothing fits; `changes` then each would do,
+    `recommended` is null where nothing fits; `changes` then each would do,
     the smallest first.
     """
 
@@ -89,3 +89,18 @@ class PlansOut(ApiModel):
     recommended: RecommendedLayout | None
     candidates: list[Candidate]
     changes: list[Change]
+    calibration: Calibration | None = Field(
+        default=None, description="Of the rates of `cluster`, by jobs that trained there."
+    )
+
+    @property
+    def shown(self) -> list[Candidate]:
+        """What no other beats in speed, memory and what survives, and what the spec and `auto`
+        take; all where nothing fits."""
+        if self.recommended is None:
+            return self.candidates
+        return [
+            each
+            for each in self.candidates
+            if each.is_on_front or each.is_chosen or each.is_recommended
+        ]

@@ -18,7 +18,9 @@ from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
 from service.domain.timeline import counted, latest_resize_request
-from service.schemas.jobs import ExportOut, JobDetail, JobSummary, MembershipOut
+from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
+from trainer.layout.cost import MemoryUse, StepTime
+from trainer.layout.plans import Calibration
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -118,6 +120,60 @@ def metric(name: str, value: float | None) -> str:
     if name.endswith("bytes"):
         return size(value)
     return precise(value)
+
+
+# ---- plans
+
+_TOO_SHORT = "Launches and latencies are left out, so steps of few milliseconds look too short."
+
+
+def estimated(calibration: Calibration | None = None) -> str:
+    """What the numbers of a plan are."""
+    if calibration is None:
+        return f"Estimated from the spec; nothing was measured. {_TOO_SHORT}"
+    extra = calibration.extra_bytes
+    memory = f", and workers {size(abs(extra))} {'more' if extra > 0 else 'less'}" if extra else ""
+    jobs = counted(calibration.num_jobs, "job")
+    return (
+        f"Estimated from the spec, and calibrated by {jobs} of this cluster: steps take "
+        f"{calibration.step_ratio:g} times as long as the model says (between a quarter and four "
+        f"times is believed){memory}. {_TOO_SHORT}"
+    )
+
+
+MEMORY_PARTS = (
+    ("Tables", "tables_bytes"),
+    ("Optimizer", "optimizer_bytes"),
+    ("Activations", "activations_bytes"),
+    ("Input", "input_bytes"),
+    ("Dense", "dense_bytes"),
+    ("Sync", "sync_buffers_bytes"),
+    ("Process", "process_bytes"),
+    ("Reserve", "reserve_bytes"),
+)
+# More ranks than these are left out where each has a bar.
+MAX_BARS = 16
+
+
+def step_phases(step: StepTime) -> list[tuple[str, float]]:
+    """(phase, seconds) in their order."""
+    return [(name.removesuffix("_s").replace("_", " "), time) for name, time in vars(step).items()]
+
+
+def fullest(ranks: Sequence[MemoryUse]) -> list[tuple[int, MemoryUse]]:
+    """(position, memory) of the ranks that take most, by position; all where they are few."""
+    order = sorted(enumerate(ranks), key=lambda pair: -pair[1].needed_bytes)
+    return sorted(order[:MAX_BARS], key=lambda pair: pair[0])
+
+
+_UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
+
+
+def compared_texts(each: ComparedOut) -> tuple[str, str, str]:
+    """(predicted, measured, measured over predicted), in the unit of the quantity."""
+    shown = _UNITS[each.unit]
+    times = NOTHING if each.ratio is None else f"{compact(each.ratio)}{TIMES}"
+    return shown(each.predicted), shown(each.measured), times
 
 
 def metrics_line(values: Mapping[str, float]) -> str:

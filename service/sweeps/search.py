@@ -124,16 +124,17 @@ def _fixed(spec: JobSpec) -> tuple[Any, ...]:
     )
 
 
-def check_sweep(sweep: Sweep) -> None:
-    """Raise `SpecError` for a parameter with a value that the spec does not take.
+def check_sweep(sweep: Sweep) -> list[JobSpec]:
+    """Specs of trials with each bound and value; `SpecError` for one that the spec does not take.
 
     Each is tried by itself, with what the spec has for the others.
     """
+    tried: list[JobSpec] = []
     problems: list[FieldProblem] = []
     for parameter in sweep.parameters:
         for value in parameter.corners:
             try:
-                spec_of_trial(sweep, 0, {parameter.path: value})
+                tried.append(spec_of_trial(sweep, 0, {parameter.path: value}))
             except SpecError as error:
                 problems += [
                     FieldProblem(
@@ -143,3 +144,4 @@ def check_sweep(sweep: Sweep) -> None:
                 ]
     if problems:
         raise SpecError(problems)
+    return tried

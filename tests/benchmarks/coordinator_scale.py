@@ -336,6 +336,7 @@ class SimulatedAgents:
             commit=verdict["ledger"]["commit"],
             leases=(lease.id,),
             num_rows=lease.num_rows,
+            train_s=0.1 + 0.1 * (group % 4),
             sums={"loss": 1.0},
         )
 
@@ -398,7 +399,6 @@ def _hello_of(agent: SimulatedAgent) -> Hello:
     return Hello(
         group=agent.group,
         incarnation=0,
-        num_ranks=NUM_RANKS,
         ranks=tuple(
             RankProcess(rank=rank, host=host, pid=1, donor=f"{host}:{41234 + rank}")
             for rank in range(NUM_RANKS)

@@ -9,6 +9,7 @@ from typing import Any
 
 from service.domain.auth import AuditRecord
 from service.domain.membership import apply_event
+from service.domain.metrics import MEMORY_PARTS
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -32,6 +33,7 @@ from trainer.protocol.events import (
     LayoutChosen,
     MembershipChanged,
     Metrics,
+    Prediction,
     Progress,
     Recovered,
     TablePlan,
@@ -200,6 +202,27 @@ def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ())
         total_steps=total_steps,
         resumed_step=0,
     )
+
+
+def predicted_workers(**changes: Any) -> WorkersStarted:
+    """Workers of which the second position of a group takes most: 7 MB."""
+    foretold = Prediction(
+        cluster="cpu",
+        samples_per_s=1000.0,
+        lookup_imbalance=1.5,
+        step_s={
+            "input_dist": 0.01,
+            "lookup": 0.02,
+            "output_dist": 0.01,
+            "dense": 0.03,
+            "sync": 0.01,
+        },
+        memory_bytes={
+            **{part: [500_000, 1_000_000] for part in MEMORY_PARTS},
+            "reserve": [9_000_000, 9_000_000],
+        },
+    )
+    return workers_started().model_copy(update={"prediction": foretold, **changes})
 
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -192,7 +192,8 @@ def _record_faults(record: Recorder) -> None:
 
 
 def _record_sessions(record: Recorder, listener: ControlListener) -> None:
-    """Let every session of this process record its leases, its commits and a hash of its state.
+    """Let every session of this process record its leases, its shares of a validation, its commits
+    and a hash of its state.
 
     There is no hash where the copy holds more than what is committed.
     """
@@ -200,6 +201,7 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
     from trainer.elastic.group_session import GroupSession
 
     train_lease, take = GroupSession.train_lease, GroupSession._take
+    measure_share = GroupSession.measure_share
 
     def recorded_lease(self: GroupSession) -> None:
         lease = self._leases[0] if self._leases else None
@@ -207,6 +209,11 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
         if lease:
             time.sleep(listener.control.pace_s)
             record("trained", **lease.model_dump())
+
+    def recorded_share(self: GroupSession) -> None:
+        record("measuring", share=self._result.share if self._result else None)
+        time.sleep(listener.control.pace_s)
+        measure_share(self)
 
     def recorded_result(self: GroupSession, result: RoundResult) -> None:
         take(self, result)
@@ -220,6 +227,7 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
         )
 
     GroupSession.train_lease = recorded_lease  # type: ignore[method-assign]
+    GroupSession.measure_share = recorded_share  # type: ignore[method-assign]
     GroupSession._take = recorded_result  # type: ignore[method-assign]
 
 
@@ -300,6 +308,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
         rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
         max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
         num_lanes=spec.parallelism.group_size,
+        rows_per_step=batch_rows,
     )
     host, _, port = address.rpartition(":")
     attempt = RunDir(config.run_dir).attempt(config.attempt_id).root

@@ -268,18 +268,6 @@ class GroupAgent:
         return result.model_copy(update={"ledger": ledger})
 
 
-def connect_once(address: str) -> Callable[[], str]:
-    """A `locate` for the agent at `address`: where it is gone, so is the group."""
-    addresses = iter([address])
-
-    def locate() -> str:
-        for each in addresses:
-            return each
-        raise Refused("the agent of this group, its first rank, has ended")
-
-    return locate
-
-
 def merged(asked: Mapping[int, Request]) -> Request:
     """What a group asks whose ranks ask this, by rank. Raises `Disagreement`."""
     bodies = list(asked.values())
@@ -302,13 +290,14 @@ def _hello_of(hellos: Sequence[Hello]) -> Hello:
 
 
 def _arrival_of(arrivals: Sequence[Arrive]) -> Arrive:
-    seen = {(each.leases, each.num_rows, each.commit) for each in arrivals}
-    _check(seen, "leases, rows or commits")
+    seen = {(each.leases, each.num_rows, each.commit, each.measured) for each in arrivals}
+    _check(seen, "leases, rows, commits or shares of the validation")
     sums: Counter[str] = Counter()
     for each in arrivals:
         sums.update(each.sums)
     return arrivals[0].model_copy(
         update={
+            "train_s": max(each.train_s for each in arrivals),
             "has_copied": all(each.has_copied for each in arrivals),
             "is_poisoned": any(each.is_poisoned for each in arrivals),
             "may_overlap": all(each.may_overlap for each in arrivals),

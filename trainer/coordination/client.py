@@ -56,6 +56,7 @@ LOCATE_S = 2.0
 """Longest time to ask where the coordinator is."""
 _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
+_AGENT_S = 30.0  # longest that a rank looks for its agent
 _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
@@ -111,13 +112,16 @@ class CoordinatorClient:
         locate: Callable[[], str],
         heartbeat_timeout_s: float,
         token: bytes,
+        *,
+        is_agent: bool = False,
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
-        It raises `OSError` or `ValueError` while there is none, and `Refused` where there will be
-        none any more. `token` is the attempt's.
+        It raises `OSError` or `ValueError` while there is none. Where it is an agent's, this rank
+        ends with that. `token` is the attempt's.
         """
         self.identity, self._locate, self.token = identity, locate, token
+        self._is_agent, self._has_connected = is_agent, False
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
         self._connect_timeout_s = _connect_timeout_s(heartbeat_timeout_s)
         self._changed = threading.Condition()
@@ -153,7 +157,6 @@ class CoordinatorClient:
         hello = Hello(
             group=identity.group,
             incarnation=identity.incarnation,
-            num_ranks=identity.num_ranks,
             ranks=(process,),
             origin=origin,
             standing=standing,
@@ -275,12 +278,12 @@ class CoordinatorClient:
         while not self._is_closed and self._refusal is None:
             try:
                 self._serve_connection()
-            except Refused as error:
-                self.take_rejection(Rejection(reason="fenced", message=str(error)))
             except (OSError, ValueError) as error:
                 self._problem = str(error)
                 logger.debug("the coordinator is away: %s", error)
             self._hang_up()
+            if self._is_agent and not self._is_closed:
+                self._end_with_agent()
             with self._changed:
                 if self._is_welcome and not (self._is_closed or self._refusal):
                     logger.warning("the coordinator is away; this rank looks for it")
@@ -289,9 +292,24 @@ class CoordinatorClient:
                 if not self._is_closed:
                     self._changed.wait(timeout=_RETRY_S)
 
+    def _end_with_agent(self) -> None:
+        """End this rank where its agent has ended, or was looked for in vain."""
+        away_s = time.monotonic() - self._away_since
+        if self._has_connected:
+            message = "the agent of this group, its first rank, has ended"
+        elif away_s > _AGENT_S:
+            message = (
+                f"the agent of this group, its first rank, took no connection for {away_s:.0f} s "
+                f"({self._problem}); did it end at its start, or can this host not reach its host?"
+            )
+        else:
+            return
+        self.take_rejection(Rejection(reason="fenced", message=message))
+
     def _serve_connection(self) -> None:
         """Connect, introduce this rank, repeat what is unanswered, and read until it breaks."""
         connection = self._connect()
+        self._has_connected = True
         with self._sending:
             self._socket = connection
         if self._is_closed:

@@ -31,6 +31,8 @@ _FAST = 1  # level of compression
 _WORD = 8  # bytes of a number
 Span = tuple[Count, Count]
 """Rows [start, stop) of an epoch's order."""
+Share = tuple[Count, Count]
+"""(place, n): the part of the validation rows that one of n groups measures."""
 
 
 class Message(BaseModel):
@@ -181,7 +183,6 @@ class Hello(Message):
     kind: Literal["hello"] = "hello"
     group: Count
     incarnation: Count
-    num_ranks: Annotated[int, Field(ge=1)]
     ranks: Annotated[tuple[RankProcess, ...], Field(min_length=1)]
     origin: str
     standing: GroupState
@@ -254,6 +255,7 @@ class Arrive(Message):
     says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
     infinite, so its interval must not count. `may_overlap` says that the group could train on while
     the averages are formed. `needs_exact` asks for a round that `is_exact`, as before a save.
+    `measured` is the share of the validation rows that it has measured on `commit`, if any.
     `sums` are over its ranks (loss x weight and the like) and become means in the ledger.
     """
 
@@ -262,11 +264,15 @@ class Arrive(Message):
     commit: Count
     leases: tuple[Count, ...] = ()
     num_rows: Count = 0
+    train_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="What the leases took, without waiting for other groups."
+    )
     weight: Annotated[float, Field(ge=0)] | None = None
     has_copied: bool = False
     is_poisoned: bool = False
     may_overlap: bool = False
     needs_exact: bool = False
+    measured: Share | None = None
     report: Report | None = None
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener has copied so far.")
@@ -330,7 +336,8 @@ class Round(Message):
     `generation` changes with the members and after every round that failed; process groups are
     formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
     nothing to average; with `is_exact` everything that differs is averaged, in full precision,
-    whatever the policy. `donors` are where a listener copies its shards from, by rank. With
+    whatever the policy. With `joins_validation` the sums over all shares of the validation rows are
+    added up. `donors` are where a listener copies its shards from, by rank. With
     `overlaps` all ranks of the group train on from here, and apply the averages when they have
     trained what they hold. On the wire it has `weights` in the place of `members`: those of the
     newest `Roster`.
@@ -344,6 +351,7 @@ class Round(Message):
     commit: Count
     is_idle: bool = False
     is_exact: bool = False
+    joins_validation: bool = False
     overlaps: bool = False
     donors: tuple[str, ...] = ()
 
@@ -388,12 +396,12 @@ class RoundResult(Message):
     """Answer to `Vote`. When `committed`, every rank of the round applies its averages.
 
     `ledger` is the newest one and `leases` are all that the group holds now, in the order to train
-    them. `leader` is the group that validates and saves. `standing` is the group's own from here
-    on; a listener whose `standing` is `initial` starts its copy over, and not before the next
-    `Round`: until then its donor may not have applied this sync. After `should_leave` or
-    `has_finished` the group ends. One that was not asked for (`Answered.id` 0) says that `round`
-    has failed, to ranks that may still be waiting in a collective of it. To a listener that it was
-    committed without, a round was not committed.
+    them. `leader` is the group that saves and reports, and `share` what this one measures where
+    validation is due. `standing` is the group's own from here on; a listener whose `standing` is
+    `initial` starts its copy over, and not before the next `Round`: until then its donor may not
+    have applied this sync. After `should_leave` or `has_finished` the group ends. One that was not
+    asked for (`Answered.id` 0) says that `round` has failed, to ranks that may still be waiting in
+    a collective of it. To a listener that it was committed without, a round was not committed.
     """
 
     kind: Literal["verdict"] = "verdict"
@@ -402,6 +410,7 @@ class RoundResult(Message):
     ledger: Ledger
     leases: tuple[Lease, ...] = ()
     leader: Count = 0
+    share: Share = (0, 1)
     standing: GroupState = "current"
     should_leave: bool = False
     has_finished: bool = False

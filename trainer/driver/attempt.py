@@ -25,6 +25,7 @@ from trainer.coordination.authentication import new_token
 from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
+from trainer.layout.cost import Cluster
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -174,7 +175,8 @@ class Attempt:
     """An attempt whose spec has its tables and its layout resolved.
 
     `capacity` manages the capacity requests where the cluster is autoscaled. `token` is known to
-    its coordinator and its workers only (`trainer.coordination.authentication`).
+    its coordinator and its workers only (`trainer.coordination.authentication`). `cluster` is what
+    the planner is told of the hosts, None where too little is known of them.
     """
 
     context: DriverContext
@@ -183,6 +185,7 @@ class Attempt:
     use_gpu: bool = False
     capacity: CapacityManager | None = None
     token: bytes = field(default_factory=new_token, repr=False)
+    cluster: Cluster | None = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         c = self.context
@@ -195,6 +198,7 @@ class Attempt:
             secrets=c.secrets,
             versions=versions_here(),
             token=self.token,
+            cluster=vars(self.cluster) if self.cluster else None,
         )
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:

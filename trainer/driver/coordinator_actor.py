@@ -43,6 +43,7 @@ def lease_book_of(spec: JobSpec) -> LeaseBook:
         max_rows=None if training.max_steps is None else training.max_steps * rows_per_step,
         windows=lease_windows(source, spec),
         num_lanes=parallelism.group_size,
+        rows_per_step=parallelism.group_size * data.batch_size,
     )
 
 

@@ -51,8 +51,10 @@ from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.export.requests import export_on_success
 from trainer.failures import Failure
 from trainer.layout.choice import Choice, choose, need_of
+from trainer.layout.cost import ClusterError
 from trainer.layout.hosts import Site, choose_on, demand_per_worker, site_of, wants_gpu
 from trainer.layout.layout import LayoutError
+from trainer.layout.plans import PlanSite
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir
@@ -204,7 +206,8 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:
         use_gpu, capacity = open_capacity(context, spec, writer)
-    choice = choose_layout(spec, partial(look_at_cluster, spec, use_gpu, max_workers), report)
+    look = partial(look_at_cluster, spec, use_gpu, max_workers)
+    choice = choose_layout(spec, look, report)
     if choice:
         spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
@@ -218,7 +221,10 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     )
     if choice:
         writer.write(layout_chosen(choice))
-    return Attempt(context, spec, writer, use_gpu, capacity)
+    cluster = None
+    with suppress(ClusterError):  # of too little that is known; then nothing is predicted
+        cluster = PlanSite.of_site(look()).cluster
+    return Attempt(context, spec, writer, use_gpu, capacity, cluster=cluster)
 
 
 def open_capacity(

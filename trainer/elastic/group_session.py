@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.manager import TrainState
-from trainer.coordination.agent import GroupAgent, connect_once
+from trainer.coordination.agent import GroupAgent
 from trainer.coordination.client import (
     LOCATE_S,
     CoordinatorClient,
@@ -38,6 +38,7 @@ from trainer.coordination.messages import (
     Ledger,
     Report,
     RoundResult,
+    Share,
 )
 from trainer.data.batches import Batch, LeaseBatches
 from trainer.data.position import position_of
@@ -63,13 +64,14 @@ class Interval:
     """What this rank trained between two syncs.
 
     `sums`, float64 [2] on the device, are the loss of its rows and, where they are not all alike,
-    the weights of the whole group's rows.
+    the weights of the whole group's rows. It took `train_s`.
     """
 
     sums: torch.Tensor
     leases: tuple[int, ...] = ()
     num_rows: int = 0
     num_steps: int = 0
+    train_s: float = 0.0
 
     def after(self, earlier: Interval) -> Interval:
         """Both as one."""
@@ -78,6 +80,7 @@ class Interval:
             earlier.leases + self.leases,
             earlier.num_rows + self.num_rows,
             earlier.num_steps + self.num_steps,
+            earlier.train_s + self.train_s,
         )
 
 
@@ -97,6 +100,9 @@ class GroupSession(Session):
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
+        self._reported_step = 0
+        self._measured: tuple[Share, Part] | None = None  # of the validation rows, on this commit
+        self._validated: tuple[int, int] | None = None  # at so many rows agreed on, by which leader
         self._num_copies = 0
         self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
         self._num_requests = 0
@@ -124,6 +130,7 @@ class GroupSession(Session):
             self.spec.recovery,
             lambda message: (self._warn_of_sync if self.is_leader else logger.debug)(message),
             self.spec.parallelism.divergence_check,
+            self._measured_sums,
         )
         self._divergence_guard = None  # groups vote with checksums instead
 
@@ -189,6 +196,7 @@ class GroupSession(Session):
         if not self._leases:
             return
         lease = self._leases.popleft()
+        started_s = time.perf_counter()
         self.quarantine.begin_epoch(lease.epoch)
         for batch, step in self._stream:
             assert step.lease.id == lease.id, "leases are trained in the order of their submission"
@@ -197,9 +205,9 @@ class GroupSession(Session):
                 break
         self._interval.leases += (lease.id,)
         self._interval.num_rows += lease.num_rows
-        if self.spec.training.on_non_finite == "skip":
-            return
-        if not math.isfinite(loss := self._interval.sums[0].item()):
+        loss = self._interval.sums[0].item()  # once the device has done all
+        self._interval.train_s += time.perf_counter() - started_s
+        if self.spec.training.on_non_finite == "fail" and not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the training loss became {loss} by step "
                 f"{self.state.step + self._num_steps_ahead}; {NON_FINITE_ADVICE}"
@@ -249,8 +257,10 @@ class GroupSession(Session):
             self._report = Report()
         else:
             self._interval = self._interval.after(self._syncing)
-        self._syncing = self._new_interval()
+        self._syncing, self._measured = self._new_interval(), None
         self._take(result)
+        if self.group_sync.measured is not None:
+            self._validated = self.rows_agreed, result.leader
         # The coordinator has skipped the lease of a loss that was not finite.
         self.loss_guard.begin_at(self.state.position)
         self._follow_up()
@@ -291,10 +301,12 @@ class GroupSession(Session):
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,
+            train_s=interval.train_s,
             weight=weight if self.loss_weighting.is_on else None,
             is_poisoned=not is_finite,
             may_overlap=is_finite and self._may_overlap,
             needs_exact=self._needs_exact(interval),
+            measured=self._measured[0] if self._measured else None,
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": loss} if interval.num_rows else {},
         )
@@ -304,7 +316,8 @@ class GroupSession(Session):
         """Whether the next lease may be trained before the sync of the last one has ended."""
         is_able = self.standing == "current" and bool(self._leases)
         may_lead = self.is_leader and self._may_be_due_next
-        return is_able and bool(self.spec.parallelism.sync.overlap) and not may_lead
+        is_held = may_lead or self._is_validation_due(self._num_rows_next)
+        return is_able and bool(self.spec.parallelism.sync.overlap) and not is_held
 
     def _needs_exact(self, interval: Interval) -> bool:
         """Whether the copies differ, or may do so after `interval`, where something may be due.
@@ -316,9 +329,14 @@ class GroupSession(Session):
 
     @property
     def _may_be_due_next(self) -> bool:
-        """Whether the leader may have something to validate or save after the next sync."""
+        """Whether there may be something to validate or save after the next sync."""
+        return self._is_leading_due(self._num_rows_next)
+
+    @property
+    def _num_rows_next(self) -> int:
+        """Rows that will be agreed on after the next sync, about."""
         steps = self.spec.parallelism.sync.intervals[-1]
-        return self._is_leading_due(self.rows_agreed + steps * self.shape.rows_per_step)
+        return self.rows_agreed + steps * self.shape.rows_per_step
 
     def _is_leading_due(self, num_rows: int) -> bool:
         """Whether there is something to validate or save once so many rows are agreed on."""
@@ -400,12 +418,39 @@ class GroupSession(Session):
         return self.state.step // every > self._before.step // every
 
     def is_validation_step(self) -> bool:
-        """Whether the leader validates now: as asked, else at each epoch's end, and at the end."""
-        if self.validation_source is None:
-            return False
-        if self.is_finished:
-            return not self._has_finished
+        """Whether validation is due: as asked, else at each epoch's end, and at the end."""
         return self._is_validation_due(self.rows_agreed)
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether this group, as all, measures its share of the validation rows before it trains.
+
+        It does so on what is committed, alike on all copies. Of what a leader was lost over all is
+        measured again.
+        """
+        is_settled = self.standing == "current" and not (self._is_syncing or self._num_steps_ahead)
+        if not (is_settled and self.group_sync.is_exact and self.is_validation_step()):
+            return False
+        return self._result is not None and self._validated != (
+            self.rows_agreed,
+            self._result.leader,
+        )
+
+    def measure_share(self) -> None:
+        """Measure this group's share of the validation rows. Collective over the group.
+
+        The next round adds up what all groups measured, where each row is in one of their shares;
+        where a group was lost its result gives those that are left other shares.
+        """
+        assert self._result, "a group that is current has heard a result"
+        (place, num_groups), size = self._result.share, self.groups.layout.world_size
+        self.measure(place * size + self.groups.rank, num_groups * size)
+        self._measured = self._result.share, self.validation_meter.part("validation")
+
+    def _measured_sums(self) -> torch.Tensor:
+        """This rank's sums over the group's share; zeros where there are none."""
+        part = self._measured[1] if self._measured else self.validation_meter.part("validation")
+        return part.sums
 
     def is_checkpoint_step(self) -> bool:
         """Whether the leader saves now, whatever validation says."""
@@ -428,9 +473,11 @@ class GroupSession(Session):
         return is_due and not self.saves.is_blocked
 
     def _is_validation_due(self, num_rows: int) -> bool:
-        """Whether the leader validates once so many rows are agreed on."""
+        """Whether validation is due once so many rows are agreed on."""
         if self.validation_source is None:
             return False
+        if self.is_finished or num_rows >= self.num_rows:
+            return not self._has_finished
         every = self.spec.training.validate_every_steps
         if every:
             return self._is_due(every, num_rows)
@@ -446,15 +493,18 @@ class GroupSession(Session):
         return self._report.led or self.ledger.led
 
     def lead(self) -> None:
-        """Do what one group does for all: validate and save where that is due, and end the run.
+        """Do what one group does for all: report what all have measured, save, and end the run.
 
         Where copies may differ it waits for a sync after which they do not: the next, as all ask
-        for that. Collective over the group. The others train on, and wait for it at the next sync.
+        for that; and for the measurements. Collective over the group. The others train on, and wait
+        for it at the next sync.
         """
         if not self.group_sync.is_exact and self._is_leading_due(self.rows_agreed):
             return
-        is_best = self.validate() if self.is_validation_step() else False
-        if self.is_finished and not (self._has_finished or self.is_report_due()):
+        if self.must_measure:
+            return
+        is_best = self._take_measured()
+        if self.is_finished and not self._has_finished and self._reported_step < self.state.step:
             self.report()  # the run ends between two reports
         is_wanted = is_best and self.spec.checkpoint.keep_best
         if self.is_checkpoint_step() or (is_wanted and not self.saves.is_blocked):
@@ -480,6 +530,14 @@ class GroupSession(Session):
             has_finished=self._has_finished,
         )
 
+    def _take_measured(self) -> bool:
+        """Report what all groups have measured, if anything; True when it is the best so far."""
+        sums = self.group_sync.measured
+        if sums is None:
+            return False
+        part = replace(self.validation_meter.part("validation"), sums=sums)
+        return self.take_validation(reduce_parts([part], self.groups.device))
+
     def _save_for_a_pause(self) -> None:
         """Save what is committed if the driver wants to end all groups, and say when it is safe.
 
@@ -499,6 +557,7 @@ class GroupSession(Session):
 
         Between leases it waits for the other groups anyway.
         """
+        self._reported_step = self.state.step
         super().report()
         self.land_report()
 
@@ -538,7 +597,10 @@ def run_group(
         try:
             session.begin()
             while not session.is_over:
-                session.train_lease()
+                if session.must_measure:
+                    session.measure_share()
+                else:
+                    session.train_lease()
                 session.sync_groups()
         except Dismissed as message:
             logger.info("this spare ends: %s", message)
@@ -575,7 +637,7 @@ def connect(
         agent = GroupAgent(identity, locate, heartbeat_timeout_s, token)
     box = [agent.address if agent else ""]
     dist.broadcast_object_list(box, src=0)
-    client = CoordinatorClient(identity, connect_once(box[0]), heartbeat_timeout_s, token)
+    client = CoordinatorClient(identity, lambda: box[0], heartbeat_timeout_s, token, is_agent=True)
     try:
         yield client
     finally:

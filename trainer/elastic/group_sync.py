@@ -95,6 +95,8 @@ _ABORT_S = 1.0
 _UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _NEVER = timedelta(days=1)
 IsAborted = Callable[[], bool]
+Measured = Callable[[], torch.Tensor]
+"""This rank's sums over its share of the validation rows, zeros where it has none; float64 [k]."""
 MakeArrival = Callable[[], Arrive]
 
 
@@ -407,7 +409,8 @@ class Attempt:
     `standing` is that with which the group arrived. `rows` are those in it, or None when it has
     all; `moment_rows` those whose moments are in it. Where
     training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
-    `ended` their bases. `checksums` are those of its vote.
+    `ended` their bases. `checksums` are those of its vote. `measured` are the sums over all
+    validation rows, where the round joins them.
     `error` says why this rank could not go through with it, `suspects` names the groups that it
     could not reach, and who `gave_up` was told to.
     """
@@ -420,6 +423,7 @@ class Attempt:
     touched: torch.Tensor | None = None
     ended: Window | None = None
     checksums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    measured: torch.Tensor | None = None
     error: str = ""
     suspects: tuple[int, ...] = ()
     gave_up: bool = False
@@ -441,7 +445,8 @@ class GroupSync:
 
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
     round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
-    compared where `check` asks for that; `is_always_exact` whether every one does.
+    compared where `check` asks for that; `is_always_exact` whether every one does. `measured` are
+    the sums of this shard's ranks over the validation rows, where the newest round has joined them.
     """
 
     def __init__(
@@ -454,8 +459,10 @@ class GroupSync:
         recovery: RecoverySpec,
         warn: Callable[[str], None],
         check: DivergenceCheckSpec | None = None,
+        own_measured: Measured = lambda: torch.zeros(0, dtype=torch.float64),
     ) -> None:
-        self._spec = spec
+        self._spec, self._own_measured = spec, own_measured
+        self.measured: torch.Tensor | None = None
         self._check = check
         self.is_always_exact = spec.is_always_exact and check is None
         # Where a sync overlaps with all of the next interval its means are one sync late anyway.
@@ -623,6 +630,7 @@ class GroupSync:
         """Apply what was averaged if all agreed; else it stays touched."""
         result = attempt.result
         assert result, "a verdict was waited for"
+        self.measured = attempt.measured if result.committed else None
         if result.committed:
             assert not attempt.error, "a round commits when all ranks hold its averages"
             self._apply(attempt)
@@ -675,6 +683,8 @@ class GroupSync:
         Collective over the ranks s of the round.
         """
         round_ = attempt.round
+        if round_.joins_validation:
+            attempt.measured = self._join_measured(round_)
         if len(round_.members) == 1 or round_.is_idle:
             return
         replicas = ReplicaCollectives([self._group_of(round_)], self._device, _weights_in(round_))
@@ -690,6 +700,16 @@ class GroupSync:
         attempt.pending = PendingSync(blocks, replicas, trains_on=round_.overlaps)
         if self._check and (round_.is_exact or round_.commit % self._check.every_syncs == 0):
             attempt.checksums = self._checksums(attempt.rows)
+
+    def _join_measured(self, round_: Round) -> torch.Tensor:
+        """What the ranks s of all groups have measured, added up in one order. Collective."""
+        own, size = self._own_measured(), len(round_.members)
+        if size == 1:
+            return own
+        found = own.new_empty(size, len(own))
+        found[self._index] = own
+        self._group_of(round_).all_gather(found.view(-1))
+        return found.sum(dim=0)
 
     def _touched_rows(self, replicas: ReplicaCollectives) -> Rows | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""

@@ -88,6 +88,12 @@ class Cluster:
         """What the allocator keeps of freed memory."""
         return RESERVE_SHARE * self.hbm_bytes
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the hardware, however many hosts there are and whatever memory a job's workers get."""
+        quantities = [self.gpus_per_host, *(getattr(self, name) for name in RATES)]
+        return " ".join([self.device, *(f"{each:.3g}" for each in quantities)])
+
     def hosts_for(self, world_size: int) -> int:
         """How many whole hosts T ranks take; raises `ClusterError` where they do not fill them."""
         num_gpus = self.gpus_per_host
@@ -110,11 +116,11 @@ class Cluster:
 
 
 _COUNTS = ("gpus_per_host", "hbm_bytes")
-_RATES = (
+RATES = (
     *("hbm_bytes_per_s", "intra_host_bytes_per_s", "inter_host_bytes_per_s"),
     *("fp32_flops_per_s", "tf32_flops_per_s", "bf16_flops_per_s"),
 )
-_QUANTITIES = (*_COUNTS, *_RATES)
+_QUANTITIES = (*_COUNTS, *RATES)
 CLUSTER_QUANTITIES = (*_QUANTITIES, "process_bytes")
 _GIB = 2**30
 # Share of a data sheet's rates that is attained.
@@ -184,7 +190,7 @@ def gpu_cluster(gpu: str, gpus_per_host: int) -> Cluster:
     """Hosts with GPUs of a type of `GPU_NAMES`."""
     hbm_bytes, tera = _GPUS[gpu]
     attained = (each * 1e12 * _ATTAINED for each in tera)
-    rates: dict[str, Any] = dict(zip(_RATES, attained, strict=True))
+    rates: dict[str, Any] = dict(zip(RATES, attained, strict=True))
     return Cluster(name=gpu, gpus_per_host=gpus_per_host, hbm_bytes=hbm_bytes, **rates)
 
 

@@ -7,6 +7,7 @@ tables lie as planned there; else the cost model lays them out itself (`trainer.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,17 +19,19 @@ from pydantic import ValidationError
 from trainer.layout.choice import Choice, candidates, choose, need_of, size_text
 from trainer.layout.cost import (
     NUM_BATCHES,
+    RATES,
     Cluster,
     ClusterError,
     Cost,
     MemoryUse,
     StepTime,
+    cost_of,
     cpu_cluster,
     gpu_cluster_of_ray,
     sync_latency_s,
 )
 from trainer.layout.hosts import Site
-from trainer.layout.layout import LayoutError
+from trainer.layout.layout import Layout, LayoutError
 from trainer.layout.scaling import fastest_of, ways_of
 from trainer.layout.workload import (
     GroupPlan,
@@ -474,6 +477,64 @@ def _with_ranks(cost: Cost, ranks: Sequence[MemoryUse], cluster: Cluster) -> Cos
         **{name: sum(getattr(each, name) for each in ranks) / len(ranks) for name in names}
     )
     return replace(cost, peak=peak, mean=mean, fits=peak.needed_bytes <= cluster.hbm_bytes)
+
+
+# ---- of a layout whose tables lie already
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Speed of all ranks, seconds of a step, and memory of each position of a sharding group."""
+
+    samples_per_s: float
+    lookup_imbalance: float
+    step: StepTime
+    ranks: tuple[MemoryUse, ...]
+
+
+def predict(spec: JobSpec, layout: Layout, plan: GroupPlan, cluster: Cluster) -> Prediction:
+    """What a layout is worth whose groups are sharded by `plan`."""
+    workload = planned(spec, layout, plan)
+    if layout.num_replicas > 1:
+        workload = with_sync(workload, spec)
+    cost = cost_of(workload, layout, cluster)
+    ranks = rank_memory(workload, plan, cluster)
+    return Prediction(cost.samples_per_s, workload.lookup_imbalance, cost.step, ranks)
+
+
+_MOST_TIMES = 4.0
+_MOST_EXTRA_BYTES = 2.0**32
+# Steps of what is measured, so that one more job does not make all plans anew.
+_BYTES_STEP = 2**26
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What jobs of a cluster measured against their predictions: medians of `num_jobs`.
+
+    A step takes `step_ratio` times as long, between a quarter and four times, and a worker
+    `extra_bytes` more memory, at most 4 GiB more or less: a job measures what it likes.
+    """
+
+    num_jobs: int
+    step_ratio: float
+    extra_bytes: int
+
+    @classmethod
+    def of(cls, step_ratios: Sequence[float], extra_bytes: Sequence[float]) -> Calibration | None:
+        """Of what each job measured; None where there is none."""
+        if not step_ratios:
+            return None
+        bounded = min(max(statistics.median(step_ratios), 1 / _MOST_TIMES), _MOST_TIMES)
+        extra = statistics.median(extra_bytes) if extra_bytes else 0.0
+        steps = round(min(max(extra, -_MOST_EXTRA_BYTES), _MOST_EXTRA_BYTES) / _BYTES_STEP)
+        return cls(len(step_ratios), float(f"{bounded:.2g}"), steps * _BYTES_STEP)
+
+    def applied(self, cluster: Cluster) -> Cluster:
+        """The cluster as slow, and its processes as large, as measured."""
+        rates = {name: getattr(cluster, name) / self.step_ratio for name in RATES}
+        process_bytes = max(0.0, cluster.process_bytes + self.extra_bytes)
+        return replace(cluster, process_bytes=process_bytes, **rates)
 
 
 # ---- what to change where nothing fits

@@ -14,26 +14,18 @@ import sys
 import torch
 from pydantic import BaseModel
 
-from trainer.layout.workload import (
-    DATA_PARALLEL,
-    GroupPlan,
-    GroupTopology,
-    TablePlacement,
-    rank_loads,
-)
+from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.models.sparse import SparseArch
 from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
-    kernels_of,
+    group_plan_of,
     plan_group,
     table_constraints,
-    table_plans,
     topology_of,
 )
 from trainer.parallel.sharding import sharders
-from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
 _META = torch.device("meta")
@@ -69,28 +61,7 @@ def group_plan(spec: JobSpec, topology: GroupTopology) -> GroupPlan:
         )
     except PlanError as error:
         return GroupPlan(obstacle=str(error))
-    kernels, tables = kernels_of(plan), table_plans(plan, spec)
-    placements = tuple(_placement(table, *kernels[table.name], size) for table in tables)
-    shards = {
-        table.name: [(each.position, each.num_rows, each.num_columns) for each in table.shards]
-        for table in tables
-    }
-    return GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
-
-
-def _placement(
-    table: events.TablePlan, kernel: str, load_factor: float, size: int
-) -> TablePlacement:
-    ranks = tuple(dict.fromkeys(shard.position for shard in table.shards))
-    is_everywhere = table.sharding_type == DATA_PARALLEL
-    return TablePlacement(
-        name=table.name,
-        sharding_type=table.sharding_type,
-        compute_kernel=kernel,
-        ranks=None if len(ranks) == size else ranks,
-        row_parts=1 if is_everywhere else len({shard.row_offset for shard in table.shards}),
-        load_factor=load_factor,
-    )
+    return group_plan_of(plan, spec, size)
 
 
 def main() -> int:

@@ -223,6 +223,7 @@ class TwoDParallel(DistributedModelParallel):
         precision: DensePrecision = "fp32",
     ) -> None:
         self.groups = groups
+        self.group_plan = plan
         self._is_bf16 = precision == "bf16"
         if uses_node_groups(plan):
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from

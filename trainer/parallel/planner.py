@@ -77,7 +77,13 @@ from torchrec.distributed.types import (
 )
 
 from trainer.layout.choice import size_text
-from trainer.layout.workload import table_load
+from trainer.layout.workload import (
+    DATA_PARALLEL,
+    GroupPlan,
+    TablePlacement,
+    rank_loads,
+    table_load,
+)
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
@@ -461,6 +467,32 @@ def kernels_of(plan: ShardingPlan) -> dict[str, tuple[str, float]]:
         )
         for table, parameter in _parameters(plan).items()
     }
+
+
+def group_plan_of(plan: ShardingPlan, spec: JobSpec, size: int) -> GroupPlan:
+    """The plan of one sharding group of `size` ranks as the cost model reads it."""
+    kernels, tables = kernels_of(plan), table_plans(plan, spec)
+    placements = tuple(_placement(table, *kernels[table.name], size) for table in tables)
+    shards = {
+        table.name: [(each.position, each.num_rows, each.num_columns) for each in table.shards]
+        for table in tables
+    }
+    return GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
+
+
+def _placement(
+    table: events.TablePlan, kernel: str, load_factor: float, size: int
+) -> TablePlacement:
+    ranks = tuple(dict.fromkeys(shard.position for shard in table.shards))
+    is_everywhere = table.sharding_type == DATA_PARALLEL
+    return TablePlacement(
+        name=table.name,
+        sharding_type=table.sharding_type,
+        compute_kernel=kernel,
+        ranks=None if len(ranks) == size else ranks,
+        row_parts=1 if is_everywhere else len({shard.row_offset for shard in table.shards}),
+        load_factor=load_factor,
+    )
 
 
 def _parameters(plan: ShardingPlan) -> dict[str, Any]:

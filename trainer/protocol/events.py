@@ -115,8 +115,27 @@ class TablePlan(EventPart):
     shards: list[Shard]
 
 
+class Prediction(EventPart):
+    """What the planner says of these workers, whose tables lie as `tables` tells.
+
+    `step_s` has the seconds of a step by phase, `memory_bytes` what each position of a sharding
+    group takes by part, both as `trainer.layout.cost` names them without their units;
+    `lookup_imbalance` is the largest over the mean. `cluster` is the fingerprint of that which was
+    planned for.
+    """
+
+    cluster: str
+    samples_per_s: Finite
+    lookup_imbalance: Finite
+    step_s: dict[str, Finite]
+    memory_bytes: dict[str, list[Count]]
+
+
 class WorkersStarted(EventModel):
-    """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start."""
+    """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start.
+
+    `prediction` is None where too little is known of the cluster.
+    """
 
     kind: Literal["workers_started"] = "workers_started"
     run_index: Count
@@ -132,6 +151,7 @@ class WorkersStarted(EventModel):
     tables: list[TablePlan] = []
     total_steps: Step
     resumed_step: Step
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.spec.job import JobSpec
 
@@ -44,6 +45,7 @@ class GroupConfig:
 class WorkerConfig:
     """What the driver gives every worker. `spec` has its tables and its layout resolved.
 
+    `cluster` has the fields of a `trainer.layout.cost.Cluster`, where enough is known of the hosts;
     `watch_address` (host:port) is where the driver hears the workers that have no `group`;
     `versions` are those of the driver. With `token` the workers and the coordinator of an attempt
     prove to each other that they are its own.
@@ -58,6 +60,7 @@ class WorkerConfig:
     secrets: SecretEnv = SecretEnv()
     versions: Mapping[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
+    cluster: Mapping[str, Any] | None = None
 
     @property
     def run_label(self) -> str:

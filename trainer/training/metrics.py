@@ -378,13 +378,13 @@ class QuarantineReporter:
         """`num_rows` are those of the training and of the validation split."""
         self._is_on = spec.data.on_bad_rows == "quarantine"
         self._max_share = spec.data.max_bad_share
-        self._num_rows = num_rows
+        self._num_rows, self._num_held_out = num_rows
         self._emit = emit
         self._epochs: set[int] = set()
         self._found: QuarantinedRows = Counter()
         self._held_out: QuarantinedRows = Counter()
         self._totals = torch.zeros(2, dtype=torch.float64)
-        self.has_validated = False
+        self._has_validated = False
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
@@ -395,8 +395,14 @@ class QuarantineReporter:
 
     def add_held_out(self, found: QuarantinedRows) -> None:
         """Count what a batch of a validation left out: all read the same rows, the first counts."""
-        if not self.has_validated:
+        if not self._has_validated:
             self._held_out.update(found)
+
+    def end_validation(self, share: float) -> None:
+        """These ranks have read a `share` of the validation rows."""
+        if not self._has_validated:
+            self._num_held_out = math.ceil(share * self._num_held_out)
+        self._has_validated = True
 
     def parts(self) -> Iterator[Part]:
         """Rows left out since the last report, over all ranks; none where bad rows end the job.
@@ -420,7 +426,7 @@ class QuarantineReporter:
         self, found: QuarantinedRows, sums: torch.Tensor, _: torch.Tensor
     ) -> dict[str, float]:
         self._totals += sums
-        most = self._num_rows[0] * max(1, len(self._epochs)), self._num_rows[1]
+        most = self._num_rows * max(1, len(self._epochs)), self._num_held_out
         for total, num_rows in zip(self._totals.tolist(), most, strict=True):
             check_share(int(total), num_rows, self._max_share, found)
         return {"data/quarantined_rows": sums.sum().item()}

@@ -35,12 +35,15 @@ from trainer.data.position import (
 )
 from trainer.data.reader import open_source, order_digest
 from trainer.failures import DivergenceError
+from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
+from trainer.layout.plans import predict
 from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync
 from trainer.parallel.sync_tuner import SyncTuner
@@ -260,6 +263,25 @@ class Session:
             tables=self.table_plans,
             total_steps=self.total_steps,
             resumed_step=self.state.step,
+            prediction=self._prediction(layout),
+        )
+
+    def _prediction(self, layout: Layout) -> events.Prediction | None:
+        """What the planner says of these workers with the tables as they lie."""
+        if self.config.cluster is None:
+            return None
+        group = group_plan_of(self.model.group_plan, self.spec, layout.shard_group_size)
+        cluster = Cluster(**self.config.cluster)
+        found = predict(self.spec, layout, group, cluster)
+        return events.Prediction(
+            cluster=cluster.fingerprint,
+            samples_per_s=found.samples_per_s,
+            lookup_imbalance=found.lookup_imbalance,
+            step_s={name.removesuffix("_s"): value for name, value in vars(found.step).items()},
+            memory_bytes={
+                name.removesuffix("_bytes"): [round(getattr(rank, name)) for rank in found.ranks]
+                for name in MemoryUse.__dataclass_fields__
+            },
         )
 
     def batches(self) -> Iterator[tuple[Batch, Step]]:
@@ -524,10 +546,12 @@ class Session:
     @torch.no_grad()
     def validate(self) -> bool:
         """Measure all validation rows; True when the result is the best so far. Collective."""
+        self.measure(self.groups.rank, self.groups.layout.world_size)
+        return self.take_validation(self.validation_meter.compute("validation"))
+
+    def take_validation(self, values: dict[str, float]) -> bool:
+        """Report what a validation has found; True when it is the best so far. Collective."""
         metric = self.spec.model.watched_metric
-        self.land_report()
-        with self.off_the_clock():
-            values = self._measure()
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
@@ -547,29 +571,28 @@ class Session:
         dist.broadcast(found, dist.get_process_group_ranks(group)[0], group=group)
         return found.item()
 
-    def _measure(self) -> dict[str, float]:
-        """Metrics over every validation row once. Collective over all ranks.
+    @torch.no_grad()
+    def measure(self, rank: int, num_ranks: int) -> None:
+        """Measure this rank's part of the validation rows, as `rank` of `num_ranks`.
 
         The replicas are averaged first, as at any sync, so that all ranks measure one model.
+        Collective over all ranks.
         """
         assert self.validation_source is not None
-        self.synchronise()
-        self.sync.finish()
-        self.model.eval()
-        with ValidationBatches(
-            self.validation_source,
-            self.spec,
-            self.groups.rank,
-            self.groups.layout.world_size,
-            pin=self._copies_batches,
-        ) as held_out:
+        self.land_report()
+        rows = ValidationBatches(
+            self.validation_source, self.spec, rank, num_ranks, pin=self._copies_batches
+        )
+        with self.off_the_clock(), rows as held_out:
+            self.synchronise()
+            self.sync.finish()
+            self.model.eval()
             for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))
-        self.quarantine.has_validated = True
+        self.quarantine.end_validation(self.groups.layout.world_size / num_ranks)
         self.model.train()
-        return self.validation_meter.compute("validation")
 
     def _update_early_stopping(self, metric: str, value: float) -> None:
         """Count a validation that found `value`; report it where it ends the run."""

@@ -13,12 +13,15 @@ from pydantic import Field
 from service.api.deps import (
     Context,
     ContextDep,
+    ForceQuery,
     JobDep,
     PrincipalDep,
     VersionsDep,
+    check_fits,
     check_paths,
     check_project,
     keep_secrets,
+    most_workers,
     on_storage,
     with_etag,
 )
@@ -32,7 +35,6 @@ from service.domain.models import Job, JobStatus
 from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.code_archives import check_code
-from service.jobs.planning import check_fit
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
 from service.schemas.common import Page
@@ -49,7 +51,6 @@ from service.schemas.jobs import (
     RestartJob,
     SubmitJob,
 )
-from trainer.layout.hosts import site_of
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -60,9 +61,6 @@ _MAX_ALTERNATIVES = 20
 # Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
 _DELETION_S = 300.0
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
-ForceQuery = Annotated[
-    bool, Query(description="Also where the tables do not fit the memory of the workers.")
-]
 MetricQuery = Annotated[
     str, Field(pattern=METRIC_BOUND, max_length=300, examples=["validation/ne<0.8"])
 ]
@@ -104,33 +102,15 @@ def submit(
         check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(
-            with_table_sizes(spec), hosts_for(context.backend, spec), _most_workers(spec, context)
+            with_table_sizes(spec), hosts_for(context.backend, spec), most_workers(spec, context)
         )
     began_at = time.time()
-    _check_fit(spec, context, force=force)
+    if not force:
+        check_fits([spec], context)
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
-
-
-def _most_workers(spec: JobSpec, context: Context) -> int | None:
-    """The most workers of a cluster that grows by itself."""
-    is_shared = spec.resources.cluster == "shared"
-    return context.settings.cluster_max_workers if is_shared else None
-
-
-def _check_fit(spec: JobSpec, context: Context, *, force: bool) -> None:
-    """Raise `DoesNotFit` where no workers of the cluster could hold the tables.
-
-    Of a shared cluster by what it told last, so that a submit never waits for it.
-    """
-    if force:
-        return
-    is_shared = spec.resources.cluster == "shared"
-    hosts = context.cluster.hosts() if is_shared else hosts_for(context.backend, spec)
-    sized = with_table_sizes(spec)
-    check_fit(sized, site_of(sized, hosts, _most_workers(spec, context)))
 
 
 def _create(
@@ -295,7 +275,8 @@ def clone(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
-    _check_fit(spec, context, force=force)
+    if not force:
+        check_fits([spec], context)
     made = _create(spec, body.secrets, idempotency_key, principal, context, job.id)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.concurrency import run_in_threadpool
 
-from service.api.deps import Context, ContextDep, PrincipalDep, check_paths, check_project
+from service.api.deps import (
+    Context,
+    ContextDep,
+    PrincipalDep,
+    check_paths,
+    check_project,
+    most_workers,
+)
 from service.api.planning import plans_view
 from service.backends.base import hosts_for
+from service.db.jobs import JobStore
+from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
+from service.domain.models import JobStatus
 from service.errors import NoPlan
-from service.jobs.planning import Limit, plan_job
+from service.jobs.planning import Limit, calibration_of, plan_job
 from service.jobs.submit import with_table_sizes
 from service.schemas.plans import DescribedCluster, PlanRequest, PlansOut
 from trainer.layout.cost import ClusterError, cluster_of
 from trainer.layout.hosts import site_of
 from trainer.layout.layout import LayoutError
-from trainer.layout.plans import PlanSite
+from trainer.layout.plans import Calibration, PlanSite
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
 router = APIRouter(tags=["jobs"])
 _POLL_S = 0.25
+_MAX_CALIBRATING = 20
 
 
 @router.post("/v1/plans", summary="Plan a job on a cluster")
@@ -55,18 +67,29 @@ def _planned(body: PlanRequest, context: Context, principal: Principal, limit: L
         message = "a plan needs the sizes of all tables: give num_embeddings, or prepare the data"
         raise SpecError([FieldProblem("embedding_tables", "unknown_size", message)])
     try:
-        site = _site_of(spec, body.cluster, context)
-        return plans_view(spec, plan_job(spec, site, context.planner, limit))
+        site, calibration = _site_of(spec, body.cluster, context), None
+        if body.cluster is None:
+            calibration = _calibration(context.store, site)
+        if calibration:
+            site = replace(site, cluster=calibration.applied(site.cluster))
+        plans = plan_job(spec, site, context.planner, limit)
+        return plans_view(spec, replace(plans, calibration=calibration))
     except (ClusterError, LayoutError) as error:
         raise NoPlan(str(error)) from None
+
+
+def _calibration(store: JobStore, site: PlanSite) -> Calibration | None:
+    """By the newest jobs that trained on this cluster."""
+    trained = JobFilter(statuses=(JobStatus.RUNNING, JobStatus.SUCCEEDED))
+    jobs, _ = store.list_jobs(trained, limit=_MAX_CALIBRATING)
+    return calibration_of(jobs, site.cluster.fingerprint)
 
 
 def _site_of(spec: JobSpec, wanted: str | DescribedCluster | None, context: Context) -> PlanSite:
     """Raises `ClusterError`."""
     if wanted is None:
-        is_shared = spec.resources.cluster == "shared"
-        most = context.settings.cluster_max_workers if is_shared else None
-        return PlanSite.of_site(site_of(spec, hosts_for(context.backend, spec), most))
+        hosts = hosts_for(context.backend, spec)
+        return PlanSite.of_site(site_of(spec, hosts, most_workers(spec, context)))
     if isinstance(wanted, str):
         return PlanSite.of_profile(cluster_of(wanted), spec)
     given = wanted.model_dump(exclude={"profile"}, exclude_none=True)

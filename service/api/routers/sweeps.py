@@ -11,7 +11,9 @@ from starlette.requests import Request
 from service.api.deps import (
     Context,
     ContextDep,
+    ForceQuery,
     PrincipalDep,
+    check_fits,
     check_paths,
     check_project,
     current_rule,
@@ -50,7 +52,11 @@ SweepDep = Annotated[Sweep, Depends(find_sweep)]
 
 @router.post("", status_code=status.HTTP_201_CREATED, summary="Search for settings of a spec")
 def create_sweep(
-    body: CreateSweep, context: ContextDep, principal: PrincipalDep, response: Response
+    body: CreateSweep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    response: Response,
+    force: ForceQuery = False,
 ) -> SweepDetail:
     """Check the spec with each bound and value, and start the search; `Location` names it.
 
@@ -80,7 +86,9 @@ def create_sweep(
         created_at=time.time(),
         created_by=principal.name,
     )
-    check_sweep(sweep)
+    tried = check_sweep(sweep)
+    if not force:
+        check_fits(tried, context)
     context.sweeps.create(sweep)
     context.wake_sweeps()
     response.headers["Location"] = f"/v1/sweeps/{sweep.id}"

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +26,7 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import TOKEN, make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
-from trainer.coordination.agent import GroupAgent, connect_once
+from trainer.coordination.agent import GroupAgent
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.client import (
     CoordinatorClient,
@@ -72,8 +72,9 @@ _NEVER_S = scaled(60)
 class Life:
     """One life of a rank, which copies nothing and computes nothing, but says that it did."""
 
-    def __init__(self, identity: Identity, locate: Callable[[], str], timeout_s: float) -> None:
-        self.member = CoordinatorClient(identity, locate, timeout_s, TOKEN)
+    def __init__(self, identity: Identity, agent: str, timeout_s: float) -> None:
+        """`agent` is where that of its group listens."""
+        self.member = CoordinatorClient(identity, lambda: agent, timeout_s, TOKEN, is_agent=True)
         self.identity = identity
         self.ledger = Ledger()
         self.standing: GroupState = "initial"
@@ -131,7 +132,7 @@ def live(identity: Identity, address: str, timeout_s: float, folder: Path) -> No
         agent = GroupAgent(identity, lambda: address, timeout_s, TOKEN)
         write_whole(written, agent.address.encode())
     wait_until(written.exists, "the agent listens")
-    life = Life(identity, connect_once(written.read_text()), timeout_s)
+    life = Life(identity, written.read_text(), timeout_s)
     life.member.on_refusal = lambda _: os._exit(FENCED)
     try:
         life.run()
@@ -293,7 +294,6 @@ def hello_of(rank: Identity) -> Hello:
     return Hello(
         group=rank.group,
         incarnation=rank.incarnation,
-        num_ranks=rank.num_ranks,
         ranks=(RankProcess(rank=rank.rank, host=rank.host, pid=1, donor=""),),
         origin="seed",
         standing="initial",
@@ -456,7 +456,7 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
         GroupAgent(first, lambda: f"127.0.0.1:{port}", _NEVER_S, TOKEN) for first, _ in groups
     ]
     lives = [
-        Life(each, connect_once(agent.address), _NEVER_S)
+        Life(each, agent.address, _NEVER_S)
         for ranks, agent in zip(groups, agents, strict=True)
         for each in ranks
     ]

@@ -12,6 +12,7 @@ import pytest
 from tests.harness.chaos import Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
+from tests.harness.files import records_in
 from tests.harness.object_store import run_object_store
 from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
@@ -20,6 +21,7 @@ from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.save_load import list_committed
 from trainer.fault_injection import Fault
 from trainer.protocol import requests
+from trainer.protocol.events import Metrics
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import SecretEnv, WorkerConfig
@@ -104,12 +106,35 @@ def test_a_group_whose_link_is_cut_stops_nobody_and_has_no_say_when_it_is_mended
         campaign.finish(config)
 
 
-def test_the_leader_saves_what_is_committed_and_groups_go_on_from_there(
+def test_groups_go_on_from_what_the_leader_saved_and_share_its_validation(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     settings = ("training.epochs=1", "checkpoint.every_steps=1000000")
     config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
     _save_and_go_on(config, tmp_path)
+    last = replace(config, attempt_id="job-x-a2")
+    with ElasticHarness(last, tmp_path / "lost", 2, restarts=False) as harness:
+        harness.wait_for(lambda: shares_of(harness, 1), TIMEOUT_S, "group 1 measures its share")
+        harness.life(1).kill()
+        harness.wait_to_end()
+        assert shares_of(harness, 0) == [[0, 2], [0, 1]]
+    again = replace(config, attempt_id="job-x-a3")
+    with ElasticHarness(again, tmp_path / "whole", 2) as harness:
+        harness.wait_to_end()
+        assert (shares_of(harness, 0), shares_of(harness, 1)) == ([[0, 2]], [[1, 2]])
+    assert validation_of(again) == pytest.approx(validation_of(last), rel=1e-9)
+
+
+def shares_of(harness: ElasticHarness, group: int) -> list[list[int]]:
+    """The shares of the validation rows that a group set about to measure."""
+    return [each["share"] for each in harness.of("measuring") if each["group"] == group]
+
+
+def validation_of(config: WorkerConfig) -> float:
+    """What the leader of an attempt reported, once."""
+    told = records_in(RunDir(config.run_dir).attempt(config.attempt_id), Metrics)
+    (found,) = (each.values["validation/rmse"] for each in told if "validation/rmse" in each.values)
+    return found
 
 
 def test_groups_train_on_while_the_store_of_checkpoints_stands_still(

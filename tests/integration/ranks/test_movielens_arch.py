@@ -16,10 +16,12 @@ from tests.harness.ranks import run_ranks
 from tests.harness.sessions import assert_alike, config_of, next_run, told, train_session
 from tests.harness.wait import scaled
 from trainer.checkpoint.save_load import list_committed
+from trainer.layout.cost import cpu_cluster
 from trainer.protocol.events import Metrics, Note, Progress, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec, validate_spec
+from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
 
 pytestmark = pytest.mark.slow
@@ -60,12 +62,25 @@ def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dic
     return ranks
 
 
+def assert_is_predicted(started: WorkersStarted, spec: JobSpec) -> None:
+    """The workers told what the planner says of the tables as they lie."""
+    found = started.prediction
+    assert found is not None and found.samples_per_s > 0
+    assert {len(held) for held in found.memory_bytes.values()} == {started.shard_group_size}
+    held = sum(found.memory_bytes["tables"]) + sum(found.memory_bytes["optimizer"])
+    assert held == spec.table_bytes
+    assert found.step_s["sync"] > 0
+
+
 def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     halfway = tmp_path / "halfway"
     config = example_config(small_movielens, halfway, *PLAIN_SGD, "training.max_steps=8")
-    whole = run_ranks(train_session, 4, config)
+    cluster = cpu_cluster(workers_per_host=4, memory_bytes=2**31)
+    whole = run_ranks(train_session, 4, replace(config, cluster=vars(cluster)))
+    started = told(halfway, WorkersStarted)[-1]
+    assert_is_predicted(started, config.spec)
     for found in list_committed(RunDir(halfway).checkpoints_dir):
         if found.commit.step > 4:
             shutil.rmtree(found.path)

@@ -6,6 +6,7 @@ Pure: no clock, no socket; `now` is Unix time in seconds.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -26,12 +27,15 @@ from trainer.coordination.messages import (
     RankProcess,
     Rejection,
     RoundMember,
+    Share,
     Vote,
 )
 from trainer.elastic.coordinator.interface import Departure, GroupStatus, MembershipPolicy, Reply
 from trainer.protocol.events import Note
 
 _NUM_DEPARTURES = 100
+_NUM_SPEEDS = 5
+_MIN_SPEEDS = 3  # the first leases take longer than the others
 # Who is half way to being lost may well be so for the same cause.
 _DOUBTFUL_SHARE = 0.5
 
@@ -44,6 +48,7 @@ class Group:
     no committed round since, `stale` once it has missed one or holds what must not count.
     `missed_round` is the newest round that was committed without it although it was in it;
     `num_suspended` counts how often it was left out of one, since one with it had failed.
+    `speeds` are the newest, in rows per second. `share` is what it measures of a validation.
     """
 
     def __init__(self, hello: Hello, now: float) -> None:
@@ -62,6 +67,8 @@ class Group:
         self.leave_cause: str | None = None
         self.missed_round = 0
         self.num_suspended = 0
+        self.speeds: deque[float] = deque(maxlen=_NUM_SPEEDS)
+        self.share: Share = (0, 1)
         self._request_id = 0
         self._speakers: set[int] = set()  # the first rank of each of its connections
 
@@ -99,6 +106,11 @@ class Group:
     def has_exact_copy(self) -> bool:
         """Whether a listener that has missed no round has copied everything."""
         return self.copy == "live" and self.arrival.has_copied
+
+    @property
+    def speed(self) -> float:
+        """Rows per second as of late, 0 where too few leases were timed."""
+        return statistics.median(self.speeds) if len(self.speeds) >= _MIN_SPEEDS else 0.0
 
     @property
     def may_overlap(self) -> bool:

@@ -10,16 +10,39 @@ free again. Raises `LeaseError`.
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import TypeVar
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
 
 Lane = tuple[int, int]
 """A group, and the number of a lane of it."""
+Key = TypeVar("Key", bound=Hashable)
+# Groups whose speeds differ by less get leases of one length: times are noisy.
+_ALIKE = 1.25
+_MIN_LENGTH, _MAX_LENGTH = 0.5, 2.0
+
+
+def lease_lengths(speeds: Mapping[Key, float]) -> dict[Key, float]:
+    """How long the next lease of each group is, so that all reach the sync at about one time.
+
+    `speeds` are in rows per second, 0 where none is known yet. A length is in usual leases, on
+    average 1 unless a bound was met: a group that is very slow would otherwise take no part, and
+    one that is very fast drift away from the others before each sync.
+    """
+    known = [speed for speed in speeds.values() if speed]
+    if not known or max(known) < _ALIKE * min(known):
+        return dict.fromkeys(speeds, 1.0)
+    mean = statistics.fmean(known)
+    return {
+        group: min(max((speed or mean) / mean, _MIN_LENGTH), _MAX_LENGTH)
+        for group, speed in speeds.items()
+    }
 
 
 class OpenEpoch:
@@ -180,16 +203,19 @@ class LeaseBook:
         max_rows: int | None = None,
         windows: Sequence[int] | Callable[[int], Sequence[int]] = (),
         num_lanes: int = 1,
+        rows_per_step: int = 1,
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
+        A group takes `rows_per_step` at once; leases of another length than `rows_per_lease` are
+        of whole steps.
         Skipped rows count towards `max_rows` as trained ones do. `windows` are row bounds for all
         epochs (0, ..., number of rows), or give those of an epoch; none stand for one window.
         """
         self._num_rows = num_rows
         self._epochs = epochs
         self._rows_per_lease = rows_per_lease
-        self._num_lanes = num_lanes
+        self._num_lanes, self._rows_per_step = num_lanes, rows_per_step
         whole_run = epochs * num_rows
         self._max_rows = whole_run if max_rows is None else min(whole_run, max_rows)
         whole_epoch = (0, num_rows)
@@ -237,12 +263,16 @@ class LeaseBook:
         }
         return ledger.model_copy(update=rows)
 
-    def lease(self, group: int) -> Lease | None:
+    def lease(self, group: int, length: float = 1.0) -> Lease | None:
         """Lease the next rows to `group`; None where none are free, now or for good.
 
-        An epoch begins when all rows of the last are done.
+        An epoch begins when all rows of the last are done. `length` is as of `lease_lengths`.
         """
-        num_rows = min(self._rows_per_lease, self.num_rows_left - self._num_rows_leased)
+        wanted = self._rows_per_lease
+        if length != 1:
+            num_steps = max(1, round(length * wanted / self._rows_per_step))
+            wanted = num_steps * self._rows_per_step
+        num_rows = min(wanted, self.num_rows_left - self._num_rows_leased)
         if num_rows <= 0:
             return None
         spans = self._opened(self._epoch).take(group, num_rows, self._num_lanes)

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from trainer import failures
 from trainer.coordination.detection import DivergentShard, FaultRecord, differing_copies
-from trainer.coordination.messages import Lease, Ledger, Rejection, Report, Round, RoundResult, Vote
+from trainer.coordination.messages import (
+    Lease,
+    Ledger,
+    Rejection,
+    Report,
+    Round,
+    RoundResult,
+    Share,
+    Vote,
+)
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.groups import (
     Group,
@@ -25,7 +34,7 @@ from trainer.elastic.coordinator.groups import (
     fenced,
 )
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
-from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.leases import LeaseBook, lease_lengths
 from trainer.failures import Failure
 from trainer.protocol import events
 
@@ -40,6 +49,12 @@ _MAX_SKIPS_IN_A_ROW = 3
 
 Joining = Literal["start", "peer_copy"]
 """How a group becomes current: it begins the run, or its copy is then exact."""
+
+
+def is_whole(shares: Collection[Share | None]) -> bool:
+    """Whether groups with these shares have measured each validation row, and each once."""
+    size = len(shares)
+    return size > 0 and set(shares) == {(place, size) for place in range(size)}
 
 
 class OpenRound:
@@ -74,12 +89,19 @@ class OpenRound:
             commit=commit,
             is_idle=not (weight or is_asked or has_listeners),
             is_exact=is_asked or len(current) < len(groups),
+            # Where some group has trained, not all of it is about one state.
+            joins_validation=not weight and is_whole([each.measured for each in arrivals]),
         )
         self._told: dict[tuple[bool, Group | None], Round] = {}
         may_overlap = weight and not self._message.is_exact
         self.overlapping = {group for group in groups if may_overlap and group.may_overlap}
         self.weights = {member.group: member.weight for member in members}
         self.leases = [lease for arrival in arrivals for lease in arrival.leases]
+        self.speeds = {
+            group: group.arrival.num_rows / group.arrival.train_s
+            for group in current
+            if group.arrival.num_rows and group.arrival.train_s
+        }
         sums: dict[str, float] = defaultdict(float)
         for name, value in (each for arrival in arrivals for each in arrival.sums.items()):
             sums[name] += value
@@ -529,7 +551,10 @@ class SyncRounds:
         leavers = [group for group in able if self._may_leave(group)]
         for group in leavers:
             self.release(group, group.leave_cause or "resize", now)
+        for group, speed in ended.speeds.items():
+            group.speeds.append(speed)
         self._hand_out()
+        self._share_validation()
         for group in voters:
             result = self._result(group, ended.number, True, should_leave=group in leavers)
             self._effects.append(group.answer(result))
@@ -587,10 +612,17 @@ class SyncRounds:
         """
         if self._is_short:
             return
+        lengths = lease_lengths({group: group.speed for group in self._groups.current})
         for num_held in range(_LEASES_HELD):
-            for group in self._groups.current:
+            for group, length in lengths.items():
                 if len(self._book.held(group.group)) <= num_held:
-                    self._book.lease(group.group)
+                    self._book.lease(group.group, length)
+
+    def _share_validation(self) -> None:
+        """Share the validation rows among the groups that hold this commit."""
+        current = self._groups.current
+        for place, group in enumerate(current):
+            group.share = place, len(current)
 
     def _result(
         self, group: Group, number: int, committed: bool, should_leave: bool = False
@@ -602,6 +634,7 @@ class SyncRounds:
             ledger=self.ledger,
             leases=self._book.held(group.group),
             leader=self._groups.choose_leader() or 0,
+            share=group.share,
             standing="initial" if group.copy == "stale" else group.standing,
             should_leave=should_leave,
             has_finished=committed and self.has_finished,

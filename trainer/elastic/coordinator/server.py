@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -270,20 +270,20 @@ class Coordinator:
         return self._call(self._membership.status)
 
     def expect(self, groups: Collection[int]) -> None:
-        self._call(lambda: self._take(lambda: self._membership.expect(groups, self._now())))
+        self._request(self._membership.expect, groups)
 
     def retire(self, group: int, cause: str) -> None:
-        self._call(lambda: self._take(lambda: self._membership.retire(group, cause, self._now())))
+        self._request(self._membership.retire, group, cause)
 
     def promote(self, group: int) -> None:
-        self._call(lambda: self._take(lambda: self._membership.promote(group, self._now())))
+        self._request(self._membership.promote, group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        self._call(
-            lambda: self._take(
-                lambda: self._membership.drop(group, incarnation, reason, self._now())
-            )
-        )
+        self._request(self._membership.drop, group, incarnation, reason)
+
+    def _request(self, step: Callable[..., Iterable[Effect]], *args: Any) -> None:
+        """Take a step that the driver asks for."""
+        self._call(lambda: self._take(lambda: step(*args, self._now())))
 
     def stop(self) -> None:
         """End the server. Who is connected looks for another one."""

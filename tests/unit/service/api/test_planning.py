@@ -85,7 +85,6 @@ def test_a_cluster_that_is_too_small_is_an_obstacle_and_not_a_refusal() -> None:
     # What it would be, were there enough.
     assert plan.layout.num_hosts == 3
     assert plan.reason.startswith("given a host for each group")
-    assert [option.num_hosts_survived for option in plan.options] == [1, 0]
 
 
 def test_without_a_cluster_the_numbers_of_the_spec_are_planned() -> None:
@@ -104,8 +103,6 @@ def test_auto_stays_open_until_the_hosts_are_known() -> None:
     chosen = plan_of(automatic, hosts(4, memory_bytes=2**30))
     assert (chosen.world_size, chosen.shard_group_size, chosen.num_replicas) == (6, 1, 6)
     assert chosen.layout.world_size == 4
-    assert sum(option.is_chosen for option in chosen.options) == 1
-    assert len(chosen.options) > 1
 
 
 def test_a_spec_that_does_not_allow_the_choice_names_the_field() -> None:
@@ -156,7 +153,7 @@ def test_an_open_plan_and_one_that_cannot_start_are_printed_as_such() -> None:
     for plan, parts in (
         (plan_of(automatic), ["4 workers (auto)"]),
         (plan_of(automatic, hosts(1, 1)), ["cannot start", "room for 2"]),
-        (plan_of(automatic, hosts(4)), ["chosen", "intra host"]),
+        (plan_of(automatic, hosts(4)), ["4 workers (4 replicas x 1 shards), intra_host"]),
         (plan_of(job(32, 1), hosts(32)), ["32 of 1"]),
     ):
         text = printed(plan)

@@ -18,6 +18,8 @@ from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
+from service.domain.metrics import MEMORY_PARTS
+from service.schemas.wording import NOTHING, TIMES
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -28,6 +30,7 @@ from tests.harness.builders import (
     layout_chosen,
     membership_changed,
     metrics,
+    predicted_workers,
     recovered,
     spec_document,
     workers_started,
@@ -389,6 +392,41 @@ def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
     report(degraded, membership_changed(time=NOW + 1), first_seq=8)
     assert "copies alive 3 of each shard, on 3 hosts; 2 more may be lost" in shown()
     assert "groups" not in shardloom("ps").stdout
+
+
+@pytest.mark.usefixtures("client")
+def test_show_and_the_api_have_the_plan_beside_what_was_measured(api: Api) -> None:
+    job_id = api.start(name="ratings")
+    report(api, predicted_workers())
+    lines = shown()
+    assert "Predicted Measured Ratio" in lines and f"rows/s 1k {NOTHING} {NOTHING}" in lines
+    measured = {
+        "speed/rows_per_s": 800.0,
+        **{f"phase/{phase}_s": 0.01 for phase in ("data_wait", "lookup", "dense", "backward")},
+        "phase/sync_s": math.nan,
+        "memory/peak_rss_bytes": 8e6,
+    }
+    report(api, Metrics(time=NOW, step=1, values=measured), first_seq=1)
+    lines = shown()
+    for line in (
+        f"rows/s 1k 800 0.8{TIMES}",
+        f"step 80 ms 40 ms 0.5{TIMES}",
+        f"forward and backward 60 ms 30 ms 0.5{TIMES}",
+        f"sync 10 ms {NOTHING} {NOTHING}",
+        f"peak memory 7 MB 8 MB 1.14{TIMES}",
+        f"lookup imbalance 1.50{TIMES} {NOTHING} {NOTHING}",
+    ):
+        assert line in lines
+    found = api.http.get(f"/v1/jobs/{job_id}").json()
+    assert found["membership"]["prediction"]["memory_bytes"] == dict.fromkeys(MEMORY_PARTS, 10**6)
+    first = {
+        "name": "rows/s",
+        "unit": "per_s",
+        "predicted": 1000.0,
+        "measured": 800.0,
+        "ratio": 0.8,
+    }
+    assert found["compared"][0] == first
 
 
 def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -> None:

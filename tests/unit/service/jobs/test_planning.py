@@ -19,11 +19,13 @@ import yaml
 from service.errors import PlannerFailed, PlanTimedOut
 from service.jobs.planning import GroupPlanner, Limit
 from service.settings import Settings
-from tests.harness.builders import spec, spec_document
-from tests.harness.service import Api, problem_in, shardloom
+from tests.harness.builders import NOW, batch, predicted_workers, spec, spec_document
+from tests.harness.service import Api, end, problem_in, shardloom
 from tests.harness.wait import scaled, wait_for
+from trainer.layout.cost import cpu_cluster
 from trainer.layout.hosts import HostFacts
 from trainer.layout.workload import GroupTopology
+from trainer.protocol.events import Metrics
 from trainer.spec.job import JobSpec
 
 GIB = 2**30
@@ -190,6 +192,35 @@ def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
     described = {"profile": "4xCPU-8GB", "num_hosts": 3, "hbm_bytes": GIB}
     found = asked(api, described).json()
     assert (found["cluster"]["room"], found["cluster"]["hbm_bytes"]) == ([4] * 3, GIB)
+
+
+def test_what_jobs_measured_on_the_cluster_calibrates_its_next_plan(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    planning(FIRST_RANK)
+    api.backend.set_hosts(HostFacts("a", 4, 0, 8 * GIB))
+    four = {"workers": 4, "shard_group_size": "auto", "placement": "auto"}
+    plain = asked(api, None, parallelism=four).json()
+    assert plain["calibration"] is None
+    here = cpu_cluster(4, GIB).fingerprint
+    # Predicted were 80 ms and 7 MB.
+    for index, (seconds, megabytes, cluster) in enumerate(
+        [(0.16, 300, here), (0.24, 308, here), (80.0, 10**6, "elsewhere")]
+    ):
+        job_id = api.start(name=f"measured-{index}")
+        foretold = predicted_workers().prediction.model_copy(update={"cluster": cluster})
+        values = {"phase/backward_s": seconds, "memory/peak_rss_bytes": megabytes * 1e6}
+        told = batch(
+            predicted_workers(prediction=foretold), Metrics(time=NOW, step=1, values=values)
+        )
+        api.post_events(f"{job_id}-a0", told)
+        end(api, job_id)
+    found = asked(api, None, parallelism=four).json()
+    assert found["calibration"] == {"num_jobs": 2, "step_ratio": 2.5, "extra_bytes": 2**28}
+    before, after = (answer["recommended"]["candidate"] for answer in (plain, found))
+    assert after["samples_per_s"] == pytest.approx(before["samples_per_s"] / 2.5)
+    assert after["peak"]["process_bytes"] == before["peak"]["process_bytes"] + 2**28
+    assert asked(api).json()["calibration"] is None, "of another cluster nothing was measured"
 
 
 def test_where_nothing_fits_the_answer_is_what_would(

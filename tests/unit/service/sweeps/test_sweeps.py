@@ -20,6 +20,7 @@ from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
 from tests.harness.builders import batch, metrics, spec_document, workers_started
 from tests.harness.service import Api, end, problem_in, shardloom
+from trainer.layout.hosts import HostFacts
 from trainer.spec.base import FieldProblem, SpecError
 
 LR = {"path": "optimizer.sparse.lr", "low": 0.01, "high": 0.3, "log": True}
@@ -190,6 +191,21 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
     ):
         problem_in(api.http.post("/v1/sweeps", json=body(**changes)), 422, "invalid_request")
     assert api.http.get("/v1/sweeps").json()["items"] == []
+
+
+def test_a_sweep_of_which_no_trial_fits_the_workers_is_refused_once_unless_forced(api):
+    api.backend.set_hosts(HostFacts("a", 4, 0, 4 * 2**30))
+    table = {"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}
+    large = body(spec=spec_document(embedding_tables=[table]))
+    problem = problem_in(api.http.post("/v1/sweeps", json=large), 422, "does_not_fit")
+    assert "one copy of the tables takes" in problem["detail"] and problem["changes"]
+    assert api.http.get("/v1/sweeps").json()["items"] == []
+    sizes = {"path": "embedding_tables[0].num_embeddings", "values": [10**3, 2 * 10**8]}
+    for sent in (
+        api.http.post("/v1/sweeps", json=large | {"parameters": [LR, sizes]}),
+        api.http.post("/v1/sweeps?force=true", json=large),
+    ):
+        assert sent.status_code == 201, sent.text
 
 
 def test_values_that_are_not_legal_together_cost_one_trial(api, create):

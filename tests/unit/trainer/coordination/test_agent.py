@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from trainer.coordination.agent import Disagreement, merged
+from tests.harness.wait import free_port, scaled, wait_for
+from trainer.coordination import client
+from trainer.coordination.agent import Disagreement, GroupAgent, merged
+from trainer.coordination.client import CoordinatorClient, Identity, Refused
 from trainer.coordination.messages import Arrive, Hello, Ledger, RankProcess, Report, Vote
 
 
 def hello(rank: int, commit: int = 0) -> Hello:
     process = RankProcess(rank=rank, host=f"host-{rank}", pid=7 + rank, donor=f"donor-{rank}")
-    facts = {"group": 3, "incarnation": 1, "num_ranks": 2, "ranks": (process,)}
+    facts = {"group": 3, "incarnation": 1, "ranks": (process,)}
     return Hello(**facts, origin="seed", standing="initial", ledger=Ledger(commit=commit))
 
 
@@ -70,3 +76,42 @@ def test_a_group_refuses_with_the_cause_of_the_rank_that_knows_one_and_all_suspe
 def test_a_group_whose_ranks_contradict_each_other_asks_nothing(asked) -> None:
     with pytest.raises(Disagreement):
         merged(dict(enumerate(asked)))
+
+
+FIRST, TOKEN = Identity(group=3, incarnation=1, rank=0, num_ranks=1, host="127.0.0.1"), bytes(32)
+
+
+def nowhere() -> str:
+    raise ConnectionError("there is no coordinator")
+
+
+def test_a_rank_looks_for_its_agent_until_it_finds_it_and_ends_with_it(monkeypatch) -> None:
+    agent = GroupAgent(FIRST, nowhere, 1.0, TOKEN)
+    tries: list[str] = []
+
+    def connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        tries.append(address[0])
+        if len(tries) < 3:
+            raise TimeoutError("timed out")
+        return create_connection(address, timeout_s)
+
+    create_connection = socket.create_connection
+    monkeypatch.setattr(client.socket, "create_connection", connect)
+    rank = CoordinatorClient(FIRST, lambda: agent.address, 1.0, TOKEN, is_agent=True)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(rank.join, "initial", "seed", Ledger(), "")
+        wait_for(lambda: agent._links, "the rank is connected")
+        agent.close()
+        with pytest.raises(Refused, match="the agent of this group, its first rank, has ended"):
+            joining.result(scaled(10))
+    rank.close()
+    assert len(tries) == 3
+
+
+def test_a_rank_that_finds_no_agent_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(client, "_AGENT_S", 0.2)
+    address = f"127.0.0.1:{free_port()}"
+    rank = CoordinatorClient(FIRST, lambda: address, 1.0, TOKEN, is_agent=True)
+    with pytest.raises(Refused, match=r"took no connection for \d+ s \(.*refused"):
+        rank.join("initial", "seed", Ledger(), "")
+    rank.close()

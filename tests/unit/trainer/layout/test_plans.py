@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from trainer.layout.cost import ClusterError, cluster_of
 from trainer.layout.hosts import HostFacts, site_of
 from trainer.layout.layout import LayoutError
 from trainer.layout.plans import (
+    Calibration,
     Candidate,
     Comparer,
     Comparison,
@@ -177,3 +179,13 @@ def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> Non
     for hosts, words in (([unknown], "GPUs \\(T4\\)"), ([], "no host")):
         with pytest.raises(ClusterError, match=words):
             PlanSite.of_site(site_of(spec, hosts))
+
+
+def test_a_calibration_believes_medians_within_bounds_only() -> None:
+    assert Calibration.of([], []) is None
+    found = Calibration.of([100.0, 90.0, 0.5], [])
+    assert found == Calibration(num_jobs=3, step_ratio=4.0, extra_bytes=0)
+    less = Calibration.of([0.01], [-math.inf])
+    assert less is not None and (less.step_ratio, less.extra_bytes) == (0.25, -(2**32))
+    assert less.applied(CLUSTER).process_bytes == 0.0
+    assert less.applied(CLUSTER).hbm_bytes_per_s == 4 * CLUSTER.hbm_bytes_per_s

@@ -28,6 +28,7 @@ from trainer.coordination.messages import (
     Report,
     Round,
     RoundResult,
+    Share,
     Vote,
     Welcome,
 )
@@ -74,7 +75,6 @@ class SimGroup:
         self.hello = Hello(
             group=speaker.group,
             incarnation=speaker.incarnation,
-            num_ranks=NUM_RANKS,
             ranks=tuple(
                 RankProcess(rank=rank, host=f"host-{speaker.group}", pid=1, donor=f"donor-{rank}")
                 for rank in range(NUM_RANKS)
@@ -89,6 +89,7 @@ class SimGroup:
         self.copy: Copy | None = None
         self.interval: tuple[Lease, ...] = ()
         self.ahead: tuple[Lease, ...] = ()  # trained since it arrived, where the round overlaps
+        self.measured: Share | None = None
         self.is_poisoned = False
         self.will_refuse = False
         self.is_through = False
@@ -140,6 +141,15 @@ class SimGroup:
     def num_rows(self) -> int:
         return sum(lease.num_rows for lease in self.interval)
 
+    @property
+    def may_overlap(self) -> bool:
+        return self.world.overlaps and not self.must_measure and bool(self.next_leases)
+
+    @property
+    def must_measure(self) -> bool:
+        """Whether a validation is due on what it holds, as all groups know."""
+        return self.world.validation_due
+
     def arrive(self) -> None:
         is_done = self.copy is not None and self.copy.is_done
         has_finished = self.ledger.epoch == EPOCHS
@@ -149,10 +159,12 @@ class SimGroup:
                 commit=self.ledger.commit,
                 leases=tuple(lease.id for lease in self.interval),
                 num_rows=self.num_rows,
+                train_s=self.num_rows / self.world.speeds.get(self.id.group, 1.0),
+                measured=self.measured,
                 has_copied=is_done,
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
-                may_overlap=self.world.overlaps and bool(self.next_leases),
+                may_overlap=self.may_overlap,
                 needs_exact=self.id.group in self.world.needing_exact,
                 report=Report(has_finished=has_finished),
                 sums={"loss": 2.0 * self.num_rows},
@@ -199,6 +211,7 @@ class SimGroup:
         if verdict.committed:
             assert (verdict.ledger.commit, verdict.ledger.round) == (voted.commit, voted.round)
             self.apply(voted)
+        self.measured = None
         if verdict.standing == "current" and self.standing != "current":
             self.become_current(verdict)
         if verdict.standing != "current":
@@ -209,7 +222,10 @@ class SimGroup:
         self.ledger = verdict.ledger
         if verdict.committed and verdict.standing == "current":
             self.interval = self.ahead
-            self.train(() if self.ahead else verdict.leases[:1])
+            if self.must_measure and not self.ahead:
+                self.measured = verdict.share
+            else:
+                self.train(() if self.ahead else verdict.leases[:1])
         elif self.ahead:
             self.train(self.ahead)
         self.ahead = ()
@@ -248,6 +264,9 @@ class World:
         self.num_groups = num_groups
         self.overlaps = overlaps
         self.needing_exact: set[int] = set()
+        self.speeds: dict[int, float] = {}  # rows per second of groups, 1 where it is not said
+        self.validation_due = False
+        self.joined: list[set[Share]] = []  # what was added up to each whole validation
         self.policy = MembershipPolicy(
             num_groups=num_groups,
             start_grace_s=30.0,
@@ -334,12 +353,22 @@ class World:
         knowing = [self.groups[m.group] for m in members if m.standing != "listening"]
         assert knowing or self.status.has_finished
         self.trained[sync] = [lease for group in knowing for lease in group.interval]
+        if self.rounds[result.round].joins_validation:
+            assert not self.trained[sync], "some group trained what others measured"
+            self.joined.append({g.measured for g in knowing if g.measured})
+            self.validation_due = False
         if knowing:
             self.history[sync] = knowing[0].applied | {sync[0]: sync[1]}
 
     def send(self, reply: Reply) -> None:
         if isinstance(reply.body, Round):
-            self.rounds[reply.body.round] = reply.body
+            number, before = reply.body.round, self.rounds.get(reply.body.round)
+            if before and before.members != reply.body.members:
+                # All who were in a round of this number are gone, and the coordinator forgot it.
+                self.trained = {
+                    sync: each for sync, each in self.trained.items() if sync[1] != number
+                }
+            self.rounds[number] = reply.body
             for member in reply.body.members:
                 assert member.incarnation >= self.greeted[member.group], "a stale life in a round"
         elif isinstance(reply.body, RoundResult) and reply.body.committed:

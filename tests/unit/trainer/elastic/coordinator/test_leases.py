@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.harness.properties import examples
 from trainer.coordination.messages import Lease, Ledger
-from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
+from trainer.elastic.coordinator.leases import LeaseBook, LeaseError, lease_lengths
 
 GROUPS = st.integers(0, 3)
 
@@ -38,6 +38,29 @@ def test_an_epoch_waits_for_the_rows_still_out_when_epochs_are_strict():
     assert book.lease(1) is None
     book.commit([first.id])
     assert book.lease(1).epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("speeds", "lengths"),
+    [
+        ([], []),
+        ([0.0, 0.0], [1.0, 1.0]),
+        ([100.0, 120.0], [1.0, 1.0]),  # noise
+        ([100.0, 300.0], [0.5, 1.5]),
+        ([100.0, 300.0, 0.0], [0.5, 1.5, 1.0]),  # a group that nobody has timed yet
+        ([1.0, 100.0, 100.0, 100.0], [0.5, 1.32, 1.32, 1.32]),
+        ([100.0] * 9 + [900.0], [5 / 9] * 9 + [2.0]),
+    ],
+)
+def test_a_lease_is_as_long_as_its_group_is_fast_within_bounds(speeds, lengths):
+    found = lease_lengths(dict(enumerate(speeds)))
+    assert list(found.values()) == pytest.approx(lengths, abs=0.01)
+
+
+def test_leases_of_another_length_are_of_whole_steps():
+    book = LeaseBook(num_rows=100, epochs=1, rows_per_lease=16, num_lanes=2, rows_per_step=4)
+    rows = [book.lease(group, length).num_rows for group, length in enumerate([0.6, 1.4, 0.01])]
+    assert rows == [8, 24, 4]
 
 
 def test_rows_of_a_lost_group_are_leased_again():

@@ -31,6 +31,7 @@ from trainer.coordination.messages import (
     Ledger,
     RankProcess,
     Report,
+    RoundResult,
 )
 from trainer.data.position import DataPosition
 from trainer.elastic.coordinator.goodput import RunMetrics
@@ -42,7 +43,7 @@ from trainer.elastic.coordinator.groups import (
 )
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import OpenRound
-from trainer.elastic.group_session import GroupSession
+from trainer.elastic.group_session import GroupSession, Interval
 from trainer.spec.parallelism import SyncSpec
 
 
@@ -833,7 +834,6 @@ def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> 
     hello = Hello(
         group=number,
         incarnation=0,
-        num_ranks=len(ranks),
         ranks=ranks,
         origin=origin,
         standing="initial",
@@ -892,6 +892,41 @@ def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss
     assert opened.means == pytest.approx({"loss": loss})
 
 
+def test_faster_groups_get_longer_leases_and_all_rows_are_trained(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS", 4000)
+    monkeypatch.setattr(elastic_world, "ROWS_PER_LEASE", 16)
+    world = World(3)
+    world.speeds = {0: 2.0, 1: 3.0, 2: 1.0}
+    world.tend()
+    world.run_to_commit(20)
+    lengths = {group.id.group: group.hello.leases[-1].num_rows for group in world.lives()}
+    assert lengths == {0: 16, 1: 24, 2: 8}
+    world.speeds = {}
+    world.run_to_commit(40)
+    assert {group.hello.leases[-1].num_rows for group in world.lives()} == {16}
+
+
+def test_all_groups_measure_a_share_of_a_validation_before_any_trains_on():
+    world = running()
+    world.validation_due = True
+    world.run_until(lambda: world.joined)
+    assert world.joined == [{(0, 3), (1, 3), (2, 3)}]
+    rows = world.status.ledger.rows_trained
+    world.run_to_commit(world.status.ledger.commit + 1)
+    assert world.status.ledger.rows_trained > rows
+
+
+def test_a_group_lost_while_it_measures_leaves_its_rows_to_the_others():
+    world = running()
+    world.validation_due = True
+    world.run_until(lambda: any(group.measured for group in world.lives()))
+    rows = world.status.ledger.rows_trained
+    world.kill(1)
+    world.run_until(lambda: world.joined)
+    assert world.joined == [{(0, 2), (1, 2)}]
+    assert world.status.ledger.rows_trained == rows, "measured on one state"
+
+
 def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
     chronicle = RunMetrics(rows_per_step=10)
     for now in (1.0, 2.0, 3.0):
@@ -937,6 +972,8 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
     session.validation_source, session._has_finished = object(), False
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
     session.saves, session._urgent_step = SaveStanding(), 0
+    session.standing, session._result, session._validated = "current", None, None
+    session._is_syncing, session._syncing, session._interval = False, Interval(None), Interval(None)
     epoch, epoch_step = divmod(step, 40)
     session.state = TrainState(step=step, reached=DataPosition(epoch, epoch_step * 8))
     session._before = TrainState(step=step - 1, reached=session.state.position)
@@ -999,7 +1036,23 @@ def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     session.standing, session._leases = "current", ["a lease"]
     assert session._may_overlap is not may_lead
     session.is_leader = False
-    assert session._may_overlap
+    assert session._may_overlap is (step != 97), "all measure what all hold at the end"
+
+
+def test_a_validation_is_due_once_for_each_leader_and_before_anything_is_saved() -> None:
+    session: Any = leader(LeaderProgress(step=38, epoch=0, saved_step=38), 41)
+    session._result = RoundResult(committed=True, ledger=session.ledger)
+    session.group_sync = SimpleNamespace(is_exact=True, measured=None)
+    session.save_checkpoint = lambda is_best: pytest.fail("saved before it was measured")
+    assert session.must_measure
+    session.lead()
+    session._interval.num_steps = 1
+    assert not session.must_measure, "it holds what is not committed"
+    session._interval.num_steps = 0
+    session._validated = session.rows_agreed, 0
+    assert not session.must_measure
+    session._result = session._result.model_copy(update={"leader": 1})
+    assert session.must_measure, "what a leader was lost over stays due"
 
 
 def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:
@@ -1012,7 +1065,7 @@ def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_ma
 
     session.save_checkpoint, session.final_metrics = save, {}
     session.checkpoints = SimpleNamespace(newest_commit=None)
-    session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True)
+    session.group_sync = SimpleNamespace(is_exact=False, is_always_exact=True, measured=None)
     untrained = SimpleNamespace(num_rows=0)
     assert not session._needs_exact(untrained)
     session.group_sync.is_always_exact = False

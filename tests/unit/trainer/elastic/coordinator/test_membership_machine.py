@@ -10,14 +10,16 @@ from tests.harness.properties import examples
 from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
 
 GROUPS = st.integers(0, 2)
+SPEEDS = st.sampled_from([0.5, 1.0, 4.0])
 
 
 class MembershipMachine(RuleBasedStateMachine):
     """Three groups train a small data set while everything goes wrong."""
 
-    @initialize(overlaps=st.booleans())
-    def start(self, overlaps):
+    @initialize(overlaps=st.booleans(), speeds=st.tuples(SPEEDS, SPEEDS, SPEEDS))
+    def start(self, overlaps, speeds):
         self.world = World(overlaps=overlaps, on_divergence="rebroadcast")
+        self.world.speeds = dict(enumerate(speeds))
         self.world.tend()
 
     def pick(self, index: int):
@@ -77,6 +79,10 @@ class MembershipMachine(RuleBasedStateMachine):
     def save(self):
         self.world.save()
 
+    @rule()
+    def validate(self):
+        self.world.validation_due = self.world.end is None
+
     @rule(epoch=st.integers(0, EPOCHS - 1), row=st.integers(0, ROWS - 1))
     def poison(self, epoch, row):
         if len(self.world.poison) < 2:
@@ -100,6 +106,12 @@ class MembershipMachine(RuleBasedStateMachine):
                 assert {c: r for c, r in one.items() if c <= behind} == {
                     c: r for c, r in other.items() if c <= behind
                 }
+
+    @invariant()
+    def validations_are_whole(self):
+        """Each validation row was measured by one group."""
+        for shares in self.world.joined:
+            assert shares == {(place, len(shares)) for place in range(len(shares))}
 
     def teardown(self):
         self.world.run_to_end()

@@ -233,16 +233,16 @@ class SyncSums:
 
 
 def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -> Workload:
-    """A workload with what the spec's syncs ask for."""
+    """A workload with what the spec's syncs ask for; where those are tuned, as it begins."""
     sync, sums = spec.parallelism.sync, sums or SyncSums.of(spec)
-    at_sync = spec.parallelism.dense_policy == "at_sync"
+    at_sync, every_steps = spec.parallelism.dense_policy == "at_sync", sync.intervals[0]
     return replace(
         workload,
         synced_bytes=sums.synced_bytes,
         sync_buffer_bytes=sums.buffer_bytes,
-        sync_every_steps=sync.every_steps,
+        sync_every_steps=every_steps,
         overlap_steps=sync.overlap_steps,
-        dense_every_steps=sync.every_steps if at_sync else 1,
+        dense_every_steps=every_steps if at_sync else 1,
     )
 
 
@@ -378,7 +378,7 @@ def _synced_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> float:
     sync, optimizer = spec.parallelism.sync, spec.optimizer.sparse
     assert isinstance(table.num_embeddings, int)
     num_rows = table.num_embeddings
-    num_lookups = sync.every_steps * spec.lookups_per_step(table)
+    num_lookups = sync.intervals[0] * spec.lookups_per_step(table)
     is_full = sync.mode == "full" or optimizer.changes_untouched_rows
     if not is_full and num_lookups <= sync.full_above * num_rows:
         num_rows = num_lookups

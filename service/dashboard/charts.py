@@ -396,13 +396,18 @@ def _gaps(points: Sequence[MetricPoint], breaks: Sequence[float]) -> set[int]:
     return {bisect.bisect_left(times, each) for each in breaks} - {0, len(points)}
 
 
-def _with_gaps(data: list[list[Any]], gaps: set[int]) -> list[list[Any]]:
+def _with_gaps(data: list[list[Any]], gaps: set[int]) -> tuple[list[Any], ...]:
+    """The points with a break before each place of `gaps`.
+
+    A tuple, as NiceGUI would wrap a list and each of its points to watch for changes, which takes
+    ten times as long as all else.
+    """
     found = []
     for place, each in enumerate(data):
         if place in gaps:
             found.append([each[0], None])
         found.append(each)
-    return found
+    return tuple(found)
 
 
 def _is_quality(chart: ChartSpec) -> bool:

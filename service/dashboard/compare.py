@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlencode
 
@@ -17,6 +17,7 @@ from service.dashboard.job import ChartBox, chart_tools
 from service.dashboard.panels import button
 from service.dashboard.rest import Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, page_frame, panel
+from service.db.jobs import JobStore
 from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
@@ -38,12 +39,12 @@ _GREATER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
 
 @dataclass(frozen=True)
 class Compared:
-    """A job of the comparison with what is told of it; `points` are by metric name."""
+    """A job of the comparison with what is told of it; `points` by metric name come last."""
 
     job: Job
     attempts: Sequence[Attempt]
     names: Sequence[str]
-    points: Mapping[str, Sequence[MetricPoint]]
+    points: dict[str, Sequence[MetricPoint]] = field(default_factory=dict)
 
     @property
     def worker_hours(self) -> float:
@@ -117,6 +118,20 @@ class ComparePage:
                 with ui.element("div").classes("blank"):
                     ui.label("Nothing to compare yet").classes("blank-title")
                     ui.label("Select jobs in the list, or add one by its name or id.")
+        # Read while the browser loads the page.
+        self._reading = asyncio.create_task(self._read_points())
+        ui.timer(0.0, self._begin, once=True)
+
+    async def _read_points(self) -> None:
+        names = [*dict.fromkeys([*self._shown, "speed/rows_per_s"])]
+        await asyncio.to_thread(_read, self._context.store, self._compared, names)
+
+    async def _begin(self) -> None:
+        """Show what needs points."""
+        await self._reading
+        if self._compared:
+            self._show_results()
+            self._redraw(self._view)
 
     def _build_head(self) -> None:
         with ui.element("div").classes("page-head"):
@@ -127,6 +142,11 @@ class ComparePage:
             button("Add", self._add)
 
     def _build_jobs(self) -> None:
+        with panel("Results"):
+            self._results = ui.html(sanitize=False)
+        self._show_results()
+
+    def _show_results(self) -> None:
         rows = []
         for number, each in enumerate(self._compared):
             values = []
@@ -149,11 +169,8 @@ class ComparePage:
                     "without": f"{MOUNT_PATH}/compare?{urlencode({'jobs': rest}, safe=',')}",
                 }
             )
-        with panel("Results"):
-            html = fragments.render(
-                "compared.html", rows=rows, metrics=self._shown, home=MOUNT_PATH
-            )
-            ui.html(html, sanitize=False)
+        html = fragments.render("compared.html", rows=rows, metrics=self._shown, home=MOUNT_PATH)
+        self._results.set_content(html)
 
     def _build_charts(self) -> None:
         names = sorted({name for each in self._compared for name in each.names})
@@ -164,7 +181,7 @@ class ComparePage:
             chosen.props('dense outlined aria-label="Metrics"').classes("metric-choice")
             chosen.on("popup-hide", lambda: self._choose_metrics(chosen.value))
         with ui.element("div").classes("charts"):
-            self._boxes = [_CompareChart(self._compared, name, self._axis) for name in self._shown]
+            self._boxes = [_CompareChart(self._compared, name) for name in self._shown]
 
     def _build_differences(self) -> None:
         if len(self._compared) < 2:
@@ -224,27 +241,21 @@ def _load(
     names = {job.id: store.metric_names(job.id) for job in jobs}
     known = {name for each in names.values() for name in each}
     shown = [name for name in metrics or default_metrics(jobs) if name in known]
-    read = [*dict.fromkeys([*shown, "speed/rows_per_s"])]
-    found = [
-        Compared(
-            job,
-            store.list_attempts(job.id),
-            names[job.id],
-            {
-                name: store.metric_points(job.id, name, max_points=_MAX_POINTS)
-                for name in read
-                if name in names[job.id]
-            },
-        )
-        for job in jobs
-    ]
+    found = [Compared(job, store.list_attempts(job.id), names[job.id]) for job in jobs]
     return found, missing, shown
+
+
+def _read(store: JobStore, compared: Sequence[Compared], names: Sequence[str]) -> None:
+    """Add the points of metrics to each job that has them."""
+    for each in compared:
+        for name in {*names} & {*each.names}:
+            each.points[name] = store.metric_points(each.job.id, name, max_points=_MAX_POINTS)
 
 
 class _CompareChart(ChartBox):
     """A metric of several jobs, a line for each."""
 
-    def __init__(self, compared: Sequence[Compared], metric: str, axis: str) -> None:
+    def __init__(self, compared: Sequence[Compared], metric: str) -> None:
         self._compared, self._metric = compared, metric
         lines = tuple(
             charts.Line(metric, each.job.name, _COLOURS[number % len(_COLOURS)])
@@ -255,7 +266,6 @@ class _CompareChart(ChartBox):
         for faint in self.chart.options["series"][1::2]:
             # Of many jobs the ranges would cover the curves.
             faint["lineStyle"]["opacity"] = 0.12
-        self.draw(charts.ChartView(), axis)
 
     def draw(self, view: charts.ChartView, axis: str) -> None:
         options = self.chart.options

@@ -13,19 +13,22 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from service.api.views import compared_view, summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import views
-from service.dashboard.groups import member_grid
+from service.dashboard.groups import grid_then, member_grid
 from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
     DIVERGENCE,
     imbalance,
     loads_of,
+    memory_peaks,
     newest_workers,
     policy_facts,
     shard_text,
+    table_uses,
 )
 from service.domain.timeline import counted
 from service.schemas import wording
+from trainer.protocol.events import WorkersStarted
 
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
@@ -110,22 +113,38 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     members = member_grid(job, timeline)
     if members is not None:
         return render("member_grid.html", grid=members)
-    workers = newest_workers(timeline)
+    return _workers(newest_workers(timeline))
+
+
+def groups_then(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent) -> str:
+    """The same diagram, as it was right after an event of `moments_of`."""
+    members, lines = grid_then(job, timeline, moment)
+    if members is not None:
+        return render("member_grid.html", grid=members)
+    return _workers(newest_workers(lines), is_lost=moment.kind == "workers_lost")
+
+
+def _workers(workers: WorkersStarted | None, *, is_lost: bool = False) -> str:
     if workers is None:
         return render("groups.html", workers=None)
     hosts = list(dict.fromkeys(workers.hosts))
-    return render("groups.html", workers=workers, hosts=hosts, rows=views.rank_rows(workers))
+    rows = views.rank_rows(workers)
+    return render("groups.html", workers=workers, hosts=hosts, rows=rows, is_lost=is_lost)
 
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """The plan of the tables, what each position holds, and how copies are kept together."""
     workers = newest_workers(timeline)
-    loads = loads_of(workers.tables, workers.shard_group_size) if workers else []
+    tables, size = (workers.tables, workers.shard_group_size) if workers else ([], 0)
+    loads, peaks = loads_of(tables, size), memory_peaks(job.latest_metrics, size)
+    held = [sum(load.values()) for load in loads]
     return render(
         "sharding.html",
         workers=workers,
         loads=loads,
-        largest_bytes=max((sum(load.values()) for load in loads), default=0.0),
+        peaks=peaks,
+        largest_bytes=max([*held, *(peak.with_tables_bytes for peak in peaks)], default=0.0),
+        uses=table_uses(job.spec, tables, job.latest_metrics),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
         compared=compared_view(job),

@@ -1,4 +1,4 @@
-"""View models of the groups section: who trained when, copies alive, recoveries, losses. Pure."""
+"""View models of a job's groups: who trained when, who holds which shard, now and before. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from service.api.views import membership_view
 from service.domain.membership import (
     CURRENT,
     FOR_GOOD,
+    apply_event,
     copies_needed,
     group_size,
     membership_of,
@@ -17,7 +20,7 @@ from service.domain.membership import (
     num_wanted,
 )
 from service.domain.metrics import Goodput, goodput_of
-from service.domain.models import Checkpoint, Job, TimelineEvent
+from service.domain.models import Checkpoint, Job, Member, Membership, TimelineEvent
 from service.domain.timeline import counted
 from service.schemas.wording import (
     Fact,
@@ -26,6 +29,7 @@ from service.schemas.wording import (
     group_facts,
     standing_of,
 )
+from trainer.protocol import events
 
 
 @dataclass(frozen=True)
@@ -181,20 +185,30 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | Non
     if membership is None or job.status.is_terminal:
         return None
     lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
+    return _grid(membership, lines, copies_needed(job))
+
+
+def _grid(membership: Membership, lines: Sequence[TimelineEvent], needed: int) -> MemberGrid:
+    """A membership as a diagram; `lines` are those of its attempt until then."""
     # In the order in which they came, so that each keeps its colour.
     hosts = tuple(dict.fromkeys(host for each in _told_groups(lines) for host in each["hosts"]))
-    size, needed, num_groups = group_size(membership), copies_needed(job), num_wanted(membership)
+    size, num_groups = group_size(membership), num_wanted(membership)
+    served = {each.donor: each.group for each in membership.members if each.donor is not None}
     rows = [
         # A group tells a host for each rank, or one for all.
         GroupRow(
             member.group,
-            *standing_of(member.standing),
+            *_standing(member, served.get(member.group)),
             member.incarnation,
             member.hosts if len(member.hosts) == size else member.hosts[:1] * size,
         )
         for member in membership.members
     ]
-    training = [row.hosts for row in rows if (row.standing, row.tone) == standing_of(CURRENT)]
+    training = [
+        row.hosts
+        for row, member in zip(rows, membership.members, strict=True)
+        if member.standing == CURRENT
+    ]
     copies = tuple(
         _copies_of(shard, [each[shard] for each in training], num_groups, needed)
         for shard in range(size)
@@ -202,6 +216,70 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | Non
     for gone in missing(membership):
         rows.append(GroupRow(gone.group, *standing_of("gone"), gone.incarnation, ("",) * size))
     return MemberGrid(tuple(sorted(rows, key=lambda row: row.group)), hosts, copies)
+
+
+def _standing(member: Member, served: int | None) -> tuple[str, str]:
+    """The standing of a group in words, with its tone; `served` is the one that copies from it."""
+    word, tone = standing_of(member.standing)
+    if member.donor is not None:
+        word = f"copies from {member.donor}"
+    return word if served is None else f"{word}, serves {served}", tone
+
+
+# Kinds of events after which the groups are others.
+_MOMENTS = frozenset(
+    {
+        *("workers_started", "workers_lost", "membership_changed", "resized"),
+        *("group_lost", "group_left", "group_joined"),
+    }
+)
+
+
+def moments_of(timeline: Sequence[TimelineEvent]) -> list[TimelineEvent]:
+    """The events of a job's life after which its groups were others, in the order of time."""
+    return sorted((line for line in timeline if line.kind in _MOMENTS), key=lambda line: line.time)
+
+
+def grid_then(
+    job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent
+) -> tuple[MemberGrid | None, list[TimelineEvent]]:
+    """The membership right after an event, and the events of that attempt until then.
+
+    None where groups were no failure domains.
+    """
+    lines = [line for line in timeline if line.attempt_id == moment.attempt_id]
+    lines = sorted((line for line in lines if line.time <= moment.time), key=lambda line: line.time)
+    lines = lines[: lines.index(moment) + 1]
+    membership: Membership | None = None
+    for line in lines:
+        event = _event_of(line)
+        if event is not None and line.attempt_id is not None:
+            membership = apply_event(membership, line.attempt_id, event)
+    if membership is None or not membership.changed_at:
+        return None, lines
+    return _grid(membership, lines, copies_needed(job)), lines
+
+
+# Records that say which groups there are.
+_RECORDS = {
+    kind.model_fields["kind"].default: kind
+    for kind in (
+        *(events.LayoutChosen, events.MembershipChanged, events.Resized),
+        *(events.GroupLost, events.GroupLeft, events.GroupJoined),
+    )
+}
+
+
+def _event_of(line: TimelineEvent) -> events.Event | None:
+    """The record that an event of the timeline was made from; None where it is another one."""
+    kind = _RECORDS.get(line.kind)
+    if kind is None:
+        return None
+    told = {**line.data, "time": line.time, "message": line.message}
+    try:
+        return kind.model_validate({k: v for k, v in told.items() if k in kind.model_fields})
+    except ValidationError:
+        return None  # of another version
 
 
 def _copies_of(shard: int, alive: Sequence[str], num_groups: int, needed: int) -> Fact:

@@ -18,6 +18,7 @@ from service.dashboard import charts, fragments, spec_text
 from service.dashboard.panels import (
     ActionsPanel,
     ExportPanel,
+    GridPanel,
     LogView,
     Panel,
     PlacementPanel,
@@ -55,6 +56,7 @@ class JobPage:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
+        self._turn = asyncio.Lock()
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -71,19 +73,26 @@ class JobPage:
             self._build_body()
             self._build_tabs()
         self._show(snapshot)
+        # Read while the browser loads the page.
+        self._first_points = [
+            asyncio.create_task(self._read_chart(chart, {})) for chart in self._charts
+        ]
         ui.timer(0.0, self._begin, once=True)
 
     async def _begin(self) -> None:
         """Draw the charts one after another, then follow the job."""
-        for chart in self._charts:
-            await self._read_chart(chart, {})
+        for chart, points in zip(self._charts, self._first_points, strict=True):
+            self._draw_chart(chart, await points)
         ui.timer(REFRESH_INTERVAL_S, self.refresh)
         await self._show_parent()
 
-    async def _read_chart(self, chart: _ChartPanel, known: Points) -> None:
-        """Read the points of a chart, of `known` ones only what is newer, and draw it."""
+    async def _read_chart(self, chart: _ChartPanel, known: Points) -> Points:
+        """The points of a chart, of `known` ones with what is newer; one chart at a time."""
         read = partial(read_points, self._store, self._job_id, chart.metrics, known)
-        points = await asyncio.to_thread(read)
+        async with self._turn:
+            return await asyncio.to_thread(read)
+
+    def _draw_chart(self, chart: _ChartPanel, points: Points) -> None:
         best = next((each for each in self._snapshot.checkpoints if each.is_best), None)
         chart.show(points, best, charts.marks_of(self._snapshot.timeline))
 
@@ -111,7 +120,8 @@ class JobPage:
         self._show(snapshot)
         if snapshot.is_new:
             for chart in self._charts:
-                await self._read_chart(chart, {} if snapshot.is_rewound else chart.points)
+                known = {} if snapshot.is_rewound else chart.points
+                self._draw_chart(chart, await self._read_chart(chart, known))
         job, fault = snapshot.job, ""
         try:
             await self._exports.refresh()
@@ -147,8 +157,7 @@ class JobPage:
                     specs = charts.charts_of(job)
                     self._charts = [_ChartPanel(self._store, job, spec) for spec in specs]
             with ui.element("div").classes("side"):
-                with panel("2D groups"):
-                    self._groups = ui.html(sanitize=False)
+                self._groups = self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
                     self._timeline = (
                         ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
@@ -187,7 +196,7 @@ class JobPage:
         self._progress.set_content(fragments.progress(job))
         self._figures.set_content(fragments.render("figures.html", job=job))
         self._placement.show(snapshot, now)
-        self._groups.set_content(fragments.groups(job, snapshot.timeline))
+        self._groups.show(snapshot)
         timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
         self._timeline.set_content(timeline)
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))

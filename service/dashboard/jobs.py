@@ -196,43 +196,10 @@ def spark_path(points: Sequence[tuple[int, float]]) -> str:
     return "".join(path)
 
 
-# Compiled by Vue in the browser, which escapes every value and patches rows in place: a row
-# under the pointer keeps its identity while its numbers change.
-_ROW_TEMPLATE = (
+class JobsTable(ui.table, component="static/jobs_table.js"):
+    """The rows of the list. Slots given as text would be drawn anew whenever a number changes, and
+    a click whose two halves fall on either side of that would be lost.
     """
-<q-tr :props="props" class="job-row" :title="props.row.message">
-  <q-td auto-width class="job-select"><q-checkbox v-model="props.selected" dense size="sm" :aria-label="'Select ' + props.row.name" /></q-td>
-  <q-td key="status" class="job-status"><span :class="'status tone-' + props.row.tone">{{ props.row.status }}</span><small v-if="props.row.groups" class="degraded">{{ props.row.groups }}</small></q-td>
-  <q-td key="name" class="job-name">
-    <a :href="'MOUNT/jobs/' + props.row.id">{{ props.row.name }}</a><small>{{ props.row.id }}</small>
-  </q-td>
-  <q-td key="progress" v-if="SHOWS('progress')" class="job-progress">
-    <div :class="'bar tone-' + props.row.tone"><i :style="{width: props.row.percent + '%'}"></i></div>
-    <div class="bar-text"><span>{{ props.row.percent_text }}</span><span>{{ props.row.aside }}</span></div>
-  </q-td>
-  <q-td key="spark" v-if="SHOWS('spark')" class="job-spark"><svg v-if="props.row.spark" viewBox="0 0 WIDTH HEIGHT" aria-hidden="true"><path :d="props.row.spark" /></svg></q-td>
-  <q-td key="quality" v-if="SHOWS('quality')" class="number" data-label="Validation">
-    {{ props.row.quality }}<small class="unit">{{ props.row.quality_name }}</small>
-  </q-td>
-"""  # noqa: E501
-    + "".join(
-        f"""<q-td key="{name}" v-if="SHOWS('{name}')" data-label="{title}" """
-        f"""class="{"number" if is_number else "text"}">"""
-        f"{{{{ props.row.{name} }}}}</q-td>"
-        for name, title, is_number in COLUMNS
-        if name not in ("status", "name", "progress", "spark", "quality")
-    )
-    + "</q-tr>"
-)
-_ROW_TEMPLATE = _ROW_TEMPLATE.replace("WIDTH HEIGHT", f"{SPARK_WIDTH} {SPARK_HEIGHT}")
-_ROW_TEMPLATE = _ROW_TEMPLATE.replace("MOUNT", MOUNT_PATH)
-# A cell whose column is hidden would take another one's place.
-_ROW_TEMPLATE = _ROW_TEMPLATE.replace("SHOWS(", "props.cols.map(each => each.name).includes(")
-
-
-_SELECT_ALL = """
-<q-checkbox v-model="props.selected" dense size="sm" aria-label="Select all jobs of this page" />
-"""
 
 
 class ListPage:
@@ -495,15 +462,15 @@ def _metric_fault(text: str | None) -> str | None:
     return None
 
 
-def _build_table() -> ui.table:
+def _build_table() -> JobsTable:
     columns = [
         {"name": name, "label": title, "field": name, "align": "right" if is_number else "left"}
         for name, title, is_number in COLUMNS
     ]
-    table = ui.table(columns=columns, rows=[], row_key="id", selection="multiple")
+    table = JobsTable(columns=columns, rows=[], row_key="id", selection="multiple")
     table.classes("jobs-table")
     table.props('flat hide-pagination :rows-per-page-options="[0]" hide-no-data')
     table.props("hide-selected-banner")
-    table.add_slot("header-selection", _SELECT_ALL)
-    table.add_slot("body", _ROW_TEMPLATE)
+    table.props["mount"] = MOUNT_PATH
+    table.props["spark"] = f"0 0 {SPARK_WIDTH} {SPARK_HEIGHT}"
     return table

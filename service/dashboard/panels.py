@@ -1,4 +1,4 @@
-"""Panels of a job's page: lifecycle actions, exports, logs, groups, traces.
+"""Panels of a job's page: lifecycle actions, exports, logs, groups now and before, traces.
 
 Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads
 with a deadline (`reach`), and every change is a request to the REST API (`Rest`).
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from nicegui import ui
+from nicegui import events, ui
 
 from service.api.views import exports_of
 from service.dashboard import fragments
-from service.dashboard.groups import groups_view
+from service.dashboard.groups import groups_view, moments_of
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
@@ -350,6 +350,45 @@ class PlacementPanel(Panel):
         for host in sorted({*self._drained.value} ^ {*drained}):
             body = {"host": host, "undo": host in drained}
             await self._change("POST", "/drain", json=body)
+
+
+class GridPanel(Panel):
+    """The 2D groups: as they are now, or after each event of the job's life."""
+
+    def _build(self) -> None:
+        self._moment: int | None = None
+        with panel("2D groups"):
+            self._grid = ui.html(sanitize=False)
+            with ui.element("div").classes("moments") as self._moments:
+                self._ticks = ui.html(sanitize=False).classes("moment-ticks")
+                # Quasar's slider cannot be focused where its role is.
+                self._slider = ui.element("input").props("type=range min=0 step=1")
+                self._slider.props('aria-label="Moment in the life of the job"')
+                value = "event => emit(event.target.valueAsNumber)"
+                self._slider.on("input", self._choose, throttle=0.05, js_handler=value)
+                self._told = ui.label().classes("moment-told").props("role=status")
+
+    def show(self, snapshot: JobSnapshot) -> None:
+        self._snapshot = snapshot
+        job, moments = snapshot.job, moments_of(snapshot.timeline)
+        self._moments.set_visibility(len(moments) > 1)
+        self._ticks.set_content(fragments.render("moments.html", job=job, moments=moments))
+        # What is now comes after the last of them.
+        at = len(moments) if self._moment is None else self._moment
+        self._slider.props(f"max={len(moments)} value={at}")
+        if self._moment is None:
+            self._told.set_text("at the end" if job.status.is_terminal else "now")
+            self._grid.set_content(fragments.groups(job, snapshot.timeline))
+
+    def _choose(self, event: events.GenericEventArguments) -> None:
+        job, timeline = self._snapshot.job, self._snapshot.timeline
+        moments, chosen = moments_of(timeline), max(0, int(event.args))
+        self._moment = chosen if chosen < len(moments) else None
+        if self._moment is not None:
+            then = moments[self._moment]
+            self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
+            self._grid.set_content(fragments.groups_then(job, timeline, then))
+        self.show(self._snapshot)
 
 
 class TracePanel(Panel):

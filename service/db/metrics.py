@@ -19,12 +19,14 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     ColumnElement,
     Connection,
     Dialect,
     Engine,
     Float,
     Integer,
+    Select,
     bindparam,
     case,
     delete,
@@ -128,51 +130,81 @@ def read_points(
     max_points: int,
 ) -> list[MetricPoint]:
     """Points of one metric in step order: as they are, or in `max_points` buckets of steps."""
-    step = metric_points.c.step
-    name_id = select(metric_names.c.id).where(
-        metric_names.c.job_id == job_id, metric_names.c.name == name
-    )
-    wanted = metric_points.c.name_id == name_id.scalar_subquery()
-    if from_step is not None:
-        wanted = wanted & (step >= from_step)
-    if to_step is not None:
-        wanted = wanted & (step <= to_step)
-    span = select(func.count(), func.min(step), func.max(step)).where(wanted)
-    num_points, first, last = connection.execute(span).one()
-    if num_points == 0:
-        return []
-    is_exact = num_points <= max_points
-    bucket = step if is_exact else (step - first) * max_points // (last - first + 1)
-    value = metric_points.c.value
+    named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
+    wanted = {
+        "name_id": named.scalar_one_or_none(),
+        "from_step": 0 if from_step is None else from_step,
+        "to_step": _MAX_STEP if to_step is None else to_step,
+    }
+    span = connection.execute(_SPAN, {**wanted, "most": max_points + 1}).one()
+    if span.num_points <= max_points:
+        found = connection.execute(_AS_THEY_ARE, wanted)
+        return [MetricPoint(step, at, *[_nan_if_null(value)] * 3) for step, at, value in found]
+    width = span.last - span.first + 1
+    buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points}
+    return [
+        MetricPoint(
+            last_step,
+            at,
+            # One NaN in a bucket makes its mean NaN: readers must not miss it.
+            math.nan if num_nan else _nan_if_null(mean),
+            _nan_if_null(low),
+            _nan_if_null(high),
+        )
+        for last_step, mean, low, high, num_nan, at in connection.execute(_IN_BUCKETS, buckets)
+    ]
+
+
+_MAX_STEP = 2**63 - 1
+
+
+def _steps(name: str) -> BindParameter[int]:
+    return bindparam(name, type_=BigInteger)
+
+
+def _in_buckets() -> Select[Any]:
+    """Of each bucket its last step, mean, least, greatest, number of NaNs and last time."""
+    step, value = metric_points.c.step, metric_points.c.value
     buckets = (
         select(
             func.max(step).label("last_step"),
-            func.avg(value).label("mean"),
-            func.min(value).label("low"),
-            func.max(value).label("high"),
-            (func.count() - func.count(value)).label("num_nan"),
+            func.avg(value),
+            func.min(value),
+            func.max(value),
+            func.count() - func.count(value),
         )
-        .where(wanted)
-        .group_by(bucket)
+        .where(_WANTED)
+        .group_by((step - _steps("first")) * _steps("num_buckets") // _steps("width"))
         .subquery()
     )
-    query = (
-        select(buckets, metric_points.c.time)
-        .join(metric_points, step == buckets.c.last_step)
-        .where(wanted)
-        .order_by(buckets.c.last_step)
-    )
-    return [
-        MetricPoint(
-            row.last_step,
-            row.time,
-            # One NaN in a bucket makes its mean NaN: readers must not miss it.
-            math.nan if row.num_nan else _nan_if_null(row.mean),
-            _nan_if_null(row.low),
-            _nan_if_null(row.high),
-        )
-        for row in connection.execute(query)
-    ]
+    query = select(buckets, metric_points.c.time)
+    query = query.join(metric_points, step == buckets.c.last_step).where(_WANTED)
+    return query.order_by(buckets.c.last_step)
+
+
+# Made once: to build one takes as long as to read a thousand points.
+_ID_OF_NAME = select(metric_names.c.id).where(
+    metric_names.c.job_id == bindparam("job_id"), metric_names.c.name == bindparam("name")
+)
+_WANTED = (metric_points.c.name_id == bindparam("name_id", type_=Integer)) & (
+    metric_points.c.step.between(_steps("from_step"), _steps("to_step"))
+)
+_STEPS = select(metric_points.c.step).where(_WANTED)
+# Ends are found by their keys, and points counted no further than they may be as they are.
+_SPAN = select(
+    _STEPS.order_by(metric_points.c.step).limit(1).scalar_subquery().label("first"),
+    _STEPS.order_by(metric_points.c.step.desc()).limit(1).scalar_subquery().label("last"),
+    select(func.count())
+    .select_from(_STEPS.limit(bindparam("most", type_=Integer)).subquery())
+    .scalar_subquery()
+    .label("num_points"),
+)
+_AS_THEY_ARE = (
+    select(metric_points.c.step, metric_points.c.time, metric_points.c.value)
+    .where(_WANTED)
+    .order_by(metric_points.c.step)
+)
+_IN_BUCKETS = _in_buckets()
 
 
 def sample_points(
@@ -182,10 +214,8 @@ def sample_points(
 
     For small curves: each is found by its key, however many points there are between them.
     """
-    query = select(metric_names.c.id).where(
-        metric_names.c.job_id == job_id, metric_names.c.name == name
-    )
-    name_id = connection.execute(query).scalar_one_or_none()
+    named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
+    name_id = named.scalar_one_or_none()
     span = select(func.min(metric_points.c.step), func.max(metric_points.c.step))
     first, last = connection.execute(span.where(metric_points.c.name_id == name_id)).one()
     if first is None:
@@ -198,7 +228,6 @@ def sample_points(
     return list(found.items())
 
 
-# Made once: to build it, and to look it up as built, takes longer than to run it.
 _FROM_STEP = (
     select(metric_points.c.step, metric_points.c.value)
     .where(

@@ -97,7 +97,7 @@ def _on_members(membership: Membership, event: events.MembershipChanged) -> Memb
     if event.time < membership.changed_at:
         return membership
     members = tuple(
-        Member(each.group, each.incarnation, tuple(each.hosts), each.standing)
+        Member(each.group, each.incarnation, tuple(each.hosts), each.standing, each.donor)
         for each in event.groups
     )
     changed = replace(

@@ -159,12 +159,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Member:
-    """A sharding group of the newest membership; `standing` as the coordinator says."""
+    """A sharding group of a membership; `standing` as the coordinator says.
+
+    `donor` is the group that it copies from.
+    """
 
     group: int
     incarnation: int
     hosts: tuple[str, ...]
     standing: str
+    donor: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
 """Summaries of a job's sync policy and sharding plan, for the dashboard and the CLI. Pure.
 
 `policy_facts` says in words how replicas are kept in sync; `loads_of` and `imbalance` compute from
-the reported plan what each position of a sharding group holds, in bytes.
+the reported plan what each position of a sharding group holds, in bytes; `table_uses` and
+`memory_peaks` read what the workers measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from trainer.layout.workload import synced_row_bytes, synced_rows
 from trainer.protocol.events import TablePlan, WorkersStarted
 from trainer.spec.job import JobSpec
 
@@ -182,6 +186,76 @@ def loads_of(tables: Iterable[TablePlan], shard_group_size: int) -> list[dict[st
             held, part = loads[shard.position], shard_fraction(table, shard)
             held[table.name] = held.get(table.name, 0.0) + part * table.size_bytes
     return loads
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """What a table was last seen to do: over all ranks that report together.
+
+    `lookups` of a step, and the share of them that go to the hottest hundredth of its rows. Shares
+    of its rows, and bytes of one copy, that a sync averages: as measured, and at most as expected
+    from the spec, if no id comes twice. None where that was not reported.
+    """
+
+    name: str
+    lookups: float
+    hottest_share: float
+    synced_share: float | None
+    synced_bytes: float | None
+    expected_share: float
+    expected_bytes: float
+
+
+def table_uses(
+    spec: JobSpec, tables: Iterable[TablePlan], metrics: Mapping[str, float]
+) -> list[TableUse]:
+    """Of each planned table that the newest metrics tell of, most lookups first."""
+    specs, found = {table.name: table for table in spec.embedding_tables}, []
+    for plan in tables:
+        lookups = metrics.get(f"table/{plan.name}/lookups", 0.0)
+        hottest = metrics.get(f"table/{plan.name}/hottest", 0.0)
+        if plan.name not in specs or not plan.num_embeddings or not 0 < lookups < math.inf:
+            continue
+        row_bytes = synced_row_bytes(spec, specs[plan.name])
+        num_expected = synced_rows(spec, specs[plan.name], plan.num_embeddings)
+        share = metrics.get(f"table/{plan.name}/synced")
+        found.append(
+            TableUse(
+                plan.name,
+                lookups,
+                hottest,
+                share,
+                None if share is None else share * plan.num_embeddings * row_bytes,
+                num_expected / plan.num_embeddings,
+                num_expected * row_bytes,
+            )
+        )
+    return sorted(found, key=lambda use: -use.lookups)
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most bytes that a rank at some position has taken; `tensors` are those on its GPU."""
+
+    host_bytes: float
+    tensors_bytes: float | None
+
+    @property
+    def with_tables_bytes(self) -> float:
+        """Of the memory that tables are in."""
+        return self.host_bytes if self.tensors_bytes is None else self.tensors_bytes
+
+
+def memory_peaks(metrics: Mapping[str, float], shard_group_size: int) -> list[MemoryPeak]:
+    """By position of a sharding group; empty where not all are reported."""
+    found = []
+    for position in range(shard_group_size):
+        host = metrics.get(f"memory/peak_rss_bytes/{position}", math.nan)
+        tensors = metrics.get(f"memory/peak_allocated_bytes/{position}")
+        if not 0 <= host < math.inf or not 0 <= (tensors or 0) < math.inf:
+            return []
+        found.append(MemoryPeak(host, tensors))
+    return found
 
 
 def shard_fraction(table: TablePlan, shard: TablePlan.Shard) -> float:

@@ -189,7 +189,8 @@ def _group_joined(event: events.GroupJoined, membership: Membership | None) -> s
     again = " again" if event.group in gone else ""
     if event.how == "start":
         return f"{_group(event)} joined{again} from the start"
-    copied = f"copied {_size(event.copied_bytes)} from a live group"
+    donor = "a live group" if event.donor is None else f"group {event.donor}"
+    copied = f"copied {_size(event.copied_bytes)} from {donor}"
     return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
 
 

@@ -167,7 +167,7 @@ def _warm_up(
     counter.sampling = True
     take(steps, schedule.warmup_steps)
     counter.sampling = False
-    return reduce_parts([counter.part()], torch.device("cpu"))["balance/lookup"]
+    return reduce_parts(counter.parts()[:1], torch.device("cpu"))["balance/lookup"]
 
 
 def time_windows(

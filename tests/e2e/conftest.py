@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from playwright.sync_api import (
     Browser,
     ConsoleMessage,
-    Locator,
     Page,
     expect,
     sync_playwright,
@@ -157,11 +156,6 @@ def tell(store: JobStore, job: Job, *records: Event, stream: str = "rank-0") -> 
 def files_of(dashboard: Dashboard, job: Job) -> AttemptDir:
     """Files of the job's attempt on run storage."""
     return RunDir(dashboard.runs_dir / job.id).attempt(f"{job.id}-a0")
-
-
-def follow(link: Locator) -> None:
-    """Click a link of the list, which is drawn anew while a mouse moves to it."""
-    link.evaluate("link => link.click()")
 
 
 def open_job(page: Page, job: Job) -> None:

@@ -22,7 +22,7 @@ from service.domain.models import Job, JobStatus
 from service.jobs import run_storage
 from service.jobs.logs import list_sources
 from service.storage import in_time
-from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, follow, open_job, start_job, tell
+from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, open_job, start_job, tell
 from tests.harness.builders import (
     checkpoint,
     metrics,
@@ -100,9 +100,14 @@ def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("4 = 2 × 2")  # noqa: RUF001
     expect(row).to_contain_text("40%")
+    link = row.get_by_role("link")
+    link.evaluate("link => { link.isAsBefore = true }")
+    link.hover()
+    page.mouse.down()
     tell(dashboard.store, running, progress(70))
     expect(row).to_contain_text("70%", timeout=LIVE_MS)
-    follow(row.get_by_role("link"))
+    assert link.evaluate("link => link.isAsBefore"), "a row is not drawn anew"
+    page.mouse.up()
     expect(page).to_have_url(f"{dashboard.url}/dashboard/jobs/{running.id}")
 
 

@@ -56,9 +56,11 @@ class ElasticJob:
         """Let another life of group 1 copy from a peer, then train."""
         at = self.job.created_at + at_s
         for standing, when, generation in (("listening", at, 5), ("current", at + copied_s, 6)):
-            members = [group_member(0), group_member(1, standing, incarnation=1), group_member(2)]
+            back = group_member(1, standing, incarnation=1)
+            back = back.model_copy(update={"donor": 2 if standing == "listening" else None})
+            members = [group_member(0), back, group_member(2)]
             self.tell(membership_changed(*members, time=when, generation=generation, commit=140))
-        self.tell(group_joined(1, time=at + copied_s, duration_s=copied_s))
+        self.tell(group_joined(1, time=at + copied_s, duration_s=copied_s, donor=2))
 
 
 @pytest.fixture
@@ -139,6 +141,15 @@ def test_a_loss_and_the_recovery_are_followed_without_a_reload(
     expect(section).to_contain_text("3 of 3 groups", timeout=LIVE_MS)
     expect(page.locator(".heading")).not_to_contain_text("of 3 groups")
     expect(page.locator(".timeline")).to_contain_text("joined again: copied 105.0 MB")
+    moment = page.get_by_role("slider", name="Moment in the life of the job")
+    moment.focus()
+    for shown in ("", "", "trains, serves 1", "", "gone"):
+        moment.press("ArrowLeft")
+        if shown:
+            expect(grid.locator(".standing", has_text=shown)).to_have_count(1)
+    expect(page.locator(".moment-told")).to_contain_text("group 1 (")
+    moment.press("End")
+    expect(grid.locator(".standing")).to_have_text(["trains"] * 3)
     page.set_viewport_size({"width": 400, "height": 800})  # a phone's
     open_job(page, elastic.job)
     expect(section.locator(".lane")).to_have_count(3)

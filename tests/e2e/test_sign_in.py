@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from service.backends.fake import Script
 from service.db.queries import JobFilter
 from service.domain.auth import AuditFilter, login_code
-from tests.e2e.conftest import LIVE_MS, follow, open_tab, serve, tell
+from tests.e2e.conftest import LIVE_MS, open_tab, serve, tell
 from tests.harness.builders import (
     metrics,
     progress,
@@ -57,7 +57,7 @@ def test_a_reader_signs_in_works_and_signs_out(tab: Page, house: Guarded) -> Non
     expect(tab.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
     tab.get_by_label("API key").fill(house.keys["submitter"])
     tab.get_by_role("button", name="Sign in").click()
-    follow(tab.get_by_role("link", name="movie-nights"))
+    tab.get_by_role("link", name="movie-nights").click()
     expect(tab.locator(".job-head")).to_contain_text("movie-nights")
     tab.get_by_role("button", name="Sign out").click()
     expect(tab.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -113,7 +113,7 @@ def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None
     actions = tab.locator(".selection").get_by_role("button")
     expect(actions).to_have_text(["Compare", "Clear"])
     expect(tab.get_by_role("link", name="New job")).not_to_be_visible()
-    follow(tab.get_by_role("link", name="movie-nights"))
+    tab.get_by_role("link", name="movie-nights").click()
     expect(tab.locator(".job-head")).to_contain_text("movie-nights")
     for name in ("Cancel job", "Pause", "New from this", "Record a trace", "Export"):
         expect(tab.get_by_text(name, exact=True)).not_to_be_visible()
@@ -136,7 +136,7 @@ def test_the_pages_live_under_the_policy(tab: Page, house: Guarded, auth: str) -
     # Only an open websocket brings this.
     store_job(house.store, queued_job(name="later"))
     expect(tab.get_by_role("link", name="later")).to_be_visible(timeout=LIVE_MS)
-    follow(tab.get_by_role("link", name="later"))
+    tab.get_by_role("link", name="later").click()
     tab.get_by_role("button", name="Cancel job").first.click()
     tab.locator(".dialog").get_by_role("button", name="Cancel job").click()
     expect(tab.locator(".job-head")).to_contain_text("cancelled", timeout=LIVE_MS)

@@ -249,7 +249,7 @@ class GroupSession(Session):
         """Apply the sync that was begun, and do what is due after it."""
         with self.phases.during("sync"):
             result, cost = self.group_sync.end(self._arrival)
-        self.speed.sync(cost)
+        self.count_sync(cost)
         self._is_syncing = False
         if result.standing != "current":
             self._interval = self._new_interval()

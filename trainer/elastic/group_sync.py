@@ -551,7 +551,9 @@ class GroupSync:
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
                 num_bytes, self._num_bytes = self._num_bytes, 0
-                return result, SyncReport(num_bytes, self._numbers.density(attempt.rows))
+                numbers, rows = self._numbers, attempt.rows
+                report = SyncReport(num_bytes, numbers.density(rows), numbers.counts(rows))
+                return result, report
             attempt = self._open(make_arrival().model_copy(update={"may_overlap": False}))
 
     def _open(self, arrival: Arrive) -> Attempt:

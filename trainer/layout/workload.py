@@ -375,17 +375,25 @@ def _imbalances(loads: Sequence[TableLoad], size: int) -> tuple[float, float]:
 
 def _synced_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> float:
     """Bytes of one copy of a table that a sync averages, if no id comes twice."""
-    sync, optimizer = spec.parallelism.sync, spec.optimizer.sparse
     assert isinstance(table.num_embeddings, int)
-    num_rows = table.num_embeddings
+    return synced_rows(spec, table, table.num_embeddings) * synced_row_bytes(spec, table)
+
+
+def synced_rows(spec: JobSpec, table: EmbeddingTableSpec, num_rows: int) -> int:
+    """Rows of a table of `num_rows` that a sync averages, if no id comes twice."""
+    sync = spec.parallelism.sync
     num_lookups = sync.intervals[0] * spec.lookups_per_step(table)
-    is_full = sync.mode == "full" or optimizer.changes_untouched_rows
-    if not is_full and num_lookups <= sync.full_above * num_rows:
-        num_rows = num_lookups
+    is_full = sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows
+    return num_rows if is_full or num_lookups > sync.full_above * num_rows else num_lookups
+
+
+def synced_row_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:
+    """Bytes of a row, with its optimizer state, that a sync averages."""
+    sync = spec.parallelism.sync
     row_bytes = table.embedding_dim * NUM_BYTES[sync.dtype]
     if sync.optimizer_state != "never":
-        row_bytes += optimizer.state_bytes_per_row(table.embedding_dim)
-    return num_rows * row_bytes
+        row_bytes += spec.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
+    return row_bytes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -72,11 +72,12 @@ class SyncReport:
 
     `num_bytes` is what the rank sent (an all-reduce of n bytes would send 2 (M - 1) / M n), with
     what landed since the sync before. `density` is the share of this rank's rows that were
-    averaged.
+    averaged, `num_rows` their number in each of its shards, int64 [shards].
     """
 
     num_bytes: int
     density: float = 1.0
+    num_rows: torch.Tensor | None = field(default=None, compare=False)
 
 
 class Sync:
@@ -291,7 +292,8 @@ class ReplicaSync(Sync):
     def _report(self, rows: Rows | None) -> SyncReport:
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)
-        return SyncReport(num_bytes, self._numbers.density(rows))
+        numbers = self._numbers
+        return SyncReport(num_bytes, numbers.density(rows), numbers.counts(rows))
 
 
 def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows | None]:

@@ -93,6 +93,11 @@ class RowNumbers:
             if numbers.numel():
                 yield stores, numbers
 
+    def counts(self, rows: Rows | None) -> torch.Tensor:
+        """How many of `rows` each shard has, int64 [shards]; None stands for all."""
+        ends = self.ends if rows is None else torch.searchsorted(rows.numbers, self.ends)
+        return ends.diff(prepend=ends.new_zeros(1))
+
     def density(self, rows: Rows | None) -> float:
         """The share of all rows that `rows` are; None stands for all."""
         return 1.0 if rows is None else rows.numbers.numel() / max(1, self.num_rows)

@@ -269,12 +269,13 @@ class LayoutChosen(EventModel):
 
 
 class GroupMember(EventPart):
-    """One sharding group of a membership."""
+    """One sharding group of a membership; `donor` is the group that serves its copy."""
 
     group: Count
     incarnation: Count
     hosts: list[Host]
     standing: Literal["initial", "spare", "listening", "current"]
+    donor: Count | None = None
 
 
 class MembershipChanged(EventModel):
@@ -309,13 +310,14 @@ class GroupLost(EventModel):
 
 
 class GroupJoined(EventModel):
-    """A group is current now: from the start, or after copying from a live peer."""
+    """A group is current now: from the start, or after copying from a live peer, the `donor`."""
 
     kind: Literal["group_joined"] = "group_joined"
     group: Count
     incarnation: Count
     hosts: list[Host]
     how: Literal["start", "peer_copy"]
+    donor: Count | None = None
     copied_bytes: Count = 0
     duration_s: Finite = Field(default=0.0, description="From its first word to its first lease.")
 

@@ -4,8 +4,8 @@ Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of seve
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
 `speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `sync/every_steps`, `data/wait_s`,
 `phase/NAME_s` (the phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`,
-`balance/step`, `memory/peak_rss_bytes`. Times are seconds per step, except `sync/time_s`, seconds
-per sync; phases are means over the ranks.
+`balance/step`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except
+`sync/time_s`, seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, check_share, most_quarantined
 from trainer.parallel.collectives import Part, reduce_parts
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.touched_rows import looked_up
 from trainer.protocol import events
 from trainer.protocol.events import Phase
@@ -285,38 +286,131 @@ def _auc_of(bins: torch.Tensor) -> float:
 
 
 class LookupCounter:
-    """Counts the ids that this rank's shards look up, and the distinct rows they update.
+    """Counts what this rank's shards look up, the distinct rows they update, and the rows synced.
 
     Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
     balanced differently over the ranks. Both are counted only while `sampling`, as distinct rows
-    need a sort of the ids.
+    need a sort of the ids; so is how often the hottest rows of each table are looked up. No host
+    waits for a device, and a report has four numbers a table.
     """
 
-    def __init__(self, model: TwoDParallel) -> None:
+    def __init__(self, model: TwoDParallel, dims: Mapping[str, int] | None = None) -> None:
+        """`dims` has the columns of each table, in the same order on every rank."""
         self.sampling = False
+        device = model.groups.device
         # (ids, distinct rows) since the last report.
-        self._counts = torch.zeros(2, dtype=torch.float64, device=model.groups.device)
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+        self._dims = dims or {}
+        # Of each table (lookups, those of its hottest rows), and (rows in syncs, all rows).
+        self._by_table = torch.zeros(len(self._dims), 2, dtype=torch.float64, device=device)
+        self._synced = torch.zeros_like(self._by_table)
+        self._shards = model.table_shards() if dims else []
+        self._tables = self._numbers(self._shards).to(device)
+        self._num_rows = torch.tensor([len(each.weight) for each in self._shards], device=device)
         for kernel in model.embedding_kernels():
-            kernel.register_forward_pre_hook(self._count, with_kwargs=True)
+            shards = [shard for shard in self._shards if shard.kernel is kernel]
+            places = self._places(shards, device) if shards else None
+            count = partial(self._count, places)
+            kernel.register_forward_pre_hook(count, with_kwargs=True)
+
+    def _places(self, shards: Sequence[TableShard], device: torch.device) -> _KernelTables:
+        """Where the rows of a kernel's tables end, and which tables these are."""
+        sizes = torch.tensor([len(shard.weight) for shard in shards])
+        # A table that is split by columns is looked up in each of its parts.
+        parts = [shard.weight.shape[1] / self._dims[shard.table] for shard in shards]
+        return (
+            sizes.cumsum(0).to(device),
+            self._numbers(shards).to(device),
+            torch.tensor(parts, dtype=torch.float64, device=device)[:, None],
+        )
+
+    def _numbers(self, shards: Sequence[TableShard]) -> torch.Tensor:
+        numbers = {table: number for number, table in enumerate(self._dims)}
+        return torch.tensor([numbers[shard.table] for shard in shards], dtype=torch.int64)
 
     @torch.no_grad()
-    def _count(self, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
+    def _count(
+        self, places: _KernelTables | None, kernel: Any, args: Any, inputs: dict[str, Any]
+    ) -> None:
         if not (self.sampling and kernel.training and inputs["indices"].numel()):
             return
         rows = looked_up(kernel, inputs["indices"], inputs["offsets"]).sort().values
+        is_first = torch.ones_like(rows, dtype=torch.bool)
+        is_first[1:] = rows[1:] != rows[:-1]
         self._counts[0] += rows.numel()
-        self._counts[1] += 1 + (rows[1:] != rows[:-1]).sum()
+        self._counts[1] += is_first.sum()
+        if places is not None:
+            ends, tables, parts = places
+            found = parts * lookups_by_table(rows, is_first, ends)
+            self._by_table.index_add_(0, tables, found)
 
-    def part(self) -> Part:
-        """Max over mean across the ranks since the last report (1 is perfect)."""
-        mine = self._counts.clone()
-        self._counts.zero_()
-        return Part(mine, self._read, peaks=mine)
+    def add_sync(self, num_rows: torch.Tensor | None) -> None:
+        """Count a sync of so many rows of each of this rank's shards, int64 [shards]."""
+        if num_rows is not None and self._shards:
+            found = torch.stack([num_rows, self._num_rows], dim=1).double()
+            self._synced.index_add_(0, self._tables, found)
+
+    def parts(self) -> list[Part]:
+        """Max over mean across the ranks since the last report (1 is perfect); and by table."""
+        mine, by_table, synced = self._counts.clone(), self._by_table.clone(), self._synced.clone()
+        for counts in (self._counts, self._by_table, self._synced):
+            counts.zero_()
+        return [
+            Part(mine, self._read, peaks=mine),
+            Part(by_table.flatten(), self._read_tables),
+            Part(synced.flatten(), self._read_synced),
+        ]
 
     @staticmethod
     def _read(sums: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
         lookups, rows = imbalance(sums, peaks).tolist()
         return {"balance/lookup": lookups, "balance/gradient": rows}
+
+    def _read_tables(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        found = {}
+        for table, (lookups, hottest) in zip(self._dims, sums.view(-1, 2).tolist(), strict=True):
+            if lookups:
+                found[f"table/{table}/lookups"] = lookups
+                found[f"table/{table}/hottest"] = hottest / lookups
+        return found
+
+    def _read_synced(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        shares = zip(self._dims, sums.view(-1, 2).tolist(), strict=True)
+        return {f"table/{table}/synced": rows / of for table, (rows, of) in shares if of}
+
+
+# Of a kernel: the ends of its tables' rows, int64 [tables]; their numbers, int64 [tables]; the
+# part of their columns that is here, float64 [tables, 1].
+_KernelTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of the rows that a step looks up in a table, those that are called its hottest.
+_HOTTEST_SHARE = 0.01
+
+
+def lookups_by_table(
+    rows: torch.Tensor, is_first: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Lookups of each table, and those of its hottest rows, float64 [tables, 2].
+
+    `rows` int64 [n] are sorted, `is_first` says which are not as the one before, and `ends` int64
+    [tables] where the rows of tables end. The hottest are the hundredth of the distinct rows that
+    is looked up most, at least one. Every size is known to the host.
+    """
+    num, num_tables = rows.numel(), ends.numel()
+    table = torch.bucketize(rows, ends, right=True)
+    ones = torch.ones_like(rows, dtype=torch.float64)
+    run = is_first.cumsum(0) - 1
+    heat = torch.zeros_like(rows).index_add_(0, run, torch.ones_like(rows))[run]
+    # Each distinct row once, by its first lookup; the other lookups come last, as of no table.
+    of_row = torch.where(is_first, table, num_tables)
+    order = (of_row * (num + 1) + num - heat).argsort()
+    of_row, heat = of_row[order], heat[order]
+    num_rows = ones.new_zeros(num_tables + 1).index_add_(0, of_row, ones)
+    rank = torch.arange(num, device=rows.device) - (num_rows.cumsum(0) - num_rows)[of_row]
+    is_hottest = rank < (num_rows * _HOTTEST_SHARE).ceil()[of_row]
+    found = ones.new_zeros(num_tables + 1, 2)
+    found[:, 0].index_add_(0, table, ones)
+    found[:, 1].index_add_(0, of_row, heat * is_hottest.double())
+    return found[:-1]
 
 
 def imbalance(sums: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
@@ -325,27 +419,38 @@ def imbalance(sums: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     return torch.where(means > 0, peaks / means, 1.0)
 
 
-def memory_part(device: torch.device) -> Part:
+def memory_part(groups: MeshGroups) -> Part:
     """The most bytes that any rank has taken so far: of host memory, and of its GPU's.
 
     Of the latter what tensors took, what PyTorch held for them, and what is taken now by whatever
     (NCCL, FBGEMM's caches, other processes); and how often PyTorch had to give back what it held
-    before it got more, which is slow.
+    before it got more, which is slow. `NAME/p` is the most of the ranks at position p of their
+    sharding groups, which hold the same shards: L numbers, however many ranks there are.
     """
     status = Path("/proc/self/status").read_text()
     (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
     found = {"memory/peak_rss_bytes": 1024 * int(resident)}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-        found["memory/peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    if groups.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(groups.device)
+        found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(groups.device)
+        found["memory/peak_reserved_bytes"] = torch.cuda.max_memory_reserved(groups.device)
         found["memory/gpu_used_bytes"] = total - free
-        found["memory/alloc_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
+        found["memory/alloc_retries"] = torch.cuda.memory_stats(groups.device)["num_alloc_retries"]
+    size = len(groups.sharding_ranks)
+    for name in _BY_POSITION if size <= _MAX_POSITIONS else ():
+        if name in found:
+            mine = {f"{name}/{position}": 0 for position in range(size)}
+            found |= mine | {f"{name}/{groups.shard_index}": found[name]}
     return Part(
         torch.empty(0, dtype=torch.float64),
         lambda _, peaks: dict(zip(found, peaks.tolist(), strict=True)),
         peaks=torch.tensor(list(found.values()), dtype=torch.float64),
     )
+
+
+_BY_POSITION = ("memory/peak_rss_bytes", "memory/peak_allocated_bytes")
+# A job may have 2000 metrics.
+_MAX_POSITIONS = 256
 
 
 def phase_part(mine: Mapping[Phase, float]) -> Part:

@@ -47,7 +47,7 @@ from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync
+from trainer.parallel.sync import SyncReport, build_sync
 from trainer.parallel.sync_tuner import SyncTuner
 from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
@@ -203,7 +203,8 @@ class Session:
         self.quarantine = QuarantineReporter(
             self.spec, (self.shape.num_rows, held_out), self._rank_writer.write
         )
-        self.lookups = LookupCounter(self.model)
+        dims = {table.name: table.embedding_dim for table in self.spec.embedding_tables}
+        self.lookups = LookupCounter(self.model, dims)
         self.phases = PhaseTimes(clock_of(device))
         ForwardPhases(self.model, self.phases)
         self.pipeline = StepPipeline(self.model, self.phases)
@@ -368,7 +369,7 @@ class Session:
             return
         self._synced_step = self.state.step
         with self.phases.during("sync"):
-            self.speed.sync(self.sync())
+            self.count_sync(self.sync())
         self._move_interval()
         if self._divergence_guard and self._divergence_guard.is_due_after_sync():
             with self.speed.paused():
@@ -444,12 +445,12 @@ class Session:
         self.heartbeat.local_s = local_s(phases)
         parts = [
             self.train_meter.part("train"),
-            self.lookups.part(),
+            *self.lookups.parts(),
             *self.quarantine.parts(),
             *sharding.report_parts(self.model),
             *self.optimizers.parts(),
             phase_part(phases),
-            memory_part(self.groups.device),
+            memory_part(self.groups),
             self.loss_guard.part(),
             self._stop_part(),
             self._save_part(),
@@ -461,6 +462,11 @@ class Session:
             own["sync/every_steps"] = self.tuner.every_steps
         self._pending = PendingReport(time.time(), found, own)
         self.tracer.poll()
+
+    def count_sync(self, found: SyncReport) -> None:
+        """Count a sync for the next report."""
+        self.speed.sync(found)
+        self.lookups.add_sync(found.num_rows)
 
     def read_speed(self, sync_s: float) -> dict[str, float]:
         """Speeds since the last report, in which a step spent `sync_s` in syncs on average."""

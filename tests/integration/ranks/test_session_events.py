@@ -341,6 +341,10 @@ def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
     (reported,) = told(tmp_path, Metrics)
     assert reported.step == 2
     assert {"train/loss", "speed/rows_per_s", "phase/backward_s"} <= reported.values.keys()
+    assert reported.values["table/movies/lookups"] == 2 * 32, "a movie for each row of a batch"
+    assert 0 < reported.values["table/users/hottest"] < 1
+    peak = "memory/peak_rss_bytes"
+    assert reported.values[f"{peak}/0"] == reported.values[peak], "L is 1: both are the most"
 
 
 def train_without_host_reads(config: WorkerConfig) -> int:

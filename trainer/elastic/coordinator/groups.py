@@ -133,6 +133,11 @@ class Group:
         return [process.host for process in self.ranks.values()]
 
     @property
+    def donor_group(self) -> int | None:
+        """The number of the group that it copies from."""
+        return self.donor.group if self.donor else None
+
+    @property
     def donors(self) -> tuple[str, ...]:
         """Where its ranks serve their shards."""
         return tuple(process.donor for process in self.ranks.values())

@@ -279,7 +279,10 @@ class SyncRounds:
     def _emit_membership(self, now: float) -> None:
         """Emit who is there, where that changed."""
         present = [group for group in self._groups.present if group.has_begun]
-        members = [events.GroupMember(standing=each.standing, **each.identity) for each in present]
+        members = [
+            events.GroupMember(standing=each.standing, donor=each.donor_group, **each.identity)
+            for each in present
+        ]
         if members == self._emitted_members:
             return
         self._emitted_members = members
@@ -589,11 +592,13 @@ class SyncRounds:
             how = ended.joining.get(group)
             if how is None:
                 continue
+            donor = group.donor_group
             group.promote()
             self._metrics.goodput.train(group.group, now)
             joined = events.GroupJoined(
                 time=now,
                 how=how,
+                donor=donor,
                 copied_bytes=group.copied_bytes,
                 duration_s=now - group.joined_at,
                 **group.identity,

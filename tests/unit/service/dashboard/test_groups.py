@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
-from service.dashboard.groups import GroupsView, MemberGrid, groups_view, member_grid
+from service.dashboard.groups import (
+    GroupsView,
+    MemberGrid,
+    grid_then,
+    groups_view,
+    member_grid,
+    moments_of,
+)
 from service.domain.ingest import apply_events
 from service.domain.models import (
     Checkpoint,
@@ -281,6 +288,34 @@ def test_text_of_records_cannot_become_markup() -> None:
     assert "&lt;img" in html
 
 
+def test_the_grid_goes_back_through_losses_copies_and_attempts() -> None:
+    back = group_member(1, "listening", incarnation=1).model_copy(update={"donor": 2})
+    job, timeline = scene(
+        layout_chosen(),
+        workers_started(),
+        membership_changed(),
+        group_lost(1, time=NOW + 60),
+        membership_changed(group_member(0), back, group_member(2), time=NOW + 70),
+        group_joined(1, time=NOW + 90, donor=2),
+    )
+    earlier = apply_events(job, attempt_of(job, index=1), [workers_started(), workers_lost()], NOW)
+    moments = moments_of([*timeline, *earlier.timeline])
+    assert [moment.kind for moment in moments][-3:] == [
+        *("group_lost", "membership_changed", "group_joined")
+    ]
+
+    def rows_at(kind: str) -> list[str]:
+        grid, _ = grid_then(job, timeline, next(m for m in moments[::-1] if m.kind == kind))
+        assert grid
+        return [row.standing for row in grid.rows]
+
+    assert rows_at("group_lost") == ["trains", "gone", "trains"]
+    assert rows_at("membership_changed") == ["trains", "copies from 2", "trains, serves 1"]
+    assert "from group 2 in" in timeline[-1].message
+    lost = next(moment for moment in moments if moment.kind == "workers_lost")
+    assert fragments.groups_then(job, earlier.timeline, lost).count(", lost") == 4
+
+
 # ---- sharding and traces
 
 
@@ -320,6 +355,28 @@ def test_the_bars_show_who_holds_more_than_others(job: Job) -> None:
         ("50.000", "movies: 1.8 kB"),
     ]
     assert "1.33× imbalance" in html  # noqa: RUF001
+
+
+def test_tables_show_lookups_and_syncs_and_positions_their_memory(job: Job) -> None:
+    metrics = {"table/users/lookups": 1024.0, "table/users/hottest": 0.25}
+    metrics |= {f"memory/peak_rss_bytes/{position}": 720_000.0 for position in (0, 1)}
+    plans = [row_wise_plan(num_embeddings=10_000), table_wise_plan("movies", 1, size_bytes=1800)]
+    lines = timeline_of(job, workers_started(tables=plans))
+    html = fragments.sharding(replace(job, latest_metrics=metrics), lines)
+    assert "not synced" in html
+    synced = {**metrics, "table/users/synced": 0.05}
+    html = fragments.sharding(replace(job, latest_metrics=synced), lines)
+    assert re.findall(r"</i>(\d.*?%)</span>", html) == ["25.0%", "5.0%"]
+    # 1024 lookups of 10 000 rows: 8 numbers each in fp32, and one of optimizer state.
+    assert 'title="expected at most 10.2%"' in html
+    assert '"number">18 kB</td>' in html
+    assert '"number">≤ 36.9 kB</td>' in html
+    assert "Memory per position" in html
+    assert re.findall(r'load-size">(.*?)<', html) == ["180 kB of 720 kB", "182 kB of 720 kB"]
+    partly = replace(job, latest_metrics={"memory/peak_rss_bytes/0": 1.0})
+    html = fragments.sharding(partly, lines)
+    assert "Tables per position" in html
+    assert "Lookups and syncs" not in html
 
 
 def test_a_data_parallel_table_is_whole_everywhere(job: Job) -> None:

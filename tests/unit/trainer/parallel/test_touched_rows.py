@@ -94,7 +94,8 @@ def test_exactly_the_rows_looked_up_are_marked(
 
 def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
     kernel = _kernel()
-    touched = TouchedRows(RowNumbers(shards_of(kernel), CPU))
+    numbers = RowNumbers(shards_of(kernel), CPU)
+    touched = TouchedRows(numbers)
     with torch.no_grad():  # Lookups without training mark nothing.
         _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
     kernel.eval()
@@ -104,6 +105,11 @@ def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
     _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
     _lookup(kernel, [[[4]], [[]], [[2]], [[0]]])
     assert touched.bits.nonzero().view(-1).tolist() == [1, 4, 7, 17]
+    sizes = [len(shard.weight) for shard in numbers.shards]
+    assert numbers.counts(numbers.of_bits(touched.bits)).tolist() == [
+        of_shard.sum() for of_shard in touched.bits.split(sizes)
+    ]
+    assert numbers.counts(None).tolist() == sizes
     touched.close()
     touched.clear()
     _lookup(kernel, [[[1]], [[2]], [[]], [[]]])

@@ -10,17 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.clock import FakeClock
-from tests.harness.small_model import fused_kernel
+from tests.harness.small_model import fused_kernel, shards_of
 from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.training import TraceSpec
-from trainer.training.metrics import LookupCounter
+from trainer.training.metrics import LookupCounter, lookups_by_table
 from trainer.training.profiling import HostClock, PhaseTimes, Speedometer, Tracer
 
 
@@ -111,7 +112,40 @@ def test_rows_are_distinct_within_a_table_over_all_its_features() -> None:
     for is_sampling, counts in ((False, [0, 0]), (True, [7, 2 + 2]), (True, [7, 4])):
         counter.sampling = is_sampling
         kernel(indices=IDS, offsets=OFFSETS)
-        assert counter.part().sums.tolist() == counts
+        assert counter.parts()[0].sums.tolist() == counts
+
+
+def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
+    adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    kernel = fused_kernel([10, 10], feature_table_map=[0, 0, 1], optimizer=adagrad)
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    model = SimpleNamespace(
+        embedding_kernels=lambda: [kernel], table_shards=lambda: shards_of(kernel), groups=groups
+    )
+    # Table 1 has another 4 columns elsewhere, and table 2 is on other ranks only.
+    counter = LookupCounter(model, {"table_0": 4, "table_1": 8, "table_2": 4})
+    counter.sampling = True
+    kernel(indices=IDS, offsets=OFFSETS)
+    for num_rows in (torch.tensor([2, 10]), None, torch.tensor([1, 10])):
+        counter.add_sync(num_rows)
+    _, lookups, synced = counter.parts()
+    assert lookups.read(lookups.sums, lookups.peaks) == {
+        **{"table/table_0/lookups": 4.0, "table/table_0/hottest": 0.5},
+        **{"table/table_1/lookups": 1.5, "table/table_1/hottest": pytest.approx(2 / 3)},
+    }
+    assert synced.read(synced.sums, synced.peaks) == {
+        **{"table/table_0/synced": 0.15, "table/table_1/synced": 1.0}
+    }
+    assert not any(part.sums.any() for part in counter.parts()), "each report starts anew"
+
+
+def test_the_hottest_rows_are_a_hundredth_of_those_looked_up() -> None:
+    # Row k of 200 is looked up once, but 7 and 9 ten times; another table has one row.
+    rows = torch.tensor([*range(200), *([7] * 9), *([9] * 9), 200]).sort().values
+    is_first = torch.ones(len(rows), dtype=torch.bool)
+    is_first[1:] = rows[1:] != rows[:-1]
+    found = lookups_by_table(rows, is_first, torch.tensor([200, 300]))
+    assert found.tolist() == [[218.0, 20.0], [1.0, 1.0]]
 
 
 def _nonzero(seconds: dict[Phase, float]) -> dict[Phase, float]:

@@ -497,6 +497,9 @@ def test_a_listener_counts_after_the_commit_that_follows_its_copy():
     joined = world.told("group_joined")
     assert [each.how for each in joined] == ["start", "start", "peer_copy"]
     assert [each.copied_bytes for each in joined] == [0, 0, COPIED_BYTES]
+    assert [each.donor for each in joined] == [None, None, 0]
+    donors = [each.donor for told in world.told("membership_changed") for each in told.groups]
+    assert donors.count(0) == 1, "it is told while the copy is made"
 
 
 def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():

@@ -182,6 +182,7 @@ _MARKED = {
     "group_joined": ("#2c9f9a", False),
     "recovered": ("#2c9f9a", False),
     "resized": (TRAIN_COLOUR, False),
+    "sync_interval_changed": (TRAIN_COLOUR, False),
     "straggler_found": ("#d58b32", False),
     "hang_found": ("#d58b32", False),
     "attempt_ended": ("#9aa3b2", True),

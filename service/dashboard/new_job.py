@@ -298,10 +298,12 @@ class NewJobPage:
         best, text = self._recommended, self._editor.value
         if best is None:
             return
+        every_steps = "parallelism.sync.every_steps"
+        is_tuned = spec_text.value_at(parse_document(text), every_steps) == "auto"
         for path, value in {
             "parallelism.shard_group_size": best.shard_group_size,
             "parallelism.placement": best.placement,
-            "parallelism.sync.every_steps": best.sync_every_steps,
+            every_steps: "auto" if is_tuned else best.sync_every_steps,
             "parallelism.sync.mode": best.sync_mode,
         }.items():
             text = spec_text.with_value(text, path, value)

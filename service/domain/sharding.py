@@ -51,7 +51,12 @@ def sync_text(spec: JobSpec) -> str:
             sent += f" (all rows above {sync.full_above:.0%})"
     steps = "step" if sync.overlap_steps == 1 else f"{sync.overlap_steps} steps"
     overlap = f", overlapped with the next {steps}" if sync.overlap else ""
-    return f"{_every(sync.every_steps, 'step')}: {sent}, in {sync.dtype}{overlap}"
+    every = _every(sync.intervals[0], "step")
+    if sync.is_tuned:
+        shortest, longest = sync.intervals[0], sync.intervals[-1]
+        share = f"as {sync.tuner.time_share:.0%} of the time allows"
+        every = f"every {shortest:,} to {longest:,} steps, {share}"
+    return f"{every}: {sent}, in {sync.dtype}{overlap}"
 
 
 def _every(number: int, what: str) -> str:

@@ -114,6 +114,10 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
             return f"checkpoint of step {event.step} removed by retention"
         case events.Divergence():
             return _divergence(event)
+        case events.SyncIntervalChanged():
+            now, before = event.every_steps, event.every_steps_before
+            every = "step" if now == 1 else f"{now} steps"
+            return f"sync every {every} from step {event.step} on, not {before}: {event.reason}"
         case events.LayoutChosen():
             return _layout_chosen(event)
         case events.MembershipChanged():

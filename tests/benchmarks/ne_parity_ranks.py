@@ -36,7 +36,7 @@ from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.parallel.sync import build_sync
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DensePrecision
@@ -141,7 +141,7 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
         # The held-out rows are measured on synced copies, as a validation of a job is.
         if step in settings.evaluation_steps:
             sync.flush()
-        elif is_sync_step(step, spec.parallelism.sync):
+        elif step % spec.parallelism.sync.every_steps == 0:
             sync()
 
     return _Trainee(model, begin_step, end_step)

@@ -26,7 +26,7 @@ from trainer.parallel.mesh import build_groups
 from trainer.parallel.model import TableShard
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.parallel.sync import build_sync
 from trainer.spec.job import JobSpec
 from trainer.training.metrics import LookupCounter
 from trainer.training.pipeline import StepPipeline
@@ -106,7 +106,7 @@ class TwoDTrainer:
             self._optimizers.step()
             started = time.perf_counter()
             self._sync.tick()
-            if is_sync_step(step, self._spec.parallelism.sync):
+            if step % self._spec.parallelism.sync.every_steps == 0:
                 self._sync()
             self.sync_s += time.perf_counter() - started
             yield

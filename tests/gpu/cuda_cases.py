@@ -31,7 +31,7 @@ from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.row_store import CachedRows
 from trainer.parallel.sharding import build_parallel_model, sharders
-from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.parallel.sync import build_sync
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import PlannerSpec, SyncSpec
@@ -164,7 +164,7 @@ def compare_cached(case: Case, sync_spec: SyncSpec) -> list[dict[str, float]]:
             model(batch)[0].backward()
             optimizers.step()
             sync.tick()
-            if is_sync_step(step, sync_spec):
+            if step % sync_spec.every_steps == 0:
                 sync()
         gaps.append(_gap_of_rows(flat, cached))
     states = [state_to_save(model, optimizers.combined) for model, optimizers, _ in runs]

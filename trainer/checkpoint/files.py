@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from trainer.coordination.messages import EarlyStoppingState, EpochRows
 from trainer.errors import DataError, SourceMissingError
+from trainer.parallel.sync_tuner import TunerState
 from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,
@@ -160,7 +161,8 @@ class Commit:
     early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
     which did not say). `commit` counts the committed syncs where groups are failure domains, and
     `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`
-    of `epoch`). `row_order` says what rows those numbers stand for (None: an early version).
+    of `epoch`). `row_order` says what rows those numbers stand for (None: an early version), and
+    `tuning` what the sync interval is, where it is tuned.
     """
 
     # A NaN metric comes back as NaN.
@@ -184,6 +186,7 @@ class Commit:
     rows_skipped: int = 0
     open_epochs: tuple[EpochRows, ...] = ()
     row_order: RowOrder | None = None
+    tuning: TunerState | None = None
 
     @property
     def size_bytes(self) -> int:

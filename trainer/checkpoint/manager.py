@@ -45,6 +45,7 @@ from trainer.data.position import (
 from trainer.errors import DataError
 from trainer.failures import restart_delay_s
 from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.sync_tuner import TunerState
 from trainer.protocol import events
 from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
@@ -65,7 +66,7 @@ class TrainState:
     """Where training stands; what a resumed run continues from.
 
     `reached` is where in the data, or the step that led there. `commit` counts the committed syncs
-    where groups are failure domains.
+    where groups are failure domains. `tuning` is that of the sync interval at the last save.
     """
 
     step: int = 0
@@ -75,6 +76,7 @@ class TrainState:
     commit: int = 0
     rows_skipped: int = 0
     plateau: EarlyStoppingState | None = None
+    tuning: TunerState | None = None
 
     @classmethod
     def at(cls, step: int, position: DataPosition, record: Commit | Ledger) -> TrainState:
@@ -260,6 +262,7 @@ class CheckpointManager:
             metrics=dict(metrics),
             open_epochs=ledger_of(position).open_epochs,
             row_order=self._row_order,
+            tuning=state.tuning,
         )
 
     def _publish(self, folder: Folder, commit: Commit, duration_s: float) -> None:
@@ -362,7 +365,7 @@ def state_of(commit: Commit) -> TrainState:
     position = DataPosition(epoch=commit.epoch, row=commit.row)
     if commit.open_epochs:
         position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
-    return TrainState.at(commit.step, position, commit)
+    return replace(TrainState.at(commit.step, position, commit), tuning=commit.tuning)
 
 
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:

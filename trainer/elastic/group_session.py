@@ -335,7 +335,7 @@ class GroupSession(Session):
     @property
     def _num_rows_next(self) -> int:
         """Rows that will be agreed on after the next sync, about."""
-        steps = self.spec.parallelism.sync.every_steps
+        steps = self.spec.parallelism.sync.intervals[-1]
         return self.rows_agreed + steps * self.shape.rows_per_step
 
     def _is_leading_due(self, num_rows: int) -> bool:

@@ -206,13 +206,14 @@ class Comparer:
                 continue
             with suppress(ValidationError):  # of what the spec asks of a layout
                 self._laid_out[choice] = _with_layout(sized, choice)
-                self._options[choice] = _distinct(self._at_syncs(choice, None))
+                self._options[choice] = _distinct(_settled(spec, self._at_syncs(choice, None)))
 
     def add(self, topology: GroupTopology, plan: GroupPlan) -> None:
         """Cost the layouts with such groups anew, by TorchRec's plan."""
         for choice, options in self._options.items():
             if options[0].topology == topology:
-                self._options[choice] = _distinct(self._at_syncs(choice, plan))
+                at_syncs = self._at_syncs(choice, plan)
+                self._options[choice] = _distinct(_settled(self._spec, at_syncs))
 
     def result(self) -> Comparison:
         found = [each for options in self._options.values() for each in options]
@@ -245,7 +246,7 @@ class Comparer:
                 is_planned=plan is not None,
                 obstacle=plan.obstacle if plan else "",
                 is_chosen=_is_same(choice, self._chosen)
-                and (layout.num_replicas == 1 or sync == self._spec.parallelism.sync),
+                and (layout.num_replicas == 1 or _is_asked_for(sync, own)),
             )
             yield Option(candidate, choice, topology, spec)
 
@@ -256,14 +257,14 @@ class Comparer:
         batch = spec.data.batch_size
         rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
         if choice.failure_domain == "replica_group":
-            rows_at_risk = sync.every_steps * layout.shard_group_size * batch
+            rows_at_risk = sync.intervals[0] * layout.shard_group_size * batch
         link = cluster.intra_host_bytes_per_s
         if any(len(holders) > 1 for holders in choice.copies_by_host):
             link = cluster.inter_host_bytes_per_s
         return Candidate(
             **vars(layout),
             num_replicas=layout.num_replicas,
-            sync_every_steps=sync.every_steps,
+            sync_every_steps=sync.intervals[0],
             sync_mode=sync.mode,
             failure_domain=choice.failure_domain,
             num_hosts_survived=choice.num_hosts_survived,
@@ -283,10 +284,26 @@ class Comparer:
 
     def _sums_of(self, spec: JobSpec) -> SyncSums:
         sync, domain = spec.parallelism.sync, spec.parallelism.failure_domain
-        key = (sync.every_steps, sync.mode, domain)
+        key = (sync.intervals, sync.mode, domain)
         if key not in self._sums:
             self._sums[key] = SyncSums.of(spec)
         return self._sums[key]
+
+
+def _settled(spec: JobSpec, options: Iterable[Option]) -> list[Option]:
+    """Those at the interval that tuning would come to, if the spec asks for that; in each mode.
+
+    `options` come in the order of their intervals.
+    """
+    sync, found = spec.parallelism.sync, dict[str, Option]()
+    if not sync.is_tuned:
+        return list(options)
+    for option in options:
+        mode = option.candidate.sync_mode
+        step = found[mode].candidate.step if mode in found else None
+        if step is None or step.sync_s > sync.tuner.time_share * step.total_s:
+            found[mode] = option
+    return list(found.values())
 
 
 def _distinct(options: Iterable[Option]) -> list[Option]:
@@ -313,6 +330,11 @@ def _freed(spec: JobSpec) -> JobSpec:
     """The spec with L and the placement left open."""
     free = {"shard_group_size": "auto", "placement": "auto"}
     return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=free)})
+
+
+def _is_asked_for(sync: SyncSpec, own: SyncSpec) -> bool:
+    """Whether a sync is the spec's `own`; a tuned one with whatever interval it has come to."""
+    return sync == own or (own.is_tuned and sync.mode == own.mode)
 
 
 def _is_same(choice: Choice, chosen: Choice) -> bool:
@@ -410,14 +432,16 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
 
 def _syncs(spec: JobSpec, choice: Choice) -> list[SyncSpec]:
     sync = spec.parallelism.sync
-    if choice.layout.num_replicas == 1 or sync.overlap:  # which is set for its interval
+    if choice.layout.num_replicas == 1 or (sync.overlap and not sync.is_tuned):  # for its interval
         return [sync]
-    intervals = sorted({sync.every_steps, *_SYNC_INTERVALS})
     modes = [sync.mode] if spec.optimizer.sparse.changes_untouched_rows else _MODES
+    if sync.is_tuned:  # memory is that of the longest, wherever it stands
+        tuners = [sync.tuner.model_copy(update={"min_steps": each}) for each in sync.intervals]
+        updates: list[dict[str, Any]] = [{"tuner": each} for each in tuners]
+    else:
+        updates = [{"every_steps": each} for each in sorted({*sync.intervals, *_SYNC_INTERVALS})]
     return [
-        sync.model_copy(update={"every_steps": every_steps, "mode": mode})
-        for every_steps in intervals
-        for mode in modes
+        sync.model_copy(update={**update, "mode": mode}) for update in updates for mode in modes
     ]
 
 

@@ -233,16 +233,16 @@ class SyncSums:
 
 
 def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -> Workload:
-    """A workload with what the spec's syncs ask for."""
+    """A workload with what the spec's syncs ask for; where those are tuned, as it begins."""
     sync, sums = spec.parallelism.sync, sums or SyncSums.of(spec)
-    at_sync = spec.parallelism.dense_policy == "at_sync"
+    at_sync, every_steps = spec.parallelism.dense_policy == "at_sync", sync.intervals[0]
     return replace(
         workload,
         synced_bytes=sums.synced_bytes,
         sync_buffer_bytes=sums.buffer_bytes,
-        sync_every_steps=sync.every_steps,
+        sync_every_steps=every_steps,
         overlap_steps=sync.overlap_steps,
-        dense_every_steps=sync.every_steps if at_sync else 1,
+        dense_every_steps=every_steps if at_sync else 1,
     )
 
 
@@ -382,7 +382,7 @@ def _synced_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> float:
 def synced_rows(spec: JobSpec, table: EmbeddingTableSpec, num_rows: int) -> int:
     """Rows of a table of `num_rows` that a sync averages, if no id comes twice."""
     sync = spec.parallelism.sync
-    num_lookups = sync.every_steps * spec.lookups_per_step(table)
+    num_lookups = sync.intervals[0] * spec.lookups_per_step(table)
     is_full = sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows
     return num_rows if is_full or num_lookups > sync.full_above * num_rows else num_lookups
 

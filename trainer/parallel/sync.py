@@ -113,11 +113,6 @@ class Sync:
         """Remove the hooks and stop the thread, if any."""
 
 
-def is_sync_step(step: int, spec: SyncSpec) -> bool:
-    """Whether the replicas are averaged after `step` (counted from 1)."""
-    return step % spec.every_steps == 0
-
-
 def exact_sync(spec: JobSpec, warn: Callable[[str], None]) -> SyncSpec:
     """The policy of `spec` in a mode that is exact; `warn` is told when that is another one."""
     sync, optimizer = spec.parallelism.sync, spec.optimizer.sparse
@@ -308,7 +303,7 @@ def watched(numbers: RowNumbers, spec: SyncSpec) -> tuple[SyncBase, TouchedRows 
         tensors = wires(numbers.shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
     if spec.mode == "full":
         return TableBase(tensors) if tensors else SyncBase(), None
-    rows = RowBase(numbers, tensors, spec.every_steps) if tensors else None
+    rows = RowBase(numbers, tensors, spec.intervals[0]) if tensors else None
     return rows or SyncBase(), TouchedRows(numbers, rows.save if rows else None)
 
 

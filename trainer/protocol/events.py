@@ -234,6 +234,19 @@ class Divergence(EventModel):
     action: Literal["fail", "rebroadcast"]
 
 
+class SyncIntervalChanged(EventModel):
+    """With `parallelism.sync.every_steps: auto`: the copies are averaged at other steps from here.
+
+    Those whose number `every_steps` divides, rather than `every_steps_before`.
+    """
+
+    kind: Literal["sync_interval_changed"] = "sync_interval_changed"
+    step: Step
+    every_steps_before: Count
+    every_steps: Count
+    reason: Message
+
+
 class LayoutChosen(EventModel):
     """The layout that the attempt trains with, why, and its price.
 
@@ -463,6 +476,7 @@ Event = Annotated[
     | CheckpointCommitted
     | CheckpointDeleted
     | Divergence
+    | SyncIntervalChanged
     | LayoutChosen
     | MembershipChanged
     | GroupLost

@@ -21,9 +21,36 @@ from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 FailureDomain = Literal["job", "replica_group"]
 
 
+class SyncTunerSpec(SpecModel):
+    """Bounds of `every_steps: auto`: min_steps, twice that, and so on up to max_steps.
+
+    Of these the shortest with which training waits for syncs no longer than `time_share` of its
+    time, and validation gets no worse.
+    """
+
+    min_steps: PositiveInt = 1
+    max_steps: PositiveInt = 64
+    time_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_steps > self.max_steps:
+            message = f"min_steps ({self.min_steps}) is above max_steps ({self.max_steps})"
+            raise problem("bounds", message)
+        return self
+
+    @property
+    def intervals(self) -> tuple[int, ...]:
+        """Numbers of steps between syncs that may be chosen, ascending."""
+        num_doublings = (self.max_steps // self.min_steps).bit_length()
+        return tuple(self.min_steps << power for power in range(num_doublings))
+
+
 class SyncSpec(SpecModel):
     """How often, and with what, the matching shards of the sharding groups are averaged.
 
+    `every_steps: auto` begins with the least of the `tuner`'s intervals and is moved while it
+    trains, from what is measured; the sharding groups then fail together.
     `touched_rows` moves only rows looked up since the last sync, which gives the same result as
     `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
     `dtype` is the precision of the change since the last sync on its way. With `overlap` the
@@ -33,12 +60,22 @@ class SyncSpec(SpecModel):
     group joins independent ones, all of it is averaged, in full precision.
     """
 
-    every_steps: PositiveInt = 1
+    every_steps: PositiveInt | Literal["auto"] = 1
+    tuner: SyncTunerSpec = SyncTunerSpec()
     mode: Literal["full", "touched_rows"] = "touched_rows"
     dtype: Precision = "fp32"
     overlap: bool | PositiveInt = False
     optimizer_state: Literal["every", "delayed", "never"] = "every"
     full_above: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+    @property
+    def is_tuned(self) -> bool:
+        return self.every_steps == "auto"
+
+    @property
+    def intervals(self) -> tuple[int, ...]:
+        """Numbers of steps that there may be between syncs, ascending; the first at the start."""
+        return self.tuner.intervals if self.every_steps == "auto" else (self.every_steps,)
 
     @property
     def overlap_steps(self) -> int:
@@ -52,11 +89,12 @@ class SyncSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
-        if self.overlap_steps > self.every_steps:
+        shortest, field = self.intervals[0], "tuner.min_steps" if self.is_tuned else "every_steps"
+        if self.overlap_steps > shortest:
             raise problem(
                 "overlap",
                 f"{self.overlap_steps} steps would not be over at the next sync, which comes after "
-                f"every_steps ({self.every_steps}); set at most that",
+                f"{field} ({shortest}); set at most that",
                 "overlap",
             )
         return self
@@ -227,7 +265,10 @@ class ParallelismSpec(SpecModel):
         sync, ties = self.sync, []
         if self.dense == "every_step":
             ties.append(("dense", "averages gradients over all groups at each step"))
-        if sync.overlap_steps not in (0, sync.every_steps):
+        if sync.is_tuned:
+            why = "moves one interval for all groups together; set a number of steps"
+            ties.append(("sync.every_steps", why))
+        elif sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
         return ties

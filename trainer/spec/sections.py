@@ -132,13 +132,14 @@ class JobSections(SpecModel):
         """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m).
 
         r are the rows that a sync may be about: in mode full all, else at most one for each lookup
-        of `every_steps` steps, and all where fp32 would then move all. A row has w bytes of weights
-        and m of optimizer state. Where the sync overlaps k_w = k_m = 2, a snapshot and its means;
-        of `delayed` state k_m = 2 whatever overlaps. Groups that are failure domains hold all means
-        until they have voted: k_w = k_m = 1 without overlap, and where state is averaged `never`
-        but before a save, that of all rows at once. Half precision adds 1 to both, what
-        the copies last agreed on; of touched rows 2: saved before they change, and gathered for the
-        exchange; 3 where such groups overlap: what was saved is kept in case the round fails.
+        of `every_steps` steps, the most where it is tuned, and all where fp32 would then move all.
+        A row has w bytes of weights and m of optimizer state. Where the sync overlaps k_w = k_m =
+        2, a snapshot and its means; of `delayed` state k_m = 2 whatever overlaps. Groups that are
+        failure domains hold all means until they have voted: k_w = k_m = 1 without overlap, and
+        where state is averaged `never` but before a save, that of all rows at once. Half precision
+        adds 1 to both, what the copies last agreed on; of touched rows 2: saved before they change,
+        and gathered for the exchange; 3 where such groups overlap: what was saved is kept in case
+        the round fails.
         Buffers of the chunks that are under way and marks of touched rows are left to
         `planner.storage_reservation`.
         """
@@ -146,7 +147,7 @@ class JobSections(SpecModel):
         parallelism, optimizer = self.parallelism, self.optimizer.sparse
         sync, num_rows = parallelism.sync, table.num_embeddings
         is_full = sync.mode == "full" or optimizer.changes_untouched_rows
-        num_lookups = sync.every_steps * self.lookups_per_step(table)
+        num_lookups = sync.intervals[-1] * self.lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)
         votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"

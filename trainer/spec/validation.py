@@ -269,7 +269,9 @@ def check_accumulation(spec: JobSections) -> None:
         "checkpoint.every_steps": spec.checkpoint.every_steps,
     }
     if spec.parallelism.is_resolved and spec.parallelism.dense_policy == "at_sync":
-        fields["parallelism.sync.every_steps"] = spec.parallelism.sync.every_steps
+        sync = spec.parallelism.sync
+        field = "tuner.min_steps" if sync.is_tuned else "every_steps"
+        fields[f"parallelism.sync.{field}"] = sync.intervals[0]
     for path, steps in fields.items():
         if steps % every:
             raise problem(
@@ -325,16 +327,16 @@ def check_settings(spec: JobSections) -> None:
         raise problem(
             "no_effect",
             "only independent sharding groups exchange what they learned this way, but all workers "
-            "of this job restart together (placement intra_host, one copy, or dense every_step); "
-            "remove it, or use placement inter_host",
+            "of this job restart together (placement intra_host, one copy, dense every_step or "
+            "sync.every_steps auto); remove it, or use placement inter_host",
             "recovery.exchange_timeout_s",
         )
     if is_whole and parallelism.min_groups > 1:
         raise problem(
             "no_effect",
             "only independent sharding groups come and go one by one, but all workers of this job "
-            "restart together (placement intra_host, one copy, or dense every_step); remove it, or "
-            "use placement inter_host",
+            "restart together (placement intra_host, one copy, dense every_step or "
+            "sync.every_steps auto); remove it, or use placement inter_host",
             "parallelism.min_groups",
         )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:

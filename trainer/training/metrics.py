@@ -2,10 +2,10 @@
 
 Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
-`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
-phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`,
-`memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except `sync/time_s`,
-seconds per sync; phases are means over the ranks.
+`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `sync/every_steps`, `data/wait_s`,
+`phase/NAME_s` (the phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`,
+`balance/step`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except
+`sync/time_s`, seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
@@ -546,10 +546,10 @@ def is_better(metric: str, value: float, best: float | None, min_delta: float = 
         return False
     if best is None:
         return True
-    return _distance(metric, value) < _distance(metric, best) - min_delta
+    return distance(metric, value) < distance(metric, best) - min_delta
 
 
-def _distance(metric: str, value: float) -> float:
+def distance(metric: str, value: float) -> float:
     """How far from perfect: lower is better."""
     name = metric.rpartition("/")[2]
     if name == "auc":

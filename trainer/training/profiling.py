@@ -112,7 +112,7 @@ class PhaseTimes:
     def __init__(self, clock: HostClock | CudaClock) -> None:
         self.annotate = False
         self._clock = clock
-        self._is_paused = False
+        self.is_paused = False
         self.restart()
 
     def restart(self) -> None:
@@ -124,7 +124,7 @@ class PhaseTimes:
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`; does nothing while paused."""
-        if self._is_paused or phase == self._current:
+        if self.is_paused or phase == self._current:
             return
         self._mark_end()
         self._current = phase
@@ -153,14 +153,14 @@ class PhaseTimes:
 
         Gives whether it is the outermost of nested blocks.
         """
-        if self._is_paused:
+        if self.is_paused:
             yield False
             return
         self._mark_end()
         self._add_up(len(self._ended))
-        self._is_paused = True
+        self.is_paused = True
         yield True
-        self._is_paused = False
+        self.is_paused = False
         self._marks = [self._clock.mark()]
 
     def read(self, num_steps: int) -> dict[Phase, float]:
@@ -279,6 +279,7 @@ class Speedometer:
         self.num_steps = 0
         self._wait_s = 0.0
         self._syncs: list[SyncReport] = []
+        self._num_timed = 0
 
     def awaited(self, batches: Iterator[Item]) -> Iterator[Item]:
         """`batches`, perhaps beyond an end; waiting for each is the phase `data_wait`."""
@@ -297,6 +298,7 @@ class Speedometer:
 
     def sync(self, report: SyncReport) -> None:
         self._syncs.append(report)
+        self._num_timed += not self.phases.is_paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -319,8 +321,9 @@ class Speedometer:
             "speed/rows_per_s": steps_per_s * self._rows_per_step,
             "data/wait_s": self._wait_s / max(self.num_steps, 1),
         }
+        if self._num_timed:
+            values["sync/time_s"] = sync_s * self.num_steps / self._num_timed
         if self._syncs:
-            values["sync/time_s"] = sync_s * self.num_steps / len(self._syncs)
             values["sync/bytes"] = fmean(each.num_bytes for each in self._syncs)
             values["sync/density"] = fmean(each.density for each in self._syncs)
         self.restart()

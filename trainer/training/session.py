@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -38,6 +39,7 @@ from trainer.failures import DivergenceError
 from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
 from trainer.layout.plans import predict
+from trainer.layout.workload import GroupPlan
 from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
@@ -45,7 +47,8 @@ from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
+from trainer.parallel.sync import SyncReport, build_sync
+from trainer.parallel.sync_tuner import SyncTuner
 from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
@@ -58,6 +61,7 @@ from trainer.training.metrics import (
     QuarantineReporter,
     TaskMeter,
     after_validation,
+    distance,
     is_better,
     is_over,
     memory_part,
@@ -154,6 +158,8 @@ class Session:
             ),
             warn=self._warn_of_sync,
         )
+        self.tuner = SyncTuner(spec.parallelism.sync)
+        self._tunes_sync = is_first and groups.layout.num_replicas > 1
         self._synced_step = -1
         self._divergence_guard: DivergenceGuard | None = None
         if spec.parallelism.divergence_check is not None:
@@ -263,13 +269,18 @@ class Session:
             prediction=self._prediction(layout),
         )
 
+    @cached_property
+    def _group_plan(self) -> GroupPlan:
+        """Of thousands of tables it takes a second, and groups that come and go keep it."""
+        size = self.groups.layout.shard_group_size
+        return group_plan_of(self.model.group_plan, self.spec, size)
+
     def _prediction(self, layout: Layout) -> events.Prediction | None:
         """What the planner says of these workers with the tables as they lie."""
         if self.config.cluster is None:
             return None
-        group = group_plan_of(self.model.group_plan, self.spec, layout.shard_group_size)
         cluster = Cluster(**self.config.cluster)
-        found = predict(self.spec, layout, group, cluster)
+        found = predict(self.spec, layout, self._group_plan, cluster)
         return events.Prediction(
             cluster=cluster.fingerprint,
             samples_per_s=found.samples_per_s,
@@ -344,6 +355,10 @@ class Session:
         self.heartbeat.end_step(step)
         return loss.detach()
 
+    def is_sync_step(self) -> bool:
+        """Whether the replicas are averaged after the current step."""
+        return self.state.step % self.tuner.every_steps == 0
+
     def synchronise(self) -> None:
         """Average the replicas, then compare them if that is due.
 
@@ -355,11 +370,26 @@ class Session:
         self._synced_step = self.state.step
         with self.phases.during("sync"):
             self.count_sync(self.sync())
+        self._move_interval()
         if self._divergence_guard and self._divergence_guard.is_due_after_sync():
             with self.speed.paused():
                 if self.spec.parallelism.sync.overlap:
                     self.sync.flush()
                 self._check_divergence()
+
+    def _move_interval(self) -> None:
+        """After a sync: take the interval that all ranks have agreed on."""
+        before, reason = self.tuner.take_effect()
+        if reason:
+            self.emit(
+                events.SyncIntervalChanged(
+                    time=time.time(),
+                    step=self.state.step,
+                    every_steps_before=before,
+                    every_steps=self.tuner.every_steps,
+                    reason=reason,
+                )
+            )
 
     def _check_divergence(self) -> None:
         """Compare what a sync has made equal, if the job asks for that. Collective over all ranks.
@@ -424,9 +454,12 @@ class Session:
             self.loss_guard.part(),
             self._stop_part(),
             self._save_part(),
+            self._interval_part(),
         ]
         found = PendingParts(parts, self.groups.device, self._report_group)
         own = self.optimizers.rates() | self.read_speed(phases["sync"])
+        if self.spec.parallelism.sync.is_tuned:
+            own["sync/every_steps"] = self.tuner.every_steps
         self._pending = PendingReport(time.time(), found, own)
         self.tracer.poll()
 
@@ -451,6 +484,8 @@ class Session:
             return
         values = report.found.read() | report.own
         self.publish(values, report.time)
+        if self._tunes_sync:
+            self.tuner.reported(values)
         self.loss_guard.judge(values)
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
@@ -472,6 +507,15 @@ class Session:
     def _read_saves(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
         saved_step, has_failed, is_blocked = sums.tolist()
         self.saves = SaveStanding(int(saved_step), bool(has_failed), bool(is_blocked))
+        return {}
+
+    def _interval_part(self) -> Part:
+        """The sync interval that there shall be, as rank 0 has decided."""
+        wanted = self.tuner.wanted if self.groups.rank == 0 else 0
+        return Part(torch.tensor([wanted], dtype=torch.float64), self._read_interval)
+
+    def _read_interval(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        self.tuner.agree(int(sums.item()))
         return {}
 
     def publish(self, values: dict[str, float], time_s: float) -> None:
@@ -526,6 +570,8 @@ class Session:
         self.final_metrics |= values
         value = self._of_first_rank(values.get(f"validation/{metric}", math.nan))
         self._update_early_stopping(metric, value)
+        if self._tunes_sync:
+            self.tuner.validated(distance(metric, value))
         if not is_better(metric, value, self.state.best):
             return False
         self.state.best = value
@@ -580,7 +626,7 @@ class Session:
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
         step = self.state.step
-        is_owed = self.saves.is_due_again and is_sync_step(step, self.spec.parallelism.sync)
+        is_owed = self.saves.is_due_again and self.is_sync_step()
         return step % self.spec.checkpoint.every_steps == 0 or self.is_finished or is_owed
 
     def save_checkpoint(self, is_best: bool) -> None:
@@ -600,7 +646,10 @@ class Session:
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
             if not (self.sync.is_exact and self._synced_step == self.state.step):
                 self.sync.flush()
+            self._move_interval()
             self._check_divergence()
+            if self.spec.parallelism.sync.is_tuned:
+                self.state.tuning = self.tuner.state
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)
                 | {METERS: pack(self.train_meter.state())},
@@ -621,6 +670,7 @@ class Session:
             self.train_meter.load_state(found.meters)
             self.sync.reset()
             self.state, self.origin = found.state, found.origin
+            self.tuner.resume(self.state.tuning)
             self.final_metrics = found.metrics
             if found.is_warm_start:
                 self.note("info", found.message)

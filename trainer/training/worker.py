@@ -25,7 +25,6 @@ from trainer.layout.layout import Layout, LayoutError
 from trainer.models.user_module import users_error
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.planner import PlanError
-from trainer.parallel.sync import is_sync_step
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
@@ -66,10 +65,9 @@ def train(session: Session) -> dict[str, float]:
 
 
 def _take_steps(session: Session) -> None:
-    sync_spec = session.spec.parallelism.sync
     for batch, step in session.batches():
         session.train_step(batch, step)
-        if is_sync_step(session.state.step, sync_spec):
+        if session.is_sync_step():
             session.synchronise()
         session.tracer.end_step(session.state.step)
         session.checkpoints.poll()

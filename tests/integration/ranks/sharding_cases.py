@@ -26,7 +26,7 @@ from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
 from trainer.parallel.sharding import sharders
-from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.parallel.sync import build_sync
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
@@ -275,7 +275,7 @@ def _train(case: ShardingCase) -> dict[str, Any]:
         optimizers.begin_step(step, case.num_steps)
         model(*make_rows(case, step, model.groups.rank)).backward()
         optimizers.step()
-        if is_sync_step(step, spec.parallelism.sync):
+        if step % spec.parallelism.sync.every_steps == 0:
             sync()
     sync.close()
     return {

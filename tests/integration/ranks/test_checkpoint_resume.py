@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,19 @@ from tests.harness.sessions import (
     load_session,
     make_config,
     next_run,
+    open_session,
+    snapshot,
     told,
     train_session,
 )
 from trainer.checkpoint import resume
 from trainer.checkpoint.files import remove_folder
 from trainer.checkpoint.save_load import list_committed
-from trainer.protocol.events import Metrics, Note, WorkersStarted
+from trainer.parallel.sync import ReplicaSync, SyncReport
+from trainer.protocol.events import Metrics, Note, SyncIntervalChanged, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.worker import train
 
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
 
@@ -191,3 +197,65 @@ def test_a_run_goes_back_to_the_checkpoint_that_was_chosen_and_to_the_same_resul
     expected = assemble(straight)
     for name, table in assemble(trained).items():
         torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
+
+
+SLOW_FROM, SLOWDOWN = 12, 30
+TUNED = (
+    *("parallelism.workers=2", "parallelism.shard_group_size=1", "data.batch_size=8"),
+    "parallelism.sync={every_steps: auto, tuner: {max_steps: 5, time_share: 0.75}}",
+    *("training.max_steps=44", "training.report_every_steps=1", "data.split.validation=null"),
+    *("checkpoint.every_steps=40", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
+)
+
+
+def train_as_the_link_slows_down(config: WorkerConfig) -> dict[str, Any]:
+    """Train with syncs that last as long as many steps from step 12 on; at which steps they came,
+    and what this rank holds at the end."""
+    session, steps, times_s = open_session(config), list[int](), list[float]()
+    average, run_step = ReplicaSync.__call__, session.run_step
+
+    def timed(*args: Any) -> torch.Tensor:
+        began_at = time.perf_counter()
+        loss = run_step(*args)
+        times_s.append(time.perf_counter() - began_at)
+        return loss
+
+    def slowed(sync: ReplicaSync) -> SyncReport:
+        steps.append(session.state.step)
+        if session.state.step >= SLOW_FROM:
+            time.sleep(SLOWDOWN * statistics.median(times_s[:SLOW_FROM]))
+        return average(sync)
+
+    with patch.object(ReplicaSync, "__call__", slowed), patch.object(session, "run_step", timed):
+        train(session)
+    return {"steps": steps, **snapshot(session)}
+
+
+def test_a_tuned_sync_interval_follows_the_link_on_all_ranks_at_once_and_outlives_a_restart(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path, *TUNED)
+    ranks = run_ranks(train_as_the_link_slows_down, 2, config)
+    steps = ranks[0]["steps"]
+    assert ranks[1]["steps"] == steps
+    moves = told(tmp_path, SyncIntervalChanged)
+    assert [(each.every_steps_before, each.every_steps) for each in moves] == [(1, 2), (2, 4)]
+    assert all("of its time for syncs" in each.reason for each in moves)
+    first, second = (each.step for each in moves)
+    assert SLOW_FROM < first < second < 40
+    every_step = [(1, range(1, first + 1)), (2, range(first + 1, second + 1))]
+    every_step.append((4, range(second + 1, 45)))
+    assert steps == [step for every, among in every_step for step in among if step % every == 0]
+    values = [each.values for each in told(tmp_path, Metrics) if "train/loss" in each.values]
+    assert [values[at]["sync/every_steps"] for at in (0, -1)] == [1, 4]
+
+    *_, saved, last = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert (saved.commit.step, saved.commit.tuning.every_steps) == (40, 4)
+    remove_folder(last.path)
+    again = run_ranks(train_as_the_link_slows_down, 2, next_run(config))
+    for rank, straight in zip(again, ranks, strict=True):
+        assert rank["steps"] == [44]
+        for key, shard in rank["shards"].items():
+            assert torch.equal(shard, straight["shards"][key]), key
+        for name, value in rank["dense"].items():
+            assert torch.equal(value, straight["dense"][name]), name

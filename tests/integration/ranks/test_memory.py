@@ -21,7 +21,7 @@ from trainer.data.batches import Batch
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.parallel.sync import build_sync
 from trainer.spec.job import JobSpec
 from trainer.training.worker import layout_of
 
@@ -104,7 +104,7 @@ def train(spec: JobSpec, groups: MeshGroups) -> None:
         batch = batch_of(step, groups.rank, num_rows)
         take_step(model, optimizers, batch, step, NUM_STEPS)
         sync.tick()
-        if is_sync_step(step, spec.parallelism.sync):
+        if step % spec.parallelism.sync.every_steps == 0:
             sync()
     sync.close()
 

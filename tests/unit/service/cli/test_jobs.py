@@ -18,6 +18,7 @@ from service.backends.fake import Script
 from service.cli import common, jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
+from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
 from service.schemas.wording import NOTHING, TIMES
 from tests.harness.builders import (
@@ -427,6 +428,7 @@ def test_show_and_the_api_have_the_plan_beside_what_was_measured(api: Api) -> No
         "ratio": 0.8,
     }
     assert found["compared"][0] == first
+    assert f"0.8{TIMES}</td>" in fragments.sharding(api.store.get_job(job_id), [])
 
 
 def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -> None:

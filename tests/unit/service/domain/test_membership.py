@@ -24,6 +24,7 @@ from service.domain.membership import (
     num_wanted,
     sizes_of_job,
 )
+from service.domain.metrics import MEMORY_PARTS, compared
 from service.domain.models import Job, Membership
 from tests.harness.builders import (
     ELASTIC,
@@ -35,6 +36,7 @@ from tests.harness.builders import (
     layout_chosen,
     live_job,
     membership_changed,
+    predicted_workers,
     queued_job,
     recovered,
 )
@@ -139,6 +141,24 @@ def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
     ]
     (host,) = folded_membership(*told).excluded_hosts
     assert (host.num_failures, host.until) == (6, NOW + 3600)
+
+
+def test_of_what_was_predicted_the_fullest_rank_is_kept_whatever_a_job_tells() -> None:
+    workers = predicted_workers()
+    told = workers.prediction
+    assert told is not None
+    for memory, kept in (
+        (told.memory_bytes, dict.fromkeys(MEMORY_PARTS, 1_000_000)),
+        ({"tables": [1]}, {}),
+        ({**told.memory_bytes, "tables": [7], "other": [9]}, None),
+    ):
+        odd = told.model_copy(update={"memory_bytes": memory, "step_s": {"nonsense": 1.0}})
+        membership = apply_event(None, "a", workers.model_copy(update={"prediction": odd}))
+        assert membership is not None and membership.prediction is not None
+        found = membership.prediction
+        assert found.memory_bytes == (kept if kept is not None else found.memory_bytes)
+        assert found.step_s == {} and found.memory_bytes.keys() <= {*MEMORY_PARTS}
+        assert all(each.ratio is None for each in compared(found, {}))
 
 
 def test_another_attempt_starts_with_nothing() -> None:

@@ -144,6 +144,10 @@ def test_a_sync_says_when_what_and_how() -> None:
             {"every_steps": 16, "mode": "full", "overlap": 8},
             "every 16 steps: every row, in fp32, overlapped with the next 8 steps",
         ),
+        (
+            {"every_steps": "auto", "mode": "full", "tuner": {"max_steps": 20}},
+            "every 1 to 16 steps, as 5% of the time allows: every row, in fp32",
+        ),
     ):
         assert facts_of(sync=sync)["Sync"] == text
     # Weight decay moves every row, whatever the mode.

@@ -28,6 +28,9 @@ def test_sentences_count_and_convert() -> None:
     each = {"CPU": 1.0, "GPU": 1.0}
     asked = events.CapacityRequested(time=NOW, resources_per_worker=each, **room)
     skipped = events.RowsSkipped(time=NOW, epoch=0, start=4096, stop=8192, reason="NaN")
+    moved = events.SyncIntervalChanged(
+        time=NOW, step=64, every_steps_before=4, every_steps=8, reason="the link is slow"
+    )
     for event, sentence in (
         (
             membership_changed(group_member(0), copying, generation=5),
@@ -44,6 +47,7 @@ def test_sentences_count_and_convert() -> None:
             "to 3",
         ),
         (skipped, "rows 4,096 to 8,192 of epoch 1 are left out: NaN"),
+        (moved, "sync every 8 steps from step 64 on, not 4: the link is slow"),
     ):
         assert describe(event) == sentence
 

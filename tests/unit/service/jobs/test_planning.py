@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from service.dashboard import fragments
 from service.errors import PlannerFailed, PlanTimedOut
 from service.jobs.planning import GroupPlanner, Limit
+from service.schemas.jobs import JobPlan
+from service.schemas.plans import PlansOut
 from service.settings import Settings
 from tests.harness.builders import NOW, batch, predicted_workers, spec, spec_document
 from tests.harness.service import Api, end, problem_in, shardloom
@@ -333,6 +336,31 @@ def test_a_job_whose_tables_fit_no_worker_is_refused_with_advice_unless_forced(a
     assert forced.status_code == 201
     again = api.http.post(f"/v1/jobs/{forced.json()['id']}:clone", json={"name": "again"})
     problem_in(again, 422, "does_not_fit")
+
+
+# ---- in the browser
+
+
+def drawn(api: Api, cluster: str = CPU, **changes: Any) -> str:
+    """The plan on the page of a new job."""
+    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
+    document = spec_document(**{"parallelism": automatic} | changes)
+    plan = api.http.post("/v1/jobs?dry_run=true", json={"spec": document}).json()
+    plans = PlansOut.model_validate(asked(api, cluster, **changes).json())
+    return fragments.render("plan.html", plan=JobPlan.model_validate(plan), plans=plans, why="")
+
+
+def test_the_page_of_a_new_job_draws_the_grid_memory_and_candidates(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    planning(FIRST_RANK)
+    html = drawn(api)
+    size = asked(api).json()["recommended"]["candidate"]["shard_group_size"]
+    assert html.count('class="load memory"') == size and 'title="rank 0 on host 0"' in html
+    assert html.count('class="chosen"') == 1 and "rows at risk" in html
+    large = [{"name": "users", "num_embeddings": 10**9, "embedding_dim": 8}]
+    html = drawn(api, "8xH100-80GB x 1, hbm_bytes=1e9", embedding_tables=large)
+    assert "What would do:<ul><li>" in html and "does not fit" in html and "load memory" not in html
 
 
 # ---- in the terminal

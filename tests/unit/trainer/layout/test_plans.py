@@ -71,6 +71,29 @@ def test_what_auto_takes_is_recommended_unless_another_is_much_faster_with_the_s
     assert "which the spec and auto take" in busy.reason
 
 
+def test_a_tuned_interval_is_planned_where_it_would_settle_with_room_for_the_longest() -> None:
+    def planned(every_steps: int | str) -> dict[tuple[Any, ...], Candidate]:
+        sync = {"every_steps": every_steps, "tuner": {"max_steps": 128}}
+        sizes = AUTO | {"sync": sync, "dense": "every_step"}
+        found = compared(spec_of(40, parallelism=sizes)).candidates
+        return {
+            (*shape(each), each.sync_mode, each.sync_every_steps): each
+            for each in found
+            if each.num_replicas > 1
+        }
+
+    tuned, longest = planned("auto"), planned(128)
+    (chosen,) = [each for each in tuned.values() if each.is_chosen]
+    assert chosen.sync_mode == "touched_rows"
+    assert len({key[:-1] for key in tuned}) == len(tuned), "one interval for each layout and mode"
+    for (*at, every_steps), each in tuned.items():
+        assert each.step.sync_s <= 0.05 * each.step.total_s or every_steps == 128
+        fixed = planned(every_steps)[*at, every_steps]
+        assert each.samples_per_s == fixed.samples_per_s
+        if (*at, 128) in longest:
+            assert each.peak == longest[*at, 128].peak
+
+
 def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
     for each in compared(spec_of(400, batch_size=10, parallelism=AUTO)).candidates:
         if each.failure_domain == "replica_group":

@@ -150,6 +150,21 @@ parallelism.shard_group_size=1; parallelism.all_to_all.forward=bf16
 parallelism.sync.overlap=2 => parallelism.sync.overlap overlap every_steps (1)
 parallelism.sync={{every_steps: 400, overlap: 400}}; parallelism.dense=at_sync
     => parallelism.sync.overlap overlap second moments
+parallelism.sync={{every_steps: auto, overlap: 2}}
+    => parallelism.sync.overlap overlap tuner.min_steps (1); set
+parallelism.sync={{every_steps: auto, tuner: {{min_steps: 8, max_steps: 4}}}}
+    => parallelism.sync.tuner bounds min_steps (8) is above max_steps (4)
+parallelism.sync={{every_steps: auto, tuner: {{time_share: 1}}}}
+    => parallelism.sync.tuner.time_share less_than
+parallelism.sync.every_steps=never => parallelism.sync.every_steps - 
+{EVERY}; parallelism.dense=at_sync; parallelism.sync={{every_steps: auto, tuner: {{min_steps: 6}}}}
+    => parallelism.sync.tuner.min_steps accumulate_steps
+{SURVIVE}; parallelism.sync.every_steps=auto
+    => parallelism.sync.every_steps survive for all groups together; set a number of steps
+parallelism.placement=inter_host; parallelism.sync.every_steps=auto; parallelism.spares=1
+    => parallelism.spares spares sync.every_steps moves one
+parallelism.shard_group_size=4; parallelism.sync.every_steps=auto
+    => parallelism.sync single_replica one copy
 parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal
 parallelism.divergence_check={{every_syncs: 0}}
     => parallelism.divergence_check.every_syncs greater_than
@@ -418,6 +433,8 @@ def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
         ("{mode: touched_rows, overlap: true, dtype: bf16, every_steps: 50}", 4),
         ("{mode: touched_rows, optimizer_state: delayed}", 0.1 * 2 * 4 / 36),
         ("{mode: full, dtype: bf16}", 1),
+        ("{every_steps: auto, overlap: true, tuner: {max_steps: 3}}", 0.2 * 2),
+        ("{every_steps: auto, overlap: true, tuner: {max_steps: 8}}", 2),
         ("{mode: full, overlap: true}", 2),
         ("{mode: full, overlap: true, dtype: fp16}", 3),
     ],

@@ -72,6 +72,11 @@ def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
     values = speed.read(sync_s=0.75)
     assert (values["sync/time_s"], values["sync/bytes"]) == (1.5, 200.0)
     assert values["sync/density"] == pytest.approx(0.2)
+    speed.sync(SyncReport(num_bytes=100, density=0.1))
+    with speed.paused():  # before a validation: of no time of a step
+        speed.sync(SyncReport(num_bytes=100, density=0.1))
+    speed.step()
+    assert speed.read(sync_s=0.5)["sync/time_s"] == 0.5
     clock.now += 1.0
     assert "sync/time_s" not in speed.read()
 

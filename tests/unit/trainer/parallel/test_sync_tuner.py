@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from random import Random
 from typing import Any
 
 from hypothesis import given
@@ -179,25 +180,27 @@ tuners = st.builds(
 )  # fmt: skip
 
 
-@given(job=jobs, tuner=tuners, random=st.randoms(use_true_random=False))
+@given(job=jobs, tuner=tuners, seed=st.integers(0, 2**32))
 def test_measurements_that_are_off_by_a_sixth_never_move_it_to_and_fro(
-    job: Job, tuner: dict[str, Any], random: Any
+    job: Job, tuner: dict[str, Any], seed: int
 ) -> None:
+    random = Random(seed)
+
     def report(every_steps: int) -> Any:
         return job.report(every_steps, random.uniform(0.84, 1.16), random.uniform(0.84, 1.16))
 
-    found = tuned(**tuner)
-    way = [each for each, _ in moves(found, iter([report] * NUM_REPORTS))]
+    way = [each for each, _ in moves(tuned(**tuner), iter([report] * 2 * NUM_REPORTS))]
     assert all(tuner["min_steps"] <= each <= tuner["max_steps"] for each in way)
     # Up, and back once if the last was not worth its while.
     assert num_turns(way) <= 1
-    assert len(moves(found, iter([report] * NUM_REPORTS))) == 1, "it has settled"
 
 
-@given(tuner=tuners, random=st.randoms(use_true_random=False))
+@given(tuner=tuners, seed=st.integers(0, 2**32))
 def test_whatever_is_measured_it_stays_in_its_bounds_and_turns_ever_more_rarely(
-    tuner: dict[str, Any], random: Any
+    tuner: dict[str, Any], seed: int
 ) -> None:
+    random = Random(seed)
+
     def report(every_steps: int) -> Any:
         if not random.randrange(20):
             found.validated(random.uniform(0, 1))

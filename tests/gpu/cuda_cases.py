@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -220,9 +221,9 @@ def _dmp_collection(
 
 
 def _largest_gap(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """0 on a rank that holds none."""
+    """Minus infinity on a rank that holds none."""
     pairs = zip(_tensors(mine), _tensors(theirs), strict=True)
-    return max(((a - b).abs().max().item() for a, b in pairs if a.numel()), default=0.0)
+    return max(((a - b).abs().max().item() for a, b in pairs if a.numel()), default=-math.inf)
 
 
 def _gap(ours: DistributedModelParallel, stock: DistributedModelParallel) -> dict[str, float]:

@@ -395,9 +395,9 @@ class CoordinatorClient:
         self._aborted_round = max(self._aborted_round, result.round)
 
     def take_rejection(self, refusal: Rejection) -> None:
-        """This life of the group, or the whole run, is over."""
+        """This life of the group, or the whole run, is over; what was said first holds."""
         with self._changed:
-            self._refusal = refusal
+            self._refusal = self._refusal or refusal
             self._changed.notify_all()
         if self.on_refusal and refusal.reason == "fenced" and not self._is_through:
             self.on_refusal(refusal.message)

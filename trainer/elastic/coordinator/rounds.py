@@ -264,10 +264,9 @@ class SyncRounds:
         left = events.GroupLeft(time=now, cause=cause, **group.identity)  # type: ignore[arg-type]
         self._effects.append(left)
 
-    def dismiss_spare(self, spare: Group, message: str) -> None:
-        """Tell the ranks of a spare that wait to end; nothing is lost with them."""
-        rejection = Rejection(reason="dismissed", message=message)
-        self._effects += spare.dismiss(rejection, only_waiting=True)
+    def dismiss_spare(self, spare: Group, message: str, only_waiting: bool = False) -> None:
+        """Tell the ranks of a spare to end; nothing is lost with them."""
+        self._effects += spare.dismiss(Rejection(reason="dismissed", message=message), only_waiting)
 
     def fail(self, reason: str, message: str, now: float) -> None:
         """The run cannot go on: every group is told so."""
@@ -384,7 +383,7 @@ class SyncRounds:
                 return
         spares = [group for group in self._groups.present if group.is_spare]
         for spare in spares if self.has_finished else ():
-            self.dismiss_spare(spare, "the training is complete")
+            self.dismiss_spare(spare, "the training is complete", only_waiting=True)
         left_out = [*spares, *(self._suspended if current else ())]
         ready = [g for g in self._groups.present if g.is_ready and g not in left_out]
         if ready:

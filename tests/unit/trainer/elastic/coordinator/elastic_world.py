@@ -117,7 +117,7 @@ class SimGroup:
         """Take the next line from the coordinator."""
         request_id, body = self.inbox.popleft()
         if isinstance(body, Rejection):
-            self.is_dismissed = body.reason == "dismissed"
+            self.is_dismissed |= body.reason == "dismissed" and not self.is_fenced
             self.is_fenced = not self.is_dismissed
         elif isinstance(body, Welcome):
             if self.request is None and not self.is_through:

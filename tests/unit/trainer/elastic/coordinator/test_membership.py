@@ -32,6 +32,7 @@ from trainer.coordination.messages import (
     RankProcess,
     Report,
     RoundResult,
+    Welcome,
 )
 from trainer.data.position import DataPosition
 from trainer.elastic.coordinator.goodput import RunMetrics
@@ -579,10 +580,14 @@ def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains(
 
 def test_spares_end_well_when_the_training_does_or_when_they_are_not_wanted():
     world = with_spare()
-    world.act(world.membership.retire(2, "drain", world.now))
+    world.start_group(3, "spare")
+    world.exchange(1)
+    assert isinstance(world.groups[3].inbox[-1][1], Welcome), "it has not heard that it may wait"
+    for group in (2, 3):
+        world.act(world.membership.retire(group, "drain", world.now))
     world.exchange(4)
-    assert world.groups[2].is_dismissed
-    assert [left.group for left in world.told("group_left")] == [2]
+    assert world.groups[2].is_dismissed and world.groups[3].is_dismissed
+    assert [left.group for left in world.told("group_left")] == [2, 3]
     world = with_spare()
     world.run_to_end()
     world.tend()

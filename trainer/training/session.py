@@ -290,6 +290,7 @@ class Session:
                 name.removesuffix("_bytes"): [round(getattr(rank, name)) for rank in found.ranks]
                 for name in MemoryUse.__dataclass_fields__
             },
+            sync_every_steps=found.sync_every_steps,
         )
 
     def batches(self) -> Iterator[tuple[Batch, Step]]:

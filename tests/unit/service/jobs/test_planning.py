@@ -175,7 +175,7 @@ def test_plans_compare_layouts_and_shard_the_recommended_one(
     assert best["ranks"][0]["tables_bytes"] == 3200 and best["ranks"][0]["process_bytes"] > 0
     assert found["reason"] and found["changes"] == []
     assert {each["placement"] for each in found["candidates"]} == {"intra_host", "inter_host"}
-    parts = ("input_dist_s", "lookup_s", "output_dist_s", "dense_s", "sync_s")
+    parts = ("input_dist_s", "lookup_s", "output_dist_s", "dense_s", "sync_s", "host_s")
     for each in found["candidates"]:
         seconds = sum(each["step"][part] for part in parts)
         assert each["samples_per_s"] == pytest.approx(8 * found["batch_size"] / seconds)

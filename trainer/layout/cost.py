@@ -189,7 +189,7 @@ _CPU_RATES: dict[str, Any] = {
     "fp32_flops_per_s": 3e10,
     "tf32_flops_per_s": 3e10,
     "bf16_flops_per_s": 3e10,
-    "process_bytes": 0.5 * _GIB,
+    "process_bytes": 0.65 * _GIB,
     "step_overhead_s": 1e-2,
     "collective_latency_s": 1e-3,
 }

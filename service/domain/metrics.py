@@ -141,6 +141,9 @@ def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Comp
         *tuned,
         Compared("peak memory", "bytes", sum(prediction.memory_bytes.values()), peak),
         Compared(
-            "lookup imbalance", "ratio", prediction.lookup_imbalance, finite.get("balance/lookup")
+            "lookup imbalance",
+            "ratio",
+            prediction.lookup_imbalance,
+            finite.get("balance/lookup_time"),
         ),
     )

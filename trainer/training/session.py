@@ -450,7 +450,7 @@ class Session:
             *self.quarantine.parts(),
             *sharding.report_parts(self.model),
             *self.optimizers.parts(),
-            phase_part(phases),
+            phase_part(phases, self.groups),
             memory_part(self.groups),
             self.loss_guard.part(),
             self._stop_part(),

@@ -139,6 +139,14 @@ class JobStore(Transactions):
         with self.read() as connection:
             return queries.read_job(connection, job_id)
 
+    def get_job_and_attempt(self, job_id: str) -> tuple[Job, Attempt | None]:
+        """Read a job and its current attempt; raises `JobNotFound`."""
+        with self.read() as connection:
+            job = queries.read_job(connection, job_id)
+            if job.current_attempt_id is None:
+                return job, None
+            return job, queries.read_attempt(connection, job.current_attempt_id)
+
     def list_jobs(
         self, wanted: JobFilter = ALL_JOBS, *, limit: int = 50
     ) -> tuple[list[Job], str | None]:

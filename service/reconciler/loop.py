@@ -41,7 +41,6 @@ from service.domain.models import (
     Attempt,
     EndReason,
     Job,
-    JobStatus,
     Observation,
     ObservedState,
 )
@@ -457,7 +456,8 @@ class Reconciler:
         write_job(job, self._settings)
         write_spec(spec, attempt, self._settings)
         note_rewind(job, attempt, self._settings)
-        copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
+        if attempt.index:
+            copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
 
     def _on_storage(self, call: Callable[[], None]) -> None:
         with self._slot.aside():
@@ -483,11 +483,10 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
 def _is_settled(
     job: Job, attempt: Attempt | None, observation: Observation, decision: Decision
 ) -> bool:
-    """Whether nothing follows for a running job until it is written or observed otherwise."""
-    is_quiet = job.status is JobStatus.RUNNING and not job.pause_requested
-    has_reported = attempt is None or attempt.reported_end is not None
+    """Whether nothing follows for a job until it is written or observed otherwise."""
     is_running = observation.state is ObservedState.RUNNING
-    return is_quiet and is_running and not has_reported and decision == Decision(job, attempt)
+    has_reported = attempt is None or attempt.reported_end is not None
+    return is_running and not has_reported and decision == Decision(job, attempt)
 
 
 def _rests(job: Job) -> bool:

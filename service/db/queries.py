@@ -264,6 +264,11 @@ _ATTEMPT = select(attempts).where(attempts.c.id == bindparam("attempt_id"))
 _WRITE_JOB = update(jobs).where(
     jobs.c.id == bindparam("known_id"), jobs.c.version == bindparam("known_version")
 )
+_LOCK_JOB = select(jobs.c.id).where(jobs.c.id == bindparam("job_id")).with_for_update()
+_NEXT_SEQ = select(streams.c.next_seq).where(
+    streams.c.attempt_id == bindparam("attempt_id"), streams.c.stream == bindparam("stream")
+)
+_WRITE_PROGRESS = update(job_progress).where(job_progress.c.job_id == bindparam("known_id"))
 
 
 def read_job(connection: Connection, job_id: str) -> Job:
@@ -340,15 +345,13 @@ def write_attempt(connection: Connection, attempt: Attempt) -> None:
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
     """Job and attempt with the job's row locked, which serialises ingest and decisions."""
     job_id = read_attempt(connection, attempt_id).job_id
-    connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
+    connection.execute(_LOCK_JOB, {"job_id": job_id})
     return read_job(connection, job_id), read_attempt(connection, attempt_id)
 
 
 def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
-    query = select(streams.c.next_seq).where(
-        streams.c.attempt_id == attempt_id, streams.c.stream == stream
-    )
-    return connection.execute(query).scalar_one_or_none() or 0
+    wanted = {"attempt_id": attempt_id, "stream": stream}
+    return connection.execute(_NEXT_SEQ, wanted).scalar_one_or_none() or 0
 
 
 def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
@@ -364,9 +367,8 @@ def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: Inge
         write_job(connection, written, expected_version=job.version)
         write_attempt(connection, result.attempt)
     if result.job is not job:
-        progress = rows.progress_values(result.job)
-        statement = update(job_progress).where(job_progress.c.job_id == job.id)
-        connection.execute(statement.values(**progress))
+        progress = {**rows.progress_values(result.job), "known_id": job.id}
+        connection.execute(_WRITE_PROGRESS, progress)
     metrics.save_points(connection, job.id, attempt.index, result.points)
     for change in result.checkpoints:
         _change_checkpoint(connection, job.id, change)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, check_share, most_quarantined
+from trainer.layout.hosts import host_memory_bytes
 from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TableShard, TwoDParallel
@@ -422,14 +423,18 @@ def imbalance(sums: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
 def memory_part(groups: MeshGroups) -> Part:
     """The most bytes that any rank has taken so far: of host memory, and of its GPU's.
 
-    Of the latter what tensors took, what PyTorch held for them, and what is taken now by whatever
-    (NCCL, FBGEMM's caches, other processes); and how often PyTorch had to give back what it held
-    before it got more, which is slow. `NAME/p` is the most of the ranks at position p of their
-    sharding groups, which hold the same shards: L numbers, however many ranks there are.
+    `memory/host_used_share` is that of the fullest host, or container, whoever uses it: at 1 the
+    system kills processes there. Of a GPU's memory what tensors took, what PyTorch held for them,
+    and what is taken now by whatever (NCCL, FBGEMM's caches, other processes); and how often
+    PyTorch had to give back what it held before it got more, which is slow. `NAME/p` is the most of
+    the ranks at position p of their sharding groups, which hold the same shards: L numbers, however
+    many ranks there are.
     """
     status = Path("/proc/self/status").read_text()
     (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
-    found = {"memory/peak_rss_bytes": 1024 * int(resident)}
+    found: dict[str, float] = {"memory/peak_rss_bytes": 1024 * int(resident)}
+    total_bytes, free_bytes = host_memory_bytes()
+    found["memory/host_used_share"] = 1 - free_bytes / total_bytes
     if groups.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(groups.device)
         found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(groups.device)

@@ -111,8 +111,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    security = Security.open(settings, store.engine)
     sweep_store = SweepStore(store.engine)
-    sweep_runner = SweepRunner(sweep_store, store, settings, reconciler.wake)
+    sweep_runner = SweepRunner(sweep_store, store, security.keys, settings, reconciler.wake)
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
@@ -124,7 +125,6 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         redoc_url=None,
         static_url="/docs/assets",
     )
-    security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(
         settings,

@@ -135,7 +135,7 @@ def write_first_key(keys: KeyStore, text: str, now: float) -> None:
     if key_id is None:
         raise ServiceError(
             "SHARDLOOM_FIRST_KEY does not read as an API key: it is shl_, 12 characters of a-z and "
-            "0-9, _, and 43 of A-Z, a-z, 0-9, - and _ (k8s/make-secrets.sh makes one)"
+            "0-9, _, and 43 of A-Z, a-z, 0-9, - and _ (the chart makes one with secrets.generate)"
         )
     if keys.find_key(key_id) is None:
         roles = parse_roles({"*": "admin"})

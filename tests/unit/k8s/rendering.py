@@ -17,7 +17,6 @@ from service.jobs.actions import merged
 Manifest = dict[str, Any]
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "k8s"
 _QUEUES = ("", "+kueue", "+volcano")
 # Every example with every queue and with own clusters; a platform's other choices with `gpu`.
 OPTIONS: dict[str, dict[str, Any]] = {

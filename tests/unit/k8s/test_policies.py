@@ -188,7 +188,7 @@ def test_only_what_makes_pods_has_a_token_for_kubernetes(variant: str) -> None:
             if names & {mount["name"] for mount in container["volumeMounts"]}
         ]
     makes_clusters = ["service"] if {"own", "own-only"} & set(variant.split("+")) else []
-    assert sorted(with_token) == sorted([*makes_clusters, "autoscaler"])
+    assert sorted(with_token) == sorted([*makes_clusters, "autoscaler", "secrets"])
 
 
 @every_variant
@@ -197,6 +197,12 @@ def test_nobody_is_given_rights_to_change_anything(variant: str) -> None:
     assert not of_kind(build(variant), "ClusterRoleBinding")
     for role in of_kind(build(variant), "Role"):
         if role["metadata"]["name"] == "shardloom-own-clusters":
+            continue
+        if role["metadata"]["name"] == "shardloom-secrets":
+            # As long as the hook runs.
+            assert "hook-succeeded" in role["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+            (rule,) = role["rules"]
+            assert (rule["resources"], rule["verbs"]) == (["secrets"], ["create"])
             continue
         for rule in role["rules"]:
             assert set(rule["verbs"]) <= {"get", "list", "watch"}

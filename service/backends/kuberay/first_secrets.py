@@ -25,6 +25,10 @@ def _random_text() -> str:
     return secrets.token_hex(_NUM_BYTES)
 
 
+def _api_key() -> dict[str, str]:
+    return {"key": new_key_text()[1]}
+
+
 def _database() -> dict[str, str]:
     """Of the chart's own PostgreSQL."""
     password = _random_text()
@@ -38,7 +42,8 @@ PARTS: Mapping[str, Callable[[], dict[str, str]]] = {
     "database": _database,
     "service": lambda: {"secret_key": _random_text()},
     "rayToken": lambda: {"auth_token": _random_text()},
-    "firstKey": lambda: {"key": new_key_text()[1]},
+    "firstKey": _api_key,
+    "metricsKey": _api_key,
     "redis": lambda: {"password": _random_text()},
 }
 """Keys and new values by part, as `secrets` of the chart's values calls it."""

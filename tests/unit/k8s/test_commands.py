@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
-from service.auth.security import write_first_key
+from service.auth.security import write_given_keys
 from service.backends.kuberay.first_secrets import PARTS
 from service.db.auth import KeyStore
 from service.db.engine import migrate, newest_revision, open_engine, stored_revision
 from service.db.jobs import JobStore
 from service.domain.auth import role_names
 from service.errors import ServiceError
+from service.settings import Settings
 from tests.harness.builders import queued_job
 from tests.harness.databases import PostgresqlServer, open_migrated, store_job
 from tests.harness.wait import free_port, wait_for
@@ -138,17 +140,23 @@ def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
 
 
 def test_the_first_key_is_an_administrator_s_until_it_is_revoked(tmp_path: Path) -> None:
-    text = PARTS["firstKey"]()["key"]
+    given = Settings(
+        first_key=SecretStr(PARTS["firstKey"]()["key"]),
+        metrics_key=SecretStr(PARTS["metricsKey"]()["key"]),
+    )
     engine = open_engine(_variables(tmp_path)["SHARDLOOM_DATABASE_URL"])
     migrate(engine)
     keys = KeyStore(engine)
     with pytest.raises(ServiceError, match="SHARDLOOM_FIRST_KEY does not read as an API key"):
-        write_first_key(keys, "admin", 1.0)
+        write_given_keys(keys, Settings(first_key=SecretStr("admin")), 1.0)
     for _ in range(2):  # each start of each replica
-        write_first_key(keys, text, 1.0)
-    (key,) = keys.list_keys()
-    assert role_names(key.roles) == {"*": "admin"} and key.expires_at is None
-    keys.revoke_key(key.id, 2.0)
-    write_first_key(keys, text, 3.0)
+        write_given_keys(keys, given, 1.0)
+    found = {key.name: key for key in keys.list_keys()}
+    roles = {name: role_names(key.roles) for name, key in found.items()}
+    assert roles == {"first": {"*": "admin"}, "metrics": {"*": "viewer"}}
+    for key in found.values():
+        assert key.expires_at is None
+        keys.revoke_key(key.id, 2.0)
+    write_given_keys(keys, given, 3.0)
     assert not keys.has_usable_key(3.0)
     engine.dispose()

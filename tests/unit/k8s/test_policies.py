@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,8 @@ from kubernetes.utils.quantity import parse_quantity
 from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
     FULL,
-    ROOT,
     VARIANTS,
+    VERSION,
     Manifest,
     build,
     every_gpu_variant,
@@ -23,7 +22,6 @@ from tests.unit.k8s.rendering import (
     one,
 )
 
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 # Ours by the version of this tree; those of others by a whole version. Either may have a digest,
 # which `images` of the values pins.
 _OURS = re.compile(

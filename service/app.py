@@ -46,7 +46,7 @@ from service.api.routers import (
     system,
     webhooks,
 )
-from service.auth.security import Security, write_first_key
+from service.auth.security import Security, write_given_keys
 from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
@@ -300,8 +300,7 @@ def serve(settings: Settings) -> None:
     with bind(settings.host, settings.port) as listener:
         app = build_app(settings)
         security: Security = app.state.context.security
-        if settings.first_key is not None:
-            write_first_key(security.keys, settings.first_key.get_secret_value(), time.time())
+        write_given_keys(security.keys, settings, time.time())
         has_key = security.keys.has_usable_key(time.time())
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)

@@ -262,8 +262,8 @@ class CoordinatorClient:
         name = f"member-{self.identity.group}-{self.identity.rank}"
         for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
             thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)  # now `close` may wait for it
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""

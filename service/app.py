@@ -214,6 +214,7 @@ async def _lifespan(
         reconciler.close()
         sender.close()
         context.exports.close()
+        context.planner.close()
         wal.close()
         context.tracing.close()
         context.security.audit.flush()

@@ -241,14 +241,16 @@ class QueueState:
     """The scheduler's state of a job, stored in `Job.queue_note`.
 
     `since` is when it was last queued again, or started (Unix seconds). While it waits: its
-    `position` (from 1) and `reason`, which are not stored. Once it started: the `workers` that it
-    was counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
-    `stop_at`, when it is stopped whether it saved or not, `stop_sent` once it was, and the job that
-    preempts it, if any (`preempted_by`, as `named_for` says).
+    `position` (from 1), `reason` and `expected_start_at`, which are not stored. Once it started:
+    the `workers` that it was counted with, and the most that its project's quota allows
+    (`max_workers`). While it pauses: `stop_at`, when it is stopped whether it saved or not,
+    `stop_sent` once it was, and the job that preempts it, if any (`preempted_by`, as `named_for`
+    says).
     """
 
     position: int | None = None
     reason: str = ""
+    expected_start_at: float | None = None
     workers: int | None = None
     max_workers: int | None = None
     stop_at: float | None = None

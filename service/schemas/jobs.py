@@ -44,6 +44,9 @@ class WaitingJob(ApiModel):
     retry_at: float | None
     position: int | None
     reason: str
+    expected_start_at: float | None = Field(
+        description="As running jobs end when they expect to; null where that is not known."
+    )
 
 
 class RunningJob(ApiModel):

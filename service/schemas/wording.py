@@ -21,6 +21,7 @@ from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
 from trainer.layout.cost import MemoryUse, StepTime
 from trainer.layout.plans import Calibration
+from trainer.protocol.events import Prediction
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -97,6 +98,11 @@ def age(time_s: float, now_s: float) -> str:
     return f"{duration(now_s - time_s)} ago"
 
 
+def due(time_s: float | None, now_s: float) -> str:
+    """In how long a Unix time comes, as in `in 3m 20s`."""
+    return NOTHING if time_s is None else f"in {duration(time_s - now_s)}"
+
+
 def clock(seconds: float) -> str:
     """Time since the start of a job: `+02:13`, `+1:05:09`."""
     rest = max(0, int(seconds))
@@ -151,6 +157,23 @@ MEMORY_PARTS = (
     ("Process", "process_bytes"),
     ("Reserve", "reserve_bytes"),
 )
+_USED_PARTS = [(name, field) for name, field in MEMORY_PARTS if field != "reserve_bytes"]
+
+
+def memory_of(rank: MemoryUse) -> list[tuple[str, float]]:
+    """(part, bytes) of what a rank needs."""
+    return [(name, getattr(rank, field)) for name, field in _USED_PARTS]
+
+
+def memory_by_position(told: Prediction) -> list[list[tuple[str, float]]]:
+    """The same for each position of a sharding group, of as many as all told parts have."""
+    parts = {
+        name: told.memory_bytes.get(field[: -len("_bytes")], []) for name, field in _USED_PARTS
+    }
+    known = {name: sizes for name, sizes in parts.items() if sizes}
+    return [[*zip(known, sizes, strict=True)] for sizes in zip(*known.values(), strict=False)]
+
+
 # More ranks than these are left out where each has a bar.
 MAX_BARS = 16
 

@@ -239,7 +239,8 @@ class Divergence(EventModel):
 class SyncIntervalChanged(EventModel):
     """With `parallelism.sync.every_steps: auto`: the copies are averaged at other steps from here.
 
-    Those whose number `every_steps` divides, rather than `every_steps_before`.
+    Those whose number `every_steps` divides, rather than `every_steps_before`; where groups are
+    failure domains, after leases of so many.
     """
 
     kind: Literal["sync_interval_changed"] = "sync_interval_changed"

@@ -396,12 +396,12 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
     """What TorchRec's planner is told of one sharding group of a layout."""
     cluster = site.cluster
     per_host = {num for hosts in choice.group_hosts for num in Counter(hosts).values()}
-    memory_bytes = spec.resources.memory_bytes_per_worker or cluster.hbm_bytes
+    free_bytes = max(0, int(cluster.hbm_bytes - cluster.process_bytes))
     return GroupTopology(
         shard_group_size=choice.layout.shard_group_size,
         ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
         device=cluster.device,
-        memory_bytes=int(memory_bytes - cluster.process_bytes),
+        memory_bytes=spec.resources.memory_bytes_per_worker or free_bytes,
         host_memory_bytes=0,
         memory_bytes_per_s=cluster.hbm_bytes_per_s,
         intra_host_bytes_per_s=cluster.intra_host_bytes_per_s,

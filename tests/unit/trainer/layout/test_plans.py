@@ -126,7 +126,7 @@ def test_torchrec_plans_with_what_a_process_leaves_or_what_the_spec_gives() -> N
     cluster = cluster_of("8xCPU-8GB")
     for resources, expected in (
         ({}, int(8 * GIB - cluster.process_bytes)),
-        ({"memory_bytes_per_worker": GIB // 4}, GIB // 4),
+        ({"memory_bytes_per_worker": 2 * GIB}, 2 * GIB),
     ):
         spec = spec_of(4, parallelism=AUTO | {"workers": 8}, resources=resources)
         options = Comparer(spec, PlanSite.of_profile(cluster, spec)).result().options

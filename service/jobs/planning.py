@@ -51,9 +51,9 @@ _MAX_CACHED = 128
 # Each takes a core, and some GB for thousands of tables.
 _MAX_PROCESSES = 2
 # Groups planned at once: the recommended layout's, then others that nothing beats, as long as they
-# are begun soon after it.
+# are begun soon after it; where it took long, it alone.
 _MAX_GROUPS = 4
-_OTHERS_S = 1.0
+_OTHERS_S, _LONG_S = 1.0, 8.0
 _END_S = 10.0
 # A plan may show that what was recommended does not fit, and then the next is planned.
 _MAX_ROUNDS = 4
@@ -95,18 +95,17 @@ class GroupPlanner:
         self._idle: list[_PlannerProcess] = []
 
     def plan(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
-        """Plans of the first tasks: of one, and of others that are begun within `_OTHERS_S` then.
-
-        Raises `PlanTimedOut` and `PlannerFailed`.
+        """Plans of the first tasks: of one, and of others that are begun within `_OTHERS_S` then,
+        unless it took `_LONG_S`. Raises `PlanTimedOut` and `PlannerFailed`.
         """
         plans: list[GroupPlan] = []
-        made_first = math.inf
+        began, others_until = time.monotonic(), math.inf
         for spec, topology in tasks:
             key = _fingerprint(spec, topology)
             with self._lock:
                 plan = self._cache.get(key)
             if plan is None:
-                if time.monotonic() - made_first > _OTHERS_S:
+                if time.monotonic() > others_until:
                     break
                 try:
                     plan = self._ask(spec, topology, limit)
@@ -116,7 +115,9 @@ class GroupPlanner:
                     break
             self._keep(key, plan)
             plans.append(plan)
-            made_first = min(made_first, time.monotonic())
+            if len(plans) == 1:
+                now = time.monotonic()
+                others_until = now + _OTHERS_S if now - began < _LONG_S else began
         return plans
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ from service.api.routers import (
     system,
     webhooks,
 )
-from service.auth.security import Security, write_first_key
+from service.auth.security import Security, write_given_keys
 from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
@@ -111,8 +111,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    security = Security.open(settings, store.engine)
     sweep_store = SweepStore(store.engine)
-    sweep_runner = SweepRunner(sweep_store, store, settings, reconciler.wake)
+    sweep_runner = SweepRunner(sweep_store, store, security.keys, settings, reconciler.wake)
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
@@ -124,7 +125,6 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         redoc_url=None,
         static_url="/docs/assets",
     )
-    security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(
         settings,
@@ -214,6 +214,7 @@ async def _lifespan(
         reconciler.close()
         sender.close()
         context.exports.close()
+        context.planner.close()
         wal.close()
         context.tracing.close()
         context.security.audit.flush()
@@ -300,8 +301,7 @@ def serve(settings: Settings) -> None:
     with bind(settings.host, settings.port) as listener:
         app = build_app(settings)
         security: Security = app.state.context.security
-        if settings.first_key is not None:
-            write_first_key(security.keys, settings.first_key.get_secret_value(), time.time())
+        write_given_keys(security.keys, settings, time.time())
         has_key = security.keys.has_usable_key(time.time())
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)

@@ -12,8 +12,7 @@ import functools
 import inspect
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ from service.domain.auth import Principal, Role
 from service.domain.models import Job
 from service.jobs.export_runner import ExportRunner
 from service.jobs.planning import GroupPlanner, check_fit
-from service.jobs.run_storage import reach, run_dir_of, write_json
+from service.jobs.run_storage import reach
 from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
@@ -293,20 +292,6 @@ def streamed(context: Context, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """What is read from run storage while it is sent, each chunk within the deadline."""
     read = partial(in_time, context.settings.runs_dir, partial(next, chunks, None))
     return cast(Iterator[bytes], iter(read, None))
-
-
-def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
-    """Keep the secrets of a job that is about to be stored, and tell its driver of them.
-
-    Raises `StorageUnavailable` or `StoreUnavailable`.
-    """
-    if not secrets:
-        return
-    master, keys = context.security.master, context.security.keys
-    encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
-    keys.keep_secrets(job_id, encrypted, time.time())
-    path = run_dir_of(context.settings, job_id).secret_names_path
-    reach(context.settings, partial(write_json, path, sorted(secrets), context.settings.runs_dir))
 
 
 # A strong tag in a list; what others there are in it were never given out.

@@ -244,7 +244,8 @@ class SweepCalls(Connection):
         `force` starts it also where the tables of no trial fit the cluster's workers.
 
         Parameters have a `path`, and `values` or `low` and `high` (with `log` compared by ratio).
-        Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`.
+        Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`,
+        and `secrets`, which all trials have.
         """
         body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
         params = {"force": "true"} if force else None

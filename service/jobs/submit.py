@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
+from service.jobs.run_storage import reach, run_dir_of, write_json
+from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ManifestError
 from trainer.protocol.untrusted import read_untrusted
@@ -193,6 +196,19 @@ def submit_job(
         actor=actor,
         parent=parent,
     )
+
+
+def keep_secrets(
+    keys: KeyStore, settings: Settings, job_id: str, encrypted: Mapping[str, str]
+) -> None:
+    """Keep secrets of a job that is about to be stored, and tell its driver of them.
+
+    Raises `StorageUnavailable` or `StoreUnavailable`.
+    """
+    if encrypted:
+        keys.keep_secrets(job_id, encrypted, time.time())
+        path = run_dir_of(settings, job_id).secret_names_path
+        reach(settings, partial(write_json, path, sorted(encrypted), settings.runs_dir))
 
 
 def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:

@@ -21,7 +21,6 @@ from service.api.deps import (
     check_fits,
     check_paths,
     check_project,
-    keep_secrets,
     most_workers,
     on_storage,
     with_etag,
@@ -37,7 +36,7 @@ from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.code_archives import check_code
 from service.jobs.run_storage import run_dir_of
-from service.jobs.submit import check_data, submit_job
+from service.jobs.submit import check_data, keep_secrets, submit_job
 from service.schemas.common import Page
 from service.schemas.jobs import (
     AttemptOut,
@@ -129,7 +128,12 @@ def _create(
         spec,
         idempotency_key=idempotency_key,
         check=check,
-        prepare=lambda job_id: keep_secrets(context, job_id, secrets),
+        prepare=lambda job_id: keep_secrets(
+            context.security.keys,
+            context.settings,
+            job_id,
+            context.security.encrypt_secrets(secrets),
+        ),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
         parent=parent,

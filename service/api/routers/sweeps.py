@@ -61,8 +61,7 @@ def create_sweep(
 ) -> SweepDetail:
     """Check the spec with each bound and value, and start the search; `Location` names it.
 
-    Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`. They have no
-    secrets.
+    Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`.
     """
     spec = validate_spec(body.spec)
     check_project(principal, spec.project, Role.SUBMITTER)
@@ -90,6 +89,9 @@ def create_sweep(
     tried = check_sweep(sweep)
     if not force:
         check_fits(map(with_table_sizes, tried), context)
+    # Before the sweep, so that no trial is made without them.
+    encrypted = context.security.encrypt_secrets(body.secrets)
+    context.security.keys.keep_secrets(sweep.id, encrypted, sweep.created_at)
     context.sweeps.create(sweep)
     context.wake_sweeps()
     response.headers["Location"] = f"/v1/sweeps/{sweep.id}"

@@ -148,10 +148,12 @@ _OTHER_CHARTS = (
             Line("memory/peak_rss_bytes", "host, peak", VALIDATION_COLOUR),
             Line("memory/peak_reserved_bytes", "PyTorch, peak", TRAIN_COLOUR),
             Line("memory/gpu_used_bytes", "GPU", _PHASE_COLOURS["output_dist"]),
+            Line("memory/host_used_share", "share of host", FAINT, on_right=True),
         ),
         from_zero=True,
         is_optional=True,
         number=_BYTES,
+        right_number=_PERCENT,
     ),
 )
 

@@ -289,10 +289,6 @@ class WebhookCalls(Connection):
         """Webhooks of a project, or all, oldest first."""
         return self._get("/v1/webhooks", Page[WebhookOut], {"project": project}).items
 
-    def get_webhook(self, webhook: str) -> WebhookOut:
-        """Read a webhook; raises `NotFound`."""
-        return self._get(path_of("webhooks", webhook), WebhookOut)
-
     def change_webhook(self, webhook: str, **changes: Any) -> WebhookOut:
         """Change `url`, `kinds`, `description` or `is_active`; raises `NotFound`."""
         # Asking twice for the same changes nothing.

@@ -147,7 +147,8 @@ class Prediction:
 
     `step_s` has the seconds of a step by phase, `memory_bytes` what the fullest rank takes by part;
     what its allocator keeps in reserve is none of it. `lookup_imbalance` is the largest over the
-    mean. `cluster` is the fingerprint of that which was planned for.
+    mean. `sync_every_steps` is where tuning would come to, if the spec asks for that. `cluster` is
+    the fingerprint of that which was planned for.
     """
 
     cluster: str
@@ -155,6 +156,7 @@ class Prediction:
     lookup_imbalance: float
     step_s: Mapping[str, float]
     memory_bytes: Mapping[str, int]
+    sync_every_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class ComparedOut(ApiModel):
     """
 
     name: str = Field(examples=["rows/s", "step", "peak memory"])
-    unit: Literal["per_s", "s", "bytes", "ratio"]
+    unit: Literal["per_s", "s", "steps", "bytes", "ratio"]
     predicted: Value
     measured: Value | None
     ratio: Value | None

@@ -130,20 +130,20 @@ def metric(name: str, value: float | None) -> str:
 
 # ---- plans
 
-_TOO_SHORT = "Launches and latencies are left out, so steps of few milliseconds look too short."
+_UNCERTAIN = "Steps of few milliseconds are the least certain: Python and latencies make them."
 
 
 def estimated(calibration: Calibration | None = None) -> str:
     """What the numbers of a plan are."""
     if calibration is None:
-        return f"Estimated from the spec; nothing was measured. {_TOO_SHORT}"
+        return f"Estimated from the spec; nothing was measured. {_UNCERTAIN}"
     extra = calibration.extra_bytes
     memory = f", and workers {size(abs(extra))} {'more' if extra > 0 else 'less'}" if extra else ""
     jobs = counted(calibration.num_jobs, "job")
     return (
         f"Estimated from the spec, and calibrated by {jobs} of this cluster: steps take "
         f"{calibration.step_ratio:g} times as long as the model says (between a quarter and four "
-        f"times is believed){memory}. {_TOO_SHORT}"
+        f"times is believed){memory}. {_UNCERTAIN}"
     )
 
 
@@ -189,7 +189,7 @@ def fullest(ranks: Sequence[MemoryUse]) -> list[tuple[int, MemoryUse]]:
     return sorted(order[:MAX_BARS], key=lambda pair: pair[0])
 
 
-_UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
+_UNITS = {"per_s": compact, "s": latency, "steps": compact, "bytes": size, "ratio": ratio}
 
 
 def compared_texts(each: ComparedOut) -> tuple[str, str, str]:

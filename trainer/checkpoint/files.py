@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from trainer.coordination.messages import EarlyStoppingState, EpochRows
+from trainer.coordination.sync_tuner import TunerState
 from trainer.errors import DataError, SourceMissingError
-from trainer.parallel.sync_tuner import TunerState
 from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,

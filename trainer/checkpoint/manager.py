@@ -33,6 +33,7 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, StagedPlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
+from trainer.coordination.sync_tuner import TunerState
 from trainer.data.position import (
     START,
     BatchShape,
@@ -45,7 +46,6 @@ from trainer.data.position import (
 from trainer.errors import DataError
 from trainer.failures import restart_delay_s
 from trainer.parallel.mesh import MeshGroups
-from trainer.parallel.sync_tuner import TunerState
 from trainer.protocol import events
 from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
@@ -58,7 +58,7 @@ _STORAGE_TIMEOUT = timedelta(minutes=30)
 
 
 # What a state, the marker of a checkpoint and a ledger hold under the same name.
-_SHARED = ("rows_trained", "best", "commit", "rows_skipped", "plateau")
+_SHARED = ("rows_trained", "best", "commit", "rows_skipped", "plateau", "tuning")
 
 
 @dataclass
@@ -66,7 +66,8 @@ class TrainState:
     """Where training stands; what a resumed run continues from.
 
     `reached` is where in the data, or the step that led there. `commit` counts the committed syncs
-    where groups are failure domains. `tuning` is that of the sync interval at the last save.
+    where groups are failure domains. `tuning` is that of the sync interval, as of the last save or
+    commit.
     """
 
     step: int = 0
@@ -262,7 +263,6 @@ class CheckpointManager:
             metrics=dict(metrics),
             open_epochs=ledger_of(position).open_epochs,
             row_order=self._row_order,
-            tuning=state.tuning,
         )
 
     def _publish(self, folder: Folder, commit: Commit, duration_s: float) -> None:
@@ -365,7 +365,7 @@ def state_of(commit: Commit) -> TrainState:
     position = DataPosition(epoch=commit.epoch, row=commit.row)
     if commit.open_epochs:
         position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
-    return replace(TrainState.at(commit.step, position, commit), tuning=commit.tuning)
+    return TrainState.at(commit.step, position, commit)
 
 
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:

@@ -305,6 +305,7 @@ def _arrival_of(arrivals: Sequence[Arrive]) -> Arrive:
             "report": next((each.report for each in arrivals if each.report), None),
             "sums": dict(sums),
             "copied_bytes": sum(each.copied_bytes for each in arrivals),
+            "num_quarantined": sum(each.num_quarantined for each in arrivals),
         }
     )
 

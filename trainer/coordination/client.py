@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -57,6 +58,7 @@ LOCATE_S = 2.0
 _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
 _AGENT_S = 30.0  # longest that a rank looks for its agent
+_STORE_TRY = timedelta(seconds=10)
 _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
@@ -199,15 +201,27 @@ class CoordinatorClient:
         return number <= self._aborted_round
 
     def store(self) -> Store:
-        """A client of the store in which this rank's process groups meet, kept while that is."""
+        """A client of the store in which this rank's process groups meet, kept while that is.
+
+        A coordinator that was lost meanwhile has left its store's address behind: the next one has
+        another. Raises as `join`.
+        """
         from torch.distributed import TCPStore
 
-        address = self._store_address
-        assert address, "a rank joins before it meets others"
-        if self._store is None or self._store[0] != address:
+        while self._store is None or self._store[0] != self._store_address:
+            address = self._store_address
+            assert address, "a rank joins before it meets others"
             host, _, port = address.rpartition(":")
-            client = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-            self._store = address, client
+            try:
+                client = TCPStore(
+                    host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TRY
+                )
+                self._store = address, client
+            except RuntimeError as error:
+                logger.warning("the coordinator's store is away: %s", error)
+                with self._changed:
+                    self._check()
+                    self._changed.wait(timeout=_RETRY_S)
         return self._store[1]
 
     def close(self) -> None:
@@ -248,8 +262,8 @@ class CoordinatorClient:
         name = f"member-{self.identity.group}-{self.identity.rank}"
         for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
             thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)  # now `close` may wait for it
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""

@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from trainer.coordination.sync_tuner import Observation, TunerState
+
 WATCH_SILENCE_S = 30.0
 """Longest silence of a worker in the domain `job`, where only its peers wait for it."""
 
@@ -129,7 +131,9 @@ class Ledger(Message):
     purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
     the round that made `commit`: a number of commits alone does not say which try it was. `led`
     says up to where some leader has validated and saved what was due: what a leader was lost over
-    stays due for the next. As JSON `open_epochs` are packed: every lane of every group adds a span.
+    stays due for the next. `quarantined` is (an epoch, how many bad rows its commits left out), of
+    the epoch that was trained last. As JSON `open_epochs` are packed: every lane of every group
+    adds a span.
     """
 
     commit: Count = 0
@@ -147,6 +151,8 @@ class Ledger(Message):
     metrics: dict[str, float] = {}
     checkpoint_commit: Count = 0
     led: LeaderProgress = LeaderProgress()
+    quarantined: tuple[Count, Count] = (0, 0)
+    tuning: TunerState | None = Field(default=None, description="Where the interval is tuned.")
 
     @property
     def rows_done(self) -> int:
@@ -245,6 +251,7 @@ class Report(Message):
     metrics: dict[str, float] = {}
     checkpoint_commit: Count | None = None
     led: LeaderProgress | None = None
+    validation_error: float | None = Field(default=None, description="Of a new one; 0: perfect.")
     has_finished: bool = False
 
 
@@ -255,7 +262,8 @@ class Arrive(Message):
     says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
     infinite, so its interval must not count. `may_overlap` says that the group could train on while
     the averages are formed. `needs_exact` asks for a round that `is_exact`, as before a save.
-    `measured` is the share of the validation rows that it has measured on `commit`, if any.
+    `measured` is the share of the validation rows that it has measured on `commit`, if any, and
+    `synced` what the last sync and its steps took. `num_quarantined` of its rows were left out.
     `sums` are over its ranks (loss x weight and the like) and become means in the ledger.
     """
 
@@ -273,6 +281,8 @@ class Arrive(Message):
     may_overlap: bool = False
     needs_exact: bool = False
     measured: Share | None = None
+    synced: Observation | None = None
+    num_quarantined: Count = 0
     report: Report | None = None
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener has copied so far.")

@@ -29,7 +29,7 @@ _NODE_ID_LABEL = "ray.io/node-id"
 
 
 def lease_book_of(spec: JobSpec) -> LeaseBook:
-    """The book of a fresh run, leased by the sync interval of one group.
+    """The book of a fresh run, leased by the (least) sync interval of one group.
 
     Raises a `DataError`.
     """
@@ -39,7 +39,7 @@ def lease_book_of(spec: JobSpec) -> LeaseBook:
     return LeaseBook(
         num_rows=source.num_rows,
         epochs=training.epochs,
-        rows_per_lease=parallelism.sync.intervals[-1] * parallelism.group_size * data.batch_size,
+        rows_per_lease=parallelism.sync.intervals[0] * parallelism.group_size * data.batch_size,
         max_rows=None if training.max_steps is None else training.max_steps * rows_per_step,
         windows=lease_windows(source, spec),
         num_lanes=parallelism.group_size,

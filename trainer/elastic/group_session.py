@@ -40,6 +40,7 @@ from trainer.coordination.messages import (
     RoundResult,
     Share,
 )
+from trainer.coordination.sync_tuner import Observation
 from trainer.data.batches import Batch, LeaseBatches
 from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
@@ -64,12 +65,13 @@ class Interval:
     """What this rank trained between two syncs.
 
     `sums`, float64 [2] on the device, are the loss of its rows and, where they are not all alike,
-    the weights of the whole group's rows. It took `train_s`.
+    the weights of the whole group's rows. It took `train_s`; `num_quarantined` rows were left out.
     """
 
     sums: torch.Tensor
     leases: tuple[int, ...] = ()
     num_rows: int = 0
+    num_quarantined: int = 0
     num_steps: int = 0
     train_s: float = 0.0
 
@@ -79,6 +81,7 @@ class Interval:
             earlier.sums + self.sums,
             earlier.leases + self.leases,
             earlier.num_rows + self.num_rows,
+            earlier.num_quarantined + self.num_quarantined,
             earlier.num_steps + self.num_steps,
             earlier.train_s + self.train_s,
         )
@@ -96,6 +99,7 @@ class GroupSession(Session):
         self.is_leader = False
         self._leases: deque[Lease] = deque()
         self._report = Report()
+        self._validation_error: float | None = None
         self._result: RoundResult | None = None
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
@@ -107,6 +111,8 @@ class GroupSession(Session):
         self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
         self._num_requests = 0
         self._is_syncing = False
+        self._sync_s = 0.0  # that training waited for the sync that has begun
+        self._synced: Observation | None = None
         super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
         self._syncing = self._new_interval()  # what the sync is about that has begun
@@ -225,6 +231,7 @@ class GroupSession(Session):
         step = min(self.state.step + self._num_steps_ahead + 1, self.total_steps)
         loss = self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
+        interval.num_quarantined += batch.quarantined.total()
         interval.sums[0] += loss * batch.weight.sum()
         if self.loss_weighting.is_on:
             interval.sums[1] += self.loss_weighting.total
@@ -240,21 +247,25 @@ class GroupSession(Session):
         if self.is_over:
             return
         self._syncing, self._interval = self._interval, self._new_interval()
-        with self.phases.during("sync"):
+        self._sync_s = 0.0
+        with self._waiting():
             self._is_syncing = self.group_sync.begin(self._arrival)
         if not self._is_syncing:
             self._end_sync()
 
     def _end_sync(self) -> None:
         """Apply the sync that was begun, and do what is due after it."""
-        with self.phases.during("sync"):
+        with self._waiting():
             result, cost = self.group_sync.end(self._arrival)
         self.count_sync(cost)
-        self._is_syncing = False
+        self._is_syncing, self._synced = False, None
+        if result.committed and self._syncing.num_steps:
+            step_s = self._syncing.train_s / self._syncing.num_steps
+            self._synced = Observation(step_s, self._sync_s, cost.density)
         if result.standing != "current":
             self._interval = self._new_interval()
         elif result.committed:
-            self._report = Report()
+            self._report, self._validation_error = Report(), None
         else:
             self._interval = self._interval.after(self._syncing)
         self._syncing, self._measured = self._new_interval(), None
@@ -264,6 +275,14 @@ class GroupSession(Session):
         # The coordinator has skipped the lease of a loss that was not finite.
         self.loss_guard.begin_at(self.state.position)
         self._follow_up()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Training waits for a sync in the block."""
+        started_s = time.perf_counter()
+        with self.phases.during("sync"):
+            yield
+        self._sync_s += time.perf_counter() - started_s
 
     def _follow_up(self) -> None:
         """Announce, report, and lead where the copy holds what is committed and no more."""
@@ -307,6 +326,8 @@ class GroupSession(Session):
             may_overlap=is_finite and self._may_overlap,
             needs_exact=self._needs_exact(interval),
             measured=self._measured[0] if self._measured else None,
+            synced=self._synced,
+            num_quarantined=interval.num_quarantined,
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": loss} if interval.num_rows else {},
         )
@@ -393,6 +414,8 @@ class GroupSession(Session):
         # Groups took unequal numbers of steps since the last sync, with equal results.
         num_steps = self.state.step + self._num_steps_ahead
         self.optimizers.set_num_steps(-(-num_steps // self._accumulate_steps))
+        self.tuner.resume(ledger.tuning)
+        self.quarantine.check(num_trained=ledger.quarantined[1])
 
     def announce(self) -> None:
         """Emit who trains when the members change; only the leader does."""
@@ -448,9 +471,10 @@ class GroupSession(Session):
         self._measured = self._result.share, self.validation_meter.part("validation")
 
     def _measured_sums(self) -> torch.Tensor:
-        """This rank's sums over the group's share; zeros where there are none."""
+        """This rank's sums over the group's share, and its bad rows; zeros where there are none."""
         part = self._measured[1] if self._measured else self.validation_meter.part("validation")
-        return part.sums
+        num_bad = self.quarantine.num_held_out if self._measured else 0
+        return torch.cat([part.sums, part.sums.new_tensor([num_bad])])
 
     def is_checkpoint_step(self) -> bool:
         """Whether the leader saves now, whatever validation says."""
@@ -527,6 +551,7 @@ class GroupSession(Session):
                 epoch=self.state.position.epoch,
                 saved_step=max(self._led.saved_step, self.saves.saved_step),
             ),
+            validation_error=self._validation_error,
             has_finished=self._has_finished,
         )
 
@@ -535,8 +560,16 @@ class GroupSession(Session):
         sums = self.group_sync.measured
         if sums is None:
             return False
-        part = replace(self.validation_meter.part("validation"), sums=sums)
-        return self.take_validation(reduce_parts([part], self.groups.device))
+        part = replace(self.validation_meter.part("validation"), sums=sums[:-1])
+        bad = Part(sums[-1:], self._check_measured)
+        return self.take_validation(reduce_parts([part, bad], self.groups.device))
+
+    def _check_measured(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        self.quarantine.check(num_held_out=int(sums.item()))
+        return {}
+
+    def _tell_error(self, error: float) -> None:
+        self._validation_error = error
 
     def _save_for_a_pause(self) -> None:
         """Save what is committed if the driver wants to end all groups, and say when it is safe.

@@ -50,7 +50,7 @@ from trainer.parallel.collectives import (
 )
 from trainer.parallel.mesh import form_groups, form_replica_levels
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.row_store import FlatRows, RowStore
+from trainer.parallel.row_store import FlatRows, JoinedRows, RowStore
 from trainer.parallel.touched_rows import (
     RowBase,
     RowNumbers,
@@ -343,7 +343,12 @@ def blocks_of(
             yield from (block(store, None) for store in of(shard.rows))
         return
     for stores, numbers_of_run in numbers.by_run(rows):
-        yield from (block(store, numbers_of_run) for store in of(stores))
+        for store in of(stores):
+            found = block(store, numbers_of_run)
+            # Where a block has bases, these are found by its numbers.
+            if found.base is None and isinstance(store, JoinedRows):
+                found = Block(*store.placed(numbers_of_run))
+            yield found
 
 
 class OverflowWarning:

@@ -50,14 +50,13 @@ class SyncSpec(SpecModel):
     """How often, and with what, the matching shards of the sharding groups are averaged.
 
     `every_steps: auto` begins with the least of the `tuner`'s intervals and is moved while it
-    trains, from what is measured; the sharding groups then fail together.
-    `touched_rows` moves only rows looked up since the last sync, which gives the same result as
-    `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
-    `dtype` is the precision of the change since the last sync on its way. With `overlap` the
-    averages are formed during the next so many steps (`true`: one), at most `every_steps`, and
-    applied as a difference after them. `delayed` optimizer state of tables lags one sync behind
-    their weights; under `never` each replica goes on with its own. Before a save, and while a
-    group joins independent ones, all of it is averaged, in full precision.
+    trains, from what is measured. `touched_rows` moves only rows looked up since the last sync,
+    which gives the same result as `full`; in fp32 it moves everything when more than `full_above`
+    of the rows were touched. `dtype` is the precision of the change since the last sync on its way.
+    With `overlap` the averages are formed during the next so many steps (`true`: one), at most
+    `every_steps`, and applied as a difference after them. `delayed` optimizer state of tables lags
+    one sync behind their weights; under `never` each replica goes on with its own. Before a save,
+    and while a group joins independent ones, all of it is averaged, in full precision.
     """
 
     every_steps: PositiveInt | Literal["auto"] = 1
@@ -265,10 +264,7 @@ class ParallelismSpec(SpecModel):
         sync, ties = self.sync, []
         if self.dense == "every_step":
             ties.append(("dense", "averages gradients over all groups at each step"))
-        if sync.is_tuned:
-            why = "moves one interval for all groups together; set a number of steps"
-            ties.append(("sync.every_steps", why))
-        elif sync.overlap_steps not in (0, sync.every_steps):
+        if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))
         return ties

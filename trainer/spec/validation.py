@@ -321,24 +321,21 @@ def check_settings(spec: JobSections) -> None:
             "remove it",
             "training.early_stopping",
         )
-    # Only independent groups have it. What they are may hang on an `auto` that is not known yet.
+    # Only independent groups do so. What they are may hang on an `auto` that is not known yet.
     is_whole = parallelism.is_resolved and parallelism.failure_domain == "job"
-    if is_whole and recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s:
-        raise problem(
-            "no_effect",
-            "only independent sharding groups exchange what they learned this way, but all workers "
-            "of this job restart together (placement intra_host, one copy, dense every_step or "
-            "sync.every_steps auto); remove it, or use placement inter_host",
-            "recovery.exchange_timeout_s",
-        )
-    if is_whole and parallelism.min_groups > 1:
-        raise problem(
-            "no_effect",
-            "only independent sharding groups come and go one by one, but all workers of this job "
-            "restart together (placement intra_host, one copy, dense every_step or "
-            "sync.every_steps auto); remove it, or use placement inter_host",
-            "parallelism.min_groups",
-        )
+    is_timed = recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s
+    for path, is_set, what in (
+        ("recovery.exchange_timeout_s", is_timed, "exchange what they learned this way"),
+        ("parallelism.min_groups", parallelism.min_groups > 1, "come and go one by one"),
+    ):
+        if is_whole and is_set:
+            raise problem(
+                "no_effect",
+                f"only independent sharding groups {what}, but all workers of this job restart "
+                "together (placement intra_host, one copy, dense every_step or overlap with less "
+                "than every_steps); remove it, or use placement inter_host",
+                path,
+            )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:
         message = f"optimizer.sparse.name '{sparse.name}' has no state to sync; remove it"
         raise problem("no_effect", message, "parallelism.sync.optimizer_state")

@@ -4,8 +4,8 @@ Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of seve
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
 `speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `sync/every_steps`, `data/wait_s`,
 `phase/NAME_s` (the phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`,
-`balance/step`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except
-`sync/time_s`, seconds per sync; phases are means over the ranks.
+`balance/step`, `balance/lookup_time`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are
+seconds per step, except `sync/time_s`, seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
@@ -458,22 +458,29 @@ _BY_POSITION = ("memory/peak_rss_bytes", "memory/peak_allocated_bytes")
 _MAX_POSITIONS = 256
 
 
-def phase_part(mine: Mapping[Phase, float]) -> Part:
+def phase_part(mine: Mapping[Phase, float], groups: MeshGroups) -> Part:
     """Mean over the ranks of the seconds per step that each phase took here.
 
     `balance/step` is max over mean across the ranks of the time that a step spends in phases in
-    which no rank waits for another.
+    which no rank waits for another, `balance/lookup_time` that of lookups alone, and
+    `phase/lookup_s/p` the most of the ranks at position p of their sharding groups.
     """
-    seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
     local = sum((s for phase, s in mine.items() if phase in LOCAL_PHASES), start=0.0)
-    alone = torch.tensor([local], dtype=torch.float64)
+    alone = torch.tensor([local, mine["lookup"]], dtype=torch.float64)
+    seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
+    size = len(groups.sharding_ranks)
+    lookups = torch.zeros(size if size <= _MAX_POSITIONS else 0, dtype=torch.float64)
+    if len(lookups):
+        lookups[groups.shard_index] = mine["lookup"]
 
     def read(sums: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
-        means = (sums[:-1] / dist.get_world_size()).tolist()
+        means = (sums[:-2] / dist.get_world_size()).tolist()
         values = {f"phase/{phase}_s": mean for phase, mean in zip(mine, means, strict=True)}
-        return values | {"balance/step": imbalance(sums[-1:], peaks).item()}
+        step, lookup = imbalance(sums[-2:], peaks[:2]).tolist()
+        values |= {"balance/step": step, "balance/lookup_time": lookup}
+        return values | {f"phase/lookup_s/{p}": s for p, s in enumerate(peaks[2:].tolist())}
 
-    return Part(torch.cat([seconds, alone]), read, peaks=alone)
+    return Part(torch.cat([seconds, alone]), read, peaks=torch.cat([alone, lookups]))
 
 
 class QuarantineReporter:
@@ -493,8 +500,11 @@ class QuarantineReporter:
         self._epochs: set[int] = set()
         self._found: QuarantinedRows = Counter()
         self._held_out: QuarantinedRows = Counter()
+        self._named: QuarantinedRows = Counter()  # in the newest report
         self._totals = torch.zeros(2, dtype=torch.float64)
-        self._has_validated = False
+        self._num_validations = 0
+        self.num_held_out = 0
+        """Rows that this rank left out in the newest validation."""
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
@@ -503,16 +513,16 @@ class QuarantineReporter:
         """Rows of `epoch` come from now on, or go on to come."""
         self._epochs.add(epoch)
 
-    def add_held_out(self, found: QuarantinedRows) -> None:
-        """Count what a batch of a validation left out: all read the same rows, the first counts."""
-        if not self._has_validated:
-            self._held_out.update(found)
+    def begin_validation(self) -> None:
+        self._num_validations += 1
+        self.num_held_out = 0
 
-    def end_validation(self, share: float) -> None:
-        """These ranks have read a `share` of the validation rows."""
-        if not self._has_validated:
-            self._num_held_out = math.ceil(share * self._num_held_out)
-        self._has_validated = True
+    def add_held_out(self, found: QuarantinedRows) -> None:
+        """Count what a batch of a validation left out; all read the same rows, reports have the
+        first."""
+        self.num_held_out += found.total()
+        if self._num_validations == 1:
+            self._held_out.update(found)
 
     def parts(self) -> Iterator[Part]:
         """Rows left out since the last report, over all ranks; none where bad rows end the job.
@@ -523,23 +533,34 @@ class QuarantineReporter:
         if not self._is_on:
             return
         mine = [self._found.total(), self._held_out.total()]
-        found = self._found + self._held_out
+        found = self._newest()
         self._found.clear()
         self._held_out.clear()
+        self._named = found
         for (file, reason), count in most_quarantined(found).items():
             self._emit(
                 events.RowsQuarantined(time=time.time(), file=file, reason=reason, count=count)
             )
-        yield Part(torch.tensor(mine, dtype=torch.float64), partial(self._read, found))
+        yield Part(torch.tensor(mine, dtype=torch.float64), self._read)
 
-    def _read(
-        self, found: QuarantinedRows, sums: torch.Tensor, _: torch.Tensor
-    ) -> dict[str, float]:
+    def _read(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
         self._totals += sums
-        most = self._num_rows * max(1, len(self._epochs)), self._num_held_out
-        for total, num_rows in zip(self._totals.tolist(), most, strict=True):
-            check_share(int(total), num_rows, self._max_share, found)
+        num_trained, num_held_out = map(int, self._totals.tolist())
+        self.check(num_trained, num_held_out, max(1, len(self._epochs)))
         return {"data/quarantined_rows": sums.sum().item()}
+
+    def check(self, num_trained: int = 0, num_held_out: int = 0, num_epochs: int = 1) -> None:
+        """Raise `TooManyBadRowsError` where all ranks left out too many rows.
+
+        They are those of so many epochs, and of one validation.
+        """
+        most = (num_trained, self._num_rows * num_epochs), (num_held_out, self._num_held_out)
+        for num_bad, num_rows in most:
+            check_share(num_bad, num_rows, self._max_share, self._newest() or self._named)
+
+    def _newest(self) -> QuarantinedRows:
+        """Left out since the last report."""
+        return self._found + self._held_out
 
 
 def is_better(metric: str, value: float, best: float | None, min_delta: float = 0.0) -> bool:

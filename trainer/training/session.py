@@ -26,6 +26,7 @@ from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainSta
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
+from trainer.coordination.sync_tuner import Observation, SyncTuner
 from trainer.data.batches import Batch, TrainBatches, ValidationBatches
 from trainer.data.position import (
     BatchShape,
@@ -48,7 +49,6 @@ from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import SyncReport, build_sync
-from trainer.parallel.sync_tuner import SyncTuner
 from trainer.protocol import events, requests
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
@@ -290,6 +290,7 @@ class Session:
                 name.removesuffix("_bytes"): [round(getattr(rank, name)) for rank in found.ranks]
                 for name in MemoryUse.__dataclass_fields__
             },
+            sync_every_steps=found.sync_every_steps,
         )
 
     def batches(self) -> Iterator[tuple[Batch, Step]]:
@@ -449,7 +450,7 @@ class Session:
             *self.quarantine.parts(),
             *sharding.report_parts(self.model),
             *self.optimizers.parts(),
-            phase_part(phases),
+            phase_part(phases, self.groups),
             memory_part(self.groups),
             self.loss_guard.part(),
             self._stop_part(),
@@ -485,7 +486,7 @@ class Session:
         values = report.found.read() | report.own
         self.publish(values, report.time)
         if self._tunes_sync:
-            self.tuner.reported(values)
+            self.tuner.reported(Observation.of(values))
         self.loss_guard.judge(values)
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
@@ -570,12 +571,16 @@ class Session:
         self.final_metrics |= values
         value = self._of_first_rank(values.get(f"validation/{metric}", math.nan))
         self._update_early_stopping(metric, value)
-        if self._tunes_sync:
-            self.tuner.validated(distance(metric, value))
+        self._tell_error(distance(metric, value))
         if not is_better(metric, value, self.state.best):
             return False
         self.state.best = value
         return True
+
+    def _tell_error(self, error: float) -> None:
+        """A validation has found `error` in the watched metric, 0 being perfect."""
+        if self._tunes_sync:
+            self.tuner.validated(error)
 
     def _of_first_rank(self, value: float) -> float:
         """Rank 0's value, so that all ranks decide alike. Collective over all ranks."""
@@ -596,6 +601,7 @@ class Session:
         rows = ValidationBatches(
             self.validation_source, self.spec, rank, num_ranks, pin=self._copies_batches
         )
+        self.quarantine.begin_validation()
         with self.off_the_clock(), rows as held_out:
             self.synchronise()
             self.sync.finish()
@@ -604,7 +610,6 @@ class Session:
                 self.heartbeat.enter("validation", self.state.step)
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))
-        self.quarantine.end_validation(self.groups.layout.world_size / num_ranks)
         self.model.train()
 
     def _update_early_stopping(self, metric: str, value: float) -> None:

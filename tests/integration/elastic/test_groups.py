@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.harness.chaos import Campaign, elastic_config
@@ -21,13 +23,15 @@ from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.save_load import list_committed
 from trainer.fault_injection import Fault
 from trainer.protocol import requests
-from trainer.protocol.events import Metrics
+from trainer.protocol.events import Metrics, SyncIntervalChanged
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import SecretEnv, WorkerConfig
 
 TIMEOUT_S = 60.0
 ONE_EPOCH = "training.epochs=1"
+# However short a sync is, it takes too long.
+TUNED = "parallelism.sync={every_steps: auto, tuner: {max_steps: 4, time_share: 0.0001}}"
 # Where nobody is to be lost, a machine that stands still for a while must not lose anybody.
 PATIENT = [f"recovery.{name}_timeout_s={scaled(20)}" for name in ("heartbeat", "exchange")]
 
@@ -35,7 +39,9 @@ PATIENT = [f"recovery.{name}_timeout_s={scaled(20)}" for name in ("heartbeat", "
 def test_groups_join_and_leave_while_the_others_train_on(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH, *PATIENT)
+    data = without_labels(small_movielens, tmp_path / "data", 40)
+    settings = [ONE_EPOCH, "data.on_bad_rows=quarantine", TUNED, *PATIENT]
+    config = elastic_config(data, tmp_path / "run", 2, 1, *settings)
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         campaign = Campaign(harness, Random(0))
         campaign.begin()
@@ -56,8 +62,23 @@ def test_groups_join_and_leave_while_the_others_train_on(
         harness.wait_for(lambda: harness.life(0).is_over, TIMEOUT_S, "group 0 has left")
         campaign.wait_until_over()
         assert harness.groups == [1, 2]
-        campaign.finish(config)
+        ledger = campaign.finish(config)
+        assert ledger["quarantined"] == [0, 40]
         check_that_nobody_was_restarted(harness)
+    moves = records_in(RunDir(config.run_dir).attempt(config.attempt_id), SyncIntervalChanged)
+    assert [each.every_steps for each in moves] == [2, 4]
+
+
+def without_labels(data: Path, folder: Path, num_rows: int) -> Path:
+    """A copy of `data` in which some rows of the training part cannot be used."""
+    shutil.copytree(data, folder)
+    path = min((folder / "train").glob("*.parquet"))
+    ratings = pq.read_table(path)
+    labels = [None] * num_rows + ratings["rating"].to_pylist()[num_rows:]
+    at, column = ratings.schema.get_field_index("rating"), ratings.schema.field("rating")
+    spoilt = ratings.set_column(at, column, pa.array(labels, column.type))
+    pq.write_table(spoilt, path, row_group_size=1024)
+    return folder
 
 
 def check_that_nobody_was_restarted(harness: ElasticHarness) -> None:

@@ -47,6 +47,7 @@ class GoodputMeter:
         self._slots: dict[int, _Slot] = {}
         self._useful_s = 0.0
         self._lost_s: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        self._num_losses = 0
         self._commits: deque[float] = deque(maxlen=_NUM_INTERVALS + 1)
 
     @property
@@ -87,6 +88,8 @@ class GoodputMeter:
 
     def lose(self, group: int, now: float) -> None:
         """The group is gone with what it trained since the newest commit; the job wants it back."""
+        slot = self._slots.get(group)
+        self._num_losses += slot is not None and slot.is_training
         self._close(group, now)
         self._slots[group] = _Slot("recovery", now)
 
@@ -108,6 +111,12 @@ class GoodputMeter:
             else:
                 lost_s[slot.cause] += rest_s
         return useful_s, lost_s
+
+    def losses_per_s(self, now: float) -> float:
+        """How often a second of its time a group that trained was lost."""
+        useful_s, lost_s = self.read(now)
+        total_s = useful_s + sum(lost_s.values())
+        return self._num_losses / total_s if total_s else 0.0
 
     def metrics(self, now: float, step: int, durable_step: int) -> dict[str, float]:
         """As metrics of a job that has come to `step`, and whose newest checkpoint is older."""

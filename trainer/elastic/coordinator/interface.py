@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from trainer.coordination.client import finding_s
@@ -15,6 +15,7 @@ from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Mes
 from trainer.failures import Failure
 from trainer.protocol.events import Event, StragglerFound
 from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SyncSpec
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class MembershipPolicy:
     `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
     coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
     `rows_per_step` are those that the whole job takes at once. No rows are handed out while fewer
-    than `min_groups` groups hold the state.
+    than `min_groups` groups hold the state. The book's leases are of the least interval of `sync`.
     """
 
     num_groups: int
     min_groups: int = 1
     rows_per_step: int = 1
+    sync: SyncSpec = field(default_factory=SyncSpec)
     start_grace_s: float = 120.0
     heartbeat_timeout_s: float = 1.0
     vote_timeout_s: float = 10.0
@@ -66,6 +68,7 @@ class MembershipPolicy:
             # What was left to a choice may have come out smaller.
             min_groups=min(spec.parallelism.min_groups, num_groups),
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
+            sync=spec.parallelism.sync,
             vote_timeout_s=2 * recovery.exchange_timeout_s,
             recovery_grace_s=finding_s(recovery.heartbeat_timeout_s),
             on_non_finite=spec.training.on_non_finite,

@@ -231,7 +231,7 @@ class LeaseBook:
         self._leases: dict[int, tuple[int, Lease]] = {}
         self._held: defaultdict[int, dict[int, Lease]] = defaultdict(dict)  # by group
         self._num_rows_leased = 0
-        self._epoch = ledger.epoch
+        self.epoch = ledger.epoch  # that is leased now
         self._rows_trained, self._rows_skipped = ledger.rows_trained, ledger.rows_skipped
         self._open = {each.epoch: self._begin(each.epoch, each.done) for each in ledger.open_epochs}
         self._close_epochs()
@@ -250,13 +250,13 @@ class LeaseBook:
     def num_rows_left(self) -> int:
         """Rows that the run has still to train, those leased out included."""
         done = sum(len(each.done) for each in self._open.values())
-        return max(0, self._max_rows - self._epoch * self._num_rows - done)
+        return max(0, self._max_rows - self.epoch * self._num_rows - done)
 
     def entered_in(self, ledger: Ledger) -> Ledger:
         """`ledger` with the rows as they are in this book, otherwise unchanged."""
         begun = (EpochRows(epoch=n, done=self._open[n].done.spans) for n in sorted(self._open))
         rows = {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "open_epochs": tuple(rows for rows in begun if rows.done),
             "rows_trained": self._rows_trained,
             "rows_skipped": self._rows_skipped,
@@ -275,10 +275,10 @@ class LeaseBook:
         num_rows = min(wanted, self.num_rows_left - self._num_rows_leased)
         if num_rows <= 0:
             return None
-        spans = self._opened(self._epoch).take(group, num_rows, self._num_lanes)
+        spans = self._opened(self.epoch).take(group, num_rows, self._num_lanes)
         if not spans:
             return None
-        lease = Lease(id=self._next_id, epoch=self._epoch, spans=spans)
+        lease = Lease(id=self._next_id, epoch=self.epoch, spans=spans)
         self._enter(group, lease)
         return lease
 
@@ -321,7 +321,7 @@ class LeaseBook:
         return tuple(accepted)
 
     def _is_free(self, lease: Lease) -> bool:
-        is_in_run = self._epoch <= lease.epoch < self._epochs
+        is_in_run = self.epoch <= lease.epoch < self._epochs
         return is_in_run and all(self._opened(lease.epoch).is_free(*span) for span in lease.spans)
 
     def commit(self, ids: Iterable[int]) -> None:
@@ -349,9 +349,9 @@ class LeaseBook:
         return lease
 
     def _close_epochs(self) -> None:
-        while self._epoch in self._open and self._open[self._epoch].is_complete:
-            del self._open[self._epoch]
-            self._epoch += 1
+        while self.epoch in self._open and self._open[self.epoch].is_complete:
+            del self._open[self.epoch]
+            self.epoch += 1
 
     def give_back(self, group: int) -> int:
         """Free all that `group` holds, since it is lost or leaves; returns how many rows."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from trainer import failures
@@ -25,6 +26,7 @@ from trainer.coordination.messages import (
     Share,
     Vote,
 )
+from trainer.coordination.sync_tuner import Observation, SyncTuner
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.groups import (
     Group,
@@ -60,10 +62,11 @@ def is_whole(shares: Collection[Share | None]) -> bool:
 class OpenRound:
     """A round that `groups` were told of; none of them changes its standing before it ends.
 
-    `leases` are those that they trained since the last sync, and `means` are over the groups that
-    count. `joining` become current when it commits; `overlapping` train on meanwhile. Listeners
-    hear it and count for nothing: it commits `_LISTENER_GRACE_S` after `agreed_at`, when all others
-    held the averages; `undecided` are those that do not yet.
+    `leases` are those that they trained since the last sync, of which `num_quarantined` rows were
+    left out, and `means` are over the groups that count. `synced` is what the last sync took the
+    group that waited for no other. `joining` become current when it commits; `overlapping` train on
+    meanwhile. Listeners hear it and count for nothing: it commits `_LISTENER_GRACE_S` after
+    `agreed_at`, when all others held the averages; `undecided` are those that do not yet.
     """
 
     def __init__(
@@ -97,6 +100,9 @@ class OpenRound:
         self.overlapping = {group for group in groups if may_overlap and group.may_overlap}
         self.weights = {member.group: member.weight for member in members}
         self.leases = [lease for arrival in arrivals for lease in arrival.leases]
+        self.num_quarantined = sum(arrival.num_quarantined for arrival in arrivals)
+        synced = [arrival.synced for arrival in arrivals if arrival.synced]
+        self.synced = min(synced, key=lambda each: each.sync_s, default=None)
         self.speeds = {
             group: group.arrival.num_rows / group.arrival.train_s
             for group in current
@@ -159,6 +165,8 @@ class SyncRounds:
         self.generation = 0
         self._policy, self._book, self._groups = policy, book, groups
         self._metrics, self._effects = metrics, effects
+        # Leases that are held already are of the interval before.
+        self._tuner = SyncTuner(policy.sync, num_mixed=_LEASES_HELD)
         self._round: OpenRound | None = None
         self._number = 0
         self._opened_at = 0.0
@@ -198,6 +206,7 @@ class SyncRounds:
         """
         self.report = Report()  # the last one was about a state that is gone
         self._book.restore(ledger)
+        self._tuner.resume(ledger.tuning)
         self._number = max(self._number, ledger.round)
         for lease in self._book.adopt(self._skipped, group):
             self._book.skip(lease.id)
@@ -212,6 +221,7 @@ class SyncRounds:
         ledgers = (group.hello.ledger for group in trained)
         self.ledger = max(ledgers, key=lambda each: (each.commit, each.rows_done))
         self._book.restore(self.ledger)
+        self._tuner.resume(self.ledger.tuning)
         self._metrics.record_incident("the coordinator was restarted", now)
         self._metrics.remember(self.ledger)
         for group in trained:
@@ -538,8 +548,11 @@ class SyncRounds:
         """Every group that counts holds the averages: the sync counts."""
         self._round, self._suspended = None, ()
         self._faults.clear()
+        ledger = self._next_ledger(ended)
         self._book.commit(ended.leases)
-        self.ledger = self._book.entered_in(self._next_ledger(ended))
+        self.ledger = self._book.entered_in(ledger)
+        if self._policy.sync.is_tuned:
+            self._tune(ended.synced, now)
         self.has_finished |= self.report.has_finished
         self.report = Report()
         for number, weight in ended.weights.items():
@@ -574,11 +587,38 @@ class SyncRounds:
             self._effects.append(self._metrics.as_event(self.ledger, self.generation, now))
 
     def _next_ledger(self, ended: OpenRound) -> Ledger:
-        told = {name: value for name, value in self.report if value is not None}
-        del told["has_finished"]
-        metrics = self.ledger.metrics | self.report.metrics | ended.means
-        update = {"commit": ended.commit, "round": ended.number, "metrics": metrics}
+        known = Ledger.model_fields
+        told = {name: each for name, each in self.report if name in known and each is not None}
+        epoch, num_before = self.ledger.quarantined
+        num_before = num_before if epoch == self._book.epoch else 0
+        update = {
+            "commit": ended.commit,
+            "round": ended.number,
+            "metrics": self.ledger.metrics | self.report.metrics | ended.means,
+            "quarantined": (self._book.epoch, num_before + ended.num_quarantined),
+        }
         return self.ledger.model_copy(update=told | update)
+
+    def _tune(self, synced: Observation | None, now: float) -> None:
+        """Move the interval, of which the next leases are, where what was measured asks for it."""
+        tuner, error = self._tuner, self.report.validation_error
+        if synced:
+            losses_per_s = self._metrics.goodput.losses_per_s(now)
+            tuner.reported(replace(synced, losses_per_s=losses_per_s))
+        if error is not None:
+            tuner.validated(error)
+        tuner.agree(tuner.wanted)
+        before, reason = tuner.take_effect()
+        if reason:
+            moved = events.SyncIntervalChanged(
+                time=now,
+                step=self._metrics.step(self.ledger),
+                every_steps_before=before,
+                every_steps=tuner.every_steps,
+                reason=reason,
+            )
+            self._effects.append(moved)
+        self.ledger = self.ledger.model_copy(update={"tuning": tuner.state})
 
     def _update_copies(self, ended: OpenRound, voters: Sequence[Group], now: float) -> None:
         """Groups that join become current; copies that were not in the commit are stale."""
@@ -617,10 +657,11 @@ class SyncRounds:
         if self._is_short:
             return
         lengths = lease_lengths({group: group.speed for group in self._groups.current})
+        scale = self._tuner.every_steps / self._policy.sync.intervals[0]
         for num_held in range(_LEASES_HELD):
             for group, length in lengths.items():
                 if len(self._book.held(group.group)) <= num_held:
-                    self._book.lease(group.group, length)
+                    self._book.lease(group.group, scale * length)
 
     def _share_validation(self) -> None:
         """Share the validation rows among the groups that hold this commit."""

@@ -159,10 +159,10 @@ parallelism.sync={{every_steps: auto, tuner: {{time_share: 1}}}}
 parallelism.sync.every_steps=never => parallelism.sync.every_steps - 
 {EVERY}; parallelism.dense=at_sync; parallelism.sync={{every_steps: auto, tuner: {{min_steps: 6}}}}
     => parallelism.sync.tuner.min_steps accumulate_steps
-{SURVIVE}; parallelism.sync.every_steps=auto
-    => parallelism.sync.every_steps survive for all groups together; set a number of steps
-parallelism.placement=inter_host; parallelism.sync.every_steps=auto; parallelism.spares=1
-    => parallelism.spares spares sync.every_steps moves one
+{SURVIVE}; parallelism.sync={{every_steps: auto, overlap: true}}
+    => parallelism.sync.overlap survive overlap with all of every_steps
+parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spares=1
+    => parallelism.spares spares dense averages gradients
 parallelism.shard_group_size=4; parallelism.sync.every_steps=auto
     => parallelism.sync single_replica one copy
 parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal

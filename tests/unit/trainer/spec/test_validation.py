@@ -35,7 +35,7 @@ def test_who_wants_to_survive_a_host_need_not_know_placements() -> None:
         (["placement=inter_host", "dense=every_step"], "job"),
         (["placement=inter_host", "sync={every_steps: 4, overlap: 2}"], "job"),
         (["placement=inter_host", "sync={every_steps: 4, overlap: 4}"], "replica_group"),
-        (["placement=inter_host", "sync={every_steps: auto}"], "job"),
+        (["placement=inter_host", "sync={every_steps: auto}"], "replica_group"),
         (["placement=inter_host", "sync={dtype: fp16, optimizer_state: delayed}"], "replica_group"),
         (["placement=inter_host", "divergence_check={every_syncs: 2}"], "replica_group"),
         (["placement=auto", "shard_group_size=4"], "job"),

@@ -32,6 +32,7 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
+from trainer.coordination.sync_tuner import Observation
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Effect, MembershipPolicy, Reply
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
@@ -40,6 +41,7 @@ from trainer.protocol.events import Event, RowsSkipped
 NUM_RANKS = 2
 COPIED_BYTES = 1000
 ROWS, EPOCHS, ROWS_PER_LEASE = 40, 2, 4
+BAD_ROWS = range(5, 9)
 
 
 @dataclass
@@ -142,6 +144,12 @@ class SimGroup:
         return sum(lease.num_rows for lease in self.interval)
 
     @property
+    def num_bad(self) -> int:
+        """Rows that it left out, as they cannot be used."""
+        spans = (span for lease in self.interval for span in lease.spans)
+        return sum(row in BAD_ROWS for span in spans for row in range(*span))
+
+    @property
     def may_overlap(self) -> bool:
         return self.world.overlaps and not self.must_measure and bool(self.next_leases)
 
@@ -161,12 +169,16 @@ class SimGroup:
                 num_rows=self.num_rows,
                 train_s=self.num_rows / self.world.speeds.get(self.id.group, 1.0),
                 measured=self.measured,
+                synced=self.world.synced,
+                num_quarantined=self.num_bad,
                 has_copied=is_done,
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
                 may_overlap=self.may_overlap,
                 needs_exact=self.id.group in self.world.needing_exact,
-                report=Report(has_finished=has_finished),
+                report=Report(
+                    has_finished=has_finished, validation_error=self.world.validation_error
+                ),
                 sums={"loss": 2.0 * self.num_rows},
             )
         )
@@ -263,6 +275,8 @@ class World:
         """`policy` overrides fields of `MembershipPolicy`."""
         self.num_groups = num_groups
         self.overlaps = overlaps
+        self.synced: Observation | None = None  # what syncs take all groups
+        self.validation_error: float | None = None
         self.needing_exact: set[int] = set()
         self.speeds: dict[int, float] = {}  # rows per second of groups, 1 where it is not said
         self.validation_due = False
@@ -296,7 +310,7 @@ class World:
         self.membership = Membership(self.policy, LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE))
         self.greeted: dict[int, int] = {}
         for group in self.lives():
-            if not group.is_fenced and not group.is_through:
+            if not (group.is_fenced or group.is_dismissed or group.is_through):
                 group.connect()
 
     def start_group(self, group: int, standing: GroupState = "initial") -> None:
@@ -428,7 +442,7 @@ class World:
         """In each turn, every group hears a line or gets one through."""
         for _ in range(num_turns):
             for group in self.lives():
-                if group.is_fenced or group.id.group in self.hung:
+                if group.is_fenced or group.is_dismissed or group.id.group in self.hung:
                     continue
                 if group.inbox:
                     group.hear()

@@ -52,6 +52,11 @@ def test_the_work_of_a_lost_group_is_redone_and_its_absence_is_recovery() -> Non
     meter.commit(30)
     assert meter.read(30)[0] == 20
     assert lost(meter, 30) == {"redo": 3, "recovery": 5, "start": 2}
+    assert meter.losses_per_s(30) == 1 / 30
+    meter.lose(0, 30)
+    meter.start(0, 40)
+    meter.lose(0, 40)  # before it trained again
+    assert meter.losses_per_s(40) == 2 / 40
 
 
 def test_what_is_no_training_is_told_from_work_that_counts_or_is_lost() -> None:

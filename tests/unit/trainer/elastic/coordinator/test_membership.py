@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from trainer.coordination.messages import (
     RoundResult,
     Welcome,
 )
+from trainer.coordination.sync_tuner import Observation, SyncTuner
 from trainer.data.position import DataPosition
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.groups import (
@@ -45,7 +47,9 @@ from trainer.elastic.coordinator.groups import (
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import OpenRound
 from trainer.elastic.group_session import GroupSession, Interval
+from trainer.errors import TooManyBadRowsError
 from trainer.spec.parallelism import SyncSpec
+from trainer.training.metrics import QuarantineReporter
 
 
 def running(num_groups: int = 3, commit: int = 2, **policy) -> World:
@@ -914,6 +918,60 @@ def test_faster_groups_get_longer_leases_and_all_rows_are_trained(monkeypatch):
     assert {group.hello.leases[-1].num_rows for group in world.lives()} == {16}
 
 
+TUNED = SyncSpec(every_steps="auto", tuner={"min_steps": 4, "max_steps": 16})
+
+
+def test_leases_become_as_long_as_syncs_ask_for_also_under_another_coordinator(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS", 4000)
+    world = World(3, sync=TUNED)
+    world.synced = Observation(step_s=1.0, sync_s=1.0, density=0.5)
+    world.validation_error = 0.5
+    world.tend()
+    world.run_until(lambda: world.told("sync_interval_changed"))
+    (moved,) = world.told("sync_interval_changed")
+    assert (moved.every_steps_before, moved.every_steps) == (4, 8)
+    assert moved.step == world.status.ledger.rows_done
+    assert "waits 20.0% of its time" in moved.reason
+    commit = world.status.ledger.commit
+    world.run_to_commit(commit + 1)
+    world.start_coordinator()
+    world.run_to_commit(commit + 3)
+    assert {group.hello.leases[-1].num_rows for group in world.lives()} == {8}
+    # The copies were better when they were closer.
+    world.validation_error = 0.6
+    world.run_until(lambda: world.told("sync_interval_changed")[-1].every_steps == 4)
+    assert "validation error is 0.6, and was 0.5" in world.told("sync_interval_changed")[-1].reason
+
+
+def test_the_loss_of_groups_counts_against_long_leases(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS", 4000)
+    world = World(3, sync=TUNED)
+    world.synced = Observation(step_s=1.0, sync_s=1.0, density=0.5)
+    world.tend()
+    world.run_to_commit(2)
+    world.wait(1.0)
+    world.kill(2)  # within a second of training
+    world.run_to_commit(30)
+    assert not world.told("sync_interval_changed")
+
+
+def test_bad_rows_of_an_epoch_count_once_whoever_trained_them():
+    world = World(3)
+    world.tend()
+    world.run_until(lambda: world.groups[1].num_bad)
+    world.kill(1)
+    totals = set()
+    for _ in range(2000):
+        if world.end is None:
+            world.tend()
+        world.exchange(1)
+        world.copy_all()
+        totals.add(world.status.ledger.quarantined)
+    for epoch in range(EPOCHS):
+        assert max(total for of, total in totals if of == epoch) == len(elastic_world.BAD_ROWS)
+    world.run_to_end()
+
+
 def test_all_groups_measure_a_share_of_a_validation_before_any_trains_on():
     world = running()
     world.validation_due = True
@@ -981,11 +1039,27 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
     session.saves, session._urgent_step = SaveStanding(), 0
     session.standing, session._result, session._validated = "current", None, None
+    session._validation_error = None
     session._is_syncing, session._syncing, session._interval = False, Interval(None), Interval(None)
     epoch, epoch_step = divmod(step, 40)
     session.state = TrainState(step=step, reached=DataPosition(epoch, epoch_step * 8))
     session._before = TrainState(step=step - 1, reached=session.state.position)
     return session
+
+
+def test_bad_rows_of_all_groups_count_against_the_whole_split() -> None:
+    session: Any = leader(LeaderProgress(), 1)
+    session.spec.training.accumulate_steps = 1
+    session.optimizers, session.tuner = Mock(), SyncTuner(SyncSpec())
+    data = SimpleNamespace(on_bad_rows="quarantine", max_bad_share=0.1)
+    spec: Any = SimpleNamespace(data=data)
+    session.quarantine = QuarantineReporter(spec, (320, 100), lambda event: None)
+    session._adopt(Ledger(quarantined=(0, 32)))
+    with pytest.raises(TooManyBadRowsError, match="33 of 320 rows"):
+        session._adopt(Ledger(quarantined=(1, 33)))
+    session._check_measured(torch.tensor([10.0]), torch.empty(0))
+    with pytest.raises(TooManyBadRowsError, match="11 of 100 rows"):
+        session._check_measured(torch.tensor([11.0]), torch.empty(0))
 
 
 @pytest.mark.parametrize("validate_every", [None, 10])

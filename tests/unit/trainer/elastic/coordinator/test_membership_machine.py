@@ -8,17 +8,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.harness.properties import examples
 from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
+from trainer.coordination.sync_tuner import Observation
+from trainer.spec.parallelism import SyncSpec
 
-GROUPS = st.integers(0, 2)
+GROUPS, SPARE = st.integers(0, 2), 3
 SPEEDS = st.sampled_from([0.5, 1.0, 4.0])
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """Three groups train a small data set while everything goes wrong."""
+    """Three groups, and a spare, train a small data set while everything goes wrong."""
 
-    @initialize(overlaps=st.booleans(), speeds=st.tuples(SPEEDS, SPEEDS, SPEEDS))
-    def start(self, overlaps, speeds):
-        self.world = World(overlaps=overlaps, on_divergence="rebroadcast")
+    @initialize(
+        overlaps=st.booleans(),
+        speeds=st.tuples(SPEEDS, SPEEDS, SPEEDS),
+        sync_s=st.sampled_from([0.0, 1.0]),
+    )
+    def start(self, overlaps, speeds, sync_s):
+        sync = SyncSpec(every_steps="auto", tuner={"min_steps": 4, "max_steps": 16})
+        self.world = World(overlaps=overlaps, on_divergence="rebroadcast", sync=sync)
+        self.world.synced = Observation(step_s=1.0, sync_s=sync_s, density=0.5)
         self.world.speeds = dict(enumerate(speeds))
         self.world.tend()
 
@@ -92,7 +100,19 @@ class MembershipMachine(RuleBasedStateMachine):
     def spoil(self, rank):
         self.world.spoilt.add((2, rank))
 
-    @rule(group=GROUPS, cause=st.sampled_from(["resize", "drain"]))
+    @rule()
+    def start_spare(self):
+        life = self.world.groups.get(SPARE)
+        if life and (life.is_fenced or life.is_dismissed):
+            self.world.kill(SPARE)
+        if self.world.end is None and SPARE not in self.world.groups:
+            self.world.start_group(SPARE, "spare")
+
+    @rule()
+    def promote(self):
+        self.world.act(self.world.membership.promote(SPARE, self.world.now))
+
+    @rule(group=GROUPS | st.just(SPARE), cause=st.sampled_from(["resize", "drain"]))
     def retire(self, group, cause):
         self.world.act(self.world.membership.retire(group, cause, self.world.now))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 from random import Random
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.sync_tuner import SyncTuner
+from trainer.coordination.sync_tuner import Observation, SyncTuner
 from trainer.protocol.events import PHASES
 from trainer.spec.parallelism import SyncSpec
 
@@ -27,13 +27,16 @@ class Job:
     fixed_s: float = 0.1
     rows_s: float = 0.0
     touched: float = 0.1
+    losses_per_s: float = 0.0
 
     def report(self, every_steps: int, step_noise: float = 1, sync_noise: float = 1) -> Any:
         density = 1 - (1 - self.touched) ** every_steps
         sync_s = (self.fixed_s + self.rows_s * density) * sync_noise
         values = dict.fromkeys([f"phase/{phase}_s" for phase in PHASES], 0.0)
         values |= {"phase/dense_s": self.step_s * step_noise, "phase/sync_s": sync_s / every_steps}
-        return values | {"sync/time_s": sync_s, "sync/density": density}
+        found = Observation.of(values | {"sync/time_s": sync_s, "sync/density": density})
+        assert found
+        return replace(found, losses_per_s=self.losses_per_s)
 
 
 def tuned(**tuner: Any) -> SyncTuner:
@@ -125,6 +128,20 @@ def test_a_longer_interval_that_only_touches_more_rows_is_taken_back_until_syncs
     assert intervals(tuner, Job(fixed_s=0.1), NUM_REPORTS)[-1] == 32
 
 
+def test_the_more_groups_are_lost_the_less_is_trained_between_syncs() -> None:
+    # Steps of a second, syncs of two: with 32 steps 5.9 % of the time, and half of 32 s undone.
+    calm, lossy = Job(step_s=1, fixed_s=2), Job(step_s=1, fixed_s=2, losses_per_s=1 / 400)
+    assert intervals(tuned(), calm)[-1] == 64
+    tuner = tuned()
+    assert intervals(tuner, lossy) == [1, 2, 4, 8, 16, 32]
+    found = moves(tuner, iter([replace(lossy, losses_per_s=1 / 40).report] * NUM_REPORTS))
+    assert [each for each, _ in found] == [32, 16]
+    assert found[1][1] == (
+        "lost groups undo 40.0% of what is trained, half of which a sync every 16 steps spares, "
+        "for 5.2% more of the time"
+    )
+
+
 def test_an_interval_with_which_validation_got_worse_is_not_tried_again() -> None:
     tuner, slow = tuned(), Job()
     tuner.validated(0.80)
@@ -168,7 +185,12 @@ def test_ranks_that_are_told_take_the_interval_at_the_same_sync_as_the_rank_that
 
 seconds = st.floats(1e-4, 10)
 jobs = st.builds(
-    Job, step_s=seconds, fixed_s=seconds, rows_s=seconds | st.just(0.0), touched=st.floats(1e-5, 1)
+    Job,
+    step_s=seconds,
+    fixed_s=seconds,
+    rows_s=seconds | st.just(0.0),
+    touched=st.floats(1e-5, 1),
+    losses_per_s=st.just(0.0) | st.floats(1e-6, 1e-2),
 )
 tuners = st.builds(
     lambda least, factor, share: {
@@ -204,8 +226,8 @@ def test_whatever_is_measured_it_stays_in_its_bounds_and_turns_ever_more_rarely(
     def report(every_steps: int) -> Any:
         if not random.randrange(20):
             found.validated(random.uniform(0, 1))
-        slow = random.choice([1e-4, 1e3])
-        return Job(fixed_s=slow).report(every_steps)
+        slow, losses_per_s = random.choice([1e-4, 1e3]), random.choice([0.0, 1e3])
+        return Job(fixed_s=slow, losses_per_s=losses_per_s).report(every_steps)
 
     found = tuned(**tuner)
     way = [each for each, _ in moves(found, iter([report] * NUM_REPORTS))]

@@ -10,13 +10,15 @@ steps and the sync after them that is sync_s / (sync_s + N step_s).
               as more rows are touched: no longer one until a step's part has doubled
     back      validation is worse than it was at a shorter interval: no longer one any more
 
+Where groups are failure domains a loss undoes half an interval of a group, on average: of its time
+a share of N step_s / 2 times its losses per second. Longer then has to spare more than that grows,
+and it goes shorter, too, where that spares three times what the syncs cost. Where all workers are
+one failure domain a failure undoes what follows the newest checkpoint, whatever the interval.
+
 Twice the steps halve a step's part at best, and a factor of 2 lies between going longer and going
 back shorter: measurements that are off by less than a third never move it to and fro. Whatever they
 are, a move wants three quarters of the reports since the last decision to say so: of 3 all, and of
 twice as many after each change of direction.
-
-How often hosts fail plays no part: where all workers are one failure domain, as they are here, a
-failure undoes what follows the newest checkpoint, whatever the interval.
 """
 
 from __future__ import annotations
@@ -24,24 +26,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import median
+from typing import Annotated
+
+from pydantic import Field
 
 from trainer.protocol.events import PHASES
 from trainer.spec.parallelism import SyncSpec
 
 _LEAST_SAVING = 0.2  # of a step's part of a sync, for which a longer interval is worth its while
+_LOSS_MARGIN = 3  # times what more syncs cost, which fewer undone steps have to be worth
 _WORSE = 1.005  # times the least validation error
 _NUM_REPORTS = 3
 _MAX_DOUBLINGS = 5
+
+Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Observation:
     """Of a report, means: seconds of a step without its sync, and of a sync as far as training
-    waited for it; the share of a rank's rows that a sync averaged."""
+    waited for it; the share of a rank's rows that a sync averaged; how often a second of its
+    training a group is lost."""
 
-    step_s: float
-    sync_s: float
-    density: float
+    step_s: Measured
+    sync_s: Measured
+    density: Measured
+    losses_per_s: Measured = 0.0
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Observation | None:
@@ -55,6 +65,10 @@ class Observation:
         """Of the time that training waits for syncs, if one took as long as this."""
         whole_s = self.sync_s + every_steps * self.step_s
         return self.sync_s / whole_s if whole_s else 0.0
+
+    def undone(self, every_steps: int) -> float:
+        """Of the time of a group that trains, what is undone by losses."""
+        return self.losses_per_s * every_steps * self.step_s / 2
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,9 @@ def after_reports(state: TunerState, seen: Sequence[Observation], spec: SyncSpec
         state = replace(state, ceiling=None)
     limits = [each for each in (state.ceiling, state.best_ceiling) if each is not None]
     may_be_longer = longer in spec.intervals and longer <= min(limits, default=longer)
-    if may_be_longer and sorted(each.share(now) for each in seen)[num_doubted] > wanted:
+    is_spared = typical.share(now) - typical.share(longer) > typical.undone(now)
+    is_slow = sorted(each.share(now) for each in seen)[num_doubted] > wanted
+    if may_be_longer and is_slow and is_spared:
         reason = f"{waited}; at most {wanted:.1%} are wanted"
         return Decision(state.moved(longer, part_s), reason)
     would_be = sorted(each.share(shorter) for each in seen)[-1 - num_doubted]
@@ -137,6 +153,13 @@ def after_reports(state: TunerState, seen: Sequence[Observation], spec: SyncSpec
         reason = (
             f"{waited}; with half the steps between them it will hardly be above {would_be:.1%}, "
             f"and may be {wanted:.1%}"
+        )
+        return Decision(state.moved(shorter), reason)
+    cost = typical.share(shorter) - typical.share(now)
+    if shorter in spec.intervals and typical.undone(shorter) > _LOSS_MARGIN * cost:
+        reason = (
+            f"lost groups undo {typical.undone(now):.1%} of what is trained, half of which a sync "
+            f"every {shorter} steps spares, for {cost:.1%} more of the time"
         )
         return Decision(state.moved(shorter), reason)
     return Decision(state)
@@ -163,17 +186,18 @@ def _ms(seconds: float) -> str:
 
 
 class SyncTuner:
-    """The sync interval of one rank, which is the same on all.
+    """The sync interval of one rank, which is the same on all, or of groups, at their coordinator.
 
     Rank 0 decides: `wanted` goes to all ranks with their next report, which `agree` to it, and
     `take_effect` after the sync that follows. A fixed interval is one that never moves.
     """
 
-    def __init__(self, spec: SyncSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: SyncSpec, num_mixed: int = 1) -> None:
+        """So many reports after a move are about the interval before, too."""
+        self._spec, self._num_mixed = spec, num_mixed
         self.state = TunerState(spec.intervals[0])
         self._seen: list[Observation] = []
-        self._is_mixed = False  # the next report is about two intervals
+        self._num_to_skip = 0
         self._decision: Decision | None = None
         self._agreed = self.every_steps
 
@@ -191,11 +215,12 @@ class SyncTuner:
         if state is not None and state.every_steps in self._spec.intervals:
             self.state, self._agreed = state, state.every_steps
 
-    def reported(self, values: Mapping[str, float]) -> None:
-        """Take in the metrics of a report."""
-        is_mixed, self._is_mixed = self._is_mixed, False
-        seen = Observation.of(values)
-        if is_mixed or seen is None or self._decision:
+    def reported(self, seen: Observation | None) -> None:
+        """Take in a report, which may say nothing."""
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return
+        if seen is None or self._decision:
             return
         self._seen.append(seen)
         if len(self._seen) < self.state.num_reports:
@@ -228,6 +253,6 @@ class SyncTuner:
         if self._agreed == before:
             return before, ""
         self._seen.clear()
-        self._is_mixed, self._decision = True, None
+        self._num_to_skip, self._decision = self._num_mixed, None
         self.state = decision.state if decision else replace(self.state, every_steps=self._agreed)
         return before, decision.reason if decision else ""

@@ -16,7 +16,7 @@ DEV_STAMP := .venv/.installed-dev-$(STACK)
 # Two processes: most tests wait. Files stay together; the long ones begin (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
-.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock sbom images \
+.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock images \
 	dashboards chart chart-push wheel wheel-push manifests docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -66,9 +66,6 @@ format: setup-dev ## mend what ruff can mend
 
 lock: setup-dev ## resolve the images' requirements anew (UPGRADE=1: newest versions)
 	@$(BIN)/python -m deploy.lock $(if $(UPGRADE),--upgrade)
-
-sbom: setup-dev ## write the images' bills of materials into deploy/sbom
-	@$(BIN)/python -m deploy.sbom
 
 images: setup-dev ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
 	@deploy/build_images.sh

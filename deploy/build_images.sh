@@ -91,8 +91,6 @@ prepare_push() {
     export BUILDX_BUILDER=shardloom
 }
 
-# Bills of materials, which the Dockerfiles copy.
-"$PYTHON" -m deploy.sbom
 [ -z "${PUSH:-}" ] || prepare_push
 
 for image in $IMAGES; do

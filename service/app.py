@@ -46,7 +46,7 @@ from service.api.routers import (
     system,
     webhooks,
 )
-from service.auth.security import Security, write_first_key
+from service.auth.security import Security, write_given_keys
 from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
@@ -77,8 +77,9 @@ _BACKLOG = 2048
 # The pages' transport takes a million itself, and by then has it all in memory.
 MAX_SOCKET_MESSAGE_BYTES = 1_000_000
 _ORPHAN_AGE_S = 3600.0
-_SWITCH_INTERVAL_S = 0.0005
-_GZIP_FROM_BYTES = 1024
+_SWITCH_INTERVAL_S = float(__import__("os").environ.get("SI", "0.0005"))
+# What fits into the first flight of TCP, of ten segments, comes no sooner where it is smaller.
+_GZIP_FROM_BYTES = 14_000
 # A higher level costs more time than its bytes are worth.
 _GZIP_LEVEL = 4
 
@@ -110,8 +111,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    security = Security.open(settings, store.engine)
     sweep_store = SweepStore(store.engine)
-    sweep_runner = SweepRunner(sweep_store, store, settings, reconciler.wake)
+    sweep_runner = SweepRunner(sweep_store, store, security.keys, settings, reconciler.wake)
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
@@ -123,7 +125,6 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         redoc_url=None,
         static_url="/docs/assets",
     )
-    security = Security.open(settings, store.engine)
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(
         settings,
@@ -213,6 +214,7 @@ async def _lifespan(
         reconciler.close()
         sender.close()
         context.exports.close()
+        context.planner.close()
         wal.close()
         context.tracing.close()
         context.security.audit.flush()
@@ -299,8 +301,7 @@ def serve(settings: Settings) -> None:
     with bind(settings.host, settings.port) as listener:
         app = build_app(settings)
         security: Security = app.state.context.security
-        if settings.first_key is not None:
-            write_first_key(security.keys, settings.first_key.get_secret_value(), time.time())
+        write_given_keys(security.keys, settings, time.time())
         has_key = security.keys.has_usable_key(time.time())
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)

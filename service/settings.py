@@ -148,6 +148,8 @@ class Settings(BaseSettings):
     first_key: SecretStr | None = None
     """Text of an administrator's API key (`shl_`, 12 characters of a-z and 0-9, `_`, 43 of A-Z,
     a-z, 0-9, `-` and `_`), which the service writes to its database once; revoked it stays so."""
+    metrics_key: SecretStr | None = None
+    """The same of a key that may only read, in all projects: that of Prometheus."""
     session_ttl_s: PositiveFloat = 12 * 3600.0
     """Seconds after which a browser must sign in again."""
     oidc_issuer: str | None = None

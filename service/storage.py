@@ -1,9 +1,9 @@
 """Calls to storage that may hang: each has a deadline, and few may hang at once.
 
-Whoever reads from a mount that is gone waits in the kernel for good. So a call runs in a thread of
-its own, which the caller leaves behind after the deadline. A call that takes a tenth of that counts
-as hanging: while as many to one place do as may, no other waits longer there, and later ones fail
-at once. Other places are not concerned.
+Whoever reads from a mount that is gone waits in the kernel for good. So a call has a thread to
+itself, which the caller leaves behind after the deadline, and which takes another call once it is
+done. A call that takes a tenth of that counts as hanging: while as many to one place do as may, no
+other waits longer there, and later ones fail at once. Other places are not concerned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 DEADLINE_S = 10.0
@@ -22,7 +23,11 @@ DEADLINE_S = 10.0
 MAX_HANGING = 16
 _SLOW_SHARE = 0.1
 _PLACE_PARTS = 3
+# To start one takes longer than most calls, above all where others compute.
+_MAX_IDLE = 16
 _Result = TypeVar("_Result")
+# What idle threads wait at.
+_idle: list[SimpleQueue[Callable[[], None]]] = []
 _hanging: Counter[Path] = Counter()
 _lock = threading.Lock()
 
@@ -42,7 +47,12 @@ def in_time(path: Path, call: Callable[[], _Result], deadline_s: float = DEADLIN
         except BaseException as error:  # for the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name=f"storage {place}", daemon=True).start()
+    with _lock:
+        thread = _idle.pop() if _idle else None
+    if thread is None:
+        thread = SimpleQueue()
+        threading.Thread(target=_serve, args=(thread,), name="storage", daemon=True).start()
+    thread.put(run)
     slow_s = _SLOW_SHARE * deadline_s
     if wait([future], slow_s).not_done:
         is_last = _count(place, 1) > MAX_HANGING
@@ -52,6 +62,16 @@ def in_time(path: Path, call: Callable[[], _Result], deadline_s: float = DEADLIN
         cause = f"storage has not answered for {deadline_s:g} s; is its server away?"
         raise TimeoutError(errno.ETIMEDOUT, cause, str(place))
     return future.result()
+
+
+def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
+    """Make calls one after another, for as long as few threads are idle."""
+    while True:
+        calls.get()()
+        with _lock:
+            if len(_idle) >= _MAX_IDLE:
+                return
+            _idle.append(calls)
 
 
 def hanging() -> dict[str, int]:

@@ -9,17 +9,19 @@ with its progress.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
+from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 
 from service import errors
@@ -45,8 +47,8 @@ from service.domain.auth import Principal, Role
 from service.domain.models import Job
 from service.jobs.export_runner import ExportRunner
 from service.jobs.planning import GroupPlanner, check_fit
-from service.jobs.run_storage import reach, run_dir_of, write_json
-from service.jobs.submit import find_job, with_table_sizes
+from service.jobs.run_storage import reach
+from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.schemas.jobs import JobDetail
@@ -173,7 +175,8 @@ def most_workers(spec: JobSpec, context: Context) -> int | None:
 def check_fits(specs: Iterable[JobSpec], context: Context) -> None:
     """Raise `DoesNotFit` where for none of the specs the cluster's workers could hold the tables.
 
-    Of a shared cluster by what it told last, so that a submit never waits for it.
+    The specs have the table sizes that their data tells. Of a shared cluster by what it told
+    last, so that a submit never waits for it.
     """
 
     def site(spec: JobSpec) -> Site:
@@ -181,7 +184,25 @@ def check_fits(specs: Iterable[JobSpec], context: Context) -> None:
         hosts = context.cluster.hosts() if is_shared else hosts_for(context.backend, spec)
         return site_of(spec, hosts, most_workers(spec, context))
 
-    check_fit((sized, site(sized)) for sized in map(with_table_sizes, specs))
+    check_fit((spec, site(spec)) for spec in specs)
+
+
+class ThreadRoute(APIRoute):
+    """A route whose blocking handler costs one thread.
+
+    Of one that is no coroutine FastAPI validates the answer in a second thread, which takes longer
+    than that.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        handler = endpoint
+        if not inspect.iscoroutinefunction(endpoint):
+
+            @functools.wraps(endpoint)
+            async def handler(*args: Any, **kwargs: Any) -> Any:
+                return await run_in_threadpool(endpoint, *args, **kwargs)
+
+        super().__init__(path, handler, **options)
 
 
 @dataclass(frozen=True)
@@ -213,7 +234,7 @@ class Context:
     closing: threading.Event = field(default_factory=threading.Event)
 
 
-def get_context(request: Request) -> Context:
+async def get_context(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
 
@@ -243,7 +264,7 @@ def get_job(
 JobDep = Annotated[Job, Depends(get_job)]
 
 
-def wants_stream(request: Request) -> bool:
+async def wants_stream(request: Request) -> bool:
     """Whether the client asked for server-sent events."""
     return "text/event-stream" in request.headers.get("accept", "")
 
@@ -273,25 +294,11 @@ def streamed(context: Context, chunks: Iterator[bytes]) -> Iterator[bytes]:
     return cast(Iterator[bytes], iter(read, None))
 
 
-def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
-    """Keep the secrets of a job that is about to be stored, and tell its driver of them.
-
-    Raises `StorageUnavailable` or `StoreUnavailable`.
-    """
-    if not secrets:
-        return
-    master, keys = context.security.master, context.security.keys
-    encrypted = {name: master.encrypt(value) for name, value in secrets.items()}
-    keys.keep_secrets(job_id, encrypted, time.time())
-    path = run_dir_of(context.settings, job_id).secret_names_path
-    reach(context.settings, partial(write_json, path, sorted(secrets), context.settings.runs_dir))
-
-
 # A strong tag in a list; what others there are in it were never given out.
 _TAG = re.compile(r'(?:^|,)\s*"(\d{1,18})"\s*(?=,|$)')
 
 
-def if_match_versions(
+async def if_match_versions(
     if_match: Annotated[
         str | None,
         Header(

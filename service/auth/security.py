@@ -129,17 +129,25 @@ def create_first_key(
         engine.dispose()
 
 
-def write_first_key(keys: KeyStore, text: str, now: float) -> None:
-    """Write the key that the settings give, unless it is there; raises `ServiceError`."""
-    key_id = key_id_of(text)
+def write_given_keys(keys: KeyStore, settings: Settings, now: float) -> None:
+    """Write the keys that the settings give, each unless it is there; raises `ServiceError`."""
+    for name, secret, role in (
+        ("first", settings.first_key, "admin"),
+        ("metrics", settings.metrics_key, "viewer"),
+    ):
+        if secret is not None:
+            _write_given_key(keys, secret.get_secret_value(), name, role, now)
+
+
+def _write_given_key(keys: KeyStore, text: str, name: str, role: str, now: float) -> None:
+    variable, key_id = f"SHARDLOOM_{name.upper()}_KEY", key_id_of(text)
     if key_id is None:
         raise ServiceError(
-            "SHARDLOOM_FIRST_KEY does not read as an API key: it is shl_, 12 characters of a-z and "
-            "0-9, _, and 43 of A-Z, a-z, 0-9, - and _ (k8s/make-secrets.sh makes one)"
+            f"{variable} does not read as an API key: it is shl_, 12 characters of a-z and "
+            "0-9, _, and 43 of A-Z, a-z, 0-9, - and _ (the chart makes one with secrets.generate)"
         )
     if keys.find_key(key_id) is None:
-        roles = parse_roles({"*": "admin"})
-        key = ApiKey(key_id, "first", roles, now, "SHARDLOOM_FIRST_KEY", None)
+        key = ApiKey(key_id, name, parse_roles({"*": role}), now, variable, None)
         with suppress(IntegrityError):  # another replica was faster
             keys.add_key(key, hash_of(text))
 
@@ -167,6 +175,10 @@ class Security:
             session_ttl_s=settings.session_ttl_s,
         )
         return cls(keys, master, authenticator, AuditWriter(keys))
+
+    def encrypt_secrets(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Secrets by name, as they are stored."""
+        return {name: self.master.encrypt(value) for name, value in values.items()}
 
     def read_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""

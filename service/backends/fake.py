@@ -12,6 +12,7 @@ change the course of a running attempt from another process:
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -119,6 +120,9 @@ class FakeBackend(Backend):
             return Observation(ObservedState.STOPPED)
         turn = min(record.num_polls, len(script.observations) - 1)
         return Observation(ObservedState(script.observations[turn]))
+
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        return {attempt_id: self.observe(attempt_id) for attempt_id in attempt_ids}
 
     def stop(self, attempt_id: str) -> None:
         """From the next poll on the attempt is stopped, unless its script ignores it."""

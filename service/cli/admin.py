@@ -35,7 +35,7 @@ from service.schemas.admin import (
     WebhookOut,
 )
 from service.schemas.jobs import QueueOut
-from service.schemas.wording import age, duration
+from service.schemas.wording import age, due, duration
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
@@ -295,7 +295,9 @@ def queue(url: UrlOption = None, as_json: JsonOption = False) -> None:
 
 
 def _waiting_table(found: QueueOut, now: float) -> Table:
-    table = plain_table("#", "JOB", "NAME", "PROJECT", "PRIORITY", "WORKERS", "WAITS", "WHY")
+    table = plain_table(
+        "#", "JOB", "NAME", "PROJECT", "PRIORITY", "WORKERS", "WAITS", "STARTS", "WHY"
+    )
     for job in found.waiting:
         table.add_row(
             "-" if job.position is None else str(job.position),
@@ -305,6 +307,7 @@ def _waiting_table(found: QueueOut, now: float) -> Table:
             str(job.priority),
             span_text(job.min_workers, job.world_size),
             duration(max(0.0, now - job.waits_since)),
+            due(job.expected_start_at, now),
             job.reason,
         )
     return table

@@ -403,7 +403,8 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
     """One row a size; bars are samples/s of `most_per_s`."""
     table = plain_table(
         *(">GPUs", ">Groups", ">Of", ">Samples/s", "", ">Scaling", ">Step"),
-        *(">Input dist", ">Lookup", ">Output dist", ">Dense", ">Sync", ">Imbalance", ">Memory"),
+        *(f">{name.capitalize()}" for name, _ in step_phases(rows[0].step)),
+        *(">Imbalance", ">Memory"),
     )
     for row in rows:
         speed: list[RenderableType] = [Text("out of memory", style="red"), "", NOTHING]
@@ -415,7 +416,7 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
             *(str(row.world_size), str(row.num_replicas), str(row.shard_group_size)),
             *speed,
             latency(total_s),
-            *(f"{seconds / total_s:.0%}" for seconds in vars(row.step).values()),
+            *(f"{seconds / total_s:.0%}" for _, seconds in step_phases(row.step)),
             ratio(row.lookup_imbalance),
             f"{row.memory_share:.0%}, {row.mean.total_bytes / hbm_bytes:.0%}",
         )

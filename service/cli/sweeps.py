@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,14 +33,26 @@ from service.cli.common import (
     read_spec,
 )
 from service.cli.render import facts_grid, plain_table, status_text
-from service.cli.submit import CodeOption, ForceOption, pack_code, with_code
+from service.cli.submit import (
+    CodeOption,
+    ForceOption,
+    SecretOption,
+    pack_code,
+    read_secrets,
+    with_code,
+)
 from service.client.client import ShardloomClient
 from service.domain.sweeps import SweepStatus
-from service.schemas.sweeps import Direction, Search, SweepDetail, SweepSummary, TrialOut
+from service.schemas.sweeps import (
+    Direction,
+    Search,
+    SweepDetail,
+    SweepSummary,
+    TrialOut,
+    parameter_of,
+)
 from service.schemas.wording import NOTHING, age, metric
-from trainer.spec.parse import parse_document
 
-_RANGE = re.compile(r"(log:)?([^.:]*(?:\.[^.:]+)?)\.\.(.*)")
 _POLL_S = 2.0
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
 sweeps_app = typer.Typer(
@@ -80,6 +91,7 @@ def sweep(
     ] = None,
     overrides: SetOption = None,
     code: CodeOption = None,
+    secret: SecretOption = None,
     force: ForceOption = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until the sweep ends.")] = False,
     url: UrlOption = None,
@@ -90,7 +102,10 @@ def sweep(
     Checkpoints to begin from are the spec's checkpoint.warm_start.
     """
     document = read_spec(spec, overrides)
-    parameters = [parameter_of(text) for text in vary]
+    try:
+        parameters = [parameter_of(text) for text in vary]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--vary") from None
     archive = pack_code(code)
     direction: Direction = "maximize" if maximize else "minimize"
     with common.open_client(url) as client:
@@ -104,6 +119,7 @@ def sweep(
             num_parallel=parallel,
             seed=seed,
             early_stopping={"min_steps": stop_early} if stop_early else None,
+            secrets=read_secrets(secret or []),
             force=force,
         )
         if not wait:
@@ -114,20 +130,6 @@ def sweep(
     if as_json:
         print_json(found)
     raise typer.Exit(_EXIT_CODES.get(found.status, 0))
-
-
-def parameter_of(text: str) -> dict[str, Any]:
-    """What `--vary` says, as the service takes it; raises `typer.BadParameter`."""
-    path, separator, values = text.partition("=")
-    if not (separator and path and values):
-        raise typer.BadParameter(f"{text!r} does not read KEY=RANGE", param_hint="--vary")
-    if bounds := _RANGE.fullmatch(values):
-        is_log, low, high = bool(bounds[1]), parse_document(bounds[2]), parse_document(bounds[3])
-        if not all(isinstance(each, int | float) for each in (low, high)):
-            message = f"{values!r} does not read LOW..HIGH with two numbers"
-            raise typer.BadParameter(message, param_hint="--vary")
-        return {"path": path, "low": low, "high": high, "log": is_log}
-    return {"path": path, "values": parse_document(f"[{values}]")}
 
 
 def _follow(client: ShardloomClient, sweep_id: str, *, is_quiet: bool) -> SweepDetail:

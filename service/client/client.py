@@ -49,7 +49,6 @@ from service.schemas.jobs import (
     JobPlan,
     JobSummary,
     MetricsOut,
-    ProgressOut,
     QueueOut,
     ResizeRequestOut,
     TimelineEventOut,
@@ -308,17 +307,6 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """
         for event in self._stream(job_path(job, "events"), {"after": after}, patience_s):
             yield self._parse_event(event, TimelineEventOut)
-
-    def follow_progress(
-        self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
-    ) -> Iterator[ProgressOut | TimelineEventOut]:
-        """As `follow_events`, and how far the job has come whenever that changes."""
-        params: Params = {"after": after, "progress": "true"}
-        for event in self._stream(job_path(job, "events"), params, patience_s):
-            if event.event == "progress":
-                yield self._parse_event(event, ProgressOut)
-            else:
-                yield self._parse_event(event, TimelineEventOut)
 
     # ---- traces
 

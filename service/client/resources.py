@@ -244,7 +244,8 @@ class SweepCalls(Connection):
         `force` starts it also where the tables of no trial fit the cluster's workers.
 
         Parameters have a `path`, and `values` or `low` and `high` (with `log` compared by ratio).
-        Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`.
+        Options: `direction`, `search`, `num_trials`, `num_parallel`, `seed`, `early_stopping`,
+        and `secrets`, which all trials have.
         """
         body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
         params = {"force": "true"} if force else None
@@ -287,10 +288,6 @@ class WebhookCalls(Connection):
     def webhooks(self, *, project: str | None = None) -> list[WebhookOut]:
         """Webhooks of a project, or all, oldest first."""
         return self._get("/v1/webhooks", Page[WebhookOut], {"project": project}).items
-
-    def get_webhook(self, webhook: str) -> WebhookOut:
-        """Read a webhook; raises `NotFound`."""
-        return self._get(path_of("webhooks", webhook), WebhookOut)
 
     def change_webhook(self, webhook: str, **changes: Any) -> WebhookOut:
         """Change `url`, `kinds`, `description` or `is_active`; raises `NotFound`."""

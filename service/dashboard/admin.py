@@ -21,6 +21,7 @@ from service.domain.auth import ALL_PROJECTS, Role
 from service.domain.timeline import counted
 from service.schemas import wording
 from service.schemas.admin import KEY_NAME_PATTERN
+from trainer.protocol.versions import versions_here
 
 _REFRESH_S = 3.0
 _AUDIT_PAGE = 50
@@ -64,6 +65,7 @@ class ClusterPage:
         with page_frame("Cluster", self._rest):
             ui.html("<h1>Cluster</h1>", sanitize=False)
             self._body = ui.element("div").classes("stack")
+        self._versions = await asyncio.to_thread(versions_here)
         await self.refresh()
         ui.timer(_REFRESH_S, self.refresh, immediate=False)
 
@@ -72,16 +74,17 @@ class ClusterPage:
         paths = ("/v1/cluster", "/v1/queue", "/readyz")
         cluster, queue, ready = [await _or_problem(self._rest.get(path)) for path in paths]
         users = await asyncio.to_thread(self._users_of_hosts)
-        told = (cluster, queue, ready.get("store"), ready.get("detail"), users)
+        told = (cluster, queue, ready.get("store"), ready.get("storage"), users)
         if told == self._shown:
             return
         self._shown = told
         self._body.clear()
         with self._body:
-            self._build_facts(cluster, ready)
+            self._build_facts(cluster)
             self._build_hosts(cluster, users)
             self._build_running(queue)
             self._build_waiting(queue)
+            self._build_service(ready)
 
     def _users_of_hosts(self) -> dict[str, list[tuple[str, str]]]:
         """(id, name) of the jobs on each host, as far as jobs tell their hosts."""
@@ -94,20 +97,30 @@ class ClusterPage:
                         found[host].add((job.id, job.name))
         return {host: sorted(jobs) for host, jobs in found.items()}
 
-    def _build_facts(self, cluster: Mapping[str, Any], ready: Mapping[str, Any]) -> None:
+    def _build_service(self, ready: Mapping[str, Any]) -> None:
+        store, storage = ready.get("store"), ready.get("storage")
+        facts = {
+            "Store": f"{store['database']}, migration {store['migration']}" if store else "",
+            "Run storage": storage["runs"] if storage else "",
+            "Versions": ", ".join(f"{name} {text}" for name, text in self._versions.items()),
+        }
+        with panel("Service"), ui.element("dl").classes("facts policy"):
+            for name, text in facts.items():
+                with ui.element("dt"):
+                    ui.label(name)
+                with ui.element("dd"):
+                    ui.label(text or ready.get("detail", "not ready"))
+
+    def _build_facts(self, cluster: Mapping[str, Any]) -> None:
         is_there = bool(cluster.get("reachable"))
-        hosts = cluster.get("hosts", [])
+        hosts, most = cluster.get("hosts", []), cluster.get("max_workers")
         facts = {
             "Backend": cluster.get("backend", wording.NOTHING),
             "Hosts": str(len(hosts)) if hosts else "not told",
             "CPUs": wording.compact(sum(host["num_cpus"] for host in hosts)),
             "GPUs": wording.compact(sum(host["num_gpus"] for host in hosts)),
             "Memory": wording.size(sum(host["memory_bytes"] for host in hosts)),
-            "Grows to": counted(cluster["max_workers"], "worker")
-            if cluster.get("max_workers")
-            else "as it is",
-            "Store": str((ready.get("store") or {}).get("database", "not ready")),
-            "Migration": str((ready.get("store") or {}).get("migration", wording.NOTHING)),
+            "Autoscaler": f"to {counted(most, 'worker')}" if most else "none",
         }
         tone = "good" if is_there else "bad"
         with ui.element("div").classes(f"notice tone-{tone}").props("role=status"):
@@ -115,7 +128,7 @@ class ClusterPage:
                 f"{'Reachable' if is_there else 'Not reachable'}: {cluster.get('address', '')}"
             )
             ui.label(cluster.get("message") or cluster.get("detail") or "").classes("muted")
-        with ui.element("dl").classes("figures"):
+        with ui.element("dl").classes("figures six"):
             for name, text in facts.items():
                 with ui.element("div").classes("figure"):
                     with ui.element("dt"):
@@ -168,8 +181,8 @@ class ClusterPage:
                 ui.label("No job waits.").classes("empty")
                 return
             now = time.time()
-            head = ("#", "Job", "Project", "Priority", "Workers", "Waits", "Why")
-            with _table(*head, numbers=(0, 3, 4, 5)):
+            head = ("#", "Job", "Project", "Priority", "Workers", "Waits", "Starts", "Why")
+            with _table(*head, numbers=(0, 3, 4, 5, 6)):
                 for job in queue["waiting"]:
                     with ui.element("tr"):
                         _cell(str(job["position"] or wording.NOTHING), "number")
@@ -179,6 +192,7 @@ class ClusterPage:
                         least, most = job["min_workers"], job["world_size"]
                         _cell(str(most) if least == most else f"{least} to {most}", "number")
                         _cell(wording.duration(now - job["waits_since"]), "number")
+                        _cell(wording.due(job["expected_start_at"], now), "number")
                         _cell(job["reason"] or "not looked at yet", "message")
 
 

@@ -174,14 +174,14 @@ class ComparePage:
 
     def _build_charts(self) -> None:
         names = sorted({name for each in self._compared for name in each.names})
-        with chart_tools(self._redraw, self._show_zoom):
+        with chart_tools(self._redraw, self._boxes):
             axis = ui.select(_AXES, value=self._axis).props('dense outlined aria-label="Axis"')
             axis.on_value_change(lambda event: self._choose_axis(event.value))
             chosen = ui.select(names, value=self._shown, multiple=True, with_input=True)
             chosen.props('dense outlined aria-label="Metrics"').classes("metric-choice")
             chosen.on("popup-hide", lambda: self._choose_metrics(chosen.value))
         with ui.element("div").classes("charts"):
-            self._boxes = [_CompareChart(self._compared, name) for name in self._shown]
+            self._boxes += [_CompareChart(self._compared, name) for name in self._shown]
 
     def _build_differences(self) -> None:
         if len(self._compared) < 2:
@@ -200,11 +200,6 @@ class ComparePage:
         self._view = view
         for box in self._boxes:
             box.draw(view, self._axis)
-
-    def _show_zoom(self, is_shown: bool) -> None:
-        for box in self._boxes:
-            charts.show_zoom(box.chart.options, is_shown=is_shown)
-            box.chart.update()
 
     def _choose_axis(self, axis: str) -> None:
         self._axis = axis

@@ -53,6 +53,7 @@ _FUNCTIONS = (
     wording.compared_texts,
     wording.estimated,
     wording.fullest,
+    wording.memory_of,
     wording.step_phases,
     counted,
     shard_text,
@@ -65,7 +66,6 @@ _templates.filters["grouped"] = "{:,}".format
 _templates.globals |= {each.__name__: each for each in _FUNCTIONS}
 _templates.globals |= {
     "num_colours": views.NUM_HOST_COLOURS,
-    "memory_parts": wording.MEMORY_PARTS,
 }
 
 
@@ -138,12 +138,16 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     tables, size = (workers.tables, workers.shard_group_size) if workers else ([], 0)
     loads, peaks = loads_of(tables, size), memory_peaks(job.latest_metrics, size)
     held = [sum(load.values()) for load in loads]
+    prediction = workers.prediction if workers else None
+    predicted = wording.memory_by_position(prediction) if prediction else []
     return render(
         "sharding.html",
         workers=workers,
         loads=loads,
         peaks=peaks,
         largest_bytes=max([*held, *(peak.with_tables_bytes for peak in peaks)], default=0.0),
+        predicted=predicted,
+        most_predicted_bytes=max((sum(size for _, size in each) for each in predicted), default=0),
         uses=table_uses(job.spec, tables, job.latest_metrics),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),

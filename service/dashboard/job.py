@@ -151,11 +151,13 @@ class JobPage:
     def _build_body(self) -> None:
         with ui.element("div").classes("columns"):
             with ui.element("div").classes("charts-column"):
-                chart_tools(self._redraw, self._show_zoom)
+                self._charts: list[_ChartPanel] = []
+                chart_tools(self._redraw, self._charts)
                 with ui.element("div").classes("charts"):
                     job = self._snapshot.job
-                    specs = charts.charts_of(job)
-                    self._charts = [_ChartPanel(self._store, job, spec) for spec in specs]
+                    self._charts += [
+                        _ChartPanel(self._store, job, spec) for spec in charts.charts_of(job)
+                    ]
             with ui.element("div").classes("side"):
                 self._groups = self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
@@ -212,10 +214,6 @@ class JobPage:
         for chart in self._charts:
             chart.draw(view)
 
-    def _show_zoom(self, is_shown: bool) -> None:
-        for chart in self._charts:
-            chart.show_zoom(is_shown)
-
     def _panel(self, kind: type[PanelKind]) -> PanelKind:
         return kind(self._rest, self._snapshot, self.refresh)
 
@@ -242,6 +240,10 @@ class ChartBox(ABC):
     @abstractmethod
     async def read_csv(self) -> str:
         """All that the chart shows, as CSV."""
+
+    def show_zoom(self, *, is_shown: bool) -> None:
+        charts.show_zoom(self.chart.options, is_shown=is_shown)
+        self.chart.update()
 
     async def _save_csv(self) -> None:
         ui.download.content(await self.read_csv(), f"{self._title}.csv", "text/csv")
@@ -288,10 +290,6 @@ class _ChartPanel(ChartBox):
         self.box.set_visibility(not self._spec.is_optional or charts.has_data(options))
         self.chart.update()
 
-    def show_zoom(self, is_shown: bool) -> None:
-        charts.show_zoom(self.chart.options, is_shown=is_shown)
-        self.chart.update()
-
     def _with_detail(self) -> Points:
         """The coarse points outside of what was read in detail, and the detail."""
         found = {}
@@ -335,10 +333,14 @@ class _ChartPanel(ChartBox):
 
 
 def chart_tools(
-    redraw: Callable[[charts.ChartView], None], show_zoom: Callable[[bool], None]
+    redraw: Callable[[charts.ChartView], None], boxes: Sequence[ChartBox]
 ) -> ui.element:
-    """How all charts of a page are looked at."""
+    """How all charts of a page are looked at; `boxes` may be filled later."""
     view = charts.ChartView()
+
+    def show_zoom(is_shown: bool) -> None:
+        for box in boxes:
+            box.show_zoom(is_shown=is_shown)
 
     def change(**fields: Any) -> None:
         nonlocal view

@@ -54,6 +54,8 @@ COLUMNS = (
     ("duration", "Duration", True),
     ("age", "Age", True),
 )
+_CANCEL_HINT = "Their workers stop. Checkpoints that are committed stay."
+_DELETE_HINT = "Their checkpoints, logs and metrics go, too. This cannot be undone."
 _ALWAYS = ("status", "name")
 DEFAULT_COLUMNS = ("progress", "spark", "quality", "rows_per_s", "workers", "duration", "age")
 _STATES = tuple(JobStatus)
@@ -214,6 +216,7 @@ class ListPage:
         self._snapshot = ListSnapshot((), None)
         # The one that is filtered by.
         self._metric = ""
+        self._dialogs: list[ui.dialog] = []
         # Cursors of the pages before this one.
         self._before: list[str] = []
 
@@ -281,24 +284,22 @@ class ListPage:
             self._selected = ui.label().classes("selection-text").props("role=status")
             button("Compare", self._compare)
             if self._may_submit:
-                with asking(
-                    "Cancel these jobs?",
-                    "Cancel jobs",
-                    self._cancel,
-                    leave="Keep them",
-                    colour="color=negative",
-                ) as self._cancel_dialog:
-                    ui.label("Their workers stop. Checkpoints that are committed stay.")
-                with asking(
-                    "Delete these jobs?",
-                    "Delete jobs",
-                    self._delete,
-                    leave="Keep them",
-                    colour="color=negative",
-                ) as self._delete_dialog:
-                    ui.label("Their checkpoints, logs and metrics go, too. This cannot be undone.")
-                button("Cancel", self._cancel_dialog.open, "cancel-button")
-                button("Delete", self._delete_dialog.open, "cancel-button")
+                for verb, method, path, done, told in (
+                    ("Cancel", "POST", "{}:cancel", "asked to stop", _CANCEL_HINT),
+                    ("Delete", "DELETE", "{}", "deleted", _DELETE_HINT),
+                ):
+                    act = partial(self._for_each, method, path, done)
+                    asked = asking(
+                        f"{verb} these jobs?",
+                        f"{verb} jobs",
+                        act,
+                        leave="Keep them",
+                        colour="color=negative",
+                    )
+                    with asked as dialog:
+                        ui.label(told)
+                    button(verb, dialog.open, "cancel-button")
+                    self._dialogs.append(dialog)
             button("Clear", self._clear_selection)
         self._selection.set_visibility(False)
 
@@ -418,15 +419,9 @@ class ListPage:
         ids = ",".join(row["id"] for row in self._table.selected)
         go_to(f"{MOUNT_PATH}/compare?jobs={ids}")
 
-    async def _cancel(self) -> None:
-        self._cancel_dialog.close()
-        await self._for_each("POST", "{}:cancel", "asked to stop")
-
-    async def _delete(self) -> None:
-        self._delete_dialog.close()
-        await self._for_each("DELETE", "{}", "deleted")
-
     async def _for_each(self, method: str, path: str, done: str) -> None:
+        for dialog in self._dialogs:
+            dialog.close()
         refusals, chosen = [], [*self._table.selected]
         for row in chosen:
             try:

@@ -7,12 +7,9 @@ or `:clone` for a copy of a job, whose problems are shown at their fields.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import uuid
-import zipfile
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -22,11 +19,12 @@ from service.dashboard import fragments, spec_text
 from service.dashboard.panels import button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
+from service.dashboard.sweeps import SearchForm, options_of
 from service.domain.timeline import counted
 from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
 from trainer.layout.plans import Candidate
-from trainer.protocol.code_archive import PREFIX
+from trainer.protocol.code_archive import CodeError, pack_upload
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.parse import parse_document
@@ -116,6 +114,7 @@ class NewJobPage:
                 with ui.element("div").classes("draft-main"):
                     self._build_editor(text)
                     self._build_form()
+                    self._search = SearchForm(self._text_changed)
                 with ui.element("div").classes("draft-side"):
                     with panel("Plan"):
                         self._cluster = ui.input(
@@ -209,7 +208,7 @@ class NewJobPage:
         upload.props('accept=".py,.zip"').classes("hidden")
         upload.on("rejected", lambda: ui.notify("A .py or .zip file of at most 32 MiB, please."))
         # In the browser itself, which lets only a click open its file dialog.
-        pick = f"() => getElement({upload.id}).pickFiles()"
+        pick = f"() => getElement({upload.id}).$refs.qRef.pickFiles()"
         button("Upload code", lambda: None).on("click", js_handler=pick)
 
     # ---- text and form
@@ -245,13 +244,21 @@ class NewJobPage:
         checked = await asyncio.to_thread(spec_text.check, self._editor.value)
         self._show_problems(checked.problems)
         self._show_values(checked.document)
-        origin = f"submit examples/{self._template}" if self._template else ""
-        origin = f"clone {self._source}" if self._source else origin
+        search = self._search.check(checked.spec)
+        verb = "sweep" if search else "submit"
+        origin = f"{verb} examples/{self._template}" if self._template else ""
+        origin = f"clone {self._source}" if self._source and not search else origin
         command = spec_text.command_of(
-            checked.document, origin, self._original, has_code=self._has_code
+            checked.document,
+            verb,
+            origin,
+            self._original,
+            has_code=self._has_code,
+            options=options_of(search),
         )
         self._command.set_text(command)
-        self._submit.set_enabled(checked.spec is not None)
+        self._submit.set_text("Start the sweep" if search else "Submit")
+        self._submit.set_enabled(checked.spec is not None and search is not None)
         if self._planning is not None:
             # Of a plan that is being made nobody waits for the answer any more.
             self._planning.cancel(with_current_invocation=True)
@@ -358,10 +365,10 @@ class NewJobPage:
 
     async def _upload_code(self, event: events.UploadEventArguments) -> None:
         try:
-            archive = _code_archive(event.file.name, await event.file.read())
+            archive = pack_upload(event.file.name, await event.file.read())
             kept = (await self._rest.send("POST", "/v1/code", content=archive)).json()
             text = spec_text.with_value(self._editor.value, "model.code", kept["id"])
-        except (Refused, SpecError, zipfile.BadZipFile) as error:
+        except (Refused, SpecError, CodeError) as error:
             ui.notify(str(error), type="warning", multi_line=True)
             return
         self._has_code = True
@@ -372,11 +379,14 @@ class NewJobPage:
     async def _submit_now(self) -> None:
         checked = spec_text.check(self._editor.value)
         self._show_problems(checked.problems)
-        if checked.spec is None:
+        search = self._search.check(checked.spec)
+        if checked.spec is None or search is None:
             return
         headers = {"Idempotency-Key": self._key}
         path, body = "/v1/jobs", {"spec": checked.document}
-        if self._source:
+        if search:
+            path, body = "/v1/sweeps", body | search
+        elif self._source:
             old = (await self._rest.get(f"/v1/jobs/{self._source}"))["spec"]
             new = checked.spec.model_dump(mode="json")
             path = f"/v1/jobs/{self._source}:clone"
@@ -387,28 +397,8 @@ class NewJobPage:
             self._show_problems(tuple(refused.problem.fields))
             ui.notify(str(refused), type="negative", multi_line=True)
             return
-        go_to(f"{MOUNT_PATH}/jobs/{answer.json()['id']}")
-
-
-def _code_archive(name: str, data: bytes) -> bytes:
-    """An archive whose files lie under `code/`, of one module or of a zip of a folder."""
-    kept = io.BytesIO()
-    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
-        if not name.endswith(".zip"):
-            archive.writestr(f"{PREFIX}/{PurePosixPath(name).name}", data)
-            return _closed(archive, kept)
-        with zipfile.ZipFile(io.BytesIO(data)) as given:
-            files = [each for each in given.infolist() if not each.is_dir()]
-            if all(each.filename.startswith(f"{PREFIX}/") for each in files):
-                return data
-            for each in files:
-                archive.writestr(f"{PREFIX}/{each.filename}", given.read(each))
-    return kept.getvalue()
-
-
-def _closed(archive: zipfile.ZipFile, kept: io.BytesIO) -> bytes:
-    archive.close()
-    return kept.getvalue()
+        kind = "sweeps" if search else "jobs"
+        go_to(f"{MOUNT_PATH}/{kind}/{answer.json()['id']}")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,7 @@ _EXAMPLES_DIRS = (Path(__file__).parent / "examples", Path(__file__).parents[2] 
 _LINE = re.compile(r"line (\d+), column \d+")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _MAX_SETTINGS = 12
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -240,18 +241,26 @@ def templates() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def command_of(document: Any, origin: str, original: Any, *, has_code: bool) -> str:
+def command_of(
+    document: Any,
+    verb: str,
+    origin: str,
+    original: Any,
+    *,
+    has_code: bool,
+    options: Iterable[str] = (),
+) -> str:
     """The command that submits the same: what it came from with settings, or a file of its own.
 
-    `origin` is the command for the original as it is, empty where there is none.
+    `verb` is submit or sweep, which has `options`. `origin` is the command for the original as it
+    is, empty where there is none.
     """
-    code = " --code DIR" if has_code else ""
     settings = _settings(original, document) if origin else None
     if settings is None or len(settings) > _MAX_SETTINGS:
-        return f"shardloom submit job.yaml{code}"
-    lines = [f"shardloom {origin}{code}"]
-    lines += [f"  --set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
-    return " \\\n".join(lines)
+        origin, settings = f"{verb} job.yaml", {}
+    told = [f"--set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
+    head = f"shardloom {origin}{' --code DIR' if has_code else ''}"
+    return " \\\n  ".join([head, *told, *options])
 
 
 def flow(value: Any) -> str:
@@ -275,7 +284,9 @@ def _settings(old: Any, new: Any, path: str = "") -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for name, value in new.items():
         here = f"{path}.{name}" if path else str(name)
-        below = _settings(old[name], value, here) if name in old else {here: value}
+        is_new_section = name not in old and isinstance(value, dict) and value
+        before = {} if is_new_section else old.get(name, _NOTHING)
+        below = {here: value} if before is _NOTHING else _settings(before, value, here)
         if below is None or name == "code":
             return None
         found |= below

@@ -1,22 +1,35 @@
-"""The pages of sweeps: the list, and one sweep with its trials, as curves and as a table."""
+"""Sweeps: the form that begins one, the list, and one with its trials, as charts and as a table."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import shlex
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 from nicegui import ui
 
 from service.dashboard import charts, fragments
+from service.dashboard.job import ChartBox
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, link_button, not_found, page_frame, panel
+from service.dashboard.shell import (
+    MOUNT_PATH,
+    link_button,
+    may_submit,
+    not_found,
+    page_frame,
+    panel,
+)
+from service.dashboard.spec_text import flow
 from service.domain.auth import Role
 from service.domain.sweeps import SweepStatus
 from service.schemas import wording
-from service.schemas.sweeps import SweepDetail, SweepSummary, TrialOut
+from service.schemas.sweeps import Search, SweepDetail, SweepSummary, TrialOut, parameter_of
+from trainer.spec.job import JobSpec
 
 _REFRESH_S = 3.0
 _MAX_COMPARED = 8
@@ -30,6 +43,86 @@ _TONES = {
 _COMMAND = "shardloom sweep SPEC --vary optimizer.sparse.lr=log:0.01..0.3 --metric validation/ne"
 
 
+_SEARCH_HINT = (
+    "One a line, KEY=RANGE, as in optimizer.sparse.lr=log:0.01..0.3 or "
+    "parallelism.sync.every_steps=1,4,16. With any, a sweep begins; each of its trials is a job."
+)
+_DIRECTIONS = {"minimize": "less is better", "maximize": "more is better"}
+
+
+class SearchForm:
+    """The fields of a draft to search, and how; `on_change` is called when they change."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        def dressed(field: ui.input | ui.number | ui.select) -> Any:
+            field.on_value_change(on_change)
+            return field.props("dense outlined stack-label hide-bottom-space debounce=400")
+
+        with panel("Sweep", "form-panel"):
+            ui.label(_SEARCH_HINT).classes("muted")
+            with ui.element("div").classes("form-section search-form"):
+                self._ranges = dressed(ui.textarea(label="fields to search")).props("autogrow")
+                self._ranges.classes("search-ranges")
+                self._metric = dressed(ui.input(label="metric"))
+                self._direction = dressed(
+                    ui.select(_DIRECTIONS, label="direction", value="minimize")
+                )
+                self._search = dressed(ui.select([*get_args(Search)], label="search", value="tpe"))
+                self._trials, self._parallel, self._stop = (
+                    dressed(ui.number(label=label, value=value, min=1, precision=0))
+                    for label, value in (
+                        ("trials", 20),
+                        ("at a time", 4),
+                        ("compare first after steps", None),
+                    )
+                )
+
+    def check(self, spec: JobSpec | None) -> dict[str, Any] | None:
+        """What `POST /v1/sweeps` takes beside the spec: nothing without fields to search, None
+        where they do not read so, which the form says then.
+        """
+        default = f"validation/{spec.model.watched_metric}" if spec else ""
+        self._metric.props["placeholder"] = default
+        lines = [each for each in (self._ranges.value or "").splitlines() if each.strip()]
+        self._ranges.props["error"] = False
+        if not lines:
+            return {}
+        try:
+            parameters = [*map(parameter_of, lines)]
+        except ValueError as error:
+            self._ranges.props["error"], self._ranges.props["error-message"] = True, str(error)
+            return None
+        stop = self._stop.value
+        return {
+            "parameters": parameters,
+            "metric": (self._metric.value or "").strip() or default,
+            "direction": self._direction.value,
+            "search": self._search.value,
+            "num_trials": int(self._trials.value or 1),
+            "num_parallel": int(self._parallel.value or 1),
+            "early_stopping": {"min_steps": int(stop)} if stop else None,
+        }
+
+
+def options_of(search: Mapping[str, Any] | None) -> list[str]:
+    """The same as options of `shardloom sweep`."""
+    if not search:
+        return []
+    found = [f"--vary {shlex.quote(_range_text(each))}" for each in search["parameters"]]
+    found += [f"--metric {shlex.quote(search['metric'])}", f"--search {search['search']}"]
+    found += [f"--trials {search['num_trials']} --parallel {search['num_parallel']}"]
+    found += ["--maximize"] if search["direction"] == "maximize" else []
+    stopping = search["early_stopping"]
+    return [*found, *([f"--stop-early {stopping['min_steps']}"] if stopping else [])]
+
+
+def _range_text(parameter: Mapping[str, Any]) -> str:
+    if "values" in parameter:
+        return f"{parameter['path']}={','.join(map(flow, parameter['values']))}"
+    log = "log:" if parameter["log"] else ""
+    return f"{parameter['path']}={log}{parameter['low']}..{parameter['high']}"
+
+
 class SweepsPage:
     """One reader's list of sweeps, read again every few seconds."""
 
@@ -39,7 +132,11 @@ class SweepsPage:
 
     async def build(self) -> None:
         with page_frame("Sweeps", self._rest):
-            ui.html("<h1>Sweeps</h1>", sanitize=False)
+            with ui.element("div").classes("list-head"):
+                ui.html("<h1>Sweeps</h1>", sanitize=False)
+                ui.element("span").classes("grow")
+                if may_submit(self._rest):
+                    link_button("New sweep", f"{MOUNT_PATH}/new", "primary")
             self._body = ui.element("div").classes("stack")
         await self.refresh()
         ui.timer(_REFRESH_S, self.refresh, immediate=False)
@@ -99,12 +196,10 @@ class SweepPage:
                 self._cancel = button("Cancel the sweep", self._dialog.open)
                 self._may_change = self._rest.reader().may(Role.SUBMITTER, found.project)
             with ui.element("div").classes("charts"):
-                with panel(found.metric, "chart-panel"):
-                    self._values = ui.echart(value_options(found)).classes("chart")
-                with panel("Values and what came of them", "chart-panel"):
-                    self._parallel = ui.echart(parallel_options(found)).classes("chart")
-            self._values.props('role=img aria-label="The metric by trial"')
-            self._parallel.props('role=img aria-label="Values of all trials"')
+                self._charts = [
+                    _TrialsChart(f"{found.metric} by trial", value_options, found),
+                    _TrialsChart("Values and what came of them", parallel_options, found),
+                ]
             with panel("Trials"):
                 self._table = ui.html("", sanitize=False)
         self._show(found)
@@ -146,18 +241,43 @@ class SweepPage:
                 link_button("New job from the best", f"{MOUNT_PATH}/new?source={best}", "primary")
         is_running = found.status is SweepStatus.RUNNING
         self._cancel.set_visibility(self._may_change and is_running)
-        for chart, options in (
-            (self._values, value_options(found)),
-            (self._parallel, parallel_options(found)),
-        ):
-            chart.options.clear()
-            chart.options.update(options)
-            chart.update()
+        for chart in self._charts:
+            chart.draw(found)
         rows = [_row(found, trial) for trial in by_value(found)]
         paths = [(each.path, each.path.rpartition(".")[2]) for each in found.parameters]
         self._table.set_content(
             fragments.render("trials.html", sweep=found, rows=rows, paths=paths, home=MOUNT_PATH)
         )
+
+
+class _TrialsChart(ChartBox):
+    """A chart of all trials."""
+
+    def __init__(
+        self, title: str, options_of: Callable[[SweepDetail], dict[str, Any]], found: SweepDetail
+    ) -> None:
+        self._options_of, self._found = options_of, found
+        super().__init__(title, options_of(found), {})
+
+    def draw(self, found: SweepDetail) -> None:
+        self._found = found
+        self.chart.options.clear()
+        self.chart.options.update(self._options_of(found))
+        self.chart.update()
+
+    async def read_csv(self) -> str:
+        return csv_of(self._found)
+
+
+def csv_of(found: SweepDetail) -> str:
+    """The trials as CSV: a row for each, with its values and the metric."""
+    paths, kept = [each.path for each in found.parameters], io.StringIO()
+    table = csv.writer(kept, lineterminator="\n")
+    table.writerow(["trial", "job", "step", *paths, found.metric])
+    for each in found.trials:
+        values = [each.values.get(path) for path in paths]
+        table.writerow([each.number, each.job_id, each.step, *values, each.value])
+    return kept.getvalue()
 
 
 def _has_value(trial: TrialOut) -> bool:

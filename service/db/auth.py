@@ -12,7 +12,15 @@ from dataclasses import fields
 from sqlalchemy import RowMapping, delete, insert, select, update
 
 from service.db.engine import Transactions
-from service.db.tables import api_keys, attempts, audit_log, job_secrets, jobs, sessions
+from service.db.tables import (
+    api_keys,
+    attempts,
+    audit_log,
+    job_secrets,
+    jobs,
+    sessions,
+    sweeps,
+)
 from service.domain.auth import ApiKey, AuditFilter, AuditRecord, Session, parse_roles, role_names
 from service.errors import KeyNotFound
 
@@ -76,10 +84,10 @@ class KeyStore(Transactions):
     def end_session(self, token_hash: str) -> None:
         self.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
 
-    # ---- secrets of jobs
+    # ---- secrets of jobs, and of sweeps for their trials, by the id of either
 
     def keep_secrets(self, job_id: str, sealed: Mapping[str, str], now: float) -> None:
-        """Store encrypted secrets of a job, by name."""
+        """Store encrypted secrets of a job or sweep, by name."""
         rows = [
             {"job_id": job_id, "name": name, "sealed": text, "created_at": now}
             for name, text in sealed.items()
@@ -101,8 +109,9 @@ class KeyStore(Transactions):
         return self.execute(statement.values(secrets_claim=claim_hash)) == 1
 
     def forget_orphans(self, before: float) -> int:
-        """Delete secrets stored before a time whose job does not exist; how many."""
-        is_orphan = job_secrets.c.job_id.not_in(select(jobs.c.id))
+        """Delete secrets stored before a time of no job, and of no sweep that lives; how many."""
+        live = select(sweeps.c.id).where(sweeps.c.ended_at.is_(None))
+        is_orphan = job_secrets.c.job_id.not_in(select(jobs.c.id).union_all(live))
         is_old = job_secrets.c.created_at < before
         return self.execute(delete(job_secrets).where(is_orphan, is_old))
 

@@ -100,8 +100,9 @@ class Transactions:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def read(self) -> AbstractContextManager[Connection]:
-        return self._begin(is_write=False)
+    def read(self, *, is_single: bool = False) -> AbstractContextManager[Connection]:
+        """A transaction that reads; `is_single` spares SQLite one for a single statement."""
+        return self._begin(is_write=False, is_single=is_single)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -110,7 +111,7 @@ class Transactions:
             yield connection
 
     def rows(self, query: Select[Any]) -> Sequence[RowMapping]:
-        with self.read() as connection:
+        with self.read(is_single=True) as connection:
             return connection.execute(query).mappings().all()
 
     def execute(self, statement: Executable, values: Any = None) -> int:
@@ -119,10 +120,10 @@ class Transactions:
             return connection.execute(statement, values).rowcount
 
     @contextmanager
-    def _begin(self, *, is_write: bool) -> Iterator[Connection]:
+    def _begin(self, *, is_write: bool, is_single: bool = False) -> Iterator[Connection]:
         try:
             with self.engine.connect() as connection:
-                connection.execution_options(is_write=is_write)
+                connection.execution_options(is_write=is_write, is_single=is_single)
                 with connection.begin():
                     yield connection
         except (DataError, IntegrityError):
@@ -166,8 +167,17 @@ def insert_for(dialect: Dialect, table: Table) -> sqlite.Insert | postgresql.Ins
 
 def upsert(connection: Connection, table: Table, values: Mapping[str, Any], *keys: str) -> None:
     """Write a row, new or known by its `keys`."""
-    statement = insert_for(connection.dialect, table).values(values)
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
+    connection.execute(_upsert_of(connection.dialect, table, tuple(values), keys), dict(values))
+
+
+@functools.lru_cache
+def _upsert_of(
+    dialect: Dialect, table: Table, columns: tuple[str, ...], keys: tuple[str, ...]
+) -> sqlite.Insert | postgresql.Insert:
+    # Made once: that takes longer than to run it.
+    statement = insert_for(dialect, table)
+    changed = {name: statement.excluded[name] for name in columns if name not in keys}
+    return statement.on_conflict_do_update(index_elements=keys, set_=changed)
 
 
 # Pages of 4 KiB at which a transaction has to move the log itself after all.
@@ -299,8 +309,9 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     # A writer locks at once: a read that turned into a write later could not be retried.
-    is_write = connection.get_execution_options().get("is_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+    options = connection.get_execution_options()
+    if not options.get("is_single"):
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("is_write") else "BEGIN")
 
 
 def migration_config(connection: Connection | None = None) -> Config:

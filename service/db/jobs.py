@@ -131,13 +131,21 @@ class JobStore(Transactions):
 
     def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
-        with self.read() as connection:
+        with self.read(is_single=True) as connection:
             return queries.job_of_key(connection, project, idempotency_key, request_hash)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
-        with self.read() as connection:
+        with self.read(is_single=True) as connection:
             return queries.read_job(connection, job_id)
+
+    def get_job_and_attempt(self, job_id: str) -> tuple[Job, Attempt | None]:
+        """Read a job and its current attempt; raises `JobNotFound`."""
+        with self.read() as connection:
+            job = queries.read_job(connection, job_id)
+            if job.current_attempt_id is None:
+                return job, None
+            return job, queries.read_attempt(connection, job.current_attempt_id)
 
     def list_jobs(
         self, wanted: JobFilter = ALL_JOBS, *, limit: int = 50
@@ -231,7 +239,7 @@ class JobStore(Transactions):
 
     def get_attempt(self, attempt_id: str) -> Attempt:
         """Read an attempt; raises `AttemptNotFound`."""
-        with self.read() as connection:
+        with self.read(is_single=True) as connection:
             return queries.read_attempt(connection, attempt_id)
 
     def list_attempts(self, job_id: str) -> list[Attempt]:

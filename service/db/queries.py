@@ -20,6 +20,7 @@ from sqlalchemy import (
     Connection,
     Select,
     Text,
+    bindparam,
     delete,
     func,
     insert,
@@ -248,9 +249,31 @@ def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnEle
     return column.in_(values) if others else column == first
 
 
+# Statements that are run all the time are made once: that takes longer than to run them.
+_JOB = select_jobs().where(jobs.c.id == bindparam("job_id"))
+_JOB_OF_KEY = (
+    select_jobs()
+    .add_columns(idempotency_keys.c.request_hash)
+    .join(idempotency_keys, idempotency_keys.c.job_id == jobs.c.id)
+    .where(
+        idempotency_keys.c.project == bindparam("project"),
+        idempotency_keys.c.key == bindparam("key"),
+    )
+)
+_ATTEMPT = select(attempts).where(attempts.c.id == bindparam("attempt_id"))
+_WRITE_JOB = update(jobs).where(
+    jobs.c.id == bindparam("known_id"), jobs.c.version == bindparam("known_version")
+)
+_LOCK_JOB = select(jobs.c.id).where(jobs.c.id == bindparam("job_id")).with_for_update()
+_NEXT_SEQ = select(streams.c.next_seq).where(
+    streams.c.attempt_id == bindparam("attempt_id"), streams.c.stream == bindparam("stream")
+)
+_WRITE_PROGRESS = update(job_progress).where(job_progress.c.job_id == bindparam("known_id"))
+
+
 def read_job(connection: Connection, job_id: str) -> Job:
     """Read a job; raises `JobNotFound` or `JobUnreadable`."""
-    row = connection.execute(select_jobs().where(jobs.c.id == job_id)).mappings().one_or_none()
+    row = connection.execute(_JOB, {"job_id": job_id}).mappings().one_or_none()
     if row is None:
         raise JobNotFound(job_id)
     return rows.job_of(row)
@@ -258,8 +281,7 @@ def read_job(connection: Connection, job_id: str) -> Job:
 
 def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
     """Read an attempt; raises `AttemptNotFound`."""
-    query = select(attempts).where(attempts.c.id == attempt_id)
-    row = connection.execute(query).mappings().one_or_none()
+    row = connection.execute(_ATTEMPT, {"attempt_id": attempt_id}).mappings().one_or_none()
     if row is None:
         raise AttemptNotFound(attempt_id)
     return rows.attempt_of(row)
@@ -267,15 +289,13 @@ def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
 
 def job_of_key(connection: Connection, project: str, key: str, request_hash: str) -> Job | None:
     """The job created with an idempotency key, if any; raises `IdempotencyConflict`."""
-    query = select(idempotency_keys.c.job_id, idempotency_keys.c.request_hash).where(
-        idempotency_keys.c.project == project, idempotency_keys.c.key == key
-    )
-    found = connection.execute(query).one_or_none()
+    wanted = {"project": project, "key": key}
+    found = connection.execute(_JOB_OF_KEY, wanted).mappings().one_or_none()
     if found is None:
         return None
-    if found.request_hash != request_hash:
+    if found["request_hash"] != request_hash:
         raise IdempotencyConflict(key)
-    return read_job(connection, found.job_id)
+    return rows.job_of(found)
 
 
 def insert_job(
@@ -287,7 +307,8 @@ def insert_job(
     parent: str | None,
 ) -> None:
     """Write a new job with its labels, its idempotency key and the first event of its timeline."""
-    connection.execute(insert(jobs), rows.job_values(job))
+    spec = job.spec.model_dump(mode="json")
+    connection.execute(insert(jobs), {**rows.job_values(job), "spec": spec})
     connection.execute(insert(job_progress), rows.progress_values(job))
     labels = [{"job_id": job.id, "key": k, "value": v} for k, v in job.spec.labels.items()]
     if labels:
@@ -312,12 +333,8 @@ def insert_job(
 
 def write_job(connection: Connection, job: Job, *, expected_version: int) -> None:
     """Write a job over the version that was read; raises `StaleVersion`."""
-    unchanged = jobs.c.version == expected_version
-    values = rows.job_values(job)
-    # A spec never changes after submission, and is the one big column.
-    del values["spec"]
-    statement = update(jobs).where(jobs.c.id == job.id, unchanged).values(**values)
-    if connection.execute(statement).rowcount != 1:
+    known = {"known_id": job.id, "known_version": expected_version}
+    if connection.execute(_WRITE_JOB, {**rows.job_values(job), **known}).rowcount != 1:
         raise StaleVersion(job.id, expected_version)
 
 
@@ -328,15 +345,13 @@ def write_attempt(connection: Connection, attempt: Attempt) -> None:
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
     """Job and attempt with the job's row locked, which serialises ingest and decisions."""
     job_id = read_attempt(connection, attempt_id).job_id
-    connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
+    connection.execute(_LOCK_JOB, {"job_id": job_id})
     return read_job(connection, job_id), read_attempt(connection, attempt_id)
 
 
 def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
-    query = select(streams.c.next_seq).where(
-        streams.c.attempt_id == attempt_id, streams.c.stream == stream
-    )
-    return connection.execute(query).scalar_one_or_none() or 0
+    wanted = {"attempt_id": attempt_id, "stream": stream}
+    return connection.execute(_NEXT_SEQ, wanted).scalar_one_or_none() or 0
 
 
 def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
@@ -352,9 +367,8 @@ def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: Inge
         write_job(connection, written, expected_version=job.version)
         write_attempt(connection, result.attempt)
     if result.job is not job:
-        progress = rows.progress_values(result.job)
-        statement = update(job_progress).where(job_progress.c.job_id == job.id)
-        connection.execute(statement.values(**progress))
+        progress = {**rows.progress_values(result.job), "known_id": job.id}
+        connection.execute(_WRITE_PROGRESS, progress)
     metrics.save_points(connection, job.id, attempt.index, result.points)
     for change in result.checkpoints:
         _change_checkpoint(connection, job.id, change)

@@ -25,14 +25,17 @@ from trainer.spec.job import JobSpec
 _NUM_CACHED_SPECS = 2000
 _PROGRESS_FIELDS = frozenset({"progress", "latest_metrics", "membership"})
 _SAME_FIELDS = frozenset(each.name for each in fields(Job)) - _PROGRESS_FIELDS
+_CHANGING_FIELDS = _SAME_FIELDS - {"spec"}
 _MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """Columns of `jobs`; what training reports often is in `job_progress`."""
+    """Columns of `jobs` but its spec, which never changes and is by far the largest.
+
+    What training reports often is in `job_progress`.
+    """
     return {
-        **{name: value for name, value in vars(job).items() if name not in _PROGRESS_FIELDS},
-        "spec": job.spec.model_dump(mode="json"),
+        **{name: value for name, value in vars(job).items() if name in _CHANGING_FIELDS},
         "status": job.status.value,
         "reason": job.reason.value if job.reason else None,
     }

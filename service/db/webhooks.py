@@ -12,7 +12,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, delete, exists, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    RowMapping,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
@@ -41,7 +51,8 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         return
     # Without the id, which the database gives.
     values = [{k: v for k, v in vars(event).items() if k != "id"} for event in events]
-    subscribed = _subscribed(connection, {event.job_id for event in events})
+    job_ids = list({event.job_id for event in events})
+    subscribed = connection.execute(_SUBSCRIBED, {"job_ids": job_ids}).all()
     if not subscribed:
         connection.execute(insert(timeline), values)
         return
@@ -66,15 +77,12 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         connection.execute(insert(webhook_deliveries), deliveries)
 
 
-def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Any]:
-    """Active webhooks that hear of these jobs: a row for each webhook and job."""
-    fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
-    query = (
-        select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
-        .join(jobs, fits)
-        .where(jobs.c.id.in_(job_ids), webhooks.c.is_active)
-    )
-    return connection.execute(query).all()
+# Active webhooks that hear of some jobs: a row for each webhook and job.
+_SUBSCRIBED = (
+    select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
+    .join(jobs, or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS))
+    .where(jobs.c.id.in_(bindparam("job_ids", expanding=True)), webhooks.c.is_active)
+)
 
 
 class WebhookStore(Transactions):

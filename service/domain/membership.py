@@ -90,6 +90,7 @@ def _of_fullest_rank(told: events.Prediction) -> Prediction:
         lookup_imbalance=told.lookup_imbalance,
         step_s={name: told.step_s[name] for name in STEP_PHASES if name in told.step_s},
         memory_bytes=max(ranks, key=lambda rank: sum(rank.values()), default={}),
+        sync_every_steps=told.sync_every_steps,
     )
 
 

@@ -68,15 +68,15 @@ def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 # As `trainer.layout.cost` names phases of a step and parts of memory, reserve left out.
-STEP_PHASES = ("input_dist", "lookup", "output_dist", "dense", "sync")
+STEP_PHASES = ("input_dist", "lookup", "output_dist", "dense", "sync", "host")
 MEMORY_PARTS = (
     *("tables", "optimizer", "activations", "input"),
     *("dense", "sync_buffers", "process"),
 )
 # What the planner counts as a phase, its backward pass included, is several to the workers, which
-# tell one backward pass of all.
-_COMPUTE = ("lookup", "output_dist", "dense")
-_COMPUTE_MEASURED = (*_COMPUTE, "backward", "optimizer")
+# tell one backward pass of all, and nothing of their own Python.
+_COMPUTE = ("lookup", "output_dist", "dense", "host")
+_COMPUTE_MEASURED = ("lookup", "output_dist", "dense", "backward", "optimizer")
 # On GPUs what tensors took; of the host the planner says nothing there.
 _PEAKS = ("memory/peak_allocated_bytes", "memory/peak_rss_bytes")
 
@@ -85,7 +85,7 @@ _PEAKS = ("memory/peak_allocated_bytes", "memory/peak_rss_bytes")
 class Compared:
     """A quantity as it was predicted and as it was measured last, None where it never was.
 
-    `unit` is `per_s`, `s`, `bytes` or `ratio`.
+    `unit` is `per_s`, `s`, `steps`, `bytes` or `ratio`.
     """
 
     name: str
@@ -129,14 +129,21 @@ def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Comp
     step = prediction.step_s
     peak = next((finite[name] for name in _PEAKS if name in finite), None)
     computed_s = sum(step.get(phase, 0.0) for phase in _COMPUTE)
+    interval = finite.get("sync/every_steps")  # measured where it is tuned
+    every_steps = prediction.sync_every_steps if interval is not None else None
+    tuned = [Compared("sync interval", "steps", every_steps, interval)] if every_steps else []
     return (
         Compared("rows/s", "per_s", prediction.samples_per_s, finite.get("speed/rows_per_s")),
         Compared("step", "s", sum(step.values()), seconds(PHASES)),
         Compared("input dist", "s", step.get("input_dist", 0.0), seconds(["input_dist"])),
         Compared("forward and backward", "s", computed_s, seconds(_COMPUTE_MEASURED)),
         Compared("sync", "s", step.get("sync", 0.0), seconds(["sync"])),
+        *tuned,
         Compared("peak memory", "bytes", sum(prediction.memory_bytes.values()), peak),
         Compared(
-            "lookup imbalance", "ratio", prediction.lookup_imbalance, finite.get("balance/lookup")
+            "lookup imbalance",
+            "ratio",
+            prediction.lookup_imbalance,
+            finite.get("balance/lookup_time"),
         ),
     )

@@ -147,7 +147,8 @@ class Prediction:
 
     `step_s` has the seconds of a step by phase, `memory_bytes` what the fullest rank takes by part;
     what its allocator keeps in reserve is none of it. `lookup_imbalance` is the largest over the
-    mean. `cluster` is the fingerprint of that which was planned for.
+    mean. `sync_every_steps` is where tuning would come to, if the spec asks for that. `cluster` is
+    the fingerprint of that which was planned for.
     """
 
     cluster: str
@@ -155,6 +156,7 @@ class Prediction:
     lookup_imbalance: float
     step_s: Mapping[str, float]
     memory_bytes: Mapping[str, int]
+    sync_every_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -239,14 +241,16 @@ class QueueState:
     """The scheduler's state of a job, stored in `Job.queue_note`.
 
     `since` is when it was last queued again, or started (Unix seconds). While it waits: its
-    `position` (from 1) and `reason`, which are not stored. Once it started: the `workers` that it
-    was counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
-    `stop_at`, when it is stopped whether it saved or not, `stop_sent` once it was, and the job that
-    preempts it, if any (`preempted_by`, as `named_for` says).
+    `position` (from 1), `reason` and `expected_start_at`, which are not stored. Once it started:
+    the `workers` that it was counted with, and the most that its project's quota allows
+    (`max_workers`). While it pauses: `stop_at`, when it is stopped whether it saved or not,
+    `stop_sent` once it was, and the job that preempts it, if any (`preempted_by`, as `named_for`
+    says).
     """
 
     position: int | None = None
     reason: str = ""
+    expected_start_at: float | None = None
     workers: int | None = None
     max_workers: int | None = None
     stop_at: float | None = None

@@ -2,13 +2,15 @@
 
 The planner runs in a process of the trainer's Python (`trainer.parallel.group_planner`), which
 loads torch as the service never does, within a time limit, and is killed when nobody waits for its
-answer any more. What it answered is kept by a fingerprint of tables, layout, memory and links.
+answer any more. As loading takes seconds it stays for a while. What it answered is kept by a
+fingerprint of tables, layout, memory and links.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,10 +18,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -48,8 +50,11 @@ _POLL_S = 0.1
 _MAX_CACHED = 128
 # Each takes a core, and some GB for thousands of tables.
 _MAX_PROCESSES = 2
-# Groups planned at once: the recommended layout's, then others that nothing beats.
+# Groups planned at once: the recommended layout's, then others that nothing beats, as long as they
+# are begun soon after it.
 _MAX_GROUPS = 4
+_OTHERS_S = 2.0
+_END_S = 10.0
 # A plan may show that what was recommended does not fit, and then the next is planned.
 _MAX_ROUNDS = 4
 _MAX_SAID = 400
@@ -79,7 +84,7 @@ class Limit:
 
 
 class GroupPlanner:
-    """TorchRec's planner behind a process; thread-safe."""
+    """TorchRec's planner behind processes, which stay for the plans that follow; thread-safe."""
 
     def __init__(self, settings: Settings, start: StartProcess = subprocess.Popen) -> None:
         self._python = settings.trainer_python
@@ -87,31 +92,63 @@ class GroupPlanner:
         self._cache: OrderedDict[str, GroupPlan] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MAX_PROCESSES)
+        self._idle: list[_PlannerProcess] = []
 
     def plan(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
-        """Plans of the first tasks, as many as there is time for, at least one.
+        """Plans of the first tasks: of one, and of others that are begun within `_OTHERS_S` then.
 
         Raises `PlanTimedOut` and `PlannerFailed`.
         """
-        keys = [_fingerprint(spec, topology) for spec, topology in tasks]
+        plans: list[GroupPlan] = []
+        made_first = math.inf
+        for spec, topology in tasks:
+            key = _fingerprint(spec, topology)
+            with self._lock:
+                plan = self._cache.get(key)
+            if plan is None:
+                if time.monotonic() - made_first > _OTHERS_S:
+                    break
+                try:
+                    plan = self._ask(spec, topology, limit)
+                except PlanTimedOut:
+                    if not plans:
+                        raise
+                    break
+            self._keep(key, plan)
+            plans.append(plan)
+            made_first = min(made_first, time.monotonic())
+        return plans
+
+    def close(self) -> None:
+        """End the processes that nobody waits for."""
         with self._lock:
-            found = [self._cache.get(key) for key in keys]
-        missing = [task for task, plan in zip(tasks, found, strict=True) if plan is None]
-        if missing:
-            with self._place(limit):
-                made = iter(self._run(missing, limit))
-            found = [plan or next(made, None) for plan in found]
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+    def _keep(self, key: str, plan: GroupPlan) -> None:
         with self._lock:
-            for key, plan in zip(keys, found, strict=True):
-                if plan is not None:
-                    self._cache[key] = plan
-                    self._cache.move_to_end(key)
+            self._cache[key] = plan
+            self._cache.move_to_end(key)
             while len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        num_made = found.index(None) if None in found else len(found)
-        if not num_made:
-            raise PlanTimedOut(limit.limit_s)
-        return [plan for plan in found[:num_made] if plan is not None]
+
+    def _ask(self, spec: JobSpec, topology: GroupTopology, limit: Limit) -> GroupPlan:
+        document = {"spec": spec.model_dump(mode="json"), "topology": topology.model_dump()}
+        task = json.dumps(document).encode()
+        with self._place(limit):
+            with suppress(PlannerFailed):  # it may have ended meanwhile
+                with self._lock:
+                    process = self._idle.pop() if self._idle else None
+                if process is not None:
+                    return self._ask_process(process, task, limit)
+            return self._ask_process(_PlannerProcess(self._python, self._start), task, limit)
+
+    def _ask_process(self, process: _PlannerProcess, task: bytes, limit: Limit) -> GroupPlan:
+        plan = process.ask(task, limit)
+        with self._lock:
+            self._idle.append(process)
+        return plan
 
     @contextmanager
     def _place(self, limit: Limit) -> Iterator[None]:
@@ -122,66 +159,66 @@ class GroupPlanner:
         finally:
             self._places.release()
 
-    def _run(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
-        """The process's answers, a line for each task that it got to."""
-        lines = [
-            json.dumps(
-                {
-                    "spec": spec.model_dump(mode="json"),
-                    "topology": topology.model_dump(mode="json"),
-                }
-            )
-            for spec, topology in tasks
-        ]
-        with TemporaryFile() as log:
+
+class _PlannerProcess:
+    """A process of the trainer's planner, which answers a line with a line, and ends by itself when
+    it is asked nothing for a while. Raises `PlannerFailed` where it cannot be started."""
+
+    def __init__(self, python: str, start: StartProcess) -> None:
+        with ExitStack() as files:
+            self._log = files.enter_context(TemporaryFile())
             try:
-                process = self._start(
-                    [self._python, "-m", "trainer.parallel.group_planner"],
+                self._process = start(
+                    [python, "-m", "trainer.parallel.group_planner"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=log,
+                    stderr=self._log,
                     env=environment(os.environ),
                     start_new_session=True,
                 )
             except OSError as error:
-                raise PlannerFailed(f"{self._python} cannot be started ({error})") from error
-            answers = _communicate(process, "\n".join(lines).encode(), limit)
-            plans = _plans_of(answers)
-            if process.returncode and not limit.is_over:
-                raise PlannerFailed(f"it ended with code {process.returncode}: {_said(log)}")
-        return plans
+                raise PlannerFailed(f"{python} cannot be started ({error})") from error
+            self._files = files.pop_all()
 
+    def ask(self, task: bytes, limit: Limit) -> GroupPlan:
+        """The answer; without one the process has ended: `PlanTimedOut`, `PlannerFailed`."""
+        answers: list[bytes] = []
+        asking = threading.Thread(target=self._exchange, args=(task, answers), daemon=True)
+        asking.start()
+        while asking.is_alive() and not limit.is_over:
+            asking.join(_POLL_S)
+        with suppress(ValidationError):  # nothing, or cut off in the midst
+            return GroupPlan.model_validate_json(b"".join(answers))
+        why = self.close(0.0 if limit.is_over else _END_S)
+        asking.join()
+        limit.check()
+        raise PlannerFailed(why)
 
-def _communicate(process: subprocess.Popen[bytes], sent: bytes, limit: Limit) -> bytes:
-    """What a process answers until it ends or the limit is over; it never outlives this."""
-    unsent: bytes | None = sent
-    try:
-        while not limit.is_over:
-            try:
-                return process.communicate(unsent, timeout=_POLL_S)[0]
-            except subprocess.TimeoutExpired:
-                unsent = None  # it goes on with what it was given
-    finally:
-        if process.poll() is None:
+    def _exchange(self, task: bytes, answers: list[bytes]) -> None:
+        sent, received = self._process.stdin, self._process.stdout
+        assert sent is not None and received is not None, "started with pipes"
+        with suppress(OSError):  # it has ended
+            sent.write(task + b"\n")
+            sent.flush()
+            answers.append(received.readline())
+
+    def close(self, ends_within_s: float = 0.0) -> str:
+        """End it, if it does not do so itself; why it did."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ends_within_s)
+        if self._process.poll() is None:
             # Not the process alone: compilers and the like may be its children.
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()[0]
-
-
-def _plans_of(answers: bytes) -> list[GroupPlan]:
-    plans = []
-    for line in answers.splitlines():
-        try:
-            plans.append(GroupPlan.model_validate_json(line))
-        except ValidationError:  # cut off in the midst
-            break
-    return plans
-
-
-def _said(log: IO[bytes]) -> str:
-    log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return (lines[-1] if lines else "it said nothing")[:_MAX_SAID]
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        for each in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert each is not None, "started with pipes"
+                each.close()
+        self._files.close()
+        said = lines[-1] if lines else "it said nothing"
+        return f"it ended with code {code}: {said[:_MAX_SAID]}"
 
 
 def _fingerprint(spec: JobSpec, topology: GroupTopology) -> str:

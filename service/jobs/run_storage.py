@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from service.auth.crypto import master_keys_of
 from service.domain.models import Attempt, Job
@@ -104,7 +104,8 @@ def _content_of(job: Job, settings: Settings) -> bytes:
         "spec": job.spec.model_dump(mode="json"),
     }
     document["seal"] = master_keys_of(settings).seal(_text_of(document), "job-seals")
-    return json.dumps(document, indent=2).encode()
+    # Not `json`, which indents in Python: this is written for each attempt.
+    return to_json(document, indent=2)
 
 
 def _text_of(document: dict[str, Any]) -> str:

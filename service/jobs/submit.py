@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
+from service.jobs.run_storage import reach, run_dir_of, write_json
+from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ManifestError
 from trainer.protocol.untrusted import read_untrusted
@@ -32,10 +35,14 @@ _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 
 
-def check_data(spec: JobSpec) -> None:
-    """Look at the folders that a spec reads; raises `SpecError` naming the field."""
+def check_data(spec: JobSpec) -> JobSpec:
+    """Look at the folders that a spec reads; the spec with the table sizes that its data tells.
+
+    Raises `SpecError` naming the field.
+    """
     mend = "prepare one with `shardloom data prepare`"
-    prepared = partial(_prepared_problem, spec)
+    sized = [spec]
+    prepared = partial(_prepared_problem, spec, sized)
     found = [_place_problem(spec.data.path, "data.path", mend, prepared)]
     if (warm_start := spec.checkpoint.warm_start) is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
@@ -46,6 +53,7 @@ def check_data(spec: JobSpec) -> None:
     problems = [problem for problem in found if problem is not None]
     if problems:
         raise SpecError(problems)
+    return sized[-1]
 
 
 def _place_problem(
@@ -78,14 +86,27 @@ def _place_problem(
         return FieldProblem(field, "unreadable_path", message)
 
 
-def _prepared_problem(spec: JobSpec) -> FieldProblem | None:
+def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | None:
+    """What is wrong with prepared data; otherwise the spec with its table sizes is appended."""
     path = spec.data.path
     manifest = Path(path) / _MANIFEST_NAME
     has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
     # A folder of Parquet files that `shardloom data prepare` did not make has no manifest.
     if has_rows and not manifest.exists():
         return _unknown_size(spec)
-    return _manifest_problem(manifest)
+    again = "prepare the data again with `shardloom data prepare`"
+    try:
+        sized.append(_sized(spec, _read_manifest(manifest)))
+    except FileNotFoundError:
+        message = f"{manifest} is missing, so the folder was never finished; {again}"
+        return FieldProblem("data.path", "missing_manifest", message)
+    except ValidationError as error:
+        message = f"{manifest} is no manifest ({error.errors()[0]['msg']}); {again}"
+    except OSError as error:
+        message = f"{manifest} cannot be read ({error}); {again}"
+    else:
+        return None
+    return FieldProblem("data.path", "unreadable_manifest", message)
 
 
 def _unknown_size(spec: JobSpec) -> FieldProblem | None:
@@ -105,22 +126,6 @@ class _Manifest(BaseModel):
     vocab_sizes: dict[str, PositiveInt] = {}
 
 
-def _manifest_problem(path: Path) -> FieldProblem | None:
-    again = "prepare the data again with `shardloom data prepare`"
-    try:
-        _read_manifest(path)
-    except FileNotFoundError:
-        message = f"{path} is missing, so the folder was never finished; {again}"
-        return FieldProblem("data.path", "missing_manifest", message)
-    except ValidationError as error:
-        message = f"{path} is no manifest ({error.errors()[0]['msg']}); {again}"
-    except OSError as error:
-        message = f"{path} cannot be read ({error}); {again}"
-    else:
-        return None
-    return FieldProblem("data.path", "unreadable_manifest", message)
-
-
 def _read_manifest(path: Path) -> _Manifest:
     """A manifest; raises OSError or ValidationError."""
     return _Manifest.model_validate_json(read_untrusted(path, path.parent, _MAX_MANIFEST_BYTES))
@@ -130,9 +135,15 @@ def with_table_sizes(spec: JobSpec) -> JobSpec:
     """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
     try:
         path = Path(spec.data.path) / _MANIFEST_NAME
-        manifest = in_time(path.parent, partial(_read_manifest, path))
+        return _sized(spec, in_time(path.parent, partial(_read_manifest, path)))
+    except (OSError, ValidationError):
+        return spec
+
+
+def _sized(spec: JobSpec, manifest: _Manifest) -> JobSpec:
+    try:
         return size_tables(spec, manifest.vocab_sizes)
-    except (OSError, ValidationError, ManifestError):
+    except ManifestError:
         return spec
 
 
@@ -141,6 +152,7 @@ def submit_job(
     spec: JobSpec,
     *,
     idempotency_key: str | None,
+    check: Callable[[JobSpec], None] = lambda sized: None,
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
     checkpoint_root: Path | str | None = None,
@@ -148,10 +160,10 @@ def submit_job(
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
-    `prepare` is called with the id of a new job before it is stored; `parent` is the id of the job
-    that it is a clone of. Raises
+    `check` is called with the spec of a new job, the table sizes of its data in it, and `prepare`
+    with its id before it is stored; `parent` is the id of the job that it is a clone of. Raises
     `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
-    as the first one was, whatever happened to the data since.
+    as the first one was, whatever happened to data and cluster since.
     """
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     request_hash = hashlib.sha256(canonical.encode()).hexdigest()
@@ -163,7 +175,7 @@ def submit_job(
         # From now on it is the job's: another setting later does not part it from its checkpoints.
         checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})
         spec = spec.model_copy(update={"checkpoint": checkpoint})
-    check_data(spec)
+    check(check_data(spec))
     # To the microsecond, which is as fine as filters by time can name it.
     now = round(time.time(), 6)
     job = Job(
@@ -184,6 +196,19 @@ def submit_job(
         actor=actor,
         parent=parent,
     )
+
+
+def keep_secrets(
+    keys: KeyStore, settings: Settings, job_id: str, encrypted: Mapping[str, str]
+) -> None:
+    """Keep secrets of a job that is about to be stored, and tell its driver of them.
+
+    Raises `StorageUnavailable` or `StoreUnavailable`.
+    """
+    if encrypted:
+        keys.keep_secrets(job_id, encrypted, time.time())
+        path = run_dir_of(settings, job_id).secret_names_path
+        reach(settings, partial(write_json, path, sorted(encrypted), settings.runs_dir))
 
 
 def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:

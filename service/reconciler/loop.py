@@ -41,7 +41,6 @@ from service.domain.models import (
     Attempt,
     EndReason,
     Job,
-    JobStatus,
     Observation,
     ObservedState,
 )
@@ -159,6 +158,8 @@ class Reconciler:
         self._busy: dict[str, Future[None] | None] = {}
         # Versions of jobs of which nothing follows while they run: time alone changes nothing.
         self._settled: dict[str, int] = {}
+        # Versions that jobs had when they were last begun, since the last look at all of them.
+        self._begun: dict[str, int] = {}
         self._woken = threading.Event()
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
@@ -179,7 +180,7 @@ class Reconciler:
         self._thread.start()
 
     def wake(self) -> None:
-        """Reconcile all jobs now instead of at the next interval."""
+        """Schedule, and reconcile the jobs that were written, now instead of at the interval."""
         self._woken.set()
 
     @property
@@ -206,11 +207,15 @@ class Reconciler:
 
     def _loop(self) -> None:
         write_in_background()
+        all_due_at = time.monotonic()
         while not self._closing.is_set():
             # Cleared before the pass: a wake during it must cause another one.
             self._woken.clear()
+            is_due = time.monotonic() >= all_due_at
+            if is_due:
+                all_due_at = time.monotonic() + self._settings.reconcile_interval_s
             try:
-                self._dispatch()
+                self._dispatch(written_only=not is_due)
                 self.dispatched_at = self._clock()
             except Exception as error:  # nothing may end the loop
                 _log_error("cannot reconcile the jobs", error)
@@ -222,7 +227,11 @@ class Reconciler:
         """A job with its position in the queue, if it is queued."""
         return self._queue.placed(job)
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, *, written_only: bool = False) -> None:
+        """Begin to reconcile every live job, or those that were written since they last were.
+
+        A wake tells of what was written; the cluster is asked of all others at each interval.
+        """
         self._schedule()
         jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
@@ -234,7 +243,12 @@ class Reconciler:
                 limit=_MAX_NEW_LEASES,
             )
         )
-        self._begin([job for job in jobs if job.id in leased and not _rests(job)])
+        due = [job for job in jobs if job.id in leased and not _rests(job)]
+        if written_only:
+            due = [job for job in due if self._begun.get(job.id) != job.version]
+        else:
+            self._begun.clear()
+        self._begin(due)
         for job_id, index in self._store.attempts_to_collect(self._clock()):
             name = f"{job_id}, late records of attempt {index}"
             if name not in self._busy:
@@ -280,6 +294,7 @@ class Reconciler:
                 waiting.cancel()  # Succeeds where it has not begun, and is made anew below.
             if job.id in self._busy:
                 continue
+            self._begun[job.id] = job.version
             if is_requested or job.current_attempt_id is None:
                 self._submit_job(
                     self._urgent if is_requested else self._pool, job.id, _NOTHING_SEEN
@@ -333,16 +348,16 @@ class Reconciler:
                 logger.debug("job %s: %s", job_id, error)
 
     def _reconcile(self, job_id: str, seen: Mapping[str, Observation]) -> None:
-        job, attempt = self._load(job_id)
+        job, attempt = self._store.get_job_and_attempt(job_id)
         if attempt is not None and attempt.index and attempt.last_submit_at is None:
             # Workers that outlived the attempt before may have saved since its end was observed.
             self._outboxes.collect(job.id, attempt.index - 1)
-            job, attempt = self._load(job_id)
+            job, attempt = self._store.get_job_and_attempt(job_id)
         observation = self._observe(attempt, seen)
         if attempt is not None and observation.state not in _ALIVE:
             self._outboxes.collect(job.id, attempt.index)
             observed = attempt
-            job, attempt = self._load(job_id)
+            job, attempt = self._store.get_job_and_attempt(job_id)
             if not _is_as_observed(observed, attempt):
                 # Another replica submitted or ended it meanwhile: the observation is outdated.
                 return
@@ -353,13 +368,6 @@ class Reconciler:
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
             self._act(decision.action, stored, decision.attempt)
-
-    def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
-        # Job first: its version then covers the attempt as well (see `service.db.jobs`).
-        job = self._store.get_job(job_id)
-        if job.current_attempt_id is None:
-            return job, None
-        return job, self._store.get_attempt(job.current_attempt_id)
 
     def _observe(self, attempt: Attempt | None, seen: Mapping[str, Observation]) -> Observation:
         if attempt is None or attempt.end_reason is not None:
@@ -448,7 +456,8 @@ class Reconciler:
         write_job(job, self._settings)
         write_spec(spec, attempt, self._settings)
         note_rewind(job, attempt, self._settings)
-        copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
+        if attempt.index:
+            copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
 
     def _on_storage(self, call: Callable[[], None]) -> None:
         with self._slot.aside():
@@ -474,11 +483,10 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
 def _is_settled(
     job: Job, attempt: Attempt | None, observation: Observation, decision: Decision
 ) -> bool:
-    """Whether nothing follows for a running job until it is written or observed otherwise."""
-    is_quiet = job.status is JobStatus.RUNNING and not job.pause_requested
-    has_reported = attempt is None or attempt.reported_end is not None
+    """Whether nothing follows for a job until it is written or observed otherwise."""
     is_running = observation.state is ObservedState.RUNNING
-    return is_quiet and is_running and not has_reported and decision == Decision(job, attempt)
+    has_reported = attempt is None or attempt.reported_end is not None
+    return is_running and not has_reported and decision == Decision(job, attempt)
 
 
 def _rests(job: Job) -> bool:

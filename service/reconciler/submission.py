@@ -23,7 +23,8 @@ STOP_WAIT_S = 20
 
 def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
     """What an attempt runs, given those that ended before it and its project's quota."""
-    ended = [each for each in store.list_attempts(job.id) if each.index < attempt.index]
+    known_attempts = store.list_attempts(job.id) if attempt.index else []
+    ended = [each for each in known_attempts if each.index < attempt.index]
     chosen = store.list_timeline(job.id, kinds=("layout_chosen",)) if ended else []
     sizes = {each.attempt_id: each.data.get("shard_group_size") for each in chosen}
     known = {name: size for name, size in sizes.items() if name and isinstance(size, int)}

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from service.backends.base import has_own_cluster
 from service.domain.lifecycle import is_stopping
@@ -142,6 +142,8 @@ def most_held(job: Job) -> int:
 
 # A blocked job at the head of the queue may be passed this long; then the cluster drains for it.
 PASS_WINDOW_S = 300.0
+# Further back in the queue an estimate would tell little.
+_MAX_EXPECTED = 100
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,15 @@ class Preemption:
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """A queued job: its position from 1 (None where it is not eligible yet), and why it waits."""
+    """A queued job: its position from 1 (None where it is not eligible yet), and why it waits.
+
+    `expected_start_at` is an estimate (Unix seconds), None where there is nothing to go by.
+    """
 
     job: Job
     position: int | None
     reason: str
+    expected_start_at: float | None = None
 
 
 @dataclass
@@ -214,6 +220,7 @@ def admit(
         turn.consider(job)
     late = [job for job in queued if (job.retry_at or now) > now]
     reason = "waits before the next attempt"
+    turn.expect_starts()
     turn.result.places += [QueuePosition(job, None, reason) for job in late]
     turn.limit_growth()
     return turn.result
@@ -251,6 +258,7 @@ class _SchedulingPass:
         self._blocked: Job | None = None
         self._blocked_of: dict[str, Job] = {}
         self._is_making_room = False
+        self._for_room: list[int] = []  # Places of those that wait for workers only.
         self._used = Use()
         for each in self.held:
             self._count(each)
@@ -290,12 +298,49 @@ class _SchedulingPass:
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""
-        reason = self._quota_reason(job) or self._room_reason(job) or self._order_reason(job)
+        quota = self._quota_reason(job)
+        reason = quota or self._room_reason(job) or self._order_reason(job)
         if reason:
             places = self.result.places
+            if not quota and job.project not in self._blocked_of and self._is_possible(job):
+                self._for_room.append(len(places))
             places.append(QueuePosition(job, len(places) + 1, reason))
         else:
             self._start(job)
+
+    def _is_possible(self, job: Job) -> bool:
+        total = self.capacity.num_workers(job)
+        return total is not None and sizes_of_job(job).min_workers <= total
+
+    def expect_starts(self) -> None:
+        """Estimate when jobs that wait for room start: as running ones end when they expect to.
+
+        How long a waiting job will run is not known: those behind it do not count on its end.
+        """
+        if not self._for_room:
+            return
+        leaving = {each.job.id for each in self.result.preemptions}
+        ends = [
+            (self._end_of(each.job, leaving), each.job.id, self._use_of(each)) for each in self.held
+        ]
+        known = sorted(((at, of, use) for at, of, use in ends if at is not None), reverse=True)
+        used, at = self._used, self.now
+        for place in self._for_room[:_MAX_EXPECTED]:
+            waiting = self.result.places[place]
+            least = sizes_of_job(waiting.job).min_workers
+            while not self._fits(waiting.job, least, used):
+                if not known:
+                    return
+                at, _, freed = known.pop()
+                used -= freed
+            self.result.places[place] = replace(waiting, expected_start_at=at)
+            used += self.capacity.use_of(waiting.job, least)
+
+    def _end_of(self, job: Job, leaving: Collection[str]) -> float | None:
+        if job.id in leaving or is_stopping(job) or job.pause_requested:
+            return self.now
+        eta_s = job.progress.eta_s
+        return self.now + eta_s if job.status is JobStatus.RUNNING and eta_s is not None else None
 
     def _start(self, job: Job) -> None:
         sizes, limit = sizes_of_job(job), self._quota_left(job)

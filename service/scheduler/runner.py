@@ -81,7 +81,8 @@ class SchedulerRunner:
         place = self._places.get(job.id) if job.status is JobStatus.QUEUED else None
         if place is None:
             return job
-        note = replace(QueueState.of(job), position=place.position, reason=place.reason)
+        facts = {name: value for name, value in vars(place).items() if name != "job"}
+        note = replace(QueueState.of(job), **facts)
         return replace(job, queue_note=note.document, message=job.message or self._message)
 
     def close(self) -> None:

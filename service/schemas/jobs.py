@@ -44,6 +44,9 @@ class WaitingJob(ApiModel):
     retry_at: float | None
     position: int | None
     reason: str
+    expected_start_at: float | None = Field(
+        description="As running jobs end when they expect to; null where that is not known."
+    )
 
 
 class RunningJob(ApiModel):
@@ -194,7 +197,7 @@ class ComparedOut(ApiModel):
     """
 
     name: str = Field(examples=["rows/s", "step", "peak memory"])
-    unit: Literal["per_s", "s", "bytes", "ratio"]
+    unit: Literal["per_s", "s", "steps", "bytes", "ratio"]
     predicted: Value
     measured: Value | None
     ratio: Value | None

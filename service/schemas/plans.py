@@ -30,6 +30,14 @@ class DescribedCluster(RequestModel):
     process_bytes: float | None = Field(
         default=None, description="What a worker takes before it has a model."
     )
+    step_overhead_s: float | None = Field(
+        default=None, description="What a step takes of its host: Python, launches of kernels."
+    )
+    collective_latency_s: float | None = None
+    hosts_per_building: int | None = None
+    inter_building_bytes_per_s: float | None = Field(
+        default=None, description="Between hosts of different buildings, if there are several."
+    )
 
 
 class PlanRequest(RequestModel):
@@ -57,6 +65,10 @@ class PlannedCluster(ApiModel):
     tf32_flops_per_s: float
     bf16_flops_per_s: float
     process_bytes: float
+    step_overhead_s: float
+    collective_latency_s: float
+    hosts_per_building: int | None
+    inter_building_bytes_per_s: float | None
     room: list[int] = Field(description="Workers that fit on each host.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -10,6 +11,8 @@ from pydantic import Field, StringConstraints, model_validator
 from service.domain.models import JobStatus
 from service.domain.sweeps import Parameter, SweepStatus
 from service.schemas.common import ApiModel, RequestModel, Value
+from service.schemas.jobs import Secrets
+from trainer.spec.parse import parse_document
 
 Search = Literal["tpe", "random", "grid"]
 Direction = Literal["minimize", "maximize"]
@@ -54,6 +57,25 @@ class ParameterSpec(RequestModel):
         )
 
 
+_RANGE = re.compile(r"(log:)?([^.:]*(?:\.[^.:]+)?)\.\.(.*)")
+
+
+def parameter_of(text: str) -> dict[str, Any]:
+    """A parameter in words, KEY=RANGE, as the service takes it; raises `ValueError`.
+
+    A range is values as in `1,4,16`, bounds as in `1..4`, or `log:0.01..0.3`.
+    """
+    path, separator, values = (part.strip() for part in text.partition("="))
+    if not (separator and path and values):
+        raise ValueError(f"{text!r} does not read KEY=RANGE")
+    if bounds := _RANGE.fullmatch(values):
+        is_log, low, high = bool(bounds[1]), parse_document(bounds[2]), parse_document(bounds[3])
+        if not all(isinstance(each, int | float) for each in (low, high)):
+            raise ValueError(f"{values!r} does not read LOW..HIGH with two numbers")
+        return {"path": path, "low": low, "high": high, "log": is_log}
+    return {"path": path, "values": parse_document(f"[{values}]")}
+
+
 class EarlyStoppingSpec(RequestModel):
     """Asynchronous successive halving (ASHA): trials are compared at `min_steps` and at each
     `reduction_factor`-fold of that, and only the best 1 / `reduction_factor` go on."""
@@ -74,6 +96,7 @@ class CreateSweep(RequestModel):
     num_parallel: int = Field(default=4, ge=1, le=_MAX_TRIALS, description="Trials at a time.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
     early_stopping: EarlyStoppingSpec | None = None
+    secrets: Secrets = Field(default={}, description="Those of every trial's job.")
 
     @model_validator(mode="after")
     def _has_each_once(self) -> Self:

@@ -21,6 +21,7 @@ from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
 from trainer.layout.cost import MemoryUse, StepTime
 from trainer.layout.plans import Calibration
+from trainer.protocol.events import Prediction
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -97,6 +98,11 @@ def age(time_s: float, now_s: float) -> str:
     return f"{duration(now_s - time_s)} ago"
 
 
+def due(time_s: float | None, now_s: float) -> str:
+    """In how long a Unix time comes, as in `in 3m 20s`."""
+    return NOTHING if time_s is None else f"in {duration(time_s - now_s)}"
+
+
 def clock(seconds: float) -> str:
     """Time since the start of a job: `+02:13`, `+1:05:09`."""
     rest = max(0, int(seconds))
@@ -124,20 +130,20 @@ def metric(name: str, value: float | None) -> str:
 
 # ---- plans
 
-_TOO_SHORT = "Launches and latencies are left out, so steps of few milliseconds look too short."
+_UNCERTAIN = "Steps of few milliseconds are the least certain: Python and latencies make them."
 
 
 def estimated(calibration: Calibration | None = None) -> str:
     """What the numbers of a plan are."""
     if calibration is None:
-        return f"Estimated from the spec; nothing was measured. {_TOO_SHORT}"
+        return f"Estimated from the spec; nothing was measured. {_UNCERTAIN}"
     extra = calibration.extra_bytes
     memory = f", and workers {size(abs(extra))} {'more' if extra > 0 else 'less'}" if extra else ""
     jobs = counted(calibration.num_jobs, "job")
     return (
         f"Estimated from the spec, and calibrated by {jobs} of this cluster: steps take "
         f"{calibration.step_ratio:g} times as long as the model says (between a quarter and four "
-        f"times is believed){memory}. {_TOO_SHORT}"
+        f"times is believed){memory}. {_UNCERTAIN}"
     )
 
 
@@ -151,6 +157,23 @@ MEMORY_PARTS = (
     ("Process", "process_bytes"),
     ("Reserve", "reserve_bytes"),
 )
+_USED_PARTS = [(name, field) for name, field in MEMORY_PARTS if field != "reserve_bytes"]
+
+
+def memory_of(rank: MemoryUse) -> list[tuple[str, float]]:
+    """(part, bytes) of what a rank needs."""
+    return [(name, getattr(rank, field)) for name, field in _USED_PARTS]
+
+
+def memory_by_position(told: Prediction) -> list[list[tuple[str, float]]]:
+    """The same for each position of a sharding group, of as many as all told parts have."""
+    parts = {
+        name: told.memory_bytes.get(field[: -len("_bytes")], []) for name, field in _USED_PARTS
+    }
+    known = {name: sizes for name, sizes in parts.items() if sizes}
+    return [[*zip(known, sizes, strict=True)] for sizes in zip(*known.values(), strict=False)]
+
+
 # More ranks than these are left out where each has a bar.
 MAX_BARS = 16
 
@@ -166,7 +189,7 @@ def fullest(ranks: Sequence[MemoryUse]) -> list[tuple[int, MemoryUse]]:
     return sorted(order[:MAX_BARS], key=lambda pair: pair[0])
 
 
-_UNITS = {"per_s": compact, "s": latency, "bytes": size, "ratio": ratio}
+_UNITS = {"per_s": compact, "s": latency, "steps": compact, "bytes": size, "ratio": ratio}
 
 
 def compared_texts(each: ComparedOut) -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.projects import hold_lock
 from service.db.sweeps import SweepStore
@@ -26,7 +27,7 @@ from service.errors import (
     StoreUnavailable,
 )
 from service.jobs.actions import cancel_job, pause_job
-from service.jobs.submit import submit_job
+from service.jobs.submit import keep_secrets, submit_job
 from service.settings import Settings
 from service.sweeps.search import spec_of_trial, suggest
 from trainer.spec.base import SpecError
@@ -47,6 +48,7 @@ class SweepRunner:
 
     store: SweepStore
     jobs: JobStore
+    keys: KeyStore
     settings: Settings
     jobs_changed: Callable[[], None]
     clock: Callable[[], float] = time.time
@@ -129,6 +131,9 @@ class SweepRunner:
                 spec,
                 idempotency_key=key,
                 actor=sweep.created_by,
+                prepare=lambda job_id: keep_secrets(
+                    self.keys, self.settings, job_id, self.keys.secrets_of(sweep.id)
+                ),
                 checkpoint_root=self.settings.checkpoint_root,
             )
         except (SpecError, IdempotencyConflict) as error:

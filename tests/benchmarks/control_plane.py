@@ -132,6 +132,8 @@ class ShardloomServer:
         now = time.time()
         copies = [(new_job_id(now - 60 - number), number) for number in range(num_jobs)]
         with closing(sqlite3.connect(self.process.home / "shardloom.db", timeout=60)) as database:
+            # At once: a read that turned into a write later would fail where the service writes.
+            database.execute("BEGIN IMMEDIATE")
             database.execute("CREATE TEMP TABLE copies (id TEXT PRIMARY KEY, number INTEGER)")
             database.executemany("INSERT INTO copies VALUES (?, ?)", copies)
             for table, key in (("jobs", "id"), ("job_progress", "job_id"), ("attempts", "job_id")):

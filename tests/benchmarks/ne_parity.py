@@ -48,11 +48,19 @@ BF16 = "2D, c=M, dense bf16"
 _SEED_TIMEOUT_S = 3600.0
 
 
-def variants_of(world_size: int, shard_group_size: int, has_overlap: bool = False) -> list[Variant]:
-    """The peer, our engine in 1D, and 2D with c = M, 2, 1 and in bf16, or c = M and overlap."""
+def variants_of(
+    world_size: int, shard_group_size: int, has_overlap: bool = False, only_scales: bool = False
+) -> list[Variant]:
+    """The peer, our engine in 1D, and 2D with c = M, M/2, 1 and in bf16, or c = M and overlap.
+
+    `only_scales` leaves out our engine in 1D and bf16.
+    """
     num_replicas = world_size // shard_group_size
-    scales = [num_replicas] if has_overlap else sorted({num_replicas, 2, 1}, reverse=True)
+    every = {num_replicas, num_replicas // 2, 1}
+    scales = [num_replicas] if has_overlap else sorted(every, reverse=True)
     in_2d = [Variant(name_of_scale(c), shard_group_size, float(c)) for c in scales]
+    if only_scales:
+        return [Variant(PEER, world_size, None), *in_2d]
     if has_overlap:
         in_2d.append(replace(in_2d[0], name=OVERLAPPED, is_overlapped=True))
     else:
@@ -156,6 +164,21 @@ def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Tabl
     return table
 
 
+def curves_of(results: list[SeedResult]) -> Table:
+    """Gap of every variant along the training, in percent, of means over the seeds."""
+    names = [name for name in results[0].curves if name != PEER]
+    title = "ne_parity: gap in % along the training"
+    table = Table("samples", f"NE of {PEER}", *names, title=title)
+    for index, rows in enumerate(results[0].curves[PEER].rows):
+        ne = {
+            name: [result.curves[name].ne[index] for result in results]
+            for name in results[0].curves
+        }
+        gaps = (f"{100 * gap.relative:+.4f}" for gap in gaps_of(ne).values())
+        table.add_row(f"{rows:,}", f"{fmean(ne[PEER]):.6f}", *gaps)
+    return table
+
+
 def document_of(
     settings: Settings, num_replicas: int, results: list[SeedResult], machine: dict[str, Any]
 ) -> dict[str, Any]:
@@ -194,6 +217,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=4, help="runs of each variant (default 4)")
     parser.add_argument("--shard-group-size", type=int, default=1, help="L in 2D (default 1)")
+    help_text = "train the peer and 2D with each c alone"
+    parser.add_argument("--only-scales", action="store_true", help=help_text)
     for setting in fields(Settings):
         option = "--" + setting.name.replace("_", "-")
         kind = type(setting.default)
@@ -226,11 +251,13 @@ def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str,
     """Measure; the document and the table to print."""
     settings: Settings = options.settings
     has_overlap = settings.sync_overlap > 0
-    variants = variants_of(settings.world_size, options.shard_group_size, has_overlap)
+    variants = variants_of(
+        settings.world_size, options.shard_group_size, has_overlap, options.only_scales
+    )
     results = measure(settings, variants, options.seeds)
     num_replicas = settings.world_size // options.shard_group_size
     document = document_of(settings, num_replicas, results, machine)
-    return document, [table_of(final_ne(results), results[0].teacher_ne)]
+    return document, [curves_of(results), table_of(final_ne(results), results[0].teacher_ne)]
 
 
 if __name__ == "__main__":

@@ -11,21 +11,20 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.benchmarks.ne_parity_case import (
-    FEATURES,
-    NUM_DENSE,
-    TABLES,
     RankRows,
     Settings,
     batches,
+    model_sections,
     rows_of_rank,
     set_start,
     stock_network,
@@ -150,8 +149,9 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
 def _build_stock(settings: Settings, seed: int) -> _Trainee:
     """1D with stock TorchRec, every table table-wise, and nothing of ours."""
     fused = fused_adagrad(settings.sparse_lr, settings.sparse_eps)
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-    model = sharded(stock_network(settings), sharder, TABLES, "table_wise")
+    kinds = (EmbeddingBagCollectionSharder, EmbeddingCollectionSharder)
+    sharders = [kind(fused_params=fused) for kind in kinds]
+    model = sharded(stock_network(settings), sharders, list(settings.tables), "table_wise")
     set_start(model, settings, seed)
     optimizers = StockOptimizers(model, settings)
     return _Trainee(model, optimizers.begin_step, lambda step: optimizers.step())
@@ -190,18 +190,7 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
         {
             "name": "ne-parity",
             "data": {"path": "none", "label": {"column": "click"}},
-            "features": _features(),
-            "embedding_tables": _tables(settings, variant),
-            "model": {
-                "arch": "dcn_v2",
-                "dense_arch": {"layer_sizes": settings.dense_layers},
-                "over_arch": {"layer_sizes": settings.over_layers},
-                "interaction_arch": {
-                    "num_layers": settings.num_cross_layers,
-                    "low_rank_dim": settings.cross_rank,
-                },
-                "tasks": [{"name": "click", "loss": "bce", "metrics": ["ne"]}],
-            },
+            **model_sections(settings, partial(_sharding_of, variant=variant)),
             "training": {"dense_precision": variant.precision},
             "optimizer": {
                 "sparse": {"lr": settings.sparse_lr, "eps": settings.sparse_eps},
@@ -216,28 +205,6 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
             },
         }
     )
-
-
-def _features() -> list[dict[str, Any]]:
-    return [
-        *({"name": f"count_{i}", "type": "dense"} for i in range(NUM_DENSE)),
-        *(
-            {"name": feature, "type": "id", "table": table}
-            for feature, table in zip(FEATURES, TABLES, strict=True)
-        ),
-    ]
-
-
-def _tables(settings: Settings, variant: Variant) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": table,
-            "num_embeddings": size,
-            "embedding_dim": settings.embedding_dim,
-            "constraints": {"sharding_types": [_sharding_of(size, variant)]},
-        }
-        for table, size in zip(TABLES, settings.table_sizes, strict=True)
-    ]
 
 
 def _sharding_of(num_rows: int, variant: Variant) -> str:

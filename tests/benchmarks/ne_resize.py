@@ -77,7 +77,7 @@ def _train(
     settings: Settings, variant: str, seed: int, held_out: ClickRows, meter: TaskMeter
 ) -> Curve:
     group = SimulatedGroup(settings, seed)
-    teacher = Teacher(settings.table_sizes, settings.zipf_exponent, settings.teacher_seed)
+    teacher = Teacher(list(settings.tables.values()), settings.zipf_exponent, settings.teacher_seed)
     curve, started = Curve(), time.perf_counter()
     for turn in turns_of(settings, [NUM_GROUPS] * len(WALK) if variant == FAULT_FREE else WALK):
         if variant != UNSCALED:

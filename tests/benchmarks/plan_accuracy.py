@@ -5,7 +5,8 @@ python -m tests.benchmarks.plan_accuracy --json FILE
 Eight gloo ranks on two emulated hosts, as in `two_d`, train the same small DLRM in several layouts,
 one after the other. The prediction is told what the engine's own probe finds on these ranks (speed
 of memory and links, all ranks busy at once), the speed of a matrix product, and what a process
-takes before it has a model; the rest is the cost model over TorchRec's plan of the group.
+takes before it has a model; the rest is the cost model and its profile of CPUs over TorchRec's plan
+of the group.
 
 `memory_error`: the largest relative error of the peak memory of a layout's fullest rank, of the
 process in all; `model_memory_error`, which has no goal, leaves out what it took before. `spearman`:
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from tests.benchmarks.report import (
 from tests.benchmarks.two_d import LINK, NUM_HOSTS, RANKS_PER_HOST, emulated_ranks
 from tests.benchmarks.two_d_train import TwoDTrainer, take
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from trainer.layout.cost import Cluster
+from trainer.layout.cost import cpu_cluster
 from trainer.layout.layout import WorkerSite
 from trainer.layout.plans import Comparer, Option, PlanSite
 from trainer.parallel.group_planner import group_plan
@@ -182,12 +183,9 @@ def _release_memory() -> None:
 
 def predict(case: Case, machine: Machine, before_bytes: int) -> tuple[float, int]:
     """(samples/s, peak bytes of the fullest rank) that the planner says."""
-    cluster = Cluster(
-        name="this machine",
-        device="cpu",
-        gpus_per_host=RANKS_PER_HOST,
+    cluster = replace(
+        cpu_cluster(RANKS_PER_HOST, 2**32),
         num_hosts=NUM_HOSTS,
-        hbm_bytes=2**32,
         hbm_bytes_per_s=machine.memory,
         intra_host_bytes_per_s=machine.intra_host,
         inter_host_bytes_per_s=machine.inter_host,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -138,6 +140,30 @@ def page(browser: Browser, dashboard: Dashboard) -> Iterator[Page]:
     with open_tab(browser, dashboard.url) as (tab, faults):
         yield tab
     assert not faults
+
+
+@pytest.fixture(scope="package")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checker of accessibility; skips where the npm registry cannot be had."""
+    folder = tmp_path_factory.mktemp("axe")
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("needs npm, for axe-core")
+    pack = [npm, "pack", "--silent", "axe-core@4.14.1"]
+    if subprocess.run(pack, cwd=folder, capture_output=True, check=False).returncode:
+        pytest.skip("needs the npm registry, for axe-core")
+    with tarfile.open(folder / "axe-core-4.14.1.tgz") as archive:
+        script = archive.extractfile("package/axe.min.js")
+        assert script is not None
+        return script.read().decode()
+
+
+def serious_faults(page: Page, axe: str) -> list[tuple[str, str]]:
+    """What keeps some readers from using a page: the rule, and an element that breaks it."""
+    page.evaluate(axe)
+    found = page.evaluate("async () => (await axe.run()).violations")
+    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    return [(each["id"], each["nodes"][0]["html"]) for each in serious]
 
 
 def start_job(store: JobStore, name: str, age_s: float = 60.0, **spec: Any) -> Job:

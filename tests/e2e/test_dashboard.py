@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +15,22 @@ from playwright.sync_api import Locator, Page, expect
 
 from service import storage
 from service.dashboard import panels
+from service.db.queries import JobFilter
+from service.db.sweeps import SweepStore
 from service.domain.models import Job, JobStatus
+from service.domain.sweeps import Parameter, Sweep, Trial
 from service.jobs import run_storage
 from service.jobs.logs import list_sources
 from service.storage import in_time
-from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, open_job, start_job, tell
+from tests.e2e.conftest import (
+    LIVE_MS,
+    Dashboard,
+    files_of,
+    open_job,
+    serious_faults,
+    start_job,
+    tell,
+)
 from tests.harness.builders import (
     checkpoint,
     metrics,
@@ -146,24 +154,30 @@ def test_jobs_are_found_selected_and_compared(
     assert download.value.path().read_text().startswith("step,time,train/loss")
 
 
-@pytest.fixture(scope="package")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The checker of accessibility; skips where the npm registry cannot be had."""
-    folder = tmp_path_factory.mktemp("axe")
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("needs npm, for axe-core")
-    pack = [npm, "pack", "--silent", "axe-core@4.14.1"]
-    if subprocess.run(pack, cwd=folder, capture_output=True, check=False).returncode:
-        pytest.skip("needs the npm registry, for axe-core")
-    with tarfile.open(folder / "axe-core-4.14.1.tgz") as archive:
-        script = archive.extractfile("package/axe.min.js")
-        assert script is not None
-        return script.read().decode()
+def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:
+    submit(dashboard, "first")
+    submit(dashboard, "second")
+    page.goto("/dashboard/")
+    for button, asked in (("Cancel", "Cancel jobs"), ("Delete", "Delete jobs")):
+        page.get_by_role("checkbox", name="Select all").click()
+        page.locator(".selection").get_by_role("button", name=button).click()
+        page.get_by_role("dialog").get_by_role("button", name=asked).click()
+        expect(page.get_by_text("2 jobs ").first).to_be_visible(timeout=LIVE_MS)
+        if button == "Cancel":
+            expect(page.locator(".job-status", has_text="cancelled")).to_have_count(2)
+    expect(page.get_by_text("No jobs yet")).to_be_visible(timeout=LIVE_MS)
+    assert dashboard.store.list_jobs(JobFilter())[0] == []
 
 
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_pages_are_accessible(page: Page, running: Job, axe: str, theme: str) -> None:
+def test_pages_are_accessible(
+    page: Page, dashboard: Dashboard, running: Job, axe: str, theme: str
+) -> None:
+    searched = (Parameter("training.epochs", values=(1, 2)),)
+    sweep = Sweep("sweep-1", "lr", {}, searched, "train/loss", 1, time.time())
+    sweeps = SweepStore(dashboard.store.engine)
+    sweeps.create(sweep)
+    sweeps.add_trial(Trial(sweep.id, 0, {"training.epochs": 1}, time.time(), job_id=running.id))
     cookie = {"name": "shardloom-theme", "value": theme, "domain": "127.0.0.1", "path": "/"}
     page.context.add_cookies([cookie])
     for path, shown in (
@@ -171,15 +185,15 @@ def test_pages_are_accessible(page: Page, running: Job, axe: str, theme: str) ->
         ("new", ".problem"),
         (f"compare?jobs={running.id}", ".drawn"),
         (f"jobs/{running.id}", ".drawn"),
+        ("sweeps", ".data"),
+        (f"sweeps/{sweep.id}", ".badge"),
+        ("no/such/page", ".blank"),
         ("cluster", ".figures"),
         ("settings", ".data, .empty"),
     ):
         page.goto(f"/dashboard/{path}")
         expect(page.locator(shown).first).to_be_visible(timeout=LIVE_MS)
-        page.evaluate(axe)
-        found = page.evaluate("async () => (await axe.run()).violations")
-        serious = [each for each in found if each["impact"] in ("serious", "critical")]
-        assert [(each["id"], each["nodes"][0]["html"]) for each in serious] == [], path
+        assert serious_faults(page, axe) == [], path
 
 
 def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
@@ -241,7 +255,15 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     tell(dashboard.store, running, metrics(60, train_loss=0.5), progress(60))
     expect(page.locator(".progress-panel")).to_contain_text("step 60 of 100", timeout=LIVE_MS)
     expect(page.locator(".figure", has_text="Train loss")).to_contain_text("0.5000")
-    assert settled_picture(loss_chart) != before
+    drawn = settled_picture(loss_chart)
+    assert drawn != before
+    loss_chart.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Control")
+    zoomed = settled_picture(loss_chart)
+    page.get_by_label("Log scale").click()
+    assert len({drawn, zoomed, settled_picture(loss_chart)}) == 3
 
 
 def test_the_log_tail_shows_rank_0_and_then_follows_the_chosen_source(

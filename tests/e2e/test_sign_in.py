@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from service.backends.fake import Script
 from service.db.queries import JobFilter
 from service.domain.auth import AuditFilter, login_code
-from tests.e2e.conftest import LIVE_MS, open_tab, serve, tell
+from tests.e2e.conftest import LIVE_MS, open_tab, serious_faults, serve, tell
 from tests.harness.builders import (
     metrics,
     progress,
@@ -23,6 +24,7 @@ from tests.harness.builders import (
 )
 from tests.harness.databases import SqliteTemplate, store_job
 from tests.harness.service import Guarded, guarded
+from tests.harness.wait import wait_for
 
 
 @pytest.fixture(params=["required", "local"])
@@ -49,9 +51,10 @@ def tab(browser: Browser, house: Guarded) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("auth", ["required"], indirect=True)
-def test_a_reader_signs_in_works_and_signs_out(tab: Page, house: Guarded) -> None:
+def test_a_reader_signs_in_works_and_signs_out(tab: Page, house: Guarded, axe: str) -> None:
     tab.goto("/")
     expect(tab.get_by_role("heading", name="Sign in")).to_be_visible()
+    assert serious_faults(tab, axe) == []
     tab.get_by_label("API key").fill("shl_wrong")
     tab.get_by_role("button", name="Sign in").click()
     expect(tab.get_by_role("alert")).to_contain_text("unknown, expired or revoked")
@@ -80,7 +83,12 @@ def _enter(tab: Page, house: Guarded, path: str, key: str) -> None:
 @pytest.mark.parametrize("auth", ["required"], indirect=True)
 def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, house: Guarded) -> None:
     _enter(tab, house, "/dashboard/new", "submitter")
-    editor = tab.get_by_role("textbox", name="Spec")
+    editor, command = tab.get_by_role("textbox", name="Spec"), tab.locator(".command-line")
+    expect(command).to_contain_text("shardloom submit examples/movielens.yaml")
+    with tab.expect_file_chooser() as chosen:
+        tab.get_by_role("button", name="Upload code").click()
+    chosen.value.set_files({"name": "net.py", "mimeType": "text/x-python", "buffer": b"WIDTH = 8"})
+    expect(command).to_contain_text("--code DIR", timeout=LIVE_MS)
     editor.press("ControlOrMeta+a")
     tab.keyboard.insert_text(json.dumps(spec_document(name="by-hand"), indent=2))
     expect(tab.get_by_label("name", exact=True)).to_have_value("by-hand", timeout=LIVE_MS)
@@ -104,6 +112,48 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     expect(tab.locator(".progress-panel")).to_contain_text("step 40 of 100", timeout=LIVE_MS)
     house.backend.play(job.id, Script(("succeeded",)))
     expect(heading).to_contain_text("succeeded", timeout=LIVE_MS)
+    tab.get_by_role("link", name="New from this").click()
+    tab.get_by_label("training epochs").fill("5")
+    expect(command).to_contain_text("--set training.epochs=5", timeout=LIVE_MS)
+    expect(command).to_contain_text(f"clone {job.id}")
+    tab.get_by_role("button", name="Submit").click()
+    tab.get_by_role("tab", name="Spec").click()
+    expect(tab.locator(".differences tbody tr")).to_have_text(re.compile("training.epochs.*5"))
+
+
+@pytest.mark.parametrize("auth", ["required"], indirect=True)
+def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
+    tab: Page, house: Guarded
+) -> None:
+    _enter(tab, house, "/dashboard/new", "submitter")
+    tab.get_by_role("textbox", name="Spec").press("ControlOrMeta+a")
+    tab.keyboard.insert_text(json.dumps(spec_document(name="tuned"), indent=2))
+    searched = tab.get_by_label("fields to search")
+    searched.fill("training.epochs")
+    expect(tab.get_by_text("does not read KEY=RANGE")).to_be_visible(timeout=LIVE_MS)
+    expect(tab.get_by_role("button", name="Submit")).to_be_disabled()
+    searched.fill("training.epochs=1,2")
+    tab.get_by_label("search", exact=True).click()
+    tab.get_by_role("option", name="grid").click()
+    expect(tab.locator(".command-line")).to_contain_text(
+        "--vary training.epochs=1,2", timeout=LIVE_MS
+    )
+    tab.get_by_role("button", name="Start the sweep").click()
+    rows = tab.locator(".compared tbody tr")
+    expect(rows).to_have_count(2, timeout=LIVE_MS)
+    for job in house.store.list_jobs(JobFilter(search="tuned"))[0]:
+        loss = 0.5 if job.spec.training.epochs == 2 else 0.7
+        wait_for(lambda job=job: house.store.get_job(job.id).current_attempt_id, "an attempt")
+        tell(house.store, job, workers_started(), metrics(10, validation_rmse=loss))
+        house.backend.play(job.id, Script(("succeeded",)))
+    expect(tab.locator(".heading")).to_contain_text("completed", timeout=LIVE_MS)
+    expect(rows.first).to_contain_text("best")
+    expect(rows.first).to_contain_text("0.5000")
+    chart = tab.locator(".chart-panel").first
+    for kind, begins in (("CSV", b"trial,job"), ("PNG", b"\x89PNG")):
+        with tab.expect_download() as download:
+            chart.get_by_role("button", name=kind).click()
+        assert download.value.path().read_bytes().startswith(begins)
 
 
 @pytest.mark.parametrize("auth", ["required"], indirect=True)

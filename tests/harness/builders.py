@@ -221,6 +221,7 @@ def predicted_workers(**changes: Any) -> WorkersStarted:
             **{part: [500_000, 1_000_000] for part in MEMORY_PARTS},
             "reserve": [9_000_000, 9_000_000],
         },
+        sync_every_steps=16,
     )
     return workers_started().model_copy(update={"prediction": foretold, **changes})
 

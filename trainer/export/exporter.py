@@ -29,7 +29,6 @@ from trainer.errors import DataError
 from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, NotExportable, write_manifest
 from trainer.export.load import (
-    available_bytes,
     check_memory,
     checkpoint_at,
     find_checkpoint,
@@ -49,6 +48,7 @@ from trainer.export.predict import (
 )
 from trainer.export.program import quantized, write_program
 from trainer.export.report import DEFAULT_ROWS, Report, measure
+from trainer.layout.hosts import host_memory_bytes
 from trainer.protocol.code_archive import CodeError, unpack
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import installed_versions
@@ -186,7 +186,7 @@ def export(
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
     spec, notes = with_data(written)
-    check_memory(spec, quantize, available_bytes())
+    check_memory(spec, quantize, host_memory_bytes()[1])
     with _users_code(run_dir, spec.model.code):
         tell(f"loading checkpoint {found.path.name}")
         trained = load_model(spec, found.path)

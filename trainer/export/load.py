@@ -7,11 +7,9 @@ process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `Not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -189,20 +187,3 @@ def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) ->
             f"its {quantize} form, and {available_bytes / 1e9:.1f} GB are free here; export on a "
             "host with more memory (`shardloom export --run-dir DIR`)"
         )
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: the host's free part, within its cgroup's limit."""
-    limits = [1024 * _numbers_in(Path("/proc/meminfo"))["MemAvailable:"]]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such files, or "max"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # Files that can be read again hold no memory.
-        limits.append(limit - used + _numbers_in(group / "memory.stat").get("inactive_file", 0))
-    return min(limits)
-
-
-def _numbers_in(path: Path) -> dict[str, int]:
-    """The numbers in a file with a name and a number a line; raises OSError."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {name: int(number) for name, number, *_ in lines}

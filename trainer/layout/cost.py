@@ -3,15 +3,19 @@
 Pure arithmetic, no torch. T ranks form M sharding groups of L, each rank with b samples a step. The
 phases of a step follow one another:
 
-    input dist    b i / A                    ids, all-to-all in the sharding group
-    lookup        b u I / HBM                forward and backward, on the rank with most of it
-    output dist   b o I / A                  vectors and their gradients, likewise
-    dense         b f / FLOPS + R(D, T) / n  network, and the all-reduce of its gradients
-    sync          R(S, M) / N                average of the copies of a shard, every N steps
+    input dist    3 a + b i / A                    ids, all-to-all in the sharding group
+    lookup        b u I / HBM                      forward and backward, on the rank with most of it
+    output dist   2 a + b o I / A                  vectors and their gradients, likewise
+    dense         b f / FLOPS + (a + R(D, T)) / n  network, and the all-reduce of its gradients
+    sync          (6 a + R(S, M)) / N              average of the copies of a shard, every N steps
+    host          H                                Python, autograd, launches of kernels
 
 i, u, o are bytes a sample and f its floating point operations, D the bytes of the dense gradients,
 averaged every n steps, and S what a sync averages of one rank's shard. I is the imbalance: lookup
-time of the slowest rank over the mean; it sends as much more.
+time of the slowest rank over the mean; it sends as much more. a is the latency of a collective,
+and before it their number: lengths of what follows, lengths and ids; vectors forward, gradients
+back; a reduce-scatter and an all-gather each of marks of touched rows, weights and optimizer state.
+A GPU computes while its host launches what comes next, so there only what is left of H counts.
 
 A rank exchanges with L - 1 others, those on its host over one link and the rest over another, both
 at the same time; the slower one decides. R(x, m) is a ring all-reduce of x bytes over m members, k
@@ -20,6 +24,8 @@ on each of h = m / k hosts: inside the hosts first, then the k-th part of x acro
     R(x, m) = 2 x (k - 1) / (k B_intra) + 2 x (h - 1) / (h k B_inter)
 
 which is 2 S (M - 1) / (T B), the paper's latency of a full sync, where one link carries it all.
+Where hosts are in several buildings, what leaves one goes over a third link too, and R inside the
+buildings first, in the same way.
 
 A rank holds the L-th part of tables and optimizer state, so other copies cost it S (M - 1) / T
 (2D sparse parallelism, arXiv 2508.03854, section 5); lookups, which grow with I; ids of three
@@ -31,7 +37,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +48,8 @@ MAX_GPUS = 16_384
 RESERVE_SHARE = 0.15
 # Batches whose ids are on the device: in use, being exchanged, being copied there.
 NUM_BATCHES = 3
+# Collectives of a step, and of a sync.
+_INPUT_COLLECTIVES, _OUTPUT_COLLECTIVES, _SYNC_COLLECTIVES = 3, 2, 6
 
 
 class ClusterError(ValueError):
@@ -54,7 +62,9 @@ class Cluster:
 
     Bandwidths and operations are what one GPU attains, links in one direction. On CPUs a worker
     stands for a GPU, and its share of the host's memory for HBM. `process_bytes` is what a worker
-    takes there before it has a model.
+    takes there before it has a model, `step_overhead_s` what a step takes of its
+    host, and `collective_latency_s` what a collective takes that moves nothing. All hosts are in
+    one building unless `hosts_per_building` says otherwise.
     """
 
     name: str
@@ -67,21 +77,45 @@ class Cluster:
     tf32_flops_per_s: float
     bf16_flops_per_s: float
     process_bytes: float = 0.0
+    step_overhead_s: float = 0.0
+    collective_latency_s: float = 0.0
+    hosts_per_building: int | None = None
+    inter_building_bytes_per_s: float | None = None
     device: str = "cuda"
     num_hosts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _QUANTITIES:
+        for name in (*_QUANTITIES, *_BUILDINGS):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ClusterError(
                     f"cluster {self.name}: {name} is {value:g}, but must be a finite number above "
                     "0; correct it, or leave it to the profile"
                 )
-        if not (self.process_bytes >= 0 and math.isfinite(self.process_bytes)):
-            raise ClusterError(f"cluster {self.name}: process_bytes must be 0 or more")
+        for name in _EXTRAS:
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ClusterError(
+                    f"cluster {self.name}: {name} is {value:g}, but must be a finite number, 0 or "
+                    "more"
+                )
+        if (self.hosts_per_building is None) != (self.inter_building_bytes_per_s is None):
+            raise ClusterError(
+                f"cluster {self.name}: {' and '.join(_BUILDINGS)} belong together; give both"
+            )
         if self.num_hosts is not None and self.num_hosts < 1:
             raise ClusterError(f"cluster {self.name}: it needs at least one host")
+
+    @property
+    def links(self) -> tuple[tuple[int, float], ...]:
+        """(neighbouring ranks, bytes a second between them) of hosts, of buildings if there are
+        several, and of all that there is."""
+        found = [(self.gpus_per_host, self.intra_host_bytes_per_s)]
+        if self.hosts_per_building is None or self.inter_building_bytes_per_s is None:
+            return (*found, (MAX_GPUS, self.inter_host_bytes_per_s))
+        in_building = self.gpus_per_host * self.hosts_per_building
+        found += [(in_building, self.inter_host_bytes_per_s)]
+        return (*found, (MAX_GPUS, self.inter_building_bytes_per_s))
 
     @property
     def reserve_bytes(self) -> float:
@@ -91,7 +125,7 @@ class Cluster:
     @property
     def fingerprint(self) -> str:
         """Of the hardware, however many hosts there are and whatever memory a job's workers get."""
-        quantities = [self.gpus_per_host, *(getattr(self, name) for name in RATES)]
+        quantities = [self.gpus_per_host, *(getattr(self, name) for name in (*RATES, *DELAYS))]
         return " ".join([self.device, *(f"{each:.3g}" for each in quantities)])
 
     def hosts_for(self, world_size: int) -> int:
@@ -120,8 +154,12 @@ RATES = (
     *("hbm_bytes_per_s", "intra_host_bytes_per_s", "inter_host_bytes_per_s"),
     *("fp32_flops_per_s", "tf32_flops_per_s", "bf16_flops_per_s"),
 )
+DELAYS = ("step_overhead_s", "collective_latency_s")
 _QUANTITIES = (*_COUNTS, *RATES)
-CLUSTER_QUANTITIES = (*_QUANTITIES, "process_bytes")
+_EXTRAS = ("process_bytes", *DELAYS)
+_BUILDINGS = ("hosts_per_building", "inter_building_bytes_per_s")
+CLUSTER_QUANTITIES = (*_QUANTITIES, *_EXTRAS, *_BUILDINGS)
+_WHOLE = (*_COUNTS, "hosts_per_building")
 _GIB = 2**30
 # Share of a data sheet's rates that is attained.
 _ATTAINED = 2 / 3
@@ -134,6 +172,8 @@ _GPUS = {
     "H200-141GB": (141 * _GIB, (4.8, 0.45, 0.05, 67.0, 495.0, 989.0)),
 }
 GPU_NAMES = tuple(_GPUS)
+# What a step of 26 tables took of an H200's host (benchmark `gpu_step`); NCCL's latency.
+_GPU_DELAYS = {"step_overhead_s": 4e-3, "collective_latency_s": 5e-5}
 # Ray's types of GPUs; one that comes in two sizes is taken to be the smaller.
 _RAY_GPUS = {
     "A100": "A100-40GB",
@@ -149,7 +189,9 @@ _CPU_RATES: dict[str, Any] = {
     "fp32_flops_per_s": 3e10,
     "tf32_flops_per_s": 3e10,
     "bf16_flops_per_s": 3e10,
-    "process_bytes": 0.5 * _GIB,
+    "process_bytes": 0.65 * _GIB,
+    "step_overhead_s": 1e-2,
+    "collective_latency_s": 1e-3,
 }
 _HOST_LINK = 1.25e9 * _ATTAINED
 _CPU = re.compile(r"CPU-(\d{1,6})GB")
@@ -191,6 +233,7 @@ def gpu_cluster(gpu: str, gpus_per_host: int) -> Cluster:
     hbm_bytes, tera = _GPUS[gpu]
     attained = (each * 1e12 * _ATTAINED for each in tera)
     rates: dict[str, Any] = dict(zip(RATES, attained, strict=True))
+    rates |= _GPU_DELAYS
     return Cluster(name=gpu, gpus_per_host=gpus_per_host, hbm_bytes=hbm_bytes, **rates)
 
 
@@ -219,7 +262,7 @@ def _override(text: str) -> tuple[str, Any]:
         known = ", ".join(CLUSTER_QUANTITIES)
         raise ClusterError(f"a cluster has no {name!r}; what can be set: {known}")
     try:
-        return name, int(float(value)) if name in _COUNTS else float(value)
+        return name, int(float(value)) if name in _WHOLE else float(value)
     except (ValueError, OverflowError):
         raise ClusterError(f"{name} must be a finite number, but is {value!r}") from None
 
@@ -256,13 +299,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by phase; `sync_s` is the share of a sync that training waits for."""
+    """Seconds of one step by phase; `sync_s` is the share of a sync that training waits for,
+    `host_s` what the host adds."""
 
     input_dist_s: float
     lookup_s: float
     output_dist_s: float
     dense_s: float
     sync_s: float
+    host_s: float
 
     @property
     def total_s(self) -> float:
@@ -324,25 +369,30 @@ def cost_of(workload: Workload, layout: Layout, cluster: Cluster) -> Cost:
 
 def step_time(workload: Workload, layout: Layout, cluster: Cluster) -> StepTime:
     """Seconds of a step of `batch_size` samples a rank, by phase."""
-    batch, world_size = workload.batch_size, layout.world_size
+    batch, imbalance = workload.batch_size, workload.lookup_imbalance
     flops_per_s = getattr(cluster, f"{workload.precision}_flops_per_s")
+    input_s = all_to_all_s(batch * workload.input_bytes, layout, cluster, _INPUT_COLLECTIVES)
+    lookup_s = batch * workload.lookup_bytes * imbalance / cluster.hbm_bytes_per_s
+    output_bytes = batch * workload.output_bytes * imbalance
+    output_s = all_to_all_s(output_bytes, layout, cluster, _OUTPUT_COLLECTIVES)
     gradients_s = all_reduce_s(
-        workload.dense_gradient_bytes, world_size, cluster.gpus_per_host, cluster
-    )
-    input_s = all_to_all_s(batch * workload.input_bytes, layout, cluster)
-    lookup_s = batch * workload.lookup_bytes * workload.lookup_imbalance / cluster.hbm_bytes_per_s
-    output_bytes = batch * workload.output_bytes * workload.lookup_imbalance
-    output_s = all_to_all_s(output_bytes, layout, cluster)
-    dense_s = batch * workload.dense_flops / flops_per_s + gradients_s / workload.dense_every_steps
-    sync_s = all_reduce_s(
-        workload.synced_bytes / layout.shard_group_size,
-        layout.num_replicas,
-        copies_per_host(layout, cluster),
+        workload.dense_gradient_bytes,
+        [min(layout.world_size, num_ranks) for num_ranks, _ in cluster.links],
         cluster,
     )
-    hidden_s = workload.overlap_steps * (input_s + lookup_s + output_s + dense_s)
+    dense_s = batch * workload.dense_flops / flops_per_s + gradients_s / workload.dense_every_steps
+    device_s = input_s + lookup_s + output_s + dense_s
+    overhead_s, is_hidden = cluster.step_overhead_s, cluster.device == "cuda"
+    host_s = max(0.0, overhead_s - device_s) if is_hidden else overhead_s
+    sync_s = all_reduce_s(
+        workload.synced_bytes / layout.shard_group_size,
+        [copies_within(layout, num_ranks) for num_ranks, _ in cluster.links],
+        cluster,
+        _SYNC_COLLECTIVES,
+    )
+    hidden_s = workload.overlap_steps * (device_s + host_s)
     waited_s = max(0.0, sync_s - hidden_s) / workload.sync_every_steps
-    return StepTime(input_s, lookup_s, output_s, dense_s, waited_s)
+    return StepTime(input_s, lookup_s, output_s, dense_s, waited_s, host_s)
 
 
 def memory_use(workload: Workload, layout: Layout, cluster: Cluster) -> MemoryUse:
@@ -362,29 +412,43 @@ def memory_use(workload: Workload, layout: Layout, cluster: Cluster) -> MemoryUs
     )
 
 
-def copies_per_host(layout: Layout, cluster: Cluster) -> int:
-    """k: how many of the M copies of a shard sit on one host."""
-    num_gpus, size, copies = cluster.gpus_per_host, layout.shard_group_size, layout.num_replicas
-    return min(copies, num_gpus if layout.placement == "intra_host" else max(1, num_gpus // size))
+def copies_within(layout: Layout, num_ranks: int) -> int:
+    """How many of the M copies of a shard so many neighbouring ranks hold."""
+    if layout.placement == "intra_host":
+        return min(layout.num_replicas, num_ranks)
+    return min(layout.num_replicas, max(1, num_ranks // layout.shard_group_size))
 
 
-def all_to_all_s(num_bytes: float, layout: Layout, cluster: Cluster) -> float:
+def shards_within(layout: Layout, num_ranks: int) -> int:
+    """How many ranks of a sharding group are among so many neighbouring ones."""
+    return min(layout.shard_group_size, max(1, num_ranks // copies_within(layout, num_ranks)))
+
+
+def all_to_all_s(num_bytes: float, layout: Layout, cluster: Cluster, num_collectives: int) -> float:
     """Seconds in which each rank sends `num_bytes`, spread over its sharding group."""
     size = layout.shard_group_size
-    num_near = min(size, max(1, cluster.gpus_per_host // copies_per_host(layout, cluster)))
-    return max(
-        num_bytes * (num_near - 1) / size / cluster.intra_host_bytes_per_s,
-        num_bytes * (size - num_near) / size / cluster.inter_host_bytes_per_s,
-    )
+    if size == 1:
+        return 0.0
+    within = [shards_within(layout, num_ranks) for num_ranks, _ in cluster.links]
+    (_, near), *others = cluster.links
+    seconds = [(within[0] - 1) / near]
+    seconds += [(size - num) / rate for num, (_, rate) in zip(within, others, strict=False)]
+    return num_collectives * cluster.collective_latency_s + num_bytes / size * max(seconds)
 
 
-def all_reduce_s(num_bytes: float, num_members: int, per_host: int, cluster: Cluster) -> float:
-    """R of the module's docstring: seconds of an all-reduce with `per_host` members on a host."""
-    near = min(per_host, num_members)
-    num_hosts = math.ceil(num_members / near)
-    inside_s = 2 * num_bytes * (near - 1) / near / cluster.intra_host_bytes_per_s
-    across_s = 2 * num_bytes * (num_hosts - 1) / num_hosts / near / cluster.inter_host_bytes_per_s
-    return inside_s + across_s
+def all_reduce_s(
+    num_bytes: float, within: Sequence[int], cluster: Cluster, num_collectives: int = 1
+) -> float:
+    """R of the module's docstring, with its latency; `within` are the members on the ranks of each
+    of the cluster's links, the last of which are all."""
+    if within[-1] == 1:
+        return 0.0
+    seconds, below = num_collectives * cluster.collective_latency_s, 1
+    for num_members, (_, bytes_per_s) in zip(within, cluster.links, strict=True):
+        num_parts = math.ceil(num_members / below)
+        seconds += 2 * num_bytes / below * (num_parts - 1) / num_parts / bytes_per_s
+        below = num_members
+    return seconds
 
 
 def memory_overhead_bytes(table_bytes: int, layout: Layout) -> int:

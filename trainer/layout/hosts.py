@@ -8,13 +8,16 @@ worker has the memory of a GPU where it trains on one, else an equal share of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trainer.layout.choice import Choice, choose, need_of
 from trainer.layout.cost import gpu_memory_bytes
 from trainer.spec.job import JobSpec
 
 _NO_LIMIT = 1_000_000
+_CGROUP = Path("/sys/fs/cgroup")
 # Of the resources by which Ray names the GPUs of a node, as in "accelerator_type:H100".
 _ACCELERATOR = "accelerator_type:"
 
@@ -33,6 +36,24 @@ class HostFacts:
     memory_bytes: int
     gpu: str = ""
     gpu_memory_bytes: int = 0
+
+
+def host_memory_bytes() -> tuple[int, int]:
+    """(all, free) memory of this host or, where that has less, of this container (cgroup v2)."""
+    host = _numbers_in(Path("/proc/meminfo"))
+    total, free = (1024 * host[f"Mem{name}:"] for name in ("Total", "Available"))
+    with suppress(OSError, ValueError):  # no such files, or "max"
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Files that can be read again hold no memory.
+        files = _numbers_in(_CGROUP / "memory.stat")["inactive_file"]
+        total, free = min(total, limit), min(free, limit - used + files)
+    return total, max(0, free)
+
+
+def _numbers_in(path: Path) -> dict[str, int]:
+    """The numbers in a file with a name and a number a line; raises OSError."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def hosts_by_address(

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from trainer.layout.choice import Choice, candidates, choose, need_of, size_text
 from trainer.layout.cost import (
+    DELAYS,
     NUM_BATCHES,
     RATES,
     Cluster,
@@ -300,10 +301,14 @@ def _settled(spec: JobSpec, options: Iterable[Option]) -> list[Option]:
         return list(options)
     for option in options:
         mode = option.candidate.sync_mode
-        step = found[mode].candidate.step if mode in found else None
-        if step is None or step.sync_s > sync.tuner.time_share * step.total_s:
+        if mode not in found or not _is_settled(sync, found[mode].candidate.step):
             found[mode] = option
     return list(found.values())
+
+
+def _is_settled(sync: SyncSpec, step: StepTime) -> bool:
+    """Whether tuning would leave the interval at that of such a step."""
+    return not sync.is_tuned or step.sync_s <= sync.tuner.time_share * step.total_s
 
 
 def _distinct(options: Iterable[Option]) -> list[Option]:
@@ -435,13 +440,20 @@ def _syncs(spec: JobSpec, choice: Choice) -> list[SyncSpec]:
     if choice.layout.num_replicas == 1 or (sync.overlap and not sync.is_tuned):  # for its interval
         return [sync]
     modes = [sync.mode] if spec.optimizer.sparse.changes_untouched_rows else _MODES
-    if sync.is_tuned:  # memory is that of the longest, wherever it stands
-        tuners = [sync.tuner.model_copy(update={"min_steps": each}) for each in sync.intervals]
-        updates: list[dict[str, Any]] = [{"tuner": each} for each in tuners]
-    else:
-        updates = [{"every_steps": each} for each in sorted({*sync.intervals, *_SYNC_INTERVALS})]
+    others = sorted({*sync.intervals, *_SYNC_INTERVALS})
+    found = (
+        _tuned_intervals(sync)
+        if sync.is_tuned
+        else [sync.model_copy(update={"every_steps": each}) for each in others]
+    )
+    return [each.model_copy(update={"mode": mode}) for each in found for mode in modes]
+
+
+def _tuned_intervals(sync: SyncSpec) -> list[SyncSpec]:
+    """A sync at each interval that it may have, shortest first; memory is that of the longest."""
     return [
-        sync.model_copy(update={**update, "mode": mode}) for update in updates for mode in modes
+        sync.model_copy(update={"tuner": sync.tuner.model_copy(update={"min_steps": each})})
+        for each in sync.intervals
     ]
 
 
@@ -484,8 +496,13 @@ def _with_ranks(cost: Cost, ranks: Sequence[MemoryUse], cluster: Cluster) -> Cos
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed of all ranks, seconds of a step, and memory of each position of a sharding group."""
+    """Speed of all ranks, seconds of a step, and memory of each position of a sharding group.
 
+    A sync comes every `sync_every_steps`; where that is tuned it is what tuning would come to, and
+    None where there is one copy.
+    """
+
+    sync_every_steps: int | None
     samples_per_s: float
     lookup_imbalance: float
     step: StepTime
@@ -494,12 +511,17 @@ class Prediction:
 
 def predict(spec: JobSpec, layout: Layout, plan: GroupPlan, cluster: Cluster) -> Prediction:
     """What a layout is worth whose groups are sharded by `plan`."""
-    workload = planned(spec, layout, plan)
-    if layout.num_replicas > 1:
-        workload = with_sync(workload, spec)
+    workload, every_steps = planned(spec, layout, plan), None
     cost = cost_of(workload, layout, cluster)
+    if layout.num_replicas > 1:
+        for sync in _tuned_intervals(spec.parallelism.sync):
+            workload, every_steps = with_sync(workload, _with_sync(spec, sync)), sync.intervals[0]
+            cost = cost_of(workload, layout, cluster)
+            if _is_settled(sync, cost.step):
+                break
     ranks = rank_memory(workload, plan, cluster)
-    return Prediction(cost.samples_per_s, workload.lookup_imbalance, cost.step, ranks)
+    imbalance = workload.lookup_imbalance
+    return Prediction(every_steps, cost.samples_per_s, imbalance, cost.step, ranks)
 
 
 _MOST_TIMES = 4.0
@@ -532,9 +554,10 @@ class Calibration:
 
     def applied(self, cluster: Cluster) -> Cluster:
         """The cluster as slow, and its processes as large, as measured."""
-        rates = {name: getattr(cluster, name) / self.step_ratio for name in RATES}
+        slower = {name: getattr(cluster, name) / self.step_ratio for name in RATES}
+        slower |= {name: getattr(cluster, name) * self.step_ratio for name in DELAYS}
         process_bytes = max(0.0, cluster.process_bytes + self.extra_bytes)
-        return replace(cluster, process_bytes=process_bytes, **rates)
+        return replace(cluster, process_bytes=process_bytes, **slower)
 
 
 # ---- what to change where nothing fits

@@ -287,7 +287,7 @@ class Buffers:
 @dataclass(frozen=True)
 class Block:
     """Rows of a contiguous store [n, ...]: those of `rows` (int64, sorted), or all when None.
-    Of `JoinedRows` the tensor is that of the first table, and rows have numbers over all.
+    Of `JoinedRows` the tensor is that of the first table, and rows have numbers over all shards.
 
     With `wire` (bf16 or fp16) what travels is the change against `base`, [num_rows, ...]: what
     all replicas last agreed on, so that small updates are not rounded away against large weights.

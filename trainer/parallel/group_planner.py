@@ -2,13 +2,14 @@
 
     python -m trainer.parallel.group_planner < tasks > plans
 
-A line of JSON for each, `PlanTask` and `GroupPlan`, as soon as it is made. It is the plan that the
-workers would make (`plan_group`), from memory and bandwidths that it is told instead of measured
-ones; no user code runs.
+A line of JSON for each, `PlanTask` and `GroupPlan`, one at a time; it ends when no task comes for
+`_IDLE_S`. It is the plan that the workers would make (`plan_group`), from memory and bandwidths
+that it is told instead of measured ones; no user code runs.
 """
 
 from __future__ import annotations
 
+import select
 import sys
 
 import torch
@@ -28,6 +29,7 @@ from trainer.parallel.planner import (
 from trainer.parallel.sharding import sharders
 from trainer.spec.job import JobSpec
 
+_IDLE_S = 120.0
 _META = torch.device("meta")
 # TorchRec reckons in bytes a millisecond.
 _PER_MS = 1e-3
@@ -40,8 +42,10 @@ class PlanTask(BaseModel):
     topology: GroupTopology
 
 
-def group_plan(spec: JobSpec, topology: GroupTopology) -> GroupPlan:
-    """The plan of one sharding group, or why there is none."""
+def group_plan(
+    spec: JobSpec, topology: GroupTopology, model: SparseArch | None = None
+) -> GroupPlan:
+    """The plan of one sharding group, or why there is none; `model` has the tables of the spec."""
     kept = 1 - spec.parallelism.planner.storage_reservation
     usable = int(topology.memory_bytes * kept), int(topology.host_memory_bytes * kept)
     links = Bandwidths(
@@ -53,7 +57,7 @@ def group_plan(spec: JobSpec, topology: GroupTopology) -> GroupPlan:
     try:
         constraints = table_constraints(spec, per_host, device)
         plan = plan_group(
-            SparseArch(spec, _META),
+            model or SparseArch(spec, _META),
             spec,
             sharders(spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)),
             topology_of(size, per_host, device, usable, links),
@@ -67,10 +71,16 @@ def group_plan(spec: JobSpec, topology: GroupTopology) -> GroupPlan:
 def main() -> int:
     """Answer the tasks on standard input."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no part of an answer
-    for line in sys.stdin.buffer:
+    tables, model = None, None
+    while select.select([sys.stdin], [], [], _IDLE_S)[0]:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            break
         task = PlanTask.model_validate_json(line)
         spec = JobSpec.checked(task.spec, {"stored": True, "chosen": True})
-        print(group_plan(spec, task.topology).model_dump_json(), file=answers, flush=True)
+        if tables != (spec.features, spec.embedding_tables):  # else of another layout
+            tables, model = (spec.features, spec.embedding_tables), SparseArch(spec, _META)
+        print(group_plan(spec, task.topology, model).model_dump_json(), file=answers, flush=True)
     return 0
 
 

@@ -24,14 +24,11 @@ import copy
 import itertools
 import logging
 import math
-import os
 import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +74,7 @@ from torchrec.distributed.types import (
 )
 
 from trainer.layout.choice import size_text
+from trainer.layout.hosts import host_memory_bytes
 from trainer.layout.workload import (
     DATA_PARALLEL,
     GroupPlan,
@@ -97,8 +95,6 @@ _LINK_BYTES = {"cpu": 2**19, "cuda": 2**24}
 _MEMORY_BYTES = {"cpu": 2**25, "cuda": 2**28}
 # Sharding types that split a table over the ranks of one host.
 _NODE_SHARDING_TYPES = frozenset({"table_row_wise", "grid_shard"})
-# The most that a container may use (cgroup v2); "max" where there is no limit.
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _KERNELS = {
     "fused": [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
@@ -702,9 +698,6 @@ def least_memory_bytes(groups: MeshGroups) -> tuple[int, int]:
 
 def _host_memory_bytes(groups: MeshGroups) -> int:
     """This worker's share of its host's memory."""
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError):
-        limit = _CGROUP_LIMIT.read_text().strip()
-        host_bytes = min(host_bytes, int(limit)) if limit.isdigit() else host_bytes
+    host_bytes, _ = host_memory_bytes()
     num_on_host = Counter(site.host for site in groups.sites)
     return host_bytes // num_on_host[groups.sites[groups.rank].host]

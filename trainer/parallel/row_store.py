@@ -225,21 +225,30 @@ class JoinedRows:
         self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert rows is not None, "rows of several tables are named by their numbers"
-        if self._only is not None:
-            store, first = self._only
-            return store.read(rows - first, out)
+        store, places = self.placed(rows)
+        if store is not self:
+            return store.read(places, out)
+        assert self._cached
         table, places = self._places(rows)
-        if self._cached is None:
-            return torch.index_select(self._rows, 0, places, out=out)
         return self._cached.read_at(places, rows + self._linear[table], self._rows, out)
 
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         assert rows is not None, "rows of several tables are named by their numbers"
+        store, places = self.placed(rows)
+        assert store is not self, "rows of several tables are written where none is cached"
+        store.write(values, places)
+
+    def placed(self, numbers: torch.Tensor) -> tuple[RowStore, torch.Tensor]:
+        """A store of these rows and their numbers there, for who reads or writes them often.
+
+        Rows of several tables of which some are cached stay as they are.
+        """
         if self._only is not None:
             store, first = self._only
-            store.write(values, rows - first)
-        else:
-            self._rows.index_copy_(0, self._places(rows)[1], values)
+            return store, numbers - first
+        if self._cached is not None:
+            return self, numbers
+        return FlatRows(self._rows), self._places(numbers)[1]
 
     def _places(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(table, row of `_rows`) of each number."""

@@ -95,6 +95,27 @@ def pack(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
+def pack_upload(name: str, data: bytes) -> bytes:
+    """The archive of a module, or of a zip of a folder; raises `CodeError`.
+
+    A zip whose files lie under `PREFIX` already is taken as it is.
+    """
+    files, kept, num_bytes = {PurePosixPath(name).name: data}, io.BytesIO(), 0
+    if name.endswith(".zip"):
+        with _opened(data) as given:
+            inside = [entry for entry in given.infolist() if not entry.is_dir()]
+            if all(entry.filename.startswith(f"{PREFIX}/") for entry in inside):
+                return data
+            files = {}
+            for entry in inside:
+                files[entry.filename] = _content(given, entry, MAX_UNPACKED_BYTES - num_bytes)
+                num_bytes += len(files[entry.filename])
+    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in files.items():
+            archive.writestr(f"{PREFIX}/{path}", content)
+    return kept.getvalue()
+
+
 def _files(folder: Path) -> Iterator[Path]:
     """Files to pack below `folder`, in the order of their names."""
     for path in sorted(folder.iterdir(), key=lambda each: each.name):

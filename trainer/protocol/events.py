@@ -120,8 +120,9 @@ class Prediction(EventPart):
 
     `step_s` has the seconds of a step by phase, `memory_bytes` what each position of a sharding
     group takes by part, both as `trainer.layout.cost` names them without their units;
-    `lookup_imbalance` is the largest over the mean. `cluster` is the fingerprint of that which was
-    planned for.
+    `lookup_imbalance` is the largest over the mean. `sync_every_steps` is None where there is one
+    copy, else what the spec says or its tuning would come to. `cluster` is the fingerprint of that
+    which was planned for.
     """
 
     cluster: str
@@ -129,6 +130,7 @@ class Prediction(EventPart):
     lookup_imbalance: Finite
     step_s: dict[str, Finite]
     memory_bytes: dict[str, list[Count]]
+    sync_every_steps: Count | None = None
 
 
 class WorkersStarted(EventModel):

@@ -4,8 +4,8 @@ Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of seve
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
 `speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `sync/every_steps`, `data/wait_s`,
 `phase/NAME_s` (the phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`,
-`balance/step`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are seconds per step, except
-`sync/time_s`, seconds per sync; phases are means over the ranks.
+`balance/step`, `balance/lookup_time`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are
+seconds per step, except `sync/time_s`, seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.data.batches import Batch
 from trainer.data.quarantine import QuarantinedRows, check_share, most_quarantined
+from trainer.layout.hosts import host_memory_bytes
 from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TableShard, TwoDParallel
@@ -422,14 +423,18 @@ def imbalance(sums: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
 def memory_part(groups: MeshGroups) -> Part:
     """The most bytes that any rank has taken so far: of host memory, and of its GPU's.
 
-    Of the latter what tensors took, what PyTorch held for them, and what is taken now by whatever
-    (NCCL, FBGEMM's caches, other processes); and how often PyTorch had to give back what it held
-    before it got more, which is slow. `NAME/p` is the most of the ranks at position p of their
-    sharding groups, which hold the same shards: L numbers, however many ranks there are.
+    `memory/host_used_share` is that of the fullest host, or container, whoever uses it: at 1 the
+    system kills processes there. Of a GPU's memory what tensors took, what PyTorch held for them,
+    and what is taken now by whatever (NCCL, FBGEMM's caches, other processes); and how often
+    PyTorch had to give back what it held before it got more, which is slow. `NAME/p` is the most of
+    the ranks at position p of their sharding groups, which hold the same shards: L numbers, however
+    many ranks there are.
     """
     status = Path("/proc/self/status").read_text()
     (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
-    found = {"memory/peak_rss_bytes": 1024 * int(resident)}
+    found: dict[str, float] = {"memory/peak_rss_bytes": 1024 * int(resident)}
+    total_bytes, free_bytes = host_memory_bytes()
+    found["memory/host_used_share"] = 1 - free_bytes / total_bytes
     if groups.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(groups.device)
         found["memory/peak_allocated_bytes"] = torch.cuda.max_memory_allocated(groups.device)
@@ -453,22 +458,29 @@ _BY_POSITION = ("memory/peak_rss_bytes", "memory/peak_allocated_bytes")
 _MAX_POSITIONS = 256
 
 
-def phase_part(mine: Mapping[Phase, float]) -> Part:
+def phase_part(mine: Mapping[Phase, float], groups: MeshGroups) -> Part:
     """Mean over the ranks of the seconds per step that each phase took here.
 
     `balance/step` is max over mean across the ranks of the time that a step spends in phases in
-    which no rank waits for another.
+    which no rank waits for another, `balance/lookup_time` that of lookups alone, and
+    `phase/lookup_s/p` the most of the ranks at position p of their sharding groups.
     """
-    seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
     local = sum((s for phase, s in mine.items() if phase in LOCAL_PHASES), start=0.0)
-    alone = torch.tensor([local], dtype=torch.float64)
+    alone = torch.tensor([local, mine["lookup"]], dtype=torch.float64)
+    seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
+    size = len(groups.sharding_ranks)
+    lookups = torch.zeros(size if size <= _MAX_POSITIONS else 0, dtype=torch.float64)
+    if len(lookups):
+        lookups[groups.shard_index] = mine["lookup"]
 
     def read(sums: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
-        means = (sums[:-1] / dist.get_world_size()).tolist()
+        means = (sums[:-2] / dist.get_world_size()).tolist()
         values = {f"phase/{phase}_s": mean for phase, mean in zip(mine, means, strict=True)}
-        return values | {"balance/step": imbalance(sums[-1:], peaks).item()}
+        step, lookup = imbalance(sums[-2:], peaks[:2]).tolist()
+        values |= {"balance/step": step, "balance/lookup_time": lookup}
+        return values | {f"phase/lookup_s/{p}": s for p, s in enumerate(peaks[2:].tolist())}
 
-    return Part(torch.cat([seconds, alone]), read, peaks=alone)
+    return Part(torch.cat([seconds, alone]), read, peaks=torch.cat([alone, lookups]))
 
 
 class QuarantineReporter:

@@ -290,6 +290,7 @@ class Session:
                 name.removesuffix("_bytes"): [round(getattr(rank, name)) for rank in found.ranks]
                 for name in MemoryUse.__dataclass_fields__
             },
+            sync_every_steps=found.sync_every_steps,
         )
 
     def batches(self) -> Iterator[tuple[Batch, Step]]:
@@ -449,7 +450,7 @@ class Session:
             *self.quarantine.parts(),
             *sharding.report_parts(self.model),
             *self.optimizers.parts(),
-            phase_part(phases),
+            phase_part(phases, self.groups),
             memory_part(self.groups),
             self.loss_guard.part(),
             self._stop_part(),

@@ -129,8 +129,17 @@ readOnly: true
 {{- /* The worker groups as JSON, each with what ray.hosts says. */}}
 {{- define "shardloom.groups" -}}
 {{- $groups := list }}
+{{- $names := list }}
 {{- range .Values.ray.groups }}
-{{- $groups = append $groups (mergeOverwrite (deepCopy $.Values.ray.hosts) .) }}
+{{- $group := mergeOverwrite (deepCopy $.Values.ray.hosts) . }}
+{{- if gt (int $group.minHosts) (int $group.maxHosts) }}
+{{- fail (printf "ray.groups: %s has minHosts %v, more than its maxHosts %v" .name $group.minHosts $group.maxHosts) }}
+{{- end }}
+{{- if has .name $names }}
+{{- fail (printf "ray.groups: two are called %s" .name) }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- $groups = append $groups $group }}
 {{- end }}
 {{- dict "groups" $groups | toJson }}
 {{- end }}

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, on_storage, streamed
+from service.api.deps import ContextDep, JobDep, ThreadRoute, on_storage, streamed
 from service.api.views import describe, exports_of
 from service.domain.timeline import Trace
 from service.errors import ExportPending
@@ -35,7 +35,7 @@ from service.schemas.jobs import (
 )
 from trainer.protocol.run_dir import trace_name
 
-code_router = APIRouter(prefix="/v1/code", tags=["code"])
+code_router = APIRouter(prefix="/v1/code", tags=["code"], route_class=ThreadRoute)
 MEDIA_TYPE = "application/zip"
 
 
@@ -61,7 +61,9 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     return CodeOut.model_validate(await run_in_threadpool(reach, context.settings, keep))
 
 
-exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
+exports_router = APIRouter(
+    prefix="/v1/jobs/{job}/exports", tags=["exports"], route_class=ThreadRoute
+)
 ARCHIVE_MEDIA_TYPE = "application/x-tar"
 
 
@@ -136,7 +138,7 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
     return StreamingResponse(sent, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
 
 
-traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"])
+traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"], route_class=ThreadRoute)
 TRACE_MEDIA_TYPE = "application/gzip"
 _CHUNK_BYTES = 1 << 18
 

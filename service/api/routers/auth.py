@@ -7,12 +7,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, status
 
-from service.api.deps import ContextDep, PrincipalDep
+from service.api.deps import ContextDep, PrincipalDep, ThreadRoute
 from service.domain.auth import ApiKey, AuditFilter, AuditRecord, hash_of, new_key_text, parse_roles
 from service.schemas.admin import CreateKey, KeyOut, NewKey, WhoAmI
 from service.schemas.common import Page
 
-router = APIRouter(prefix="/v1", tags=["access"])
+router = APIRouter(prefix="/v1", tags=["access"], route_class=ThreadRoute)
 
 
 @router.get("/audit", summary="Read the audit log, newest first")

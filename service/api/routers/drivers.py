@@ -8,7 +8,7 @@ import time
 
 from fastapi import APIRouter, Response
 
-from service.api.deps import ContextDep, PrincipalDep
+from service.api.deps import ContextDep, PrincipalDep, ThreadRoute
 from service.auth.security import may_read_secrets
 from service.domain.auth import hash_of
 from service.errors import Forbidden
@@ -18,7 +18,7 @@ from trainer.protocol.events import EventAck, EventBatch
 logger = logging.getLogger(__name__)
 LATE_REPORTS_S = 3600.0
 """Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
-router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"])
+router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"], route_class=ThreadRoute)
 
 
 @router.post("/events", summary="Take records of a driver")

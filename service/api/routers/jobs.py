@@ -16,11 +16,11 @@ from service.api.deps import (
     ForceQuery,
     JobDep,
     PrincipalDep,
+    ThreadRoute,
     VersionsDep,
     check_fits,
     check_paths,
     check_project,
-    keep_secrets,
     most_workers,
     on_storage,
     with_etag,
@@ -36,7 +36,7 @@ from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.code_archives import check_code
 from service.jobs.run_storage import run_dir_of
-from service.jobs.submit import check_data, submit_job, with_table_sizes
+from service.jobs.submit import check_data, keep_secrets, submit_job
 from service.schemas.common import Page
 from service.schemas.jobs import (
     AttemptOut,
@@ -54,7 +54,7 @@ from service.schemas.jobs import (
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ThreadRoute)
 # Each label is a join of its own.
 _MAX_LABELS = 20
 _MAX_ALTERNATIVES = 20
@@ -99,15 +99,11 @@ def submit(
     check_code(context.settings, spec)
     check_cluster(context.backend, spec)
     if dry_run:
-        check_data(spec)
+        sized = check_data(spec)
         response.status_code = status.HTTP_200_OK
-        return plan_of(
-            with_table_sizes(spec), hosts_for(context.backend, spec), most_workers(spec, context)
-        )
+        return plan_of(sized, hosts_for(context.backend, spec), most_workers(spec, context))
     began_at = time.time()
-    if not force:
-        check_fits([spec], context)
-    job = _create(spec, body.secrets, idempotency_key, principal, context)
+    job = _create(spec, body.secrets, idempotency_key, principal, context, force=force)
     context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
@@ -119,13 +115,25 @@ def _create(
     idempotency_key: str | None,
     principal: Principal,
     context: Context,
+    *,
+    force: bool,
     parent: str | None = None,
 ) -> Job:
+    def check(sized: JobSpec) -> None:
+        if not force:
+            check_fits([sized], context)
+
     job = submit_job(
         context.store,
         spec,
         idempotency_key=idempotency_key,
-        prepare=lambda job_id: keep_secrets(context, job_id, secrets),
+        check=check,
+        prepare=lambda job_id: keep_secrets(
+            context.security.keys,
+            context.settings,
+            job_id,
+            context.security.encrypt_secrets(secrets),
+        ),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
         parent=parent,
@@ -275,9 +283,9 @@ def clone(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, run_dir_of(context.settings, job.id))
-    if not force:
-        check_fits([spec], context)
-    made = _create(spec, body.secrets, idempotency_key, principal, context, job.id)
+    made = _create(
+        spec, body.secrets, idempotency_key, principal, context, parent=job.id, force=force
+    )
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context, response)
 

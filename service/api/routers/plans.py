@@ -12,6 +12,7 @@ from service.api.deps import (
     Context,
     ContextDep,
     PrincipalDep,
+    ThreadRoute,
     check_paths,
     check_project,
     most_workers,
@@ -34,7 +35,7 @@ from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
-router = APIRouter(tags=["jobs"])
+router = APIRouter(tags=["jobs"], route_class=ThreadRoute)
 _POLL_S = 0.25
 _MAX_CALIBRATING = 20
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, StreamDep, on_storage, streamed
+from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, on_storage, streamed
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.errors import InvalidRequest
 from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
@@ -28,7 +28,7 @@ from service.schemas.jobs import (
 from service.storage import in_time
 from trainer.spec.base import FieldProblem
 
-router = APIRouter(prefix="/v1", tags=["records"])
+router = APIRouter(prefix="/v1", tags=["records"], route_class=ThreadRoute)
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 _ARCHIVE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/zip": {}, "application/gzip": {}}}

@@ -13,6 +13,7 @@ from service.api.deps import (
     ContextDep,
     ForceQuery,
     PrincipalDep,
+    ThreadRoute,
     check_fits,
     check_paths,
     check_project,
@@ -24,13 +25,13 @@ from service.domain.auth import Role
 from service.domain.sweeps import EarlyStopping, Sweep, new_sweep_id
 from service.errors import SweepNotFound
 from service.jobs.code_archives import check_code
-from service.jobs.submit import check_data
+from service.jobs.submit import check_data, with_table_sizes
 from service.schemas.common import Page
 from service.schemas.sweeps import CreateSweep, SweepDetail, SweepSummary
 from service.sweeps.search import check_sweep
 from trainer.spec import validate_spec
 
-router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"])
+router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"], route_class=ThreadRoute)
 
 
 def find_sweep(
@@ -60,8 +61,7 @@ def create_sweep(
 ) -> SweepDetail:
     """Check the spec with each bound and value, and start the search; `Location` names it.
 
-    Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`. They have no
-    secrets.
+    Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`.
     """
     spec = validate_spec(body.spec)
     check_project(principal, spec.project, Role.SUBMITTER)
@@ -88,7 +88,10 @@ def create_sweep(
     )
     tried = check_sweep(sweep)
     if not force:
-        check_fits(tried, context)
+        check_fits(map(with_table_sizes, tried), context)
+    # Before the sweep, so that no trial is made without them.
+    encrypted = context.security.encrypt_secrets(body.secrets)
+    context.security.keys.keep_secrets(sweep.id, encrypted, sweep.created_at)
     context.sweeps.create(sweep)
     context.wake_sweeps()
     response.headers["Location"] = f"/v1/sweeps/{sweep.id}"

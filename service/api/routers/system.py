@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response, status
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from service.api.deps import ContextDep, PrincipalDep
+from service.api.deps import ContextDep, PrincipalDep, ThreadRoute
 from service.api.views import project_view, queue_view, usage_by_project
 from service.domain.models import Project, Usage, with_unlisted
 from service.errors import (
@@ -26,7 +26,7 @@ from service.storage import hanging, in_time
 from trainer.layout.hosts import HostFacts
 from trainer.spec.base import NAME_PATTERN
 
-projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
+projects_router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ThreadRoute)
 # Kubernetes waits for 5 s.
 _PROBE_S = 1.0
 NamePath = Annotated[str, Path(pattern=NAME_PATTERN, examples=["ads"])]
@@ -76,7 +76,7 @@ def delete_project(name: NamePath, context: ContextDep) -> None:
     context.wake()
 
 
-queue_router = APIRouter(prefix="/v1/queue", tags=["queue"])
+queue_router = APIRouter(prefix="/v1/queue", tags=["queue"], route_class=ThreadRoute)
 
 
 @queue_router.get("", summary="Read the queue")
@@ -86,7 +86,7 @@ def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
     return queue_view(live, principal.projects)
 
 
-system_router = APIRouter(tags=["service"])
+system_router = APIRouter(tags=["service"], route_class=ThreadRoute)
 
 
 @system_router.get("/v1/cluster", summary="The cluster behind the service")

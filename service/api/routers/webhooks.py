@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, status
 
-from service.api.deps import ContextDep, PrincipalDep, check_project
+from service.api.deps import ContextDep, PrincipalDep, ThreadRoute, check_project
 from service.domain.auth import Role
 from service.domain.webhooks import DeliveryState, Webhook, new_secret, new_webhook_id, test_body
 from service.errors import InvalidRequest, WebhookNotFound
@@ -24,7 +24,7 @@ from service.settings import Settings
 from service.webhooks.safe_http import AddressRefused, check_url
 from trainer.spec.base import FieldProblem
 
-router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
+router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], route_class=ThreadRoute)
 _MAX_ID = 2**63 - 1
 
 

@@ -43,6 +43,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ModuleSharder
 from torchrec.models.dlrm import DLRM
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -82,13 +83,14 @@ class PipelinedBatch(Batch, Pipelineable):
 class ClickModel(nn.Module):
     """A network with its loss."""
 
-    def __init__(self, network: DLRM) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean cross-entropy, logits [B, 1]) of a batch."""
-        logits = self.network(batch.dense, batch.sparse)
+        sequences = () if batch.sequences is None else (batch.sequences,)
+        logits = self.network(batch.dense, batch.sparse, *sequences)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
 
 
@@ -121,8 +123,8 @@ def dense_adam(model: nn.Module, **options: float) -> KeyedOptimizerWrapper:
 
 
 def sharded(
-    network: DLRM,
-    sharder: EmbeddingBagCollectionSharder,
+    network: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
     tables: list[str],
     sharding: str | None,
     device: torch.device = CPU,
@@ -143,9 +145,9 @@ def sharded(
         ),
         constraints=dict.fromkeys(tables, only) if sharding else None,
     )
-    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if num_copies == 1:
-        return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+        return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     return CpuDMPCollection(
         model,
         device,
@@ -153,7 +155,7 @@ def sharded(
         world_size,
         world_size // num_copies,
         dist.group.WORLD,
-        sharders=[sharder],
+        sharders=sharders,
         use_inter_host_allreduce=True,
     )
 
@@ -178,7 +180,7 @@ class StockTrainer:
         self._variant, self._device = variant, device
         self._model = sharded(
             _dlrm(workload),
-            sharder,
+            [sharder],
             workload.tables,
             types.get(variant, variant),
             device,

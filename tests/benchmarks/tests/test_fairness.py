@@ -450,6 +450,18 @@ def test_the_moment_scale_makes_a_difference_and_the_smaller_one_learns_slower(t
     assert unscaled > scaled
 
 
+def test_the_transformer_learns_what_it_learns_under_stock_torchrec():
+    settings = replace(ON_RANKS, model="movielens")
+    variants = variants_of(settings.world_size, shard_group_size=1)
+    found = run_ranks(measure_seed, settings.world_size, settings, variants, 0)[0]
+    assert found.curves[NOISE].ne == pytest.approx(found.curves[PEER].ne, rel=1e-6)
+    assert found.teacher_ne < found.curves[PEER].ne[1] < found.curves[PEER].ne[0]
+    unscaled, scaled = (found.curves[name_of_scale(c)].ne for c in (1, 2))
+    assert unscaled != scaled
+    along = ne_parity.curves_of([found])
+    assert list(along.columns[0].cells) == ["512", "1,024"]
+
+
 def test_the_quality_of_every_model_is_measured_on_the_same_rows(tmp_path):
     source, report = tmp_path / "csv", tmp_path / "report.json"
     generate_movielens(source, num_ratings=4000, seed=5)

@@ -121,6 +121,8 @@ def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
         assert {"balance/step", "optimizer/lr_sparse", "optimizer/lr_dense"} <= values.keys()
         assert all(values[f"phase/{phase}_s"] > 0 for phase in PHASES)
         assert 1.0 <= values["balance/step"] <= 2.0
+        slowest = values["phase/lookup_s/0"]  # both ranks have a copy, so it is of either
+        assert values["balance/lookup_time"] == pytest.approx(slowest / values["phase/lookup_s"])
 
 
 def test_phases_of_a_step_begin_in_order(traced: Traced) -> None:

@@ -345,6 +345,7 @@ def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
     assert 0 < reported.values["table/users/hottest"] < 1
     peak = "memory/peak_rss_bytes"
     assert reported.values[f"{peak}/0"] == reported.values[peak], "L is 1: both are the most"
+    assert 0 < reported.values["memory/host_used_share"] < 1
 
 
 def train_without_host_reads(config: WorkerConfig) -> int:

@@ -17,15 +17,19 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from service.domain.models import EndReason, JobStatus
+from service.domain.sweeps import SweepStatus
 from service.local.processes import process_table, process_tree
 from service.schemas.jobs import JobDetail
+from service.schemas.sweeps import TrialOut
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.stack import Stack
 from tests.harness.wait import scaled, wait_for
 from trainer.data.manifest import load_manifest
 from trainer.protocol.events import PHASES
+from trainer.spec.parse import apply_overrides
 
 CHECKPOINT_EVERY = 20
 # 6 000 ratings, 5 400 of them to train on: 43 steps of 4 x 32 rows an epoch, the last one short.
@@ -128,6 +132,54 @@ def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(
     assert ended.num_failures == 0, "a cluster that was shut down is no failure of the job"
     runs = stack.timeline(job.id, "workers_started")
     assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweep_outlives_the_service_doubles_no_trial_and_its_stopped_ones_can_be_resumed(
+    stack: Stack, small_movielens: Path
+) -> None:
+    document = yaml.safe_load(EXAMPLE_SPEC.read_text())
+    tiny = (*LONG, "parallelism.workers=2", "parallelism.shard_group_size=1")
+    varied: list[dict[str, object]] = [
+        {"path": "optimizer.sparse.lr", "low": 0.001, "high": 0.3, "log": True},
+        {"path": "parallelism.sync.every_steps", "values": [1, 4, 16]},
+    ]
+    sweep = stack.client.create_sweep(
+        apply_overrides(document, [f"data.path={small_movielens}", *tiny]),
+        varied,
+        metric="train/loss",
+        num_trials=6,
+        num_parallel=2,
+        early_stopping={"min_steps": 10},
+    )
+
+    def trials() -> dict[int, TrialOut]:
+        return {each.number: each for each in stack.client.get_sweep(sweep.id).trials}
+
+    wait_for(lambda: any(each.step for each in trials().values()), "a trial to train", 120)
+    before = trials()
+    stack.kill_service()
+    stack.up()
+    wait_for(lambda: stack.client.get_sweep(sweep.id).status.is_terminal, "all trials", 400)
+    ended = stack.client.get_sweep(sweep.id)
+    assert (ended.status, len(ended.trials)) == (SweepStatus.COMPLETED, 6)
+    for number, known in before.items():
+        after = ended.trials[number]
+        assert (after.values, known.job_id or after.job_id) == (known.values, after.job_id)
+    jobs = [*stack.client.iter_jobs(labels={"sweep": sweep.id})]
+    assert {job.id for job in jobs} == {each.job_id for each in ended.trials}
+    assert len(jobs) == 6, "each trial is one job"
+    stopped = [each for each in ended.trials if each.stopped_at is not None]
+    for each in ended.trials:
+        assert each.status is (JobStatus.PAUSED if each in stopped else JobStatus.SUCCEEDED)
+    assert stopped, "the worse ones of six"
+    assert ended.best is not None and ended.best_spec is not None
+    job_id = str(stopped[0].job_id)
+    reached = stack.client.get_job(job_id).progress
+    assert reached.step < reached.total_steps
+    stack.client.resume(job_id)
+    assert_whole(stack, stack.wait_for_end(job_id))
 
 
 @pytest.mark.slow

@@ -22,11 +22,10 @@ import httpx
 import pytest
 
 from deploy.lock import FOLDER as LOCKS
-from deploy.sbom import pins_of
 from tests.conftest import REPO
 from tests.harness.databases import PostgresqlServer
 from tests.harness.wait import free_port, scaled, wait_for
-from tests.unit.deploy.dockerfiles import context_files, instructions_of
+from tests.unit.deploy.dockerfiles import context_files, instructions_of, locked_versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -162,7 +161,7 @@ def test_the_lock_is_all_there_is_and_makes_no_exports(installed: Environment) -
     assert code == 0, said
     found = {re.sub(r"[-_.]+", "-", name).lower(): v for name, v in json.loads(said).items()}
     assert found.pop("shardloom")
-    assert found == {pin.name: pin.version for pin in pins_of(LOCKS / "service.txt")}
+    assert found == locked_versions(LOCKS / "service.txt")
     script = (
         "from service.jobs.exports import missing_for_exports as m;"
         "from service.settings import Settings; print(m(Settings()))"

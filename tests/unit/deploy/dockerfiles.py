@@ -1,4 +1,4 @@
-"""Our Dockerfiles as a list of instructions, and the files that an engine would be sent."""
+"""Our Dockerfiles as a list of instructions, what their locks name, and what an engine is sent."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def instructions_of(dockerfile: Path) -> list[tuple[str, str]]:
     return [
         (each["instruction"], each["value"]) for each in found if each["instruction"] != "COMMENT"
     ]
+
+
+def default_of(dockerfile: str, name: str) -> str:
+    """The value that a Dockerfile gives an ARG."""
+    text = (REPO / "deploy" / dockerfile).read_text()
+    (found,) = re.findall(rf"^ARG {name}=(\S+)$", text, re.MULTILINE)
+    return str(found)
+
+
+def locked_versions(lock: Path) -> dict[str, str]:
+    """What a lock of `deploy/requirements` names, by name."""
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock.read_text(), re.MULTILINE))
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:

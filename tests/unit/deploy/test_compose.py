@@ -20,10 +20,10 @@ import yaml
 
 from deploy.make_env import make_env
 from deploy.observability.build import CHART_FILES
-from deploy.sbom import default_of
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
 from tests.conftest import REPO
+from tests.unit.deploy.dockerfiles import default_of
 
 FOLDER = REPO / "deploy"
 _ENV = {

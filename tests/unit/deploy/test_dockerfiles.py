@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.sbom import IMAGES, default_of
 from tests.conftest import REPO
-from tests.unit.deploy.dockerfiles import DOCKERFILES, context_files, expand, instructions_of
+from tests.unit.deploy.dockerfiles import (
+    DOCKERFILES,
+    context_files,
+    default_of,
+    expand,
+    instructions_of,
+)
 from tests.unit.k8s.pods import pods
 from tests.unit.k8s.rendering import settings_of
 
@@ -40,8 +45,7 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 
 def test_everything_that_is_copied_is_in_the_context() -> None:
-    # Bills of materials are written by the build: git ignores them.
-    sent = context_files() | {f"deploy/sbom/{image}.cdx.json" for image in IMAGES}
+    sent = context_files()
     folders = {str(parent) for name in sent for parent in Path(name).parents}
     for path, variant in product(DOCKERFILES, ("cpu", "cuda")):
         for instruction, said in instructions_of(path):
@@ -53,7 +57,7 @@ def test_everything_that_is_copied_is_in_the_context() -> None:
 
 def test_the_context_holds_nothing_that_images_do_not_need() -> None:
     sent = {name for name in context_files() if (REPO / name).is_file()}
-    allowed = ("service/", "trainer/", "deploy/requirements/", "deploy/sbom/", "deploy/wheels/")
+    allowed = ("service/", "trainer/", "deploy/requirements/", "deploy/wheels/")
     examples = {str(path.relative_to(REPO)) for path in REPO.glob("examples/*.yaml")}
     others = {name for name in sent - examples if not name.startswith(allowed)}
     # The engine itself wants the first; an allowed folder's parents come along as names only.

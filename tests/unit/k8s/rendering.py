@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from service.jobs.actions import merged
 Manifest = dict[str, Any]
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "k8s"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 _QUEUES = ("", "+kueue", "+volcano")
 # Every example with every queue and with own clusters; a platform's other choices with `gpu`.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The commands that the manifests run, run: migration, backup, Redis, making of secrets."""
+"""The commands that the manifests run, run: migration, backup, Redis, the first key."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
-from service.auth.security import write_first_key
+from service.auth.security import write_given_keys
+from service.backends.kuberay.first_secrets import PARTS
 from service.db.auth import KeyStore
 from service.db.engine import migrate, newest_revision, open_engine, stored_revision
 from service.db.jobs import JobStore
 from service.domain.auth import role_names
 from service.errors import ServiceError
+from service.settings import Settings
 from tests.harness.builders import queued_job
 from tests.harness.databases import PostgresqlServer, open_migrated, store_job
 from tests.harness.wait import free_port, wait_for
 from tests.unit.k8s.pods import Pod, pods
-from tests.unit.k8s.rendering import FOLDER, ROOT
-
-_STUB = """#!/bin/bash
-# Stands for kubectl: keeps what it is told, and answers that no Secret is there yet.
-echo "$@" >>"$STUB_FOLDER/calls"
-for argument; do
-    case "$argument" in
-    secret) [ "$3" = get ] && exit "${SECRET_IS_THERE:-1}" ;;
-    --from-file=*) cp -r "${argument#--from-file=}" "$STUB_FOLDER/" ;;
-    esac
-done
-exit 0
-"""
+from tests.unit.k8s.rendering import ROOT
 
 
 def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -148,69 +139,24 @@ def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
             server.wait()
 
 
-def _make_secrets(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
-    stub = folder / "kubectl"
-    stub.write_text(_STUB)
-    stub.chmod(0o700)
-    return _run(
-        [str(FOLDER / "make-secrets.sh")],
-        KUBECTL=str(stub),
-        STUB_FOLDER=str(folder),
-        **environment,
-    )
-
-
-def test_secrets_are_made_of_files_and_never_stand_on_a_command_line(tmp_path: Path) -> None:
-    done = _make_secrets(
-        tmp_path / "made",
-        DATABASE_URL="postgresql://user:hunter2@db/shardloom",
-        AWS_ACCESS_KEY_ID="the-id",
-        AWS_SECRET_ACCESS_KEY="the-secret",
-    )
-    assert done.returncode == 0, done.stderr
-    made = tmp_path / "made"
-    assert (made / "shardloom-database/url").read_text().endswith("hunter2@db/shardloom")
-    assert not (made / "shardloom-database/password").exists()
-    assert (made / "shardloom-object-store/AWS_SECRET_ACCESS_KEY").read_text() == "the-secret"
-    # The service wants 32 characters at least.
-    keys = [
-        (made / "shardloom-service/secret_key").read_text(),
-        (made / "shardloom-ray-token/auth_token").read_text(),
-        (made / "shardloom-redis/password").read_text(),
-    ]
-    assert all(len(key) >= 32 and key.isalnum() for key in keys) and len(set(keys)) == 3
-    calls = (made / "calls").read_text() + done.stdout + done.stderr
-    assert not [each for each in ("hunter2", "the-secret", *keys) if each in calls]
-
-
 def test_the_first_key_is_an_administrator_s_until_it_is_revoked(tmp_path: Path) -> None:
-    assert _make_secrets(tmp_path / "made").returncode == 0
-    text = (tmp_path / "made/shardloom-first-key/key").read_text()
+    given = Settings(
+        first_key=SecretStr(PARTS["firstKey"]()["key"]),
+        metrics_key=SecretStr(PARTS["metricsKey"]()["key"]),
+    )
     engine = open_engine(_variables(tmp_path)["SHARDLOOM_DATABASE_URL"])
     migrate(engine)
     keys = KeyStore(engine)
     with pytest.raises(ServiceError, match="SHARDLOOM_FIRST_KEY does not read as an API key"):
-        write_first_key(keys, "admin", 1.0)
+        write_given_keys(keys, Settings(first_key=SecretStr("admin")), 1.0)
     for _ in range(2):  # each start of each replica
-        write_first_key(keys, text, 1.0)
-    (key,) = keys.list_keys()
-    assert role_names(key.roles) == {"*": "admin"} and key.expires_at is None
-    keys.revoke_key(key.id, 2.0)
-    write_first_key(keys, text, 3.0)
+        write_given_keys(keys, given, 1.0)
+    found = {key.name: key for key in keys.list_keys()}
+    roles = {name: role_names(key.roles) for name, key in found.items()}
+    assert roles == {"first": {"*": "admin"}, "metrics": {"*": "viewer"}}
+    for key in found.values():
+        assert key.expires_at is None
+        keys.revoke_key(key.id, 2.0)
+    write_given_keys(keys, given, 3.0)
     assert not keys.has_usable_key(3.0)
     engine.dispose()
-
-
-def test_the_database_of_the_dev_example_gets_a_password_of_its_own(tmp_path: Path) -> None:
-    assert _make_secrets(tmp_path / "made").returncode == 0
-    password = (tmp_path / "made/shardloom-database/password").read_text()
-    url = (tmp_path / "made/shardloom-database/url").read_text()
-    assert url == f"postgresql://shardloom:{password}@postgresql/shardloom"
-
-
-def test_secrets_that_are_there_are_not_made_again(tmp_path: Path) -> None:
-    done = _make_secrets(tmp_path / "made", SECRET_IS_THERE="0")
-    assert done.returncode == 0
-    assert done.stdout.count("stays as it is") == 5
-    assert "create secret" not in (tmp_path / "made/calls").read_text()

@@ -111,6 +111,7 @@ _NEEDED = (
     ("service", "openshift-dns", 5353),
     ("ray-worker", "52.0.0.1", 443),
     ("ray-head", "10.0.0.1", 6443),
+    ("secrets", "10.0.0.1", 6443),
 )
 _FORBIDDEN = (
     ("default", "service", 8700),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,8 @@ from kubernetes.utils.quantity import parse_quantity
 from tests.unit.k8s.pods import Pod, pods, selects
 from tests.unit.k8s.rendering import (
     FULL,
-    ROOT,
     VARIANTS,
+    VERSION,
     Manifest,
     build,
     every_gpu_variant,
@@ -23,7 +22,6 @@ from tests.unit.k8s.rendering import (
     one,
 )
 
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 # Ours by the version of this tree; those of others by a whole version. Either may have a digest,
 # which `images` of the values pins.
 _OURS = re.compile(
@@ -188,7 +186,7 @@ def test_only_what_makes_pods_has_a_token_for_kubernetes(variant: str) -> None:
             if names & {mount["name"] for mount in container["volumeMounts"]}
         ]
     makes_clusters = ["service"] if {"own", "own-only"} & set(variant.split("+")) else []
-    assert sorted(with_token) == sorted([*makes_clusters, "autoscaler"])
+    assert sorted(with_token) == sorted([*makes_clusters, "autoscaler", "secrets"])
 
 
 @every_variant
@@ -197,6 +195,12 @@ def test_nobody_is_given_rights_to_change_anything(variant: str) -> None:
     assert not of_kind(build(variant), "ClusterRoleBinding")
     for role in of_kind(build(variant), "Role"):
         if role["metadata"]["name"] == "shardloom-own-clusters":
+            continue
+        if role["metadata"]["name"] == "shardloom-secrets":
+            # As long as the hook runs.
+            assert "hook-succeeded" in role["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+            (rule,) = role["rules"]
+            assert (rule["resources"], rule["verbs"]) == (["secrets"], ["create"])
             continue
         for rule in role["rules"]:
             assert set(rule["verbs"]) <= {"get", "list", "watch"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 import warnings
 from functools import cache
 from typing import Any
@@ -12,30 +11,27 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from service.app import check_address
+from service.backends.kuberay.first_secrets import PARTS
+from service.jobs.actions import merged
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
 from tests.unit.k8s.pods import pods, pods_of, selects
 from tests.unit.k8s.rendering import (
     FULL,
-    ROOT,
+    PROJECT,
     build,
     every_variant,
+    objects_of,
     of_kind,
     one,
     ray_cluster,
     settings_of,
+    values,
 )
 
 _CLUSTER = "shardloom-ray"
-# What make-secrets.sh and docs/guides/kubernetes.md make, with the keys of each.
-SECRETS = {
-    "shardloom-database": {"url", "password"},
-    "shardloom-service": {"secret_key"},
-    "shardloom-ray-token": {"auth_token"},
-    "shardloom-redis": {"password"},
-    "shardloom-first-key": {"key"},
-    "shardloom-metrics-key": {"key"},
-}
+# What docs/guides/kubernetes.md has people make; with Redis of their own its password, too.
+_BROUGHT = ("shardloom-database", "url")
 
 
 def _references(node: Any, key: str) -> list[Any]:
@@ -58,7 +54,8 @@ def _settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     variables = settings_of(variant)
     for each in container["env"]:
         variables[each["name"]] = each.get("value", "x" * 40)
-    variables = {name: value for name, value in variables.items() if name != "SHARDLOOM_FIRST_KEY"}
+    for name in ("SHARDLOOM_FIRST_KEY", "SHARDLOOM_METRICS_KEY"):
+        variables.pop(name, None)
     variables["SHARDLOOM_DATABASE_URL"] = "postgresql://user:password@host/database"
     names = {name.removeprefix("SHARDLOOM_").lower() for name in variables}
     unknown = {name for name in names if name not in Settings.model_fields} - _OTHERS
@@ -158,14 +155,21 @@ def test_everything_that_is_referred_to_is_there(variant: str) -> None:
 
 
 @every_variant
-def test_secrets_that_are_referred_to_are_those_that_are_made(variant: str) -> None:
+def test_secrets_that_are_referred_to_are_made_by_the_hook_or_brought(variant: str) -> None:
     manifests = (*build(variant), ray_cluster(variant))
     found = _references(manifests, "secretKeyRef") + _references(manifests, "credentials")
-    kept = {"shardloom-metrics-key", "shardloom-redis"}
-    assert {each["name"] for each in found} >= set(SECRETS) - kept
+    made = {
+        (name, key)
+        for part, name in (
+            each.split("=") for each in pods(variant, "secrets")[0].containers[0]["args"]
+        )
+        for key in PARTS[part]()
+    }
+    brought = {_BROUGHT, *([("shardloom-redis", "password")] if "theirs" in variant else [])}
     for reference in found:
-        assert reference["key"] in SECRETS[reference["name"]]
-        assert reference.get("optional", False) == (reference["name"] == "shardloom-first-key")
+        assert (reference["name"], reference["key"]) in made | brought
+    named = {(each["name"], each["key"]) for each in found}
+    assert made <= named, "no more than somebody wants"
     whole = {each["name"]: each["optional"] for each in _references(manifests, "secretRef")}
     assert whole == {"shardloom-object-store": True}
 
@@ -211,9 +215,8 @@ def _options_of(command: str) -> set[str]:
 
 @every_variant
 def test_ray_is_of_our_version_knows_its_parameters_and_scales_by_itself(variant: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     spec, options = ray_cluster(variant)["spec"], _options_of("start")
-    wanted = project["optional-dependencies"]["trainer-gpu"]
+    wanted = PROJECT["optional-dependencies"]["trainer-gpu"]
     assert f"ray[default,train]=={spec['rayVersion']}" in wanted
     assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
@@ -339,6 +342,9 @@ def test_volumes_are_given_to_the_user_of_the_pods_where_the_driver_does_not() -
     assert not pods("gpu", "owner")
     (pod,) = pods("gpu+owner", "owner")
     (container,) = pod.containers
+    # A Job cannot be changed: with another image it is another Job.
+    later = objects_of(merged(values("gpu+owner"), {"images": {"service": {"tag": "2"}}}))
+    assert pod.owner not in [each.owner for each in pods_of(later)]
     user, *folders = container["command"][1:]
     assert user == "1000:1000" and {m["mountPath"] for m in container["volumeMounts"]} == {*folders}
 

@@ -75,12 +75,17 @@ def test_the_same_key_and_spec_make_one_job_and_another_spec_conflicts(api: Api)
     assert "'once'" in problem_in(response, 409, "idempotency_conflict")["detail"]
 
 
-def test_a_repeated_submit_is_answered_though_its_data_went_away(api: Api, tmp_path: Path) -> None:
+def test_a_repeated_submit_is_answered_though_nothing_is_as_it_was(
+    api: Api, tmp_path: Path
+) -> None:
     manifest = tmp_path / "manifest.json"
     manifest.write_text("{}")
-    body = {"spec": spec_document(data={"path": str(tmp_path), "label": {"column": "rating"}})}
+    api.backend.set_hosts(HostFacts("a", 4, 0, 4 << 30))
+    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
+    data = {"path": str(tmp_path), "label": {"column": "rating"}}
+    body = {"spec": spec_document(data=data, embedding_tables=large)}
     headers = {"Idempotency-Key": "k"}
-    first = api.http.post("/v1/jobs", json=body, headers=headers)
+    first = api.http.post("/v1/jobs?force=true", json=body, headers=headers)
     manifest.unlink()
     again = api.http.post("/v1/jobs", json=body, headers=headers)
     assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])

@@ -406,6 +406,7 @@ def test_show_and_the_api_have_the_plan_beside_what_was_measured(api: Api) -> No
         **{f"phase/{phase}_s": 0.01 for phase in ("data_wait", "lookup", "dense", "backward")},
         "phase/sync_s": math.nan,
         "memory/peak_rss_bytes": 8e6,
+        "sync/every_steps": 4.0,
     }
     report(api, Metrics(time=NOW, step=1, values=measured), first_seq=1)
     lines = shown()
@@ -414,6 +415,7 @@ def test_show_and_the_api_have_the_plan_beside_what_was_measured(api: Api) -> No
         f"step 80 ms 40 ms 0.5{TIMES}",
         f"forward and backward 60 ms 30 ms 0.5{TIMES}",
         f"sync 10 ms {NOTHING} {NOTHING}",
+        f"sync interval 16 4 0.25{TIMES}",
         f"peak memory 7 MB 8 MB 1.14{TIMES}",
         f"lookup imbalance 1.50{TIMES} {NOTHING} {NOTHING}",
     ):

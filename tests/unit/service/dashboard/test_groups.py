@@ -42,6 +42,7 @@ from tests.harness.builders import (
     group_member,
     layout_chosen,
     membership_changed,
+    predicted_workers,
     queued_job,
     recovered,
     row_wise_plan,
@@ -377,6 +378,16 @@ def test_tables_show_lookups_and_syncs_and_positions_their_memory(job: Job) -> N
     html = fragments.sharding(partly, lines)
     assert "Tables per position" in html
     assert "Lookups and syncs" not in html
+
+
+def test_predicted_memory_is_shown_by_position_and_part(job: Job) -> None:
+    html = fragments.sharding(job, timeline_of(job, predicted_workers()))
+    assert html.count('title="Activations: 1 MB"') == 1, "of the fuller position"
+    assert re.findall(r'load-size">(.*?)<', html)[-2:] == ["3.5 MB", "7 MB"]
+    assert "Reserve" not in html
+    uneven = predicted_workers().prediction.model_copy(update={"memory_bytes": {"tables": [1]}})
+    told = timeline_of(job, workers_started(), predicted_workers(prediction=uneven))
+    assert "Activations" not in fragments.sharding(job, told), "whatever a job tells"
 
 
 def test_a_data_parallel_table_is_whole_everywhere(job: Job) -> None:

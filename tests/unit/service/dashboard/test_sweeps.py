@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 from dataclasses import replace
 
 from service.api.views import sweep_detail
-from service.dashboard.sweeps import by_value, parallel_options, value_options
+from service.dashboard.sweeps import (
+    by_value,
+    csv_of,
+    options_of,
+    parallel_options,
+    value_options,
+)
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
-from service.schemas.sweeps import SweepDetail
+from service.schemas.sweeps import SweepDetail, parameter_of
 from tests.harness.builders import NOW, queued_job
 
 SWEEP = Sweep(
@@ -55,3 +63,22 @@ def test_a_trial_is_a_line_through_its_values_to_the_metric() -> None:
     assert [axis["type"] for axis in options["parallelAxis"]] == ["log", "category", "value"]
     assert options["series"][0]["data"] == [[0.1, "4", 0.8]]
     assert parallel_options(detail())["series"][0]["data"] == []
+
+
+def test_the_trials_are_a_table_too() -> None:
+    assert csv_of(detail(0.8)).splitlines()[0].startswith("trial,job,step,optimizer.sparse.lr,")
+    assert csv_of(detail(0.8, None)).splitlines()[1].endswith(",0.1,4,0.8")
+
+
+def test_the_command_for_a_search_reads_back_as_it() -> None:
+    texts = ["optimizer.sparse.lr=log:0.01..0.3", "training.epochs=1..4", "model.arch=[1, a b],2"]
+    search = {
+        "parameters": [*map(parameter_of, texts)],
+        **{"metric": "validation/ne", "direction": "maximize", "search": "tpe"},
+        **{"num_trials": 6, "num_parallel": 2, "early_stopping": {"min_steps": 100}},
+    }
+    words = shlex.split(" ".join(options_of(search)))
+    varied = [word for before, word in itertools.pairwise(words) if before == "--vary"]
+    assert [*map(parameter_of, varied)] == search["parameters"]
+    assert " ".join(words).endswith("--trials 6 --parallel 2 --maximize --stop-early 100")
+    assert options_of({}) == []

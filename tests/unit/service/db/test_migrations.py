@@ -61,9 +61,9 @@ def _insert_known(connection: Connection, table: Table, values: dict[str, Any]) 
 
 def _insert_first_version(connection: Connection, job: Job) -> None:
     """Store a job whose `parallelism` and `optimizer` hold what the first version knew."""
-    _insert_known(connection, jobs, rows.job_values(job))
-    _insert_known(connection, job_progress, rows.progress_values(job))
     spec = job.spec.model_dump(mode="json")
+    _insert_known(connection, jobs, {**rows.job_values(job), "spec": spec})
+    _insert_known(connection, job_progress, rows.progress_values(job))
     known = ("workers", "shard_group_size", "placement", "moment_scale", "survive")
     spec["parallelism"] = {name: spec["parallelism"][name] for name in known}
     spec["parallelism"]["sync"] = FIRST_SYNC
@@ -208,7 +208,8 @@ def test_rows_of_every_table_come_through_the_way_up_and_down(
 def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:
     job = queued_job(labels={"team": "ads"})
     with _writing(database_url, "0003") as connection:
-        _insert_known(connection, jobs, rows.job_values(job))
+        spec = job.spec.model_dump(mode="json")
+        _insert_known(connection, jobs, {**rows.job_values(job), "spec": spec})
         _insert_known(connection, job_progress, rows.progress_values(job))
         name = {"id": 1, "job_id": job.id, "name": "loss"}
         _insert_known(connection, metric_names, name)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,17 @@ def group(**changes: Any) -> GroupTopology:
 
 
 @pytest.fixture
-def planning(api: Api) -> Callable[[str], Script]:
+def planning(api: Api) -> Iterator[Callable[[str], Script]]:
     """Has the app plan by a program."""
+    state = api.http.app.state
 
     def plan_by(program: str) -> Script:
-        script, state = Script(program), api.http.app.state
+        script = Script(program)
         state.context = replace(state.context, planner=GroupPlanner(api.settings, script))
         return script
 
-    return plan_by
+    yield plan_by
+    state.context.planner.close()
 
 
 def asked(api: Api, cluster: Any = CPU, limit_s: float = 60, **changes: Any) -> Any:
@@ -109,9 +112,10 @@ def asked(api: Api, cluster: Any = CPU, limit_s: float = 60, **changes: Any) -> 
 def test_the_trainers_planner_shards_a_group_in_a_process_of_its_own(
     app_settings: Settings,
 ) -> None:
-    planner, limit = GroupPlanner(app_settings), Limit(scaled(120))
+    limit = Limit(scaled(120))
     tasks = [(job(), group()), (job(), group(memory_bytes=100))]
-    plan, impossible = planner.plan(tasks, limit)
+    with closing(GroupPlanner(app_settings)) as planner:
+        plan, impossible = planner.plan(tasks, limit)
     (users,) = plan.tables
     held = [(rank.tables_bytes, rank.optimizer_bytes) for rank in plan.ranks]
     assert users.name == "users" and users.sharding_type in ("row_wise", "table_wise")
@@ -124,12 +128,18 @@ def test_a_plan_is_made_once_for_the_same_tables_layout_memory_and_links(
     app_settings: Settings,
 ) -> None:
     script = Script(FIRST_RANK)
-    planner = GroupPlanner(app_settings, script)
-    (first,) = planner.plan([(job(), group())], Limit(60))
-    assert planner.plan([(job(name="another"), group())], Limit(60)) == [first]
-    assert len(script.processes) == 1
-    two = planner.plan([(job(), group()), (job(), group(memory_bytes=2 * GIB))], Limit(60))
-    assert two[0] == first and len(script.processes) == 2
+    with closing(GroupPlanner(app_settings, script)) as planner:
+        (first,) = planner.plan([(job(), group())], Limit(60))
+        assert planner.plan([(job(name="another"), group())], Limit(60))[0] is first
+        one, two = planner.plan(
+            [(job(), group()), (job(), group(memory_bytes=GIB // 2))], Limit(60)
+        )
+        assert one is first and two is not first
+        (process,) = script.processes
+        process.kill()
+        process.wait()
+        (three,) = planner.plan([(job(), group(memory_bytes=GIB // 3))], Limit(60))
+        assert three == two and len(script.processes) == 2, "one that has ended is replaced"
 
 
 def test_a_process_is_killed_when_time_is_over_or_nobody_waits(app_settings: Settings) -> None:
@@ -175,7 +185,7 @@ def test_plans_compare_layouts_and_shard_the_recommended_one(
     assert best["ranks"][0]["tables_bytes"] == 3200 and best["ranks"][0]["process_bytes"] > 0
     assert found["reason"] and found["changes"] == []
     assert {each["placement"] for each in found["candidates"]} == {"intra_host", "inter_host"}
-    parts = ("input_dist_s", "lookup_s", "output_dist_s", "dense_s", "sync_s")
+    parts = ("input_dist_s", "lookup_s", "output_dist_s", "dense_s", "sync_s", "host_s")
     for each in found["candidates"]:
         seconds = sum(each["step"][part] for part in parts)
         assert each["samples_per_s"] == pytest.approx(8 * found["batch_size"] / seconds)

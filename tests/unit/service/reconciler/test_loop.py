@@ -409,7 +409,7 @@ def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
 
     healthy = house.submit("running")
     house.poll(2)
-    for number in range(200):
+    for number in range(500):
         # In a millisecond of its own each: ids are random within one.
         job = queued_job(now=house.now + number / 1000)
         store_attempt(house.store, job, JobStatus.RUNNING)
@@ -418,7 +418,7 @@ def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
     reconciler = Reconciler(house.store, backend, settings, ServiceMetrics())
     reconciler.start()
     try:
-        wait_for(lambda: len(reconciler._busy) > 200, "all threads to hang")
+        wait_for(lambda: len(reconciler._busy) > 500, "all threads to hang")
         cancel_job(house.store, settings, healthy.id)
         began = time.monotonic()
         wait_for(lambda: house.record(healthy).num_stops, "the stop of the healthy job")
@@ -542,6 +542,21 @@ def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
     assert ended == [True, True] + [False] * 18
 
 
+def test_a_wake_looks_at_jobs_that_were_written_and_at_no_other(house: House) -> None:
+    known = house.submit("running")
+    house.poll(3)
+    reconciler = house.reconciler()
+    polls = []
+    for written_only in (False, True, False):
+        new = house.submit("running")
+        reconciler._dispatch(written_only=written_only)
+        wait_for(lambda: not reconciler._busy, "the pass to end")
+        assert house.record(new).has_arrived
+        polls.append(house.record(known).num_polls)
+    reconciler.close()
+    assert polls[0] == polls[1] == polls[2] - 1
+
+
 def test_a_job_that_runs_on_is_not_read_again_until_it_is_written(house: House) -> None:
     class AllRun(FakeBackend):
         def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
@@ -549,7 +564,8 @@ def test_a_job_that_runs_on_is_not_read_again_until_it_is_written(house: House) 
 
     jobs = [house.submit("running") for _ in range(16)]
     house.poll(2)
-    for job in jobs:
+    # The workers of the others have not told yet that they train.
+    for job in jobs[::2]:
         house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
     backend = AllRun(Path(house.backend.address))
     reconciler = Reconciler(

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from service.domain.lifecycle import preempt
 from service.domain.membership import workers_held
-from service.domain.models import Job, JobStatus, Member, Membership, Project, QueueState
+from service.domain.models import (
+    Job,
+    JobStatus,
+    Member,
+    Membership,
+    Progress,
+    Project,
+    QueueState,
+)
 from service.scheduler.policy import PASS_WINDOW_S, Admission, Capacity, admit, most_held
 from tests.harness.builders import NOW, queued_job
 from tests.harness.properties import examples
@@ -93,6 +101,26 @@ def test_a_job_that_backs_off_waits_for_its_time_and_holds_nobody_up() -> None:
     found = decide([late, job("a")], capacity=cluster(2))
     assert started(found) == ["a"]
     assert [place.position for place in found.places] == [None]
+
+
+def test_a_start_is_expected_when_enough_running_jobs_have_ended_and_not_guessed() -> None:
+    def ending(eta_s: float | None, name: str = "busy") -> Job:
+        return replace(running(name), progress=Progress(step=1, eta_s=eta_s))
+
+    def expected(*held: Job, **quota: int) -> dict[str, float | None]:
+        queued = [job("four", 4, age_s=9), job("next", age_s=8), job("vast", 99), job("last")]
+        projects = [Project("default", **quota)] if quota else []
+        places = decide(queued, [*held], cluster(6), *projects).places
+        starts = {place.job.name: place.expected_start_at for place in places}
+        return {name: at and at - NOW for name, at in starts.items()}
+
+    held = [ending(60.0), ending(20.0), ending(90.0)]
+    found = expected(*held)
+    assert found == {"four": 60.0, "next": 90.0, "vast": None, "last": None}
+    assert expected(*held[:2], ending(None))["next"] is None, "nobody knows when the third ends"
+    pausing = replace(held[0], pause_requested=True)
+    assert expected(pausing, *held[1:])["four"] == 20.0
+    assert set(expected(*held, max_running_jobs=3).values()) == {None}, "a quota holds them back"
 
 
 # ---- gangs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.auth import Role
 from service.domain.models import JobStatus
+from service.jobs.run_storage import run_dir_of
 from service.sweeps import runner
 from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
@@ -47,7 +49,8 @@ def create(api: Api):
 def runner_of(api: Api) -> SweepRunner:
     """A loop as a service just started would have it."""
     context = api.http.app.state.context  # type: ignore[attr-defined]
-    return SweepRunner(context.sweeps, api.store, api.settings, lambda: None)
+    keys = context.security.keys
+    return SweepRunner(context.sweeps, api.store, keys, api.settings, lambda: None)
 
 
 def trials_of(api: Api, sweep_id: str):
@@ -150,6 +153,24 @@ def test_a_pass_that_is_cut_off_anywhere_doubles_and_loses_nothing(
     assert found["status"] == "COMPLETED"
     assert [trial["stopped_at"] for trial in found["trials"]] == [None, 1, 1, 1]
     assert [trial["status"] for trial in found["trials"]] == ["SUCCEEDED", *["PAUSED"] * 3]
+
+
+def test_trials_have_the_secrets_of_their_sweep_which_goes_without_once_it_ended(api, create):
+    sweep_id = create(num_trials=1, secrets={"DB_PASSWORD": "hunter2"})
+    security, later = api.http.app.state.context.security, time.time() + 60
+    security.keys.forget_orphans(later)
+    runner_of(api).poll()
+    (trial,) = trials_of(api, sweep_id)
+    job = api.http.get(f"/v1/jobs/{trial['job_id']}").json()
+    assert job["secret_names"] == ["DB_PASSWORD"]
+    assert run_dir_of(api.settings, job["id"]).secret_names_path.exists(), "its driver asks"
+    assert "hunter2" not in api.http.get(f"/v1/sweeps/{sweep_id}").text
+    train(api, job["id"], 0, 0.5)
+    end(api, job["id"])
+    runner_of(api).poll()
+    security.keys.forget_orphans(later)
+    assert security.read_secrets(sweep_id) == {}
+    assert security.read_secrets(job["id"]) == {"DB_PASSWORD": "hunter2"}
 
 
 def test_the_same_seed_makes_the_same_choices(api, create):

@@ -21,7 +21,7 @@ from trainer.layout.cost import (
 )
 from trainer.layout.layout import Layout
 
-CLUSTER = cluster_of("8xH100-80GB")
+CLUSTER = cluster_of("8xH100-80GB, step_overhead_s=0, collective_latency_s=0")
 TABLE_BYTES = 10**12
 WORKLOAD = Workload(
     batch_size=512,
@@ -65,6 +65,35 @@ def test_groups_on_single_hosts_look_up_over_the_fast_link() -> None:
     near, far = _links()
     assert spread.input_dist_s / inside.input_dist_s == pytest.approx(near / far)
     assert spread.sync_s < inside.sync_s
+
+
+def test_what_leaves_a_building_goes_over_its_link_and_is_reduced_inside_first() -> None:
+    far = 1e9
+    buildings = replace(CLUSTER, hosts_per_building=4, inter_building_bytes_per_s=far)
+    near, between = _links()
+    split = Layout(64, 64, "intra_host")
+    sent = WORKLOAD.batch_size * WORKLOAD.input_bytes
+    assert step_time(WORKLOAD, split, buildings).input_dist_s == pytest.approx(sent / 2 / far)
+    across = step_time(WORKLOAD, Layout(64, 1, "intra_host"), buildings).sync_s
+    parts = 7 / 8 / near + 3 / 4 / 8 / between + 1 / 2 / 32 / far
+    assert across == pytest.approx(2 * TABLE_BYTES * parts)
+    inside = Layout(32, 32, "intra_host")
+    assert step_time(WORKLOAD, inside, buildings) == step_time(WORKLOAD, inside, CLUSTER)
+
+
+def test_collectives_and_the_host_cost_time_that_no_link_makes_up_for() -> None:
+    tiny = Workload(1, 1e3, 0.0, 1e3, 1.0, 1.0, sync_every_steps=4)
+    slow = replace(CLUSTER, step_overhead_s=0.01, collective_latency_s=0.001)
+    step = step_time(tiny, Layout(4, 2, "intra_host"), replace(slow, device="cpu"))
+    found = (step.input_dist_s, step.output_dist_s, step.dense_s, step.sync_s, step.host_s)
+    assert found == pytest.approx((0.003, 0.002, 0.001, 0.0015, 0.01), rel=1e-3)
+    alone = step_time(tiny, Layout(1, 1, "intra_host"), replace(slow, device="cpu"))
+    assert alone.total_s == pytest.approx(0.01, rel=1e-3)
+    # A GPU computes while its host launches what comes next.
+    on_gpu = step_time(tiny, Layout(4, 2, "intra_host"), slow)
+    assert on_gpu.total_s - on_gpu.sync_s == pytest.approx(0.01)
+    large = replace(tiny, dense_flops=1e13)
+    assert step_time(large, Layout(4, 2, "intra_host"), slow).host_s == 0
 
 
 def _links() -> tuple[float, float]:
@@ -139,6 +168,9 @@ def test_a_profile_names_gpus_hosts_and_what_differs() -> None:
         ("8xH100-80GB, hbm_bytes=inf", "a finite number"),
         ("8xH100-80GB, hbm_bytes=much", "'much'"),
         ("8xH100-80GB, nvlink=1e9", "a cluster has no 'nvlink'"),
+        ("8xH100-80GB, collective_latency_s=-1", "collective_latency_s is -1"),
+        ("8xH100-80GB, hosts_per_building=64", "belong together"),
+        ("8xH100-80GB, hosts_per_building=0, inter_building_bytes_per_s=1e9", "is 0"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused_with_what_to_change(profile: str, said: str) -> None:

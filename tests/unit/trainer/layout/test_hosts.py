@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.builders import spec
+from trainer.layout import hosts as hosts_module
 from trainer.layout.hosts import (
     HostFacts,
+    host_memory_bytes,
     hosts_by_address,
     hosts_to_come,
     num_that_fit,
@@ -88,3 +92,17 @@ def test_hosts_to_come_are_like_the_largest_and_make_no_more_room_than_the_clust
     assert set(room[len(there) :]) <= {max(slots)}
     assert sum(room) + max(slots) > most
     assert sum(room) <= most or found == there
+
+
+def test_the_memory_of_a_container_is_what_its_limit_leaves_of_the_host_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "_CGROUP", tmp_path)
+    of_host = host_memory_bytes()
+    assert 0 < of_host[1] < of_host[0]
+    files = {"max": "1000000", "current": "900000", "stat": "anon 1\ninactive_file 300000\n"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_memory_bytes() == (1_000_000, 400_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory_bytes()[0] == of_host[0], "no limit"

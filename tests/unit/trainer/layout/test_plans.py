@@ -20,6 +20,7 @@ from trainer.layout.plans import (
     Comparison,
     PlanSite,
     does_fit,
+    predict,
     smallest_changes,
     why_not_held,
 )
@@ -92,6 +93,33 @@ def test_a_tuned_interval_is_planned_where_it_would_settle_with_room_for_the_lon
         assert each.samples_per_s == fixed.samples_per_s
         if (*at, 128) in longest:
             assert each.peak == longest[*at, 128].peak
+
+
+def test_workers_are_foretold_what_was_planned_for_them_a_tuned_interval_too() -> None:
+    parallelism = AUTO | {"workers": 8, "sync": {"every_steps": "auto"}, "dense": "every_step"}
+    spec = spec_of(4, parallelism=parallelism)
+    comparer = Comparer(spec, PlanSite.of_profile(CLUSTER, spec))
+    option = next(each for each in comparer.result().options if each.candidate.num_replicas == 2)
+    load = RankLoad(tables_bytes=GIB, sync_bytes=1, lookup_bytes=1.0)
+    tables = tuple(
+        TablePlacement(
+            name=each.name, sharding_type="table_wise", compute_kernel="fused", ranks=(0,)
+        )
+        for each in spec.embedding_tables
+    )
+    plan = GroupPlan(tables=tables, ranks=(load,) * 4)
+    comparer.add(option.topology, plan)
+    layout, mode = option.choice.layout, spec.parallelism.sync.mode
+    expected = next(
+        each
+        for each in comparer.result().candidates
+        if shape(each) == tuple(vars(layout).values()) and each.sync_mode == mode
+    )
+    found = predict(option.spec, layout, plan, CLUSTER)
+    assert found.sync_every_steps == expected.sync_every_steps > 1
+    assert found.samples_per_s == expected.samples_per_s
+    alone = predict(option.spec, replace(layout, world_size=4), plan, CLUSTER)
+    assert alone.sync_every_steps is None
 
 
 def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
@@ -189,3 +217,4 @@ def test_a_calibration_believes_medians_within_bounds_only() -> None:
     assert less is not None and (less.step_ratio, less.extra_bytes) == (0.25, -(2**32))
     assert less.applied(CLUSTER).process_bytes == 0.0
     assert less.applied(CLUSTER).hbm_bytes_per_s == 4 * CLUSTER.hbm_bytes_per_s
+    assert less.applied(CLUSTER).step_overhead_s == CLUSTER.step_overhead_s / 4

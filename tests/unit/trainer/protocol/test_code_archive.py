@@ -99,6 +99,22 @@ def test_a_bomb_is_refused_by_what_it_states_and_by_what_comes_out(
         check(lying)
 
 
+def test_an_upload_is_a_module_or_a_zip_of_a_folder_and_no_bomb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready = zip_of(("code/net.py", b"WIDTH = 8"))
+    assert code_archive.pack_upload("code.zip", ready) == ready
+    for name, data in (("net.py", b"WIDTH = 8"), ("x.zip", zip_of(("net.py", b"WIDTH = 8")))):
+        packed = code_archive.pack_upload(name, data)
+        assert check(packed).num_files == 1
+        assert zipfile.ZipFile(io.BytesIO(packed)).read("code/net.py") == b"WIDTH = 8"
+    monkeypatch.setattr(code_archive, "MAX_UNPACKED_BYTES", 10)
+    with pytest.raises(CodeError, match="holds more than"):
+        code_archive.pack_upload("x.zip", zip_of(("a.py", b"123456"), ("b.py", b"123456")))
+    with pytest.raises(CodeError, match="not a zip"):
+        code_archive.pack_upload("x.zip", b"no zip")
+
+
 def test_more_files_than_code_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [(f"code/{number}.py", b"") for number in range(code_archive.MAX_FILES + 1)]
     with pytest.raises(CodeError, match=f"at most {code_archive.MAX_FILES}"):

@@ -53,7 +53,7 @@ _MAX_PROCESSES = 2
 # Groups planned at once: the recommended layout's, then others that nothing beats, as long as they
 # are begun soon after it.
 _MAX_GROUPS = 4
-_OTHERS_S = 2.0
+_OTHERS_S = 1.0
 _END_S = 10.0
 # A plan may show that what was recommended does not fit, and then the next is planned.
 _MAX_ROUNDS = 4

@@ -101,9 +101,10 @@ class Need:
 
     `hosts` are the workers that each host has room for. `table_bytes` is S: one whole copy of the
     tables with optimizer state. `worker_table_bytes` is how much of S one worker can hold, and
-    `whole_table_bytes` lists the tables that cannot be split. `bandwidth_bytes_per_s` is what one
-    worker gets between the members of a replica group (B). `are_groups_independent` is False
-    where settings tie the sharding groups together between syncs.
+    `whole_table_bytes` lists the tables that cannot be split. `links_bytes_per_s` is what one
+    worker gets inside a host and between hosts; B is the former where every shard has its copies on
+    one host. `are_groups_independent` is False where settings tie the sharding groups together
+    between syncs.
     """
 
     hosts: tuple[int, ...]
@@ -115,7 +116,7 @@ class Need:
     table_bytes: int | None = None
     worker_table_bytes: int | None = None
     whole_table_bytes: tuple[int, ...] = ()
-    bandwidth_bytes_per_s: float | None = None
+    links_bytes_per_s: tuple[float, float] | None = None
     are_groups_independent: bool = True
 
     @property
@@ -185,7 +186,7 @@ def need_of(
     spec: JobSpec,
     hosts: Sequence[int],
     worker_bytes: int | None = None,
-    bandwidth_bytes_per_s: float | None = None,
+    links_bytes_per_s: tuple[float, float] | None = None,
 ) -> Need:
     """The need of a spec on hosts with room for so many workers each.
 
@@ -210,7 +211,7 @@ def need_of(
         table_bytes=spec.table_bytes,
         worker_table_bytes=room_bytes,
         whole_table_bytes=spec.whole_table_bytes,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        links_bytes_per_s=links_bytes_per_s,
         are_groups_independent=not parallelism.independence_obstacles,
     )
 
@@ -276,9 +277,11 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
 
 
 def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
-    size_bytes, bandwidth, latency_s = need.table_bytes, need.bandwidth_bytes_per_s, None
-    if size_bytes is not None and bandwidth is not None:
-        latency_s = sync_latency_s(size_bytes, layout, bandwidth)
+    size_bytes, latency_s = need.table_bytes, None
+    if size_bytes is not None and need.links_bytes_per_s is not None:
+        inside, between = need.links_bytes_per_s
+        is_inside = all(len(set(holders)) == 1 for holders in zip(*hosts, strict=True))
+        latency_s = sync_latency_s(size_bytes, layout, inside if is_inside else between)
     return Choice(
         layout=layout,
         failure_domain=domain,

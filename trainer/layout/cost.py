@@ -107,6 +107,11 @@ class Cluster:
             raise ClusterError(f"cluster {self.name}: it needs at least one host")
 
     @property
+    def host_links(self) -> tuple[float, float]:
+        """Bytes a second inside a host and between hosts."""
+        return self.intra_host_bytes_per_s, self.inter_host_bytes_per_s
+
+    @property
     def links(self) -> tuple[tuple[int, float], ...]:
         """(neighbouring ranks, bytes a second between them) of hosts, of buildings if there are
         several, and of all that there is."""

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.layout.choice import Choice, choose, need_of
-from trainer.layout.cost import gpu_memory_bytes
+from trainer.layout.cost import (
+    Cluster,
+    ClusterError,
+    cpu_cluster,
+    gpu_cluster_of_ray,
+    gpu_memory_bytes,
+)
 from trainer.spec.job import JobSpec
 
 _NO_LIMIT = 1_000_000
@@ -176,6 +182,31 @@ def site_of(
     return Site(use_gpu, found, room, worker_bytes(spec, found, use_gpu=use_gpu))
 
 
+def described(site: Site) -> Cluster:
+    """The hosts as the cost model sees them; raises `ClusterError` where too little is known."""
+    room, most = site.room, max(site.room, default=0)
+    if not most:
+        raise ClusterError(
+            "no host of the cluster has room for a worker, or none is known; describe the "
+            "cluster to plan for"
+        )
+    if site.worker_bytes is None:
+        types = ", ".join(sorted({host.gpu or "unknown" for host in site.hosts if host.num_gpus}))
+        what = f"GPUs ({types})" if site.use_gpu else "hosts"
+        raise ClusterError(
+            f"the memory of the cluster's {what} is not known; describe the cluster to plan for"
+        )
+    if site.use_gpu:
+        gpu = next(host.gpu for host in site.hosts if host.num_gpus)
+        cluster = replace(gpu_cluster_of_ray(gpu, most), hbm_bytes=site.worker_bytes)
+    else:
+        cluster = cpu_cluster(most, site.worker_bytes)
+    return replace(cluster, name="the service's own", num_hosts=len(room))
+
+
 def choose_on(spec: JobSpec, site: Site) -> Choice:
     """The best layout of a job on a cluster when it is empty; raises `LayoutError`."""
-    return choose(need_of(spec, site.room, site.worker_bytes))
+    links = None
+    with suppress(ClusterError):
+        links = described(site).host_links
+    return choose(need_of(spec, site.room, site.worker_bytes, links))

@@ -27,11 +27,8 @@ from trainer.layout.cost import (
     MemoryUse,
     StepTime,
     cost_of,
-    cpu_cluster,
-    gpu_cluster_of_ray,
-    sync_latency_s,
 )
-from trainer.layout.hosts import Site
+from trainer.layout.hosts import Site, described
 from trainer.layout.layout import Layout, LayoutError
 from trainer.layout.scaling import fastest_of, ways_of
 from trainer.layout.workload import (
@@ -75,27 +72,7 @@ class PlanSite:
     @classmethod
     def of_site(cls, site: Site) -> PlanSite:
         """The hosts that Ray tells of; raises `ClusterError` where too little is known of them."""
-        room, most = site.room, max(site.room, default=0)
-        if not most:
-            raise ClusterError(
-                "no host of the cluster has room for a worker, or none is known; describe the "
-                "cluster to plan for"
-            )
-        if site.worker_bytes is None:
-            types = ", ".join(
-                sorted({host.gpu or "unknown" for host in site.hosts if host.num_gpus})
-            )
-            what = f"GPUs ({types})" if site.use_gpu else "hosts"
-            raise ClusterError(
-                f"the memory of the cluster's {what} is not known; describe the cluster to plan for"
-            )
-        if site.use_gpu:
-            gpu = next(host.gpu for host in site.hosts if host.num_gpus)
-            cluster = replace(gpu_cluster_of_ray(gpu, most), hbm_bytes=site.worker_bytes)
-        else:
-            cluster = cpu_cluster(most, site.worker_bytes)
-        cluster = replace(cluster, name="the service's own", num_hosts=len(room))
-        return cls(cluster, room)
+        return cls(described(site), site.room)
 
     def grown_for(self, spec: JobSpec) -> PlanSite:
         """The same hosts, or as many more as the spec's workers take of a cluster without end."""
@@ -187,7 +164,8 @@ class Comparer:
 
     def __init__(self, spec: JobSpec, site: PlanSite, *, only_own_sync: bool = False) -> None:
         self._spec, self._site, self._only_own_sync = spec, site, only_own_sync
-        self._need = need = need_of(spec, site.room, site.cluster.hbm_bytes)
+        cluster = site.cluster
+        self._need = need = need_of(spec, site.room, cluster.hbm_bytes, cluster.host_links)
         # The cost says what has room in memory.
         free = replace(need, shard_group_size=None, placement=None, worker_table_bytes=None)
         self._chosen = choose(free)
@@ -195,9 +173,8 @@ class Comparer:
             self._chosen = choose(need)
         world_size = self._chosen.layout.world_size
         sized = _freed(spec).with_workers(world_size)
-        table_bytes = spec.table_bytes
-        assert table_bytes is not None, "a plan needs the sizes of the tables"
-        self._whole, self._table_bytes = whole_loads(sized), table_bytes
+        assert spec.table_bytes is not None, "a plan needs the sizes of the tables"
+        self._whole = whole_loads(sized)
         self._sums: dict[tuple[Any, ...], SyncSums] = {}
         self._options: dict[Choice, list[Option]] = {}
         self._laid_out: dict[Choice, JobSpec] = {}
@@ -259,9 +236,6 @@ class Comparer:
         rows_at_risk = spec.checkpoint.every_steps * layout.world_size * batch
         if choice.failure_domain == "replica_group":
             rows_at_risk = sync.intervals[0] * layout.shard_group_size * batch
-        link = cluster.intra_host_bytes_per_s
-        if any(len(holders) > 1 for holders in choice.copies_by_host):
-            link = cluster.inter_host_bytes_per_s
         return Candidate(
             **vars(layout),
             num_replicas=layout.num_replicas,
@@ -272,7 +246,7 @@ class Comparer:
             num_hosts_per_shard=min(len(holders) for holders in choice.copies_by_host),
             rows_at_risk=rows_at_risk,
             memory_overhead_bytes=choice.memory_overhead_bytes or 0,
-            sync_latency_s=sync_latency_s(self._table_bytes, layout, link),
+            sync_latency_s=choice.sync_latency_s or 0.0,
             fits=cost.fits,
             obstacle="",
             samples_per_s=cost.samples_per_s,
@@ -422,12 +396,12 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
     """What TorchRec's planner is told of one sharding group of a layout."""
     cluster = site.cluster
     per_host = {num for hosts in choice.group_hosts for num in Counter(hosts).values()}
-    memory_bytes = spec.resources.memory_bytes_per_worker or cluster.hbm_bytes
+    free_bytes = max(0, int(cluster.hbm_bytes - cluster.process_bytes))
     return GroupTopology(
         shard_group_size=choice.layout.shard_group_size,
         ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
         device=cluster.device,
-        memory_bytes=int(memory_bytes - cluster.process_bytes),
+        memory_bytes=spec.resources.memory_bytes_per_worker or free_bytes,
         host_memory_bytes=0,
         memory_bytes_per_s=cluster.hbm_bytes_per_s,
         intra_host_bytes_per_s=cluster.intra_host_bytes_per_s,

@@ -13,12 +13,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from service.dashboard import fragments
 from service.errors import PlannerFailed, PlanTimedOut
+from service.jobs import planning as planning_module
 from service.jobs.planning import GroupPlanner, Limit
 from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
@@ -140,6 +142,17 @@ def test_a_plan_is_made_once_for_the_same_tables_layout_memory_and_links(
         process.wait()
         (three,) = planner.plan([(job(), group(memory_bytes=GIB // 3))], Limit(60))
         assert three == two and len(script.processes) == 2, "one that has ended is replaced"
+
+
+def test_other_groups_are_planned_only_soon_after_the_recommended_one(
+    app_settings: Settings,
+) -> None:
+    tasks = [(job(), group()), (job(), group(memory_bytes=GIB // 2))]
+    with (
+        closing(GroupPlanner(app_settings, Script(FIRST_RANK))) as planner,
+        patch.object(planning_module, "_OTHERS_S", -1.0),
+    ):
+        assert len(planner.plan(tasks, Limit(60))) == 1
 
 
 def test_a_process_is_killed_when_time_is_over_or_nobody_waits(app_settings: Settings) -> None:

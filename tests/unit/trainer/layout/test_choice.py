@@ -35,7 +35,7 @@ def needs(draw: st.DrawFn) -> Need:
         survive_hosts=draw(st.integers(0, 3)),
         table_bytes=draw(st.none() | st.integers(0, 40)),
         worker_table_bytes=draw(st.none() | st.integers(0, 20)),
-        bandwidth_bytes_per_s=draw(st.none() | st.just(4.0)),
+        links_bytes_per_s=draw(st.none() | st.just((8.0, 4.0))),
         are_groups_independent=draw(st.booleans()),
     )
 
@@ -117,7 +117,7 @@ def test_a_refusal_means_that_no_placement_of_whole_groups_would_do(need: Need) 
 
 def test_the_price_is_that_of_the_paper() -> None:
     choice = choose(
-        need(4, 4, shard_group_size=4, placement="inter_host", bandwidth_bytes_per_s=GIB)
+        need(4, 4, shard_group_size=4, placement="inter_host", links_bytes_per_s=(9 * GIB, GIB))
     )
     # S (M - 1) / T = 8 GiB * 1 / 8, and twice that over 1 GiB/s.
     assert choice.memory_overhead_bytes == GIB
@@ -247,8 +247,8 @@ def movielens(*changes: str) -> Any:
 
 
 def test_a_spec_says_what_it_needs() -> None:
-    found = need_of(movielens(), [2, 2], worker_bytes=100_000, bandwidth_bytes_per_s=1e9)
-    known = {"table_bytes": 36_000, "worker_table_bytes": 85_000, "bandwidth_bytes_per_s": 1e9}
+    found = need_of(movielens(), [2, 2], worker_bytes=100_000, links_bytes_per_s=(2e9, 1e9))
+    known = {"table_bytes": 36_000, "worker_table_bytes": 85_000, "links_bytes_per_s": (2e9, 1e9)}
     assert found == Need(hosts=(2, 2), min_workers=4, max_workers=4, **known)
     unknown = movielens("embedding_tables[0].num_embeddings=auto")
     assert need_of(unknown, [4], worker_bytes=100_000).table_bytes is None

@@ -122,6 +122,17 @@ def test_workers_are_foretold_what_was_planned_for_them_a_tuned_interval_too() -
     assert alone.sync_every_steps is None
 
 
+def test_torchrec_plans_with_what_a_process_leaves_or_what_the_spec_gives() -> None:
+    cluster = cluster_of("8xCPU-8GB")
+    for resources, expected in (
+        ({}, int(8 * GIB - cluster.process_bytes)),
+        ({"memory_bytes_per_worker": 2 * GIB}, 2 * GIB),
+    ):
+        spec = spec_of(4, parallelism=AUTO | {"workers": 8}, resources=resources)
+        options = Comparer(spec, PlanSite.of_profile(cluster, spec)).result().options
+        assert {each.topology.memory_bytes for each in options} == {expected}
+
+
 def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
     for each in compared(spec_of(400, batch_size=10, parallelism=AUTO)).candidates:
         if each.failure_domain == "replica_group":

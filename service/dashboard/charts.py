@@ -21,7 +21,7 @@ from service.domain.models import Checkpoint, Job, MetricPoint, TimelineEvent
 from trainer.protocol.events import PHASES
 
 TRAIN_COLOUR = "#6472e8"
-GOOD, FAINT = "#2c9f9a", "#c3c9d4"
+GOOD, FAINT = "#2c9f9a", "rgba(138, 147, 163, 0.5)"
 VALIDATION_COLOUR = "#e0913a"
 # Neighbours in the stack differ in hue; waiting is grey, and so is what has no name.
 _PHASE_COLOURS = {
@@ -148,10 +148,12 @@ _OTHER_CHARTS = (
             Line("memory/peak_rss_bytes", "host, peak", VALIDATION_COLOUR),
             Line("memory/peak_reserved_bytes", "PyTorch, peak", TRAIN_COLOUR),
             Line("memory/gpu_used_bytes", "GPU", _PHASE_COLOURS["output_dist"]),
+            Line("memory/host_used_share", "share of host", FAINT, on_right=True),
         ),
         from_zero=True,
         is_optional=True,
         number=_BYTES,
+        right_number=_PERCENT,
     ),
 )
 

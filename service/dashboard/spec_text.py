@@ -270,6 +270,8 @@ def flow(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value in a table of differences."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return "\N{EN DASH}" if value is None else flow(value)
 
 

@@ -33,6 +33,7 @@ from trainer.spec.job import JobSpec
 
 _REFRESH_S = 3.0
 _MAX_COMPARED = 8
+_LINE = {"width": 2, "opacity": 1}
 _TONES = {
     SweepStatus.RUNNING: "active",
     SweepStatus.CANCELLING: "warn",
@@ -327,6 +328,7 @@ def value_options(found: SweepDetail) -> dict[str, Any]:
         best.append([trial.number, choose(known, trial.value)])
     axis = {
         "axisLabel": charts.AXIS_LABEL,
+        "nameTextStyle": charts.AXIS_LABEL,
         "splitLine": {"lineStyle": {"color": charts.LINE_COLOUR}},
     }
     return {
@@ -385,7 +387,7 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
             "max": max(values, default=1.0),
             "inRange": {"color": [good, bad] if found.direction == "minimize" else [bad, good]},
         },
-        "series": [{"type": "parallel", "smooth": True, "lineStyle": {"width": 2}, "data": data}],
+        "series": [{"type": "parallel", "smooth": True, "lineStyle": _LINE, "data": data}],
     }
 
 

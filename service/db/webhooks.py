@@ -51,8 +51,7 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         return
     # Without the id, which the database gives.
     values = [{k: v for k, v in vars(event).items() if k != "id"} for event in events]
-    job_ids = list({event.job_id for event in events})
-    subscribed = connection.execute(_SUBSCRIBED, {"job_ids": job_ids}).all()
+    subscribed = _subscribed(connection, {event.job_id for event in events})
     if not subscribed:
         connection.execute(insert(timeline), values)
         return
@@ -77,12 +76,16 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         connection.execute(insert(webhook_deliveries), deliveries)
 
 
-# Active webhooks that hear of some jobs: a row for each webhook and job.
 _SUBSCRIBED = (
     select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
     .join(jobs, or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS))
     .where(jobs.c.id.in_(bindparam("job_ids", expanding=True)), webhooks.c.is_active)
 )
+
+
+def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Any]:
+    """Active webhooks that hear of these jobs: a row for each webhook and job."""
+    return connection.execute(_SUBSCRIBED, {"job_ids": list(job_ids)}).all()
 
 
 class WebhookStore(Transactions):

@@ -110,6 +110,7 @@ class _ComputeSlot:
 
 
 _ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
+_NOTHING: Future[None] = Future()
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _NOTHING_SEEN: Mapping[str, Observation] = MappingProxyType({})
 _MIN_INTERVAL_S = 0.25
@@ -154,8 +155,10 @@ class Reconciler:
         )
         self._is_reachable = True
         self._slot = _ComputeSlot()
-        # What is being done or waits for a thread; None while the backend is asked of a job.
+        # What is being done or waits for a thread; None while the backend is asked of a job. The
+        # lock is for whoever begins a job of which it is asked: a user's request does not wait.
         self._busy: dict[str, Future[None] | None] = {}
+        self._beginning = threading.Lock()
         # Versions of jobs of which nothing follows while they run: time alone changes nothing.
         self._settled: dict[str, int] = {}
         # Versions that jobs had when they were last begun, since the last look at all of them.
@@ -292,15 +295,16 @@ class Reconciler:
             waiting = self._busy.get(job.id)
             if is_requested and waiting is not None:
                 waiting.cancel()  # Succeeds where it has not begun, and is made anew below.
-            if job.id in self._busy:
-                continue
-            self._begun[job.id] = job.version
-            if is_requested or job.current_attempt_id is None:
-                self._submit_job(
-                    self._urgent if is_requested else self._pool, job.id, _NOTHING_SEEN
-                )
-            else:
-                observed.append(job)
+            with self._beginning:
+                doing = self._busy.get(job.id, _NOTHING)
+                if doing is not _NOTHING and not (is_requested and doing is None):
+                    continue
+                self._begun[job.id] = job.version
+                if is_requested or job.current_attempt_id is None:
+                    pool = self._urgent if is_requested else self._pool
+                    self._submit_job(pool, job.id, _NOTHING_SEEN)
+                else:
+                    observed.append(job)
         if len(observed) < _OBSERVE_ALL_FROM:
             for job in observed:
                 self._submit_job(self._pool, job.id, _NOTHING_SEEN)
@@ -318,10 +322,13 @@ class Reconciler:
         for job in jobs:
             known = seen.get(job.current_attempt_id or "")
             is_running = known is not None and known.state is ObservedState.RUNNING
-            if is_running and self._settled.get(job.id) == job.version:
-                del self._busy[job.id]
-            else:
-                self._submit_job(self._pool, job.id, seen)
+            with self._beginning:
+                if self._busy.get(job.id, _NOTHING) is not None:
+                    continue  # Begun meanwhile.
+                if is_running and self._settled.get(job.id) == job.version:
+                    del self._busy[job.id]
+                else:
+                    self._submit_job(self._pool, job.id, seen)
 
     def _submit_job(
         self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]

@@ -45,7 +45,8 @@ class WaitingJob(ApiModel):
     position: int | None
     reason: str
     expected_start_at: float | None = Field(
-        description="As running jobs end when they expect to; null where that is not known."
+        default=None,
+        description="As running jobs end when they expect to; null where that is not known.",
     )
 
 

@@ -262,7 +262,7 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
     zoomed = settled_picture(loss_chart)
-    page.get_by_label("Log scale").click()
+    page.get_by_role("checkbox", name="Log scale").click()
     assert len({drawn, zoomed, settled_picture(loss_chart)}) == 3
 
 

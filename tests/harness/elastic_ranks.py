@@ -305,7 +305,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
     book = LeaseBook(
         num_rows=source.num_rows,
         epochs=spec.training.epochs,
-        rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
+        rows_per_lease=spec.parallelism.sync.intervals[0] * batch_rows,
         max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
         num_lanes=spec.parallelism.group_size,
         rows_per_step=batch_rows,

@@ -88,7 +88,8 @@ def wait_for_members(driver: DriverProcess, where: set[str]) -> None:
 def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
     hosts: RayHosts, small_movielens: Path, tmp_path: Path
 ) -> None:
-    spec = job(small_movielens, "recovery.min_node_speed=0.001")
+    tuned = "parallelism.sync={every_steps: auto, tuner: {min_steps: 4, time_share: 0.0001}}"
+    spec = job(small_movielens, "recovery.min_node_speed=0.001", tuned)
     driver = DriverProcess.start(hosts, tmp_path / "run", spec)
     try:
         wait_for_members(driver, {A, B, C})
@@ -107,6 +108,8 @@ def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
     assert driver.told(events.Progress)[-1].rows == num_rows * EPOCHS
     assert [each.group for each in driver.told(events.GroupLost)] == [1]
     assert not driver.told(events.WorkersLost), "nothing was restarted"
+    moves = driver.told(events.SyncIntervalChanged)
+    assert moves[0].every_steps_before == 4 and moves[0].every_steps == 8
     checks = [line for line in driver.log().splitlines() if "node check: " in line]
     for speed in ("matrix products", "memory", "storage", "network"):
         assert [line.count(speed) for line in checks] == [3, 1], checks

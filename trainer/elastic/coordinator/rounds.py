@@ -589,13 +589,16 @@ class SyncRounds:
     def _next_ledger(self, ended: OpenRound) -> Ledger:
         known = Ledger.model_fields
         told = {name: each for name, each in self.report if name in known and each is not None}
-        epoch, num_before = self.ledger.quarantined
-        num_before = num_before if epoch == self._book.epoch else 0
+        quarantined = self.ledger.quarantined
+        if ended.leases:
+            epoch, num_before = quarantined
+            num_before = num_before if epoch == self._book.epoch else 0
+            quarantined = self._book.epoch, num_before + ended.num_quarantined
         update = {
             "commit": ended.commit,
             "round": ended.number,
             "metrics": self.ledger.metrics | self.report.metrics | ended.means,
-            "quarantined": (self._book.epoch, num_before + ended.num_quarantined),
+            "quarantined": quarantined,
         }
         return self.ledger.model_copy(update=told | update)
 

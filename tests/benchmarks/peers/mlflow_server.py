@@ -42,7 +42,7 @@ class MlflowServer:
     """
 
     def __init__(self, folder: Path, url: str, parameters: Mapping[str, str]) -> None:
-        self._folder = folder
+        self.url, self.database = url, folder / "mlflow.db"
         self._parameters = [{"key": key, "value": value} for key, value in parameters.items()]
         self._http = httpx.Client(base_url=url, timeout=120, trust_env=False)
 
@@ -65,12 +65,16 @@ class MlflowServer:
 
     def list(self, limit: int) -> int:
         """The newest runs; how many there are on the page."""
+        return len(self.newest(limit))
+
+    def newest(self, limit: int) -> list[str]:
+        """Ids of the newest runs, in one call."""
         body = {
             "experiment_ids": [_EXPERIMENT],
             "max_results": limit,
             "order_by": ["attributes.start_time DESC"],
         }
-        return len(self._post("runs/search", body)["runs"])
+        return [each["info"]["run_id"] for each in self._post("runs/search", body)["runs"]]
 
     def read_page(self, run_id: str, names: list[str], max_points: int) -> int:
         """What a run's page shows: the run, and downsampled metrics; how many points that is."""
@@ -99,7 +103,7 @@ class MlflowServer:
 
         The others have its newest values only. By SQL, as no call of MLflow could in hours.
         """
-        with closing(sqlite3.connect(self._folder / "mlflow.db", timeout=60)) as database:
+        with closing(sqlite3.connect(self.database, timeout=60)) as database:
             copies = [(uuid.uuid4().hex, number) for number in range(num_runs)]
             database.execute("CREATE TEMP TABLE copies (id TEXT PRIMARY KEY, number INTEGER)")
             database.executemany("INSERT INTO copies VALUES (?, ?)", copies)

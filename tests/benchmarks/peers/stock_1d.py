@@ -86,10 +86,12 @@ class ClickModel(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        self._is_dlrm = isinstance(network, DLRM)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean cross-entropy, logits [B, 1]) of a batch."""
-        sequences = () if batch.sequences is None else (batch.sequences,)
+        # TorchRec's pipeline traces this, so that no batch can be asked what it has.
+        sequences = () if self._is_dlrm else (batch.sequences,)
         logits = self.network(batch.dense, batch.sparse, *sequences)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
 

@@ -103,7 +103,9 @@ def schedule_of(side: Side) -> Schedule:
     every_steps = side.every_steps if isinstance(side, TwoDLayout) else 1
     every_steps = STOCK_2D_SYNC_STEPS if side == STOCK_2D else every_steps
     if every_steps > 1:
-        return Schedule(warmup_steps=3, num_windows=2, steps_per_window=every_steps)
+        # The first window begins between two syncs, the first of which may overlap with it.
+        warmup_steps = 3 + every_steps if isinstance(side, TwoDLayout) and side.overlap else 3
+        return Schedule(warmup_steps, num_windows=2, steps_per_window=every_steps)
     is_slow = side == "row_wise" or (isinstance(side, TwoDLayout) and side.mode == "full")
     if is_slow:  # seconds a step
         return Schedule(warmup_steps=1, num_windows=3, steps_per_window=1)

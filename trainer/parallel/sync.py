@@ -19,17 +19,13 @@ With `overlap` and `optimizer_state: delayed` the means are formed by a thread (
 stream) on a second process group over the same ranks, so that its collectives never interleave with
 those of the training steps; only step 1 stays on the replica group. They are of a snapshot and are
 applied a fixed number of steps later, whenever they are there: each value becomes mean + (current -
-snapshot). Each of these steps begins with a share of the exchanges: all at once would fill the
-queues of the links, in which the messages of a step then wait. Where nothing changed since the
-snapshot that is exactly the mean, so such rows end bitwise equal; the others keep what they learned
-meanwhile and are averaged again at the next sync.
+snapshot). Where nothing changed since the snapshot that is exactly the mean, so such rows end
+bitwise equal; the others keep what they learned meanwhile and are averaged again at the next sync.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +37,7 @@ import torch.distributed as dist
 
 from trainer.parallel.collectives import (
     CHUNKS_AT_ONCE,
+    Batch,
     Block,
     Buffers,
     Exchange,
@@ -199,12 +196,10 @@ class ReplicaSync(Sync):
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
-            self._pending_moments = self._defer(moments, self._moment_buffers)
-            self._pending_moments.go_on()
+            self._pending_moments = self._start(moments, self._moment_buffers)
         if self._spec.overlap:
-            self._pending = self._defer(blocks, self._buffers)
+            self._pending = self._start(blocks, self._buffers)
             self._steps_left = self._spec.overlap_steps
-            self._go_on()
         else:
             self._replicas.average_in_place(blocks)
         return self._report(rows)
@@ -213,15 +208,6 @@ class ReplicaSync(Sync):
         self._steps_left -= 1
         if self._steps_left == 0:
             self.finish()
-        elif self._pending:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Form what is due of the pending means by the next step."""
-        assert self._pending
-        num_steps = self._spec.overlap_steps
-        # The last steps have none, so that what is late need not be waited for.
-        self._pending.go_on((num_steps + 1 - self._steps_left) / (num_steps - num_steps // 4))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -249,7 +235,8 @@ class ReplicaSync(Sync):
     def reset(self) -> None:
         for deferred in (self._pending, self._pending_moments):
             if deferred is not None:
-                deferred.wait()
+                _, wait = deferred
+                wait()
         self._pending = self._pending_moments = None
         if self._touched:
             self._touched.clear()
@@ -262,15 +249,17 @@ class ReplicaSync(Sync):
         if self._background:
             self._background.close()
 
-    def _defer(self, blocks: Iterable[Block], buffers: Buffers) -> Deferred:
+    def _start(self, blocks: Iterable[Block], buffers: Buffers) -> Deferred:
         assert self._background, "only a policy with a background defers means"
         replicas = ReplicaCollectives(self._background_levels, self._replicas.device)
-        return Deferred(PendingSync(blocks, replicas, buffers), self._background)
+        pending = PendingSync(blocks, replicas, buffers)
+        return pending, self._background.submit(pending.form_means)
 
     def _land(self, deferred: Deferred) -> list[Block]:
-        deferred.wait()
-        blocks = deferred.pending.land()
-        self._replicas.add_costs(deferred.pending.replicas)
+        pending, wait = deferred
+        wait()
+        blocks = pending.land()
+        self._replicas.add_costs(pending.replicas)
         return blocks
 
     def _land_moments(self) -> None:
@@ -453,21 +442,18 @@ class PendingSync:
         if trains_on:
             for index, batch in enumerate(self._batches):
                 self._snapshots.append(batch.pack(self._buffers, ("snapshot", index)))
-        self._in_fp32: bool | None = None
         self.means: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def form_means(self, share: float = 1.0) -> None:
-        """Form the means of so many of the batches, less those that are formed. Collective."""
-        if self._in_fp32 is None:
-            self._in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
-        until = min(len(self._batches), math.ceil(share * len(self._batches)))
+    def form_means(self) -> None:
+        """Form the means of all batches. Collective."""
+        in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
         run_exchanges(
-            self._form_mean(index, self._in_fp32) for index in range(len(self.means), until)
+            self._form_mean(index, batch, in_fp32) for index, batch in enumerate(self._batches)
         )
 
-    def _form_mean(self, index: int, in_fp32: bool) -> Exchange[None]:
-        batch, key = self._batches[index], ("mean", index)
+    def _form_mean(self, index: int, batch: Batch, in_fp32: bool) -> Exchange[None]:
+        key = ("mean", index)
         if self._snapshots:
             values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
         else:
@@ -491,21 +477,5 @@ class PendingSync:
         return [block for batch in self._batches for block in batch.blocks]
 
 
-class Deferred:
-    """Means that are formed in the background."""
-
-    def __init__(self, pending: PendingSync, background: SyncThread) -> None:
-        self.pending = pending
-        self._background = background
-        self._waits: list[Callable[[], None]] = []
-
-    def go_on(self, share: float = 1.0) -> None:
-        """Form so many of the means, in turn with what else the background does."""
-        form_means = functools.partial(self.pending.form_means, share)
-        self._waits.append(self._background.submit(form_means))
-
-    def wait(self) -> None:
-        """Have them all formed; raises what forming them raised."""
-        self.go_on()
-        for wait in self._waits:
-            wait()
+Deferred = tuple[PendingSync, Callable[[], None]]
+"""Means being formed in the background; the function waits for them and raises what was raised."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from unittest.mock import Mock, PropertyMock, patch
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +19,7 @@ from trainer.parallel.collectives import (
     run_exchanges,
 )
 from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import Deferred, PendingSync, ReplicaSync, apply_difference
-from trainer.spec.parallelism import SyncSpec
+from trainer.parallel.sync import PendingSync, apply_difference
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -185,24 +182,3 @@ def test_the_memory_of_a_sync_is_that_of_the_sync_before() -> None:
             pending.form_means()
         addresses.append([mean.data_ptr() for mean in pending.means])
     assert addresses[0] == addresses[1]
-
-
-def test_each_step_that_a_sync_overlaps_with_has_a_share_of_its_exchanges(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shares: list[float] = []
-    monkeypatch.setattr(Deferred, "go_on", lambda self, share=1.0: shares.append(share))
-    for num_steps in (1, 2, 16):
-        sync = ReplicaSync.__new__(ReplicaSync)
-        sync._spec = SyncSpec(every_steps=16, overlap=num_steps)
-        sync._steps_left, sync._pending = num_steps, Deferred(Mock(), Mock())
-        monkeypatch.setattr(sync, "finish", lambda: shares.append(math.inf))
-        shares.clear()
-        sync._go_on()
-        for _ in range(num_steps):
-            sync.tick()
-        *formed, last = shares
-        assert last == math.inf and len(formed) == num_steps
-        assert formed == sorted(formed) and formed[-1] >= 1
-        if num_steps == 16:
-            assert formed[0] == 1 / 12 and formed.count(1.0) == 1, "the last steps wait for none"

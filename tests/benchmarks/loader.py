@@ -75,7 +75,6 @@ def speed_goal(peer: str) -> Goal:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure all; raises `BenchmarkError` where a side cannot run or makes other tensors."""
     with TemporaryDirectory(prefix="shardloom-bench-loader-") as temporary:
         folder = Path(temporary)
         num_rows = loader_data.write_rows(folder, NUM_FILES)
@@ -140,14 +139,12 @@ def first_batches(num_pairs: int, folder: Path) -> list[Run]:
 
 
 def measure_side(side: str, folder: Path) -> dict[str, Any]:
-    """One side's epoch."""
     found = in_child(side, folder)
     log(f"{side}: {found['rows_per_s']:,.0f} rows/s")
     return found
 
 
 def speed(side: str, folder: Path) -> dict[str, float]:
-    """What a pair compares."""
     found = measure_side(side, folder)
     return {name: value for name, value in found.items() if name != "checksum"}
 
@@ -171,7 +168,6 @@ def check_sums(survey: Mapping[str, Mapping[str, Any]], num_rows: int) -> None:
 
 
 def best_peer(survey: Mapping[str, Mapping[str, Any]]) -> str:
-    """The faster of the peers."""
     return max(PEERS, key=lambda side: survey[side]["rows_per_s"])
 
 
@@ -185,7 +181,6 @@ def with_waits(speeds: Sequence[Run], waits: Sequence[Mapping[str, float]]) -> l
 
 
 def rows_of(survey: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A line of the table for each side."""
     names = {OURS: "ours"} | PEERS
     ours = survey[OURS]["rows_per_s"]
     return [

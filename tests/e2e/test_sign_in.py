@@ -34,7 +34,6 @@ def auth(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def house(tmp_path: Path, auth: str, sqlite_template: SqliteTemplate) -> Iterator[Guarded]:
-    """A whole service with a job."""
     sqlite_template.copy(f"sqlite:///{tmp_path / 'shardloom.db'}")
     house = guarded(tmp_path, auth=auth, dashboard=True)
     store_job(house.store, queued_job(name="movie-nights"))

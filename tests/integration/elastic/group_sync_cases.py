@@ -134,7 +134,6 @@ class Life:
         return self.sync.begin(self._make_arrival)
 
     def finish(self) -> tuple[RoundResult, SyncReport]:
-        """End the sync that was begun."""
         verdict, report = self.sync.end(self._make_arrival)
         self.ledger, self.standing = verdict.ledger, verdict.standing
         self.leases = list(verdict.leases)

@@ -53,7 +53,6 @@ class Sharding:
 
     @property
     def type_of_table(self) -> dict[str, str]:
-        """Sharding type by table."""
         types = self.types if len(self.types) > 1 else self.types * len(TABLE_ROWS)
         return dict(zip(TABLE_ROWS, types, strict=True))
 
@@ -81,7 +80,6 @@ def spec_of(sharding: Sharding, rows: dict[str, int] | None = None) -> JobSpec:
 
 
 def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
-    """Model and optimizers of this rank."""
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"] = str(rank % 2)
     groups = build_groups(

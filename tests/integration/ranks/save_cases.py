@@ -79,7 +79,6 @@ class Saver:
         )
 
     def notes(self) -> list[str]:
-        """What a person was told so far."""
         return [event.message for event in self.said if isinstance(event, events.Note)]
 
 

@@ -38,7 +38,6 @@ def copied(csv_folder: Path, to: Path, change: Callable[[pl.DataFrame], pl.DataF
 
 @pytest.fixture(scope="module")
 def whole(csv_folder, tmp_path_factory) -> Path:
-    """Prepared without interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
     prepare_movielens(csv_folder, out, options=IN_UNITS)
     return out
@@ -158,7 +157,6 @@ def interrupt_after(monkeypatch, num_files: int) -> None:
 
 
 def interrupted(source: Path, out: Path, monkeypatch) -> None:
-    """A preparation that fails after three files."""
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         interrupt_after(patch, 3)
         prepare_movielens(source, out, options=IN_UNITS)

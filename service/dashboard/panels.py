@@ -162,8 +162,6 @@ class ActionsPanel(Panel):
 
 
 class ExportPanel(Panel):
-    """Exports of a job with downloads."""
-
     def _build(self) -> None:
         with asking("Export the model", "Export", self._export) as self._dialog:
             ui.label("It says how far its predictions are from the trainer's on validation rows.")
@@ -392,8 +390,6 @@ class GridPanel(Panel):
 
 
 class TracePanel(Panel):
-    """Profiler traces of a job, with downloads."""
-
     def _build(self) -> None:
         ranks = list(range(self._snapshot.job.spec.parallelism.world_size))
         with asking("Record a trace", "Record", self._record) as self._dialog:

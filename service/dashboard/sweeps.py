@@ -252,8 +252,6 @@ class SweepPage:
 
 
 class _TrialsChart(ChartBox):
-    """A chart of all trials."""
-
     def __init__(
         self, title: str, options_of: Callable[[SweepDetail], dict[str, Any]], found: SweepDetail
     ) -> None:
@@ -271,7 +269,6 @@ class _TrialsChart(ChartBox):
 
 
 def csv_of(found: SweepDetail) -> str:
-    """The trials as CSV: a row for each, with its values and the metric."""
     paths, kept = [each.path for each in found.parameters], io.StringIO()
     table = csv.writer(kept, lineterminator="\n")
     table.writerow(["trial", "job", "step", *paths, found.metric])

@@ -395,19 +395,6 @@ def test_a_running_job_is_paused_by_a_button(
 
 
 @pytest.mark.slow
-def test_a_job_that_waits_pauses_at_once_and_goes_back_to_its_place(
-    page: Page, dashboard: Dashboard
-) -> None:
-    job = submit(dashboard, "patient")
-    open_job(page, job)
-    page.get_by_role("button", name="Pause").click()
-    expect(page.locator(".heading .status")).to_have_text("paused", timeout=LIVE_MS)
-    page.get_by_role("button", name="Resume").click()
-    expect(page.locator(".heading .status")).to_have_text("queued", timeout=LIVE_MS)
-    assert dashboard.store.get_job(job.id).queued_at == job.queued_at
-
-
-@pytest.mark.slow
 def test_a_job_that_ended_goes_on_from_the_checkpoint_that_was_chosen(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:

@@ -577,15 +577,6 @@ def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
         coordinator.stop()
 
 
-def test_a_port_that_is_taken_is_an_error(tmp_path: Path):
-    coordinator = start(0, _NEVER_S, 1, tmp_path)
-    try:
-        with pytest.raises(OSError, match="address already in use"):
-            start(int(coordinator.address.rpartition(":")[2]), _NEVER_S, 1, tmp_path)
-    finally:
-        coordinator.stop()
-
-
 def attempt_of(config: WorkerConfig) -> Attempt:
     context = DriverContext("job-test", config.attempt_id, config.run_dir, None, 0)
     context.files.outbox_dir.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Emulated hosts: their link is as fast as set, and nothing of them outlives their owner."""
+"""Emulated hosts: their link is as fast as set."""
 
 from __future__ import annotations
 

@@ -166,9 +166,9 @@ def validation_of(config: WorkerConfig) -> float:
 def test_groups_train_on_while_the_store_of_checkpoints_stands_still(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    settings = ("training.epochs=2", "checkpoint.every_steps=2")
+    settings = (ONE_EPOCH, "checkpoint.every_steps=2")
     config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
-    stall = {"kind": "slow", "rank": 0, "step": 1, "phase": "checkpoint", "arg": scaled(15)}
+    stall = {"kind": "slow", "rank": 0, "step": 1, "phase": "checkpoint", "arg": scaled(6)}
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         harness.inject(*(Fault.model_validate(stall | {"group": group}) for group in range(2)))
         harness.wait_for(lambda: harness.of("struck"), TIMEOUT_S, "a save is under way")

@@ -13,7 +13,6 @@ import pytest
 
 from tests.harness.chaos import Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
-from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from tests.harness.files import records_in
 from tests.harness.object_store import run_object_store
 from tests.harness.wait import scaled
@@ -89,31 +88,6 @@ def without_labels(data: Path, folder: Path, num_rows: int) -> Path:
 def check_that_nobody_was_restarted(harness: ElasticHarness) -> None:
     lives = {(record["group"], record["incarnation"]) for record in harness.of("started")}
     assert not [life for life in lives if life[1]], harness.tails()
-
-
-@pytest.mark.slow
-def test_a_group_whose_link_is_cut_stops_nobody_and_has_no_say_when_it_is_mended(
-    small_movielens: Path, tmp_path: Path
-) -> None:
-    if reason := missing_requirement():
-        pytest.skip(reason)
-    quick = [f"recovery.{name}_timeout_s={scaled(2)}" for name in ("heartbeat", "exchange")]
-    config = elastic_config(small_movielens, tmp_path / "run", 3, 1, ONE_EPOCH, *quick)
-    with (
-        EmulatedHosts(4, Link(10**10)) as network,
-        ElasticHarness(config, tmp_path / "harness", 3, restarts=False, network=network) as harness,
-    ):
-        campaign = Campaign(harness, Random(0))
-        campaign.begin()
-        network.cut(2)
-        commit = harness.commit
-        harness.wait_for_commit(commit + 5)
-        network.mend(2)
-        harness.wait_for(lambda: harness.ended, TIMEOUT_S, "the old life of group 1 has ended")
-        (failed,) = harness.of("failed")
-        assert (failed["group"], failed["reason"]) == (1, failures.WORKERS_LOST)
-        assert harness.groups == [0, 2]
-        campaign.finish(config)
 
 
 def test_groups_go_on_from_what_the_leader_saved_and_share_its_validation(

@@ -125,16 +125,6 @@ def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -
     return held(model, optimizers)
 
 
-def save_as_before(sharding: Sharding, folder: Path) -> dict[str, Any]:
-    """Write a checkpoint as sessions did before there were column shards."""
-    spec = spec_of(sharding)
-    model, optimizers = build(sharding, spec)
-    train(model, optimizers, spec, steps=range(1, NUM_STEPS + 1))
-    state = {"model": model.state_dict(), "optim": optimizers.combined.state_dict()}
-    save_load.save(folder, state)
-    return held(model, optimizers)
-
-
 def why_not(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> str:
     """The message with which a load is refused on this rank."""
     return refusal_of(lambda: load(sharding, folder, rows))

@@ -57,7 +57,7 @@ class SearchForm:
     def __init__(self, on_change: Callable[[], None]) -> None:
         def dressed(field: ui.input | ui.number | ui.select) -> Any:
             field.on_value_change(on_change)
-            return field.props("dense outlined stack-label hide-bottom-space debounce=400")
+            return field.props("stack-label hide-bottom-space debounce=400")
 
         with panel("Sweep", "form-panel"):
             ui.label(_SEARCH_HINT).classes("muted")

@@ -39,7 +39,7 @@ CASES = {
         "embedding_tables[0].constraints={sharding_types: [row_wise]}",
         "embedding_tables[1].constraints={sharding_types: [column_wise]}",
         "parallelism.dense=at_sync",
-        "parallelism.sync={every_steps: 3, mode: touched_rows, overlap: true}",
+        "parallelism.sync={every_steps: 4, mode: touched_rows, overlap: true}",
         "training.dense_precision=bf16",
     ),
     "dynamic ids and a sequence": (

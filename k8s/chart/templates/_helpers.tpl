@@ -21,7 +21,7 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- /* An image of ours: .root, .image (of values), .suffix of the tag by default. */}}
 {{- define "shardloom.image" -}}
-{{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images REPOSITORY=...), as in registry.example/shardloom" -}}
+{{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images PUSH=1 REPOSITORY=...), as in registry.example/shardloom" -}}
 {{- $image := get .root.Values.images .image -}}
 {{ $registry }}/{{ $image.name }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}

@@ -87,7 +87,7 @@ def test_every_pod_is_closed_but_for_what_a_policy_of_its_own_allows(variant: st
 def test_every_rule_says_who_is_at_the_other_end(variant: str) -> None:
     for policy in _policies(variant):
         for rule in policy["spec"].get("ingress", []):
-            assert rule["from"] and all("ipBlock" not in each for each in rule["from"])
+            assert rule["from"]
         for rule in policy["spec"].get("egress", []):
             # To addresses only through ports that are named.
             assert rule["to"]
@@ -156,6 +156,17 @@ def test_more_may_be_opened_for_cloud_identities_and_stores_on_ports_of_their_ow
         for address, port in (("169.254.170.23", 80), ("10.9.0.4", 9000)):
             assert _may_connect("gpu+theirs", source, address, port)
             assert not _may_connect("gpu", source, address, port)
+
+
+def test_a_load_balancer_outside_the_cluster_reaches_the_service_alone_where_it_is_named() -> None:
+    reached = [("gpu+theirs", "service", 8700)]
+    for variant, target, port in (
+        *reached,
+        ("gpu+theirs", "ray-head", 8265),
+        ("gpu", "service", 8700),
+    ):
+        is_reached = (variant, target, port) in reached
+        assert _may_connect(variant, "35.191.0.9", target, port) is is_reached
 
 
 def test_without_own_clusters_the_service_cannot_reach_the_api_server() -> None:

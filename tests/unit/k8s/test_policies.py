@@ -48,7 +48,8 @@ def violations(pod: Pod, level: PolicyLevel) -> list[str]:
     that `restricted` refuses: a host of probes or hooks, SELinux users and roles. A real cluster
     knows these too (tests/integration/kube/test_helm.py).
     """
-    found = analyze([Resource(kind="Pod", name=pod.owner, spec=pod.spec)])
+    annotations = pod.about.get("annotations", {})
+    found = analyze([Resource("Pod", pod.owner, annotations=annotations, spec=pod.spec)])
     levels = (PolicyLevel.BASELINE, level)
     return [f"{each.field_path}: {each.message}" for each in found if each.policy_level in levels]
 

@@ -135,6 +135,17 @@ def test_what_must_talk_can_talk_and_nothing_else(variant: str) -> None:
     assert [each for each in _FORBIDDEN if _may_connect(variant, *each)] == []
 
 
+def test_a_load_balancer_outside_the_cluster_reaches_the_service_alone_where_it_is_named() -> None:
+    reached = [("gpu+theirs", "service", 8700)]
+    for variant, target, port in (
+        *reached,
+        ("gpu+theirs", "ray-head", 8265),
+        ("gpu", "service", 8700),
+    ):
+        is_reached = (variant, target, port) in reached
+        assert _may_connect(variant, "35.191.0.9", target, port) is is_reached
+
+
 def test_the_database_is_open_to_what_needs_it_and_closed_to_code_of_users() -> None:
     assert _may_connect("dev", "service", "postgresql", 5432)
     for source in ("ray-head", "ray-worker", "default", "ingress"):
@@ -156,17 +167,6 @@ def test_more_may_be_opened_for_cloud_identities_and_stores_on_ports_of_their_ow
         for address, port in (("169.254.170.23", 80), ("10.9.0.4", 9000)):
             assert _may_connect("gpu+theirs", source, address, port)
             assert not _may_connect("gpu", source, address, port)
-
-
-def test_a_load_balancer_outside_the_cluster_reaches_the_service_alone_where_it_is_named() -> None:
-    reached = [("gpu+theirs", "service", 8700)]
-    for variant, target, port in (
-        *reached,
-        ("gpu+theirs", "ray-head", 8265),
-        ("gpu", "service", 8700),
-    ):
-        is_reached = (variant, target, port) in reached
-        assert _may_connect(variant, "35.191.0.9", target, port) is is_reached
 
 
 def test_without_own_clusters_the_service_cannot_reach_the_api_server() -> None:

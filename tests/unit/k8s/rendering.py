@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "enabled": True,
             "host": "shardloom.example.com",
             "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
+            "requestTimeout": "",
         },
         "networkPolicies": {
             # A load balancer of Google's.

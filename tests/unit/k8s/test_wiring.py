@@ -356,6 +356,16 @@ def test_volumes_are_given_to_the_user_of_the_pods_where_the_driver_does_not() -
     assert user == "1000:1000" and {m["mountPath"] for m in container["volumeMounts"]} == {*folders}
 
 
+def test_streams_stay_open_and_a_gateway_that_knows_no_timeouts_takes_the_route() -> None:
+    asked = merged(values("gpu+theirs"), {"gateway": {"requestTimeout": "0s"}})
+    for manifests, timeouts in (
+        (build("gpu+theirs"), None),
+        (objects_of(asked), {"request": "0s"}),
+    ):
+        (route,) = of_kind(manifests, "HTTPRoute")
+        assert route["spec"]["rules"][0].get("timeouts") == timeouts
+
+
 def test_where_no_operator_is_nothing_of_it_is_asked_for() -> None:
     kinds = {each["kind"] for each in build("dev")}
     assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule", "Ingress", "HTTPRoute"}

@@ -61,6 +61,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "requestTimeout": "",
         },
         "networkPolicies": {
+            "cilium": True,
+            "inside": [
+                {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "stores"}}}
+            ],
             # A load balancer of Google's.
             "ingressFrom": [{"ipBlock": {"cidr": "35.191.0.0/16"}}],
             # EKS Pod Identity, and a store on a port of its own.

@@ -141,6 +141,15 @@ def test_a_load_balancer_outside_the_cluster_reaches_the_service_where_it_is_nam
     assert not _may_connect("gpu", "35.191.0.9", "service", 8700)
 
 
+def test_stores_may_be_pods_and_cilium_s_api_server_a_node() -> None:
+    for source, port in (("service", 443), ("migrate", 5432), ("ray-head", 6379)):
+        assert _may_connect("gpu+theirs", source, "stores", port)
+        assert not _may_connect("gpu", source, "stores", port)
+    (policy,) = of_kind(build("gpu+theirs"), "CiliumNetworkPolicy")
+    selector, labels = policy["spec"]["endpointSelector"], _labels("gpu+theirs")
+    assert {each for each in labels if selects(selector, labels[each])} == {"ray-head", "secrets"}
+
+
 def test_the_database_is_open_to_what_needs_it_and_closed_to_code_of_users() -> None:
     assert _may_connect("dev", "service", "postgresql", 5432)
     for source in ("ray-head", "ray-worker", "default", "ingress"):

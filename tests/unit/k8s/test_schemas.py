@@ -34,10 +34,10 @@ from tests.unit.k8s.rendering import (
 )
 
 _CLUSTER_WIDE = {"ResourceFlavor", "ClusterQueue", "Queue"}
-# The schemas of Prometheus' operator, Kueue, Volcano and the Gateway API are not at hand here.
+# The schemas of Prometheus' operator, Kueue, Volcano, Gateway API and Cilium are not at hand here.
 _WITHOUT_SCHEMA = (
     *("monitoring.coreos.com/", "kueue.x-k8s.io/", "scheduling.volcano.sh/"),
-    "gateway.networking.k8s.io/",
+    *("gateway.networking.k8s.io/", "cilium.io/"),
 )
 # The oldest version that docs/guides/kubernetes.md names, and the newest the package knows.
 VERSIONS = ("1.32", kubernetes_validate.latest_version())

@@ -46,6 +46,12 @@ securityContext:
     type: RuntimeDefault
 {{- end }}
 
+{{- /* Annotations of pods that Cluster Autoscaler and Karpenter leave where they are. */}}
+{{- define "shardloom.stays" -}}
+cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+karpenter.sh/do-not-disrupt: "true"
+{{- end }}
+
 {{- define "shardloom.container" -}}
 # What a pod that ends has said last is in its status.
 terminationMessagePolicy: FallbackToLogsOnError

@@ -194,6 +194,15 @@ def test_of_replicas_one_is_kept_and_no_budget_blocks_a_drained_node(variant: st
         assert all(1 <= each["spec"]["minAvailable"] < pod.replicas for each in covering)
 
 
+@every_variant
+def test_autoscalers_of_machines_leave_what_computes_where_it_is(variant: str) -> None:
+    for component in ("ray-head", "ray-worker", "data"):
+        for pod in pods(variant, component):
+            found = pod.about["annotations"]
+            assert found["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+            assert found["karpenter.sh/do-not-disrupt"] == "true"
+
+
 def _spread(pod: Pod) -> dict[str, Manifest]:
     """The constraints on where pods like it are, by topology; they count pods like it."""
     found = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}

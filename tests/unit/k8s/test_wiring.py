@@ -294,7 +294,6 @@ def test_hosts_have_what_their_network_and_runtime_ask_for() -> None:
     (group,) = ray_cluster("gpu+theirs")["spec"]["workerGroupSpecs"]
     annotations = group["template"]["metadata"]["annotations"]
     assert annotations["k8s.v1.cni.cncf.io/networks"] == "rail0"
-    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
 
 
 def test_all_that_lasts_may_lie_in_a_bucket() -> None:

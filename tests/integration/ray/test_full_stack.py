@@ -117,7 +117,8 @@ def test_a_sweep_outlives_the_service_doubles_no_trial_and_its_stopped_ones_can_
     stack: Stack, small_movielens: Path
 ) -> None:
     document = yaml.safe_load(EXAMPLE_SPEC.read_text())
-    tiny = (*LONG, "parallelism.workers=2", "parallelism.shard_group_size=1")
+    two = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+    tiny = (*LONG, *two, "training.epochs=6")
     varied: list[dict[str, object]] = [
         {"path": "optimizer.sparse.lr", "low": 0.001, "high": 0.3, "log": True},
         {"path": "parallelism.sync.every_steps", "values": [1, 4, 16]},

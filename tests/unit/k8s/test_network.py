@@ -10,7 +10,7 @@ from tests.unit.k8s.pods import pods, selects
 from tests.unit.k8s.rendering import FULL, Manifest, build, every_variant, of_kind
 
 Direction = Literal["ingress", "egress"]
-# What stands at the other end: the labels of a pod of ours (with its namespace, where that is not the
+# What stands at the other end: the labels of a pod of ours (with its namespace, where it is not the
 # release's), the name of another namespace, or an address outside.
 Peer = Mapping[str, str] | str
 _NAMESPACE = "kubernetes.io/metadata.name"

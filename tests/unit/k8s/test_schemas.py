@@ -124,14 +124,18 @@ def test_a_namespace_of_an_isolated_project_has_what_its_clusters_refer_to() -> 
         )
         for namespace in ("ads-training", "maps-training")
     }
-    assert per_namespace["ads-training"] == per_namespace["maps-training"] == [
-        ("PersistentVolumeClaim", "shardloom-data"),
-        ("PersistentVolumeClaim", "shardloom-runs"),
-        ("RoleBinding", "shardloom-observer"),
-        ("RoleBinding", "shardloom-own-clusters"),
-        ("ServiceAccount", "shardloom-ray-head"),
-        ("ServiceAccount", "shardloom-ray-worker"),
-    ]
+    assert (
+        per_namespace["ads-training"]
+        == per_namespace["maps-training"]
+        == [
+            ("PersistentVolumeClaim", "shardloom-data"),
+            ("PersistentVolumeClaim", "shardloom-runs"),
+            ("RoleBinding", "shardloom-observer"),
+            ("RoleBinding", "shardloom-own-clusters"),
+            ("ServiceAccount", "shardloom-ray-head"),
+            ("ServiceAccount", "shardloom-ray-worker"),
+        ]
+    )
     volumes = {
         each["metadata"]["namespace"]: each["spec"]["volumeName"]
         for each in made
@@ -172,7 +176,7 @@ def _isolated(projects: Manifest) -> Manifest:
         ({"ingress": {"enabled": True, "host": "a.b"}}, "at '/ingress/tlsSecret': minLength"),
         ({"gateway": {"enabled": True, "host": "a.b"}}, "at '/gateway/parentRefs': minItems"),
         ({"service": {"settings": {"PORT": "1"}}}, "at '/service/settings'"),
-        (_isolated({"ads": {"namespace": "a"}}), "at '/ownClusters/projects/ads': missing property"),
+        (_isolated({"ads": {"namespace": "a"}}), "/projects/ads': missing property 'runsVolume'"),
         (_isolated({"ads": {"namespace": "a", "runsVolume": "r"}}), "ads has no dataVolume"),
         (_isolated({"ads": _ADS | {"namespace": "shardloom"}}), "shardloom, which is another's"),
         (_isolated({"ads": _ADS, "maps": _ADS}), "maps has the namespace a, which is another's"),

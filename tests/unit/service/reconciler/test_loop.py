@@ -46,6 +46,7 @@ def test_a_job_is_submitted_in_the_first_look_and_succeeds(house: House) -> None
     job = house.submit("pending", "running", "succeeded")
     house.poll()
     assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert house.record(job).num_polls == 0, "nobody asks for what was never sent"
     house.poll(3)
     assert house.status(job) is JobStatus.SUCCEEDED
     kinds = [line.kind for line in house.store.list_timeline(job.id)]

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import uvloop
@@ -337,6 +338,29 @@ def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
         with pytest.raises(CoordinatorLost, match="refused this rank's token"):
             member.join("initial", "seed-0", Ledger(), "")
         assert not coordinator.status().groups
+    finally:
+        member.close()
+        coordinator.stop()
+
+
+def test_a_connection_of_which_nobody_confirms_anything_ends_within_the_heartbeat_timeout(
+    tmp_path: Path, monkeypatch
+):
+    opened: list[socket.socket] = []
+
+    def open_connection(*args: Any) -> socket.socket:
+        opened.append(connection := socket.create_connection(*args))
+        return connection
+
+    module = SimpleNamespace(**vars(socket) | {"create_connection": open_connection})
+    monkeypatch.setattr("trainer.coordination.client.socket", module)
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, 2.0, TOKEN)
+    try:
+        member.join("initial", "seed-0", Ledger(), "")
+        (connection,) = opened
+        # Else TCP waits as long as the network was away before it tries again.
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
     finally:
         member.close()
         coordinator.stop()

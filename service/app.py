@@ -206,6 +206,7 @@ async def _lifespan(
     runner.start()
     sender.start()
     context.exports.start()
+    context.planner.start()
     try:
         yield
     finally:

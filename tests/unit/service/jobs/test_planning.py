@@ -42,6 +42,7 @@ import json, sys
 from trainer.layout.workload import GroupPlan, TablePlacement, rank_loads
 from trainer.spec.job import JobSpec
 
+print(flush=True)
 for line in sys.stdin:
     task = json.loads(line)
     spec = JobSpec.checked(task["spec"], {"stored": True, "chosen": True})
@@ -52,7 +53,7 @@ for line in sys.stdin:
     plan = GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
     print(plan.model_dump_json(), flush=True)
 """
-HANGS = "import time; print('{', flush=True); time.sleep(600)"
+HANGS = "import time; print(); print('{', flush=True); time.sleep(600)"
 
 
 class Script:
@@ -63,7 +64,7 @@ class Script:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[1:] == ["-m", "trainer.parallel.group_planner"]
+        assert command[1:3] == ["-m", "trainer.parallel.group_planner"]
         process = subprocess.Popen([sys.executable, "-c", self.program], **options)
         self.processes.append(process)
         return process
@@ -117,7 +118,7 @@ def test_the_trainers_planner_shards_a_group_in_a_process_of_its_own(
     limit = Limit(scaled(120))
     tasks = [(job(), group()), (job(), group(memory_bytes=100))]
     with closing(GroupPlanner(app_settings)) as planner:
-        plan, impossible = planner.plan(tasks, limit)
+        (plan,), (impossible,) = (planner.plan([task], limit) for task in tasks)
     (users,) = plan.tables
     held = [(rank.tables_bytes, rank.optimizer_bytes) for rank in plan.ranks]
     assert users.name == "users" and users.sharding_type in ("row_wise", "table_wise")
@@ -155,13 +156,53 @@ def test_other_groups_are_planned_only_soon_after_the_recommended_one(
         assert len(planner.plan(tasks, Limit(60))) == 1
 
 
+def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
+    app_settings: Settings,
+) -> None:
+    script = Script(FIRST_RANK)
+    with (
+        closing(GroupPlanner(app_settings, script)) as planner,
+        patch.object(planning_module, "_GRACE_S", scaled(5)),
+    ):
+        planner.start()
+        (first,) = script.processes
+        planner.plan([(job(), group())], Limit(60))
+        nobody_waits = Limit(60)
+        nobody_waits.cancel()
+        planner.plan([(job(), group(memory_bytes=GIB // 2))], nobody_waits)
+        planner.plan([(job(), group(memory_bytes=GIB // 4))], Limit(60))
+        assert script.processes == [first], "what it was at took no time"
+        script.program = HANGS
+        first.kill()
+        first.wait()
+        with pytest.raises(PlanTimedOut):
+            planner.plan([(job(), group(memory_bytes=GIB // 3))], Limit(scaled(2)))
+        _, killed, waiting = script.processes
+        assert killed.poll() is not None and waiting.poll() is None
+    assert waiting.poll() is not None
+    on_demand = GroupPlanner(app_settings.model_copy(update={"keep_planner": False}), script)
+    on_demand.start()
+    assert len(script.processes) == 3
+
+
+def test_a_process_that_is_being_loaded_outlives_those_who_wait_for_it(
+    app_settings: Settings,
+) -> None:
+    script = Script(f"import time; time.sleep(2)\n{FIRST_RANK}")
+    with closing(GroupPlanner(app_settings, script)) as planner:
+        with pytest.raises(PlanTimedOut):
+            planner.plan([(job(), group())], Limit(0.1))
+        planner.plan([(job(), group())], Limit(scaled(60)))
+        assert len(script.processes) == 1
+
+
 def test_a_process_is_killed_when_time_is_over_or_nobody_waits(app_settings: Settings) -> None:
     script = Script(HANGS)
     planner = GroupPlanner(app_settings, script)
-    with pytest.raises(PlanTimedOut, match=r"0\.5 s"):
-        planner.plan([(job(), group())], Limit(0.5))
+    with pytest.raises(PlanTimedOut, match=f"{scaled(2):g} s"):
+        planner.plan([(job(), group())], Limit(scaled(2)))
     limit, began = Limit(600), time.monotonic()
-    canceller = threading.Timer(0.3, limit.cancel)
+    canceller = threading.Timer(scaled(1), limit.cancel)
     canceller.start()
     with pytest.raises(PlanTimedOut):
         planner.plan([(job(), group())], limit)

@@ -11,6 +11,7 @@ from trainer.layout.cost import MemoryUse
 from trainer.layout.plans import Calibration, Candidate, Change
 from trainer.layout.workload import TablePlacement
 
+_MOST_MISFITS = 5
 Rate = Annotated[float, Field(description="What one GPU, or worker on CPUs, attains.")]
 
 
@@ -108,9 +109,9 @@ class PlansOut(ApiModel):
     @property
     def shown(self) -> list[Candidate]:
         """What no other beats in speed, memory and what survives, and what the spec and `auto`
-        take; all where nothing fits."""
+        take; where nothing fits, those that need least."""
         if self.recommended is None:
-            return self.candidates
+            return sorted(self.candidates, key=lambda each: each.memory_share)[:_MOST_MISFITS]
         return [
             each
             for each in self.candidates

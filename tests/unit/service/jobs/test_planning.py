@@ -159,9 +159,9 @@ def test_other_groups_are_planned_only_soon_after_the_recommended_one(
 def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
     app_settings: Settings,
 ) -> None:
-    script = Script(FIRST_RANK)
+    script, kept = Script(FIRST_RANK), app_settings.model_copy(update={"keep_planner": True})
     with (
-        closing(GroupPlanner(app_settings, script)) as planner,
+        closing(GroupPlanner(kept, script)) as planner,
         patch.object(planning_module, "_GRACE_S", scaled(5)),
     ):
         planner.start()
@@ -180,8 +180,7 @@ def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
         _, killed, waiting = script.processes
         assert killed.poll() is not None and waiting.poll() is None
     assert waiting.poll() is not None
-    on_demand = GroupPlanner(app_settings.model_copy(update={"keep_planner": False}), script)
-    on_demand.start()
+    GroupPlanner(app_settings, script).start()
     assert len(script.processes) == 3
 
 

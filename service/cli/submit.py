@@ -431,7 +431,7 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
 def plans_page(plans: PlansOut) -> RenderableType:
     cluster, best = plans.cluster, plans.recommended
     grid = facts_grid()
-    hosts = counted(len(cluster.room), "host")
+    hosts = counted(len(plans.room), "host")
     each = f"{size(cluster.hbm_bytes)} a {'GPU' if cluster.device == 'cuda' else 'worker'}"
     grid.add_row("cluster", f"{cluster.name}; {hosts}, {each}")
     grid.add_row("tables", f"{size(plans.table_bytes)} a copy")

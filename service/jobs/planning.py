@@ -69,23 +69,16 @@ class Limit:
     """How long a plan may take, and whether somebody waits for it still."""
 
     limit_s: float
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
     _began: float = field(default_factory=time.monotonic)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
 
     @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    @property
     def is_over(self) -> bool:
-        return self.is_cancelled or self.elapsed_s > self.limit_s
+        return self.cancelled.is_set() or self.elapsed_s > self.limit_s
 
     def check(self) -> None:
         """Raise `PlanTimedOut` where it is over."""
@@ -133,12 +126,7 @@ class GroupPlanner:
             if plan is None:
                 if plans and limit.elapsed_s + longest_s > _OTHERS_S:
                     break
-                try:
-                    plan = self._ask(spec, topology, limit)
-                except PlanTimedOut:
-                    if not plans:
-                        raise
-                    break
+                plan = self._ask(spec, topology, limit)
                 longest_s = max(longest_s, time.monotonic() - began)
             self._keep(key, plan)
             plans.append(plan)
@@ -242,7 +230,7 @@ class _PlannerProcess:
         asking.start()
         while asking.is_alive() and not limit.is_over:
             asking.join(_POLL_S)
-        if limit.is_cancelled:
+        if limit.cancelled.is_set():
             asking.join(_GRACE_S)
         with suppress(ValidationError):  # nothing, or cut off in the midst
             plan = GroupPlan.model_validate_json(b"".join(answers))

@@ -143,11 +143,10 @@ def workload_of(
     known.
     """
     size, whole = layout.shard_group_size, whole or whole_loads(spec)
-    held = sum(load.held for load in whole) / size
-    looked_up = sum(load.lookup for load in whole) / size or 1.0
+    shares = rank_shares([(load.held, load.lookup) for load in whole], size)
     loads = [
-        _laid_out(table, load, size, max(load.held / held, load.lookup / looked_up) > most_load)
-        for table, load in zip(spec.embedding_tables, whole, strict=True)
+        _laid_out(table, load, size, share > most_load)
+        for table, load, share in zip(spec.embedding_tables, whole, shares, strict=True)
     ]
     if is_cached:
         loads = [
@@ -245,6 +244,12 @@ def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -
 def whole_loads(spec: JobSpec) -> tuple[TableLoad, ...]:
     """The tables as they are whole; what depends on their layout is the same for every L."""
     return tuple(table_load(spec, table, 1) for table in spec.embedding_tables)
+
+
+def rank_shares(loads: Sequence[tuple[float, float]], size: int) -> list[float]:
+    """For (bytes, lookups) of each table the larger one of their shares; 1 is what a rank has."""
+    held, looked_up = (sum(each) / size or 1.0 for each in zip(*loads, strict=True))
+    return [max(load[0] / held, load[1] / looked_up) for load in loads]
 
 
 def _laid_out(table: EmbeddingTableSpec, load: TableLoad, size: int, is_split: bool) -> TableLoad:

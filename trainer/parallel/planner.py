@@ -84,6 +84,7 @@ from trainer.layout.workload import (
     GroupPlan,
     TablePlacement,
     rank_loads,
+    rank_shares,
     table_load,
 )
 from trainer.parallel.mesh import MeshGroups
@@ -253,16 +254,13 @@ def narrowed(
     one rank. Tables are split by load, largest first, as long as `_MAX_SHARDS` allow; those of more
     than half of a rank's memory always are.
     """
-    held, looked_up = {}, {}
-    for table in spec.embedding_tables:
-        load = table_load(spec, table, 1)
-        held[table.name], looked_up[table.name] = load.held + spec.sync_bytes(table), load.lookup
-    per_rank = sum(held.values()) / size, sum(looked_up.values()) / size
+    tables = {table.name: table_load(spec, table, 1) for table in spec.embedding_tables}
+    sync_bytes = map(spec.sync_bytes, spec.embedding_tables)
+    held = {name: tables[name].held + each for name, each in zip(tables, sync_bytes, strict=True)}
+    shares = rank_shares([(held[name], tables[name].lookup) for name in tables], size)
     loads = {
-        name: math.inf
-        if 2 * held[name] > usable_bytes
-        else max(held[name] / per_rank[0], looked_up[name] / per_rank[1])
-        for name in constraints
+        name: math.inf if 2 * held[name] > usable_bytes else share
+        for name, share in zip(tables, shares, strict=True)
     }
     num_left, found = _MAX_SHARDS, {}
     for name in sorted(constraints, key=loads.__getitem__, reverse=True):

@@ -7,7 +7,6 @@ file that is there stays as it is; names that it lacks, as after an upgrade, are
 
 from __future__ import annotations
 
-import argparse
 import secrets
 from pathlib import Path
 
@@ -47,14 +46,6 @@ def make_env(folder: Path) -> list[str]:
     return missing
 
 
-def main() -> None:
-    """Make them beside compose.yaml, or in another folder."""
-    parser = argparse.ArgumentParser(description="Make the secrets of deploy/compose.yaml.")
-    parser.add_argument("--folder", type=Path, default=_FOLDER, help="where compose.yaml lies")
-    folder = parser.parse_args().folder
-    made = make_env(folder)
-    print(f"{folder / '.env'}: {', '.join(made) if made else 'nothing is missing'}")
-
-
 if __name__ == "__main__":
-    main()
+    made = make_env(_FOLDER)
+    print(f"{_FOLDER / '.env'}: {', '.join(made) if made else 'nothing is missing'}")

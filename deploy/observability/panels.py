@@ -90,13 +90,14 @@ def graph(
 
 def number(
     title: str,
-    *queries: Query,
+    query: Query,
+    *,
     unit: str = "short",
     red_from: float | None = None,
     red_below: float | None = None,
 ) -> stat.Panel:
     """The newest value, large; red from a value on, or below one."""
-    panel = (
+    return (
         stat.Panel()
         .title(title)
         .datasource(SOURCE)
@@ -107,10 +108,8 @@ def number(
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .no_value("none")
         .thresholds(_thresholds(red_from, red_below))
+        .with_target(_target(query, "A", is_instant=True))
     )
-    for ref_id, query in zip(_ref_ids(len(queries)), queries, strict=True):
-        panel = panel.with_target(_target(query, ref_id, is_instant=True))
-    return panel
 
 
 def _thresholds(red_from: float | None, red_below: float | None) -> dashboard.ThresholdsConfig:

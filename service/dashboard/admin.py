@@ -270,11 +270,9 @@ class SettingsPage:
             with asking("Quotas of a project", "Set", self._set_quotas) as self._quota_dialog:
                 ui.label("Empty is no limit. What runs already is left to run.")
                 with ui.element("div").classes("dialog-fields wide"):
-                    self._quota_name = ui.input("Project").props("dense outlined")
+                    self._quota_name = ui.input("Project")
                     self._quota_workers = ui.number("Most workers", min=0, precision=0)
                     self._quota_jobs = ui.number("Most running jobs", min=0, precision=0)
-                    for field in (self._quota_workers, self._quota_jobs):
-                        field.props("dense outlined")
             with ui.element("div").classes("trace-head"):
                 button("Set quotas", partial(self._open_quotas, {}))
         if not projects:
@@ -325,14 +323,11 @@ class SettingsPage:
         with asking("Make an API key", "Make", self._make_key) as self._key_dialog:
             ui.label("Its text is shown once.")
             with ui.element("div").classes("dialog-fields wide"):
-                self._key_name = ui.input("Name").props("dense outlined")
+                self._key_name = ui.input("Name")
                 self._key_project = ui.input("Project, or * for all", value="default")
-                self._key_project.props("dense outlined")
                 roles = [role.label for role in Role]
                 self._key_role = ui.select(roles, label="Role", value="submitter")
                 self._key_days = ui.select(_DAYS, label="Expires", value=90)
-                for field in (self._key_role, self._key_days):
-                    field.props("dense outlined")
         with ui.element("div").classes("trace-head"):
             button("Make a key", self._key_dialog.open)
         if not keys:
@@ -384,11 +379,9 @@ class SettingsPage:
         with asking("Add a webhook", "Add", self._add_webhook) as self._webhook_dialog:
             ui.label("Lines of timelines are sent to it, signed. Its secret is shown once.")
             with ui.element("div").classes("dialog-fields wide"):
-                self._hook_url = ui.input("URL").props("dense outlined")
+                self._hook_url = ui.input("URL")
                 self._hook_project = ui.input("Project, or * for all", value="default")
                 self._hook_kinds = ui.input("Kinds of lines, empty for all")
-                for field in (self._hook_project, self._hook_kinds):
-                    field.props("dense outlined")
         with ui.element("div").classes("trace-head"):
             button("Add a webhook", self._webhook_dialog.open)
         if not webhooks:
@@ -438,9 +431,9 @@ class SettingsPage:
         found = await self._rest.get("/v1/audit", **params)
         with ui.element("div").classes("trace-head"):
             actor = ui.input(value=self._actor, placeholder="Actor, as in key:ci")
-            actor.props('dense outlined clearable debounce=400 aria-label="Actor"')
+            actor.props('clearable debounce=400 aria-label="Actor"')
             actor.on_value_change(lambda event: self._filter_audit(actor=event.value or ""))
-            refused = ui.checkbox("Only refused", value=self._wants_refused).props("dense size=sm")
+            refused = ui.checkbox("Only refused", value=self._wants_refused)
             refused.on_value_change(lambda event: self._filter_audit(refused=event.value))
             ui.element("span").classes("grow")
             if self._audit_after:

@@ -138,7 +138,7 @@ class ComparePage:
             ui.html("<h1>Compare</h1>", sanitize=False)
             ui.element("span").classes("grow")
             self._more = ui.input(placeholder="Name or id of a job")
-            self._more.props('dense outlined aria-label="Add a job"').on("keydown.enter", self._add)
+            self._more.props('aria-label="Add a job"').on("keydown.enter", self._add)
             button("Add", self._add)
 
     def _build_jobs(self) -> None:
@@ -175,10 +175,10 @@ class ComparePage:
     def _build_charts(self) -> None:
         names = sorted({name for each in self._compared for name in each.names})
         with chart_tools(self._redraw, self._boxes):
-            axis = ui.select(_AXES, value=self._axis).props('dense outlined aria-label="Axis"')
+            axis = ui.select(_AXES, value=self._axis).props('aria-label="Axis"')
             axis.on_value_change(lambda event: self._choose_axis(event.value))
             chosen = ui.select(names, value=self._shown, multiple=True, with_input=True)
-            chosen.props('dense outlined aria-label="Metrics"').classes("metric-choice")
+            chosen.props('aria-label="Metrics"').classes("metric-choice")
             chosen.on("popup-hide", lambda: self._choose_metrics(chosen.value))
         with ui.element("div").classes("charts"):
             self._boxes += [_CompareChart(self._compared, name) for name in self._shown]

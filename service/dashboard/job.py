@@ -349,15 +349,13 @@ def chart_tools(
 
     with ui.element("div").classes("chart-tools") as tools:
         shares = {0.0: "not smoothed", 0.6: "smoothed", 0.9: "much smoothed"}
-        smoothing = ui.select(shares, value=0.0).props('dense outlined aria-label="Smoothing"')
-        smoothing.on_value_change(lambda event: change(smoothing=event.value))
-        logs = ui.checkbox("Log scale").props("dense size=sm")
-        logs.on_value_change(lambda event: change(is_log=event.value))
-        marks = ui.checkbox("Events", value=True).props("dense size=sm")
-        marks.on_value_change(lambda event: change(has_events=event.value))
-        zoom = ui.checkbox("Zoom").props("dense size=sm")
-        zoom.on_value_change(lambda event: show_zoom(event.value))
-        with zoom:
+        smoothing = ui.select(
+            shares, value=0.0, on_change=lambda event: change(smoothing=event.value)
+        )
+        smoothing.props('aria-label="Smoothing"')
+        ui.checkbox("Log scale", on_change=lambda event: change(is_log=event.value))
+        ui.checkbox("Events", value=True, on_change=lambda event: change(has_events=event.value))
+        with ui.checkbox("Zoom", on_change=lambda event: show_zoom(event.value)):
             ui.tooltip("Or turn the wheel over a chart with Ctrl")
     return tools
 

@@ -256,7 +256,7 @@ class ListPage:
                     clearable=True,
                     new_value_mode="add-unique",
                     on_change=lambda event: self._change(project=event.value or ""),
-                ).props("dense outlined aria-label=Project")
+                ).props("aria-label=Project")
                 self._project.props["placeholder"] = "Project"
                 labels = _filter_input("Labels", " ".join(query.labels), "Labels: team=ads")
                 labels.validation = _label_fault
@@ -272,7 +272,6 @@ class ListPage:
                         if name not in _ALWAYS:
                             box = ui.checkbox(title, value=name in query.columns)
                             box.on_value_change(partial(self._choose_column, name))
-                            box.props("dense size=sm")
 
     def _pill(self, status: JobStatus | None, label: str) -> ui.element:
         with ui.element("button").classes("pill") as pill:
@@ -439,7 +438,7 @@ class ListPage:
 
 def _filter_input(label: str, value: str, hint: str = "") -> ui.input:
     field = ui.input(value=value, placeholder=hint or label)
-    field.props("dense outlined clearable debounce=200 hide-bottom-space")
+    field.props("clearable debounce=200 hide-bottom-space")
     field.props["aria-label"] = label
     return field
 

@@ -106,7 +106,7 @@ class NewJobPage:
                     names = {"": f"copy of {self._source}", **names}
                 self._choice = ui.select(
                     names, value=self._template, on_change=self._use_template
-                ).props('dense outlined aria-label="Begin with"')
+                ).props('aria-label="Begin with"')
                 self._choice.set_visibility(bool(names))
                 self._submit = ui.button("Submit", on_click=self._submit_now, color=None)
                 self._submit.props("unelevated no-caps").classes("button primary submit-button")
@@ -125,7 +125,7 @@ class NewJobPage:
                             label="for the cluster",
                             placeholder="the service's own; or as in 8xH100-80GB x 16",
                             on_change=self._check,
-                        ).props("dense outlined stack-label hide-bottom-space debounce=800")
+                        ).props("stack-label hide-bottom-space debounce=800")
                         self._cluster.classes("plan-cluster")
                         self._plan = ui.html(sanitize=False)
                         self._plan.props("aria-live=polite")
@@ -196,7 +196,7 @@ class NewJobPage:
         else:
             default = "" if field.default is None else str(field.default)
             made = ui.input(label=label, placeholder=default).props("debounce=400")
-        made.props("dense outlined stack-label hide-bottom-space")
+        made.props("stack-label hide-bottom-space")
         made.on_value_change(partial(self._field_changed, path))
         with made:
             if field.description:

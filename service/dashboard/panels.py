@@ -43,6 +43,11 @@ _RESIZE_HINTS = {
 }
 _TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
 
+# All fields look alike.
+for _field in (ui.input, ui.number, ui.select, ui.textarea):
+    _field.default_props("dense outlined")
+ui.checkbox.default_props("dense size=sm")
+
 
 def button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
     made = ui.button(text, on_click=on_click, color=None)
@@ -69,10 +74,6 @@ def asking(
 
 def _fields(style: str = "") -> ui.element:
     return ui.element("div").classes(f"dialog-fields {style}")
-
-
-def _select(options: list[Any] | dict[Any, str], label: str, **more: Any) -> ui.select:
-    return ui.select(options, label=label, **more).props("dense outlined")
 
 
 class Panel(ABC):
@@ -119,7 +120,7 @@ class ActionsPanel(Panel):
         ) as self._restart_dialog:
             ui.label("Later checkpoints count no more, and go once a new one is committed.")
             with _fields("wide"):
-                self._step = _select({}, "Checkpoint")
+                self._step = ui.select({}, label="Checkpoint")
         with ui.element("div").classes("course-buttons"):
             self._pause = button("Pause", lambda: self._change("POST", ":pause"))
             self._resume = button("Resume", lambda: self._change("POST", ":resume"))
@@ -162,18 +163,16 @@ class ActionsPanel(Panel):
 
 
 class ExportPanel(Panel):
-    """Exports of a job with downloads."""
-
     def _build(self) -> None:
         with asking("Export the model", "Export", self._export) as self._dialog:
             ui.label("It says how far its predictions are from the trainer's on validation rows.")
             with _fields():
-                self._checkpoint = _select(["newest"], "Checkpoint", value="newest")
-                self._tables = _select(_TABLES, "Tables", value="int8")
+                self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
+                self._tables = ui.select(_TABLES, label="Tables", value="int8")
         with asking("Delete an export", "Delete", self._delete) as self._delete_dialog:
             ui.label("Its files go; one that is being made is given up.")
             with _fields():
-                self._doomed = _select([], "Export")
+                self._doomed = ui.select([], label="Export")
         with ui.element("div").classes("trace-head"):
             self._button = button("Export", self._dialog.open).mark("export")
             self._delete_button = button("Delete an export", self._delete_dialog.open)
@@ -225,7 +224,7 @@ class LogView:
         self._position: LogPosition | None = None
         self._suggested: str | None = None
         with ui.element("div").classes("log-head"):
-            self._source = ui.select([], on_change=self._restart).props("dense outlined")
+            self._source = ui.select([], on_change=self._restart)
             self._source.props('aria-label="Log source"').classes("log-source")
             self._hint = ui.label().classes("log-hint")
         self._lines = ui.log(max_lines=MAX_LOG_LINES).classes("log-lines")
@@ -296,11 +295,13 @@ class PlacementPanel(Panel):
         with asking("Resize", "Resize", self._resize) as self._resize_dialog:
             self._resize_hint = ui.label()
             with _fields():
-                self._size = _select([], "Workers")
+                self._size = ui.select([], label="Workers")
         with asking("Drain hosts", "Apply", self._drain) as self._drain_dialog:
             ui.label("Groups leave these hosts in good order, and none is placed there.")
             with _fields("wide"):
-                self._drained = _select([], "Hosts to leave", multiple=True).props("use-chips")
+                self._drained = ui.select([], label="Hosts to leave", multiple=True).props(
+                    "use-chips"
+                )
         with panel("Groups", "membership-panel") as self._box:
             with ui.element("div").classes("panel-buttons") as self._buttons:
                 self._resize_button = button("Resize", self._open_resize)
@@ -392,16 +393,13 @@ class GridPanel(Panel):
 
 
 class TracePanel(Panel):
-    """Profiler traces of a job, with downloads."""
-
     def _build(self) -> None:
         ranks = list(range(self._snapshot.job.spec.parallelism.world_size))
         with asking("Record a trace", "Record", self._record) as self._dialog:
             ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
             with _fields():
                 self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
-                self._steps.props("dense outlined")
-                self._ranks = _select(ranks, "Ranks", value=[0], multiple=True)
+                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
         with ui.element("div").classes("trace-head"):
             self._button = button("Record a trace", self._dialog.open)
             ui.label(_TRACE_HINT).classes("trace-hint")

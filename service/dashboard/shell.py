@@ -53,7 +53,6 @@ def page_frame(title: str, rest: Rest) -> Iterator[None]:
 
 
 def may_submit(rest: Rest) -> bool:
-    """Whether the reader may submit to any project."""
     return rest.reader().may_somewhere(Role.SUBMITTER)
 
 
@@ -104,7 +103,6 @@ def panel(title: str, classes: str = "") -> Iterator[ui.element]:
 
 
 def link_button(text: str, href: str, style: str = "") -> ui.element:
-    """A link that looks like a button."""
     with ui.element("a").classes(f"button {style}").props(f'href="{href}"') as link:
         ui.label(text)
     return link

@@ -57,7 +57,7 @@ class SearchForm:
     def __init__(self, on_change: Callable[[], None]) -> None:
         def dressed(field: ui.input | ui.number | ui.select) -> Any:
             field.on_value_change(on_change)
-            return field.props("dense outlined stack-label hide-bottom-space debounce=400")
+            return field.props("stack-label hide-bottom-space debounce=400")
 
         with panel("Sweep", "form-panel"):
             ui.label(_SEARCH_HINT).classes("muted")
@@ -252,8 +252,6 @@ class SweepPage:
 
 
 class _TrialsChart(ChartBox):
-    """A chart of all trials."""
-
     def __init__(
         self, title: str, options_of: Callable[[SweepDetail], dict[str, Any]], found: SweepDetail
     ) -> None:
@@ -271,7 +269,6 @@ class _TrialsChart(ChartBox):
 
 
 def csv_of(found: SweepDetail) -> str:
-    """The trials as CSV: a row for each, with its values and the metric."""
     paths, kept = [each.path for each in found.parameters], io.StringIO()
     table = csv.writer(kept, lineterminator="\n")
     table.writerow(["trial", "job", "step", *paths, found.metric])

@@ -38,7 +38,6 @@ def run_all(out: Path) -> int:
 
 
 def run_benchmark(name: str, json_path: Path) -> int:
-    """Run one benchmark to its end; returns its exit code."""
     command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(json_path)]
     # In a session of its own, so that a Ctrl-C reaches it once: from here.
     child = subprocess.Popen(command, start_new_session=True)
@@ -93,7 +92,6 @@ def _rows_of(document: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args()

@@ -35,7 +35,6 @@ GOAL = Goal("step_time", "step_s", "s", 1.02, "lower", "the same steps without c
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `AssertionError` when a rank fails."""
     with TemporaryDirectory(prefix="shardloom-bench-") as folder:
         log(f"{WORKLOAD.world_size} ranks, {num_pairs} pairs of {STEPS} steps")
         first_stall_s, pairs = run_ranks(
@@ -53,7 +52,6 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 
 def runs_of(pairs: Sequence[ranks.Pair]) -> list[Run]:
-    """Both sides of each pair, in seconds per step."""
     return [
         each
         for number, pair in enumerate(pairs)

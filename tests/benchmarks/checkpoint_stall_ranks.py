@@ -85,7 +85,6 @@ class SavingRun:
         return found[-1]["checkpoint/stall_s"], found[-1]["checkpoint/write_s"]
 
     def close(self) -> None:
-        """End what runs beside the training."""
         self._checkpoints.close()
         self._sync.close()
 

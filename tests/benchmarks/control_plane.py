@@ -87,13 +87,11 @@ class ShardloomServer:
     http: httpx.Client
 
     def submit(self) -> str:
-        """Create a job; its id."""
         headers = {"Idempotency-Key": str(uuid.uuid4())}
         job = self._answer(self.http.post("/v1/jobs", json={"spec": self.spec}, headers=headers))
         return str(job["id"])
 
     def list(self, limit: int) -> int:
-        """List the newest jobs; how many came."""
         return len(self._answer(self.http.get("/v1/jobs", params={"limit": limit}))["items"])
 
     def read_page(self, job: str, names: list[str], max_points: int) -> int:
@@ -113,14 +111,12 @@ class ShardloomServer:
         self.post(job, EventBatch(stream="workers-0", first_seq=first_step, events=events))
 
     def post(self, job: str, batch: EventBatch) -> None:
-        """Deliver records of a job's first attempt, as its driver does."""
         body = batch.model_dump_json()
         headers = {"Content-Type": "application/json"}
         path = f"/v1/attempts/{job}-a0/events"
         self._answer(self.http.post(path, content=body, headers=headers))
 
     def wait_for_attempt(self, job: str) -> None:
-        """Wait until the reconciler has submitted the first attempt."""
         wait_for(
             lambda: self._answer(self.http.get(f"/v1/jobs/{job}"))["current_attempt_id"],
             f"an attempt of {job}",
@@ -294,7 +290,6 @@ def tick() -> Values:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError`."""
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         log("installing MLflow")
@@ -326,7 +321,6 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 
 def settings() -> dict[str, Any]:
-    """What the numbers belong to."""
     return {
         "num_jobs": NUM_JOBS,
         "num_points": NUM_FULL_JOBS * NUM_STEPS * len(METRIC_NAMES),

@@ -62,7 +62,6 @@ def reconciler_of(folder: Path, num_jobs: int) -> Reconciler:
 
 
 def pass_s(reconciler: Reconciler) -> float:
-    """Seconds of one pass over all jobs."""
     began = time.perf_counter()
     reconciler._dispatch()
     wait_for(lambda: not reconciler._busy, "a pass", poll_s=0.005)

@@ -245,8 +245,6 @@ def simulate(address: str, groups: range, pipe: Connection) -> None:
 
 @dataclass(eq=False)
 class SimulatedAgent:
-    """One connection, and what was read from it and not taken yet."""
-
     group: int
     connection: socket.socket
     buffer: bytearray = field(default_factory=bytearray)

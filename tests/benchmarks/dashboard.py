@@ -246,7 +246,6 @@ def _wait_for(page: Page, selector: str, number: int) -> None:
 
 
 def measure(page: Page, url: str, job_ids: Sequence[str]) -> Values:
-    """Open each page once."""
     dashboard, found = f"{url}/dashboard", {}
     found["list_100k_s"] = _time_until_usable(page, f"{dashboard}/", ".job-row", 50)
     began = time.perf_counter()
@@ -287,7 +286,6 @@ def measure_mlflow(page: Page, url: str, run_ids: Sequence[str]) -> Values:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError`, or `BenchmarkSkipped` without a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise BenchmarkSkipped("no 'chromium' on PATH (apt-get install chromium)")

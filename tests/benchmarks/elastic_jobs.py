@@ -76,11 +76,9 @@ class OurJob:
     driver: DriverProcess
 
     def commit_times(self) -> list[float]:
-        """When each committed sync was reported (Unix seconds)."""
         return [each.time for each in self.driver.told(events.Progress)]
 
     def num_current(self) -> int:
-        """Groups that train, by the newest membership."""
         changes = self.driver.told(events.MembershipChanged)
         groups = changes[-1].groups if changes else []
         return sum(group.standing == "current" for group in groups)
@@ -99,12 +97,10 @@ class OurJob:
         return found
 
     def wait_for_groups(self, number: int) -> None:
-        """Wait until so many groups are current, and some syncs more."""
         self.wait_for(lambda: self.num_current() == number, f"{number} groups")
         self.wait_for_commits(10)
 
     def wait_for_commits(self, number: int) -> None:
-        """Wait until so many syncs more were committed."""
         wanted = len(self.commit_times()) + number
         self.wait_for(lambda: len(self.commit_times()) >= wanted, f"{number} more syncs")
 
@@ -136,7 +132,6 @@ def our_job(
 
 
 def settings() -> dict[str, Any]:
-    """What the numbers of both benchmarks belong to."""
     return {
         "hosts": len(HOSTS),
         "workers_per_host": RANKS_PER_HOST,

@@ -96,7 +96,6 @@ def spec_document(data: Path) -> dict[str, Any]:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `AssertionError` where the job does not get over a fault."""
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         data = folder / "data"
@@ -149,7 +148,6 @@ def _rows(harness: ElasticHarness) -> int:
 
 
 def settings() -> dict[str, Any]:
-    """What the numbers belong to."""
     return {
         "num_groups": NUM_GROUPS,
         "workers_per_group": NUM_RANKS,

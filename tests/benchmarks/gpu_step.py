@@ -66,11 +66,9 @@ class VirtualCopies:
         self._num_copies = num_copies
 
     def size(self) -> int:
-        """M."""
         return self._num_copies
 
     def rank(self) -> int:
-        """The first copy."""
         return 0
 
     def all_gather(self, out: torch.Tensor) -> None:
@@ -86,7 +84,6 @@ class VirtualCopies:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure. Raises `BenchmarkSkipped` where there is no such device."""
     if IS_CUDA and not torch.cuda.is_available():
         raise BenchmarkSkipped("needs a CUDA GPU: torch.cuda.is_available() is False")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -111,7 +108,6 @@ def measure_ours() -> Values:
 
 
 def our_trainer(planner: dict[str, Any] | None = None) -> TwoDTrainer:
-    """At T = 1."""
     spec = clicks_spec(WORKLOAD, "gpu-step", planner=planner or {})
     return TwoDTrainer(WorkerSite(0, "host", 0), spec, device=DEVICE)
 

@@ -106,13 +106,13 @@ def side_of(name: str, folder: Path) -> Epoch:
     """Everything that a side does before its clock runs: imports, and for Ray the start."""
     if name == "ours":
         return ours(folder)
-    if name.startswith("ray_data"):
-        from tests.benchmarks.peers.ray_data_loader import epoch_over
+    if name == "ray_data":
+        from tests.benchmarks.peers import ray_data_loader
 
-        return epoch_over(folder, shuffle=name == "ray_data")
-    from tests.benchmarks.peers.pandas_loader import epochs_over
+        return ray_data_loader.epoch_over(folder)
+    from tests.benchmarks.peers import pandas_loader
 
-    return epochs_over(folder)[name]
+    return pandas_loader.epoch_over(folder)
 
 
 def measure(epoch: Epoch) -> dict[str, float]:

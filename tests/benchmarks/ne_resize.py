@@ -164,7 +164,6 @@ def _spec(settings: Settings) -> JobSpec:
 def document_of(
     settings: Settings, results: list[dict[str, Curve]], machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """The report as the JSON file holds it."""
     ne = {name: [result[name].ne[-1] for result in results] for name in results[0]}
     peer = ne[FAULT_FREE]
     name = "the same training without faults"
@@ -185,7 +184,6 @@ def document_of(
 
 
 def table_of(results: list[dict[str, Curve]]) -> Table:
-    """NE and gap of every variant."""
     title = f"{NAME}: held-out NE; groups that train by phase: {', '.join(map(str, WALK))}"
     table = Table("variant", "NE", "gap %", "spread over seeds %", title=title)
     peer = [result[FAULT_FREE].ne[-1] for result in results]
@@ -198,7 +196,6 @@ def table_of(results: list[dict[str, Curve]]) -> Table:
 
 
 def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str, Any], list[Table]]:
-    """Measure; the document and the table to print."""
     settings = Settings(num_steps=options.steps, num_held_out_rows=65_536, sync_every=4)
     results = []
     for seed in range(options.seeds):
@@ -210,7 +207,6 @@ def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str,
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each variant (default 2)")
     parser.add_argument("--steps", type=int, default=600, help="nominal steps (default 600)")

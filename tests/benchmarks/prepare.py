@@ -83,7 +83,6 @@ def generate(folder: Path, num_ratings: int) -> Path:
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Generate both sets and measure all methods."""
     with TemporaryDirectory(prefix="shardloom-bench-prepare-") as name:
         folder = Path(name)
         whole, part = generate(folder, NUM_RATINGS), generate(folder, SLICE_RATINGS)

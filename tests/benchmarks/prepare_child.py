@@ -19,7 +19,6 @@ _BYTES_PER_KB = 1024
 
 
 def main(side: str, source: Path, out: Path) -> None:
-    """Prepare and print what it took."""
     prepare = method_of(side)
     base_bytes = memory_bytes("VmRSS")
     started = time.perf_counter()

@@ -110,7 +110,6 @@ def squares_by_user(user: IntArray, errors: FloatArray, num_users: int) -> Float
 
 
 def rmse_of(squares: FloatArray, num_rows: IntArray) -> float:
-    """RMSE over all rows, of which each user has `num_rows`."""
     return float(np.sqrt(squares.sum() / num_rows.sum()))
 
 
@@ -140,7 +139,6 @@ def _means(drawn: IntArray, squares: Sequence[FloatArray], num_rows: IntArray) -
 
 
 def rows_by_user(fold: Fold) -> IntArray:
-    """Number of held-out ratings of each user."""
     return np.bincount(fold.held_out.user, minlength=fold.num_users)
 
 
@@ -190,7 +188,6 @@ def document_of(
 
 
 def results_table(results: Results) -> Table:
-    """Mean and deviation over seeds of every model."""
     table = Table("model", "RMSE", "deviation", "seeds", title="held-out RMSE in stars")
     for name, values in results.items():
         deviation = stdev(values) if len(values) > 1 else 0.0
@@ -199,7 +196,6 @@ def results_table(results: Results) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each model (default 3)")
     parser.add_argument("--source", type=Path, default=SOURCE, metavar="DIR")
@@ -214,7 +210,6 @@ def main(arguments: list[str]) -> int:
 def run(
     source: Path, num_seeds: int, machine: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Measure; the document and what to print."""
     ratings = read_ratings(source)
     with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
         fold = make_fold(source, ratings, Path(folder), DATA)

@@ -104,7 +104,6 @@ class _Factorisation:
         return rows
 
     def train_epoch(self) -> None:
-        """One pass over the fitted ratings in random order."""
         order = torch.randperm(len(self._fold.fit), generator=self._draw)
         for rows in order.split(self._settings.batch_size):
             self._train_batch(*(each[rows] for each in self._fit))

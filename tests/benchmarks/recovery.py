@@ -57,7 +57,6 @@ TORCHFT_GOAL = Goal("pause_over_torchft", "torchft_pause_s", "s", 1.0, "lower", 
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError` when ours or Ray's side cannot run."""
     with prepared_ratings() as data, optional_torchft() as (torchft, why_not):
         document = elastic_document(NAME, data)
         runs = run_pairs(

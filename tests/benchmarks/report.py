@@ -126,7 +126,6 @@ def ratio_of(goal: Goal, runs: Iterable[Run]) -> Ratio:
 
 
 def is_met(ratio: Ratio) -> bool:
-    """Whether a ratio reached its goal."""
     if ratio["better"] == "lower":
         return ratio["value"] <= ratio["goal"]
     return ratio["value"] >= ratio["goal"]
@@ -179,7 +178,6 @@ def _cpu_model() -> str:
 
 
 def table_of(document: Mapping[str, Any]) -> Table:
-    """A short table of a report's document."""
     peers = {f"peer: {ratio['peer_name']}" for ratio in document["ratios"].values()}
     table = Table(
         *("ratio", "value", "spread", "goal", "ours", "peer"),
@@ -201,7 +199,6 @@ def table_of(document: Mapping[str, Any]) -> Table:
 
 
 def rows_table_of(document: Mapping[str, Any]) -> Table:
-    """The rows of a report's document, as it has them."""
     rows = document["rows"]
     table = Table(*rows[0], title=document["benchmark"])
     for row in rows:

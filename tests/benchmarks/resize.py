@@ -40,7 +40,6 @@ GOALS = [Goal("pause_over_ray", "pause_s", "s", 0.1, "lower", "elastic Ray Train
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError` when either side cannot run."""
     with prepared_ratings() as data:
         document = elastic_document(NAME, data)
         runs = run_pairs(num_pairs, lambda: measure_ours(document), lambda: measure_peer(document))

@@ -30,8 +30,6 @@ class JobRun:
 
 
 class Stack(harness.Stack):
-    """A running service and its Ray, in a folder of their own."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "home")
         self.folder = folder

@@ -54,7 +54,6 @@ OVERRIDES = [
 
 
 def run(num_pairs: int) -> BenchmarkReport:
-    """Measure; raises `BenchmarkError` when either side cannot run."""
     with stack_and_job(NAME, OVERRIDES) as (stack, document):
         ours, peer = partial(measure_ours, stack, document), partial(measure_peer, stack, document)
         # Files that nobody has read yet would burden whoever goes first.
@@ -72,7 +71,6 @@ def measure_ours(stack: Stack, document: dict[str, Any]) -> Values:
 
 
 def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
-    """Submit the raw script to the same Ray cluster."""
     _wait_for_idle_machine()
     folder = stack.folder / f"peer-{uuid.uuid4().hex[:8]}"
     folder.mkdir()

@@ -101,7 +101,6 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step."""
         return self.global_batch_size // self.world_size
 
     @property
@@ -111,7 +110,6 @@ class Workload:
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layer sizes of the dense arch."""
         return 64, self.embedding_dim
 
     @property
@@ -121,7 +119,6 @@ class Workload:
 
     @property
     def tables(self) -> list[str]:
-        """Tables, in the order of the features."""
         return [f"table_{number:02d}" for number in range(self.num_tables)]
 
 

@@ -180,7 +180,6 @@ def tell(store: JobStore, job: Job, *records: Event, stream: str = "rank-0") -> 
 
 
 def files_of(dashboard: Dashboard, job: Job) -> AttemptDir:
-    """Files of the job's attempt on run storage."""
     return RunDir(dashboard.runs_dir / job.id).attempt(f"{job.id}-a0")
 
 

@@ -281,7 +281,7 @@ def test_the_log_tail_shows_rank_0_and_then_follows_the_chosen_source(
     expect(log).to_contain_text("workers were lost", timeout=LIVE_MS)
 
 
-def test_cancelling_asks_first_and_then_stops_the_job(
+def test_a_job_is_paused_by_a_button_and_stopped_by_another_which_asks_first(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
     open_job(page, running)
@@ -290,6 +290,12 @@ def test_cancelling_asks_first_and_then_stops_the_job(
     expect(page.get_by_role("dialog")).not_to_be_visible()
     assert not dashboard.store.get_job(running.id).cancel_requested
     assert not dashboard.woken.is_set()
+    expect(page.get_by_role("button", name="Resume")).not_to_be_visible()
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Pausing")).to_be_disabled(timeout=LIVE_MS)
+    assert dashboard.store.get_job(running.id).pause_requested
+    assert dashboard.woken.is_set()
+    dashboard.woken.clear()
     page.get_by_role("button", name="Cancel job").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel job").click()
     expect(page.locator(".heading .status")).to_have_text("stopping", timeout=LIVE_MS)
@@ -377,34 +383,6 @@ def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.get_by_text("Nothing has been exported yet")).to_be_visible(timeout=LIVE_MS)
     assert not folder.root.exists()
-
-
-# ---- buttons that change a job's course
-
-
-def test_a_running_job_is_paused_by_a_button(
-    page: Page, dashboard: Dashboard, running: Job
-) -> None:
-    open_job(page, running)
-    expect(page.get_by_role("button", name="Resume")).not_to_be_visible()
-    page.get_by_role("button", name="Pause").click()
-    expect(page.get_by_role("button", name="Pausing")).to_be_disabled(timeout=LIVE_MS)
-    asked = dashboard.store.get_job(running.id)
-    assert asked.pause_requested
-    assert dashboard.woken.is_set()
-
-
-@pytest.mark.slow
-def test_a_job_that_waits_pauses_at_once_and_goes_back_to_its_place(
-    page: Page, dashboard: Dashboard
-) -> None:
-    job = submit(dashboard, "patient")
-    open_job(page, job)
-    page.get_by_role("button", name="Pause").click()
-    expect(page.locator(".heading .status")).to_have_text("paused", timeout=LIVE_MS)
-    page.get_by_role("button", name="Resume").click()
-    expect(page.locator(".heading .status")).to_have_text("queued", timeout=LIVE_MS)
-    assert dashboard.store.get_job(job.id).queued_at == job.queued_at
 
 
 @pytest.mark.slow

@@ -28,14 +28,13 @@ from tests.harness.wait import wait_for
 from trainer.layout.hosts import HostFacts
 
 
-@pytest.fixture(params=["required", "local"])
-def auth(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def auth() -> str:
+    return "required"
 
 
 @pytest.fixture
 def house(tmp_path: Path, auth: str, sqlite_template: SqliteTemplate) -> Iterator[Guarded]:
-    """A whole service with a job."""
     sqlite_template.copy(f"sqlite:///{tmp_path / 'shardloom.db'}")
     house = guarded(tmp_path, auth=auth, dashboard=True)
     store_job(house.store, queued_job(name="movie-nights"))
@@ -51,7 +50,6 @@ def tab(browser: Browser, house: Guarded) -> Iterator[Page]:
     assert [fault for fault in faults if "401" not in fault] == []
 
 
-@pytest.mark.parametrize("auth", ["required"], indirect=True)
 def test_a_reader_signs_in_works_and_signs_out(tab: Page, house: Guarded, axe: str) -> None:
     tab.goto("/")
     expect(tab.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -81,7 +79,6 @@ def _enter(tab: Page, house: Guarded, path: str, key: str) -> None:
         tab.goto(f"/login?code={login_code(token, time.time())}&next={path}")
 
 
-@pytest.mark.parametrize("auth", ["required"], indirect=True)
 def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, house: Guarded) -> None:
     _enter(tab, house, "/dashboard/new", "submitter")
     editor, command = tab.get_by_role("textbox", name="Spec"), tab.locator(".command-line")
@@ -133,7 +130,6 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     expect(heading).to_contain_text("too-large", timeout=LIVE_MS)
 
 
-@pytest.mark.parametrize("auth", ["required"], indirect=True)
 def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
     tab: Page, house: Guarded
 ) -> None:
@@ -168,7 +164,6 @@ def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
         assert download.value.path().read_bytes().startswith(begins)
 
 
-@pytest.mark.parametrize("auth", ["required"], indirect=True)
 def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None:
     _enter(tab, house, "/dashboard/", "viewer")
     tab.get_by_role("checkbox", name="Select movie-nights").click()
@@ -192,6 +187,7 @@ def test_the_api_documents_itself_under_the_policy(tab: Page, house: Guarded) ->
     expect(tab.locator(".live-responses-table")).to_contain_text('"status": "ok"')
 
 
+@pytest.mark.parametrize("auth", ["required", "local"])
 def test_the_pages_live_under_the_policy(tab: Page, house: Guarded, auth: str) -> None:
     _enter(tab, house, "/dashboard/", "submitter")
     expect(tab.get_by_role("link", name="movie-nights")).to_be_visible()

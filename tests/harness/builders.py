@@ -79,7 +79,6 @@ def spec_document(**changes: Any) -> dict[str, Any]:
 
 
 def spec(*, max_failures: int = 3, **changes: Any) -> JobSpec:
-    """A checked spec with a budget of `max_failures`."""
     return validate_spec(spec_document(retry={"max_failures": max_failures}, **changes))
 
 
@@ -96,7 +95,6 @@ def queued_job(*, now: float = NOW, max_failures: int = 3, **changes: Any) -> Jo
 
 
 def attempt_of(job: Job, *, index: int = 0, **fields: Any) -> Attempt:
-    """A live attempt of a job."""
     return Attempt(
         id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=NOW, **fields
     )
@@ -115,7 +113,6 @@ def reported(attempt: Attempt, reason: EndReason, message: str = "") -> Attempt:
 
 
 def batch(*events: Event, stream: str = "rank-0", first_seq: int = 0) -> EventBatch:
-    """Consecutive records of one stream."""
     return EventBatch(stream=stream, first_seq=first_seq, events=list(events))
 
 
@@ -126,7 +123,6 @@ def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
 
 
 def progress(step: int, **changes: Any) -> Progress:
-    """Progress towards 100 steps of 64 rows."""
     made = Progress(
         time=NOW, step=step, total_steps=100, epoch=0, rows=step * 64, rows_per_s=640.0, eta_s=15.0
     )
@@ -172,7 +168,6 @@ def divergence(**changes: Any) -> Divergence:
 
 
 def trace_written(trace_id: str = "spec", rank: int = 0, **changes: Any) -> TraceWritten:
-    """A trace of steps 10 to 12 on run storage."""
     made = TraceWritten(
         time=NOW,
         step=12,
@@ -271,7 +266,6 @@ def membership_changed(
 
 
 def group_lost(group: int = 1, **changes: Any) -> GroupLost:
-    """A group whose host stopped answering."""
     made = GroupLost(
         time=NOW,
         group=group,
@@ -299,7 +293,6 @@ def group_joined(group: int = 1, **changes: Any) -> GroupJoined:
 
 
 def recovered(**changes: Any) -> Recovered:
-    """A recovery that lost nothing."""
     made = Recovered(
         time=NOW,
         generation=4,
@@ -322,7 +315,6 @@ def folded_membership(*events: Event, attempt_id: str = "job-1-a0") -> Membershi
 
 
 def webhook(**changes: Any) -> Webhook:
-    """A webhook of the project `default` for every kind of event."""
     made = Webhook(
         id=new_webhook_id(),
         project="default",
@@ -337,19 +329,16 @@ def webhook(**changes: Any) -> Webhook:
 
 
 def workers_lost(*, run_index: int = 0) -> WorkersLost:
-    """Workers that died and come back."""
     return WorkersLost(
         time=NOW, run_index=run_index, reason="killed", message="rank 1", will_restart=True
     )
 
 
 def attempt_ended(reason: str = "completed") -> AttemptEnded:
-    """The last record of a driver."""
     return AttemptEnded(time=NOW, reason=reason, message="done", final_metrics={"train/loss": 0.5})
 
 
 def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
-    """A committed checkpoint."""
     return CheckpointCommitted(
         time=NOW,
         step=step,
@@ -362,7 +351,6 @@ def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
 
 
 def audit_record(**changes: Any) -> AuditRecord:
-    """A record of the audit log, to be given its id."""
     record = AuditRecord(
         id=0,
         time=1.0,

@@ -59,7 +59,6 @@ def elastic_config(
 
 
 def num_train_rows(config: WorkerConfig) -> int:
-    """Rows of one epoch."""
     data = config.spec.data
     return open_source(config.spec, Path(data.path) / data.split.train).num_rows
 
@@ -79,7 +78,6 @@ class Campaign:
     struck: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Wait until every group trains."""
         self.harness.set_pace(self.pace_s)
         self.harness.wait_for(self._is_whole, TIMEOUT_S, "all groups are current")
 

@@ -20,13 +20,11 @@ class FakeClock:
         self.slept: list[float] = []
 
     def __call__(self) -> float:
-        """The time in seconds."""
         return self.now
 
     time = monotonic = perf_counter = __call__
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass, as `time.sleep` does."""
         self.slept.append(seconds)
         self.meanwhile(seconds)
         self.now += seconds

@@ -50,7 +50,6 @@ def open_migrated(database_url: str) -> JobStore:
 
 
 def store_job(store: JobStore, job: Job | None = None) -> Job:
-    """Store a job that was just submitted."""
     return store.create_job(job or queued_job(), idempotency_key=None, request_hash="h")
 
 
@@ -97,7 +96,6 @@ class PostgresqlServer:
             )
 
     def close(self) -> None:
-        """Release connections."""
         self._engine.dispose()
 
     def _create(self, name: str, template: str = "template0") -> str:

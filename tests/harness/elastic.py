@@ -53,7 +53,6 @@ class GroupLife:
         return any(code not in (None, 0) for code in self.exit_codes)
 
     def kill(self) -> None:
-        """End all ranks at once, stopped ones too."""
         for rank in self.ranks:
             if rank.is_alive():
                 rank.kill()
@@ -63,8 +62,6 @@ class GroupLife:
 
 @dataclass
 class Coordinator:
-    """The coordinator's process and the pipe to it."""
-
     process: ForkServerProcess
     pipe: Connection
 
@@ -77,7 +74,6 @@ class Coordinator:
         return value
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -128,7 +124,6 @@ class ElasticHarness:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The one that runs now."""
         assert self._coordinator, "the coordinator was not started"
         return self._coordinator
 
@@ -137,7 +132,6 @@ class ElasticHarness:
         return self.network.network(0) if self.network else None
 
     def start_coordinator(self) -> None:
-        """Start one where the last one was."""
         ours, theirs = FORK_SERVER.Pipe()
         process = FORK_SERVER.Process(
             target=coordinate,
@@ -155,7 +149,6 @@ class ElasticHarness:
         self.start_coordinator()
 
     def start_group(self, group: int, incarnation: int = 0, *, is_spare: bool = False) -> None:
-        """Start a life of a group."""
         placed = GroupConfig(group, incarnation, actor_name="", is_spare=is_spare)
         life = RankLife(
             config=replace(self.config, group=placed, run_index=0),
@@ -186,7 +179,6 @@ class ElasticHarness:
         return self.config.spec.parallelism.group_size
 
     def life(self, group: int) -> GroupLife:
-        """The newest life of a group."""
         return self._lives[group]
 
     def inject(self, *faults: Fault) -> None:
@@ -245,12 +237,9 @@ class ElasticHarness:
             time.sleep(_POLL_S)
 
     def wait_for_commit(self, commit: int) -> None:
-        """Wait until a sync with this number was committed."""
         self.wait_for(lambda: self.commit >= commit, 60, f"commit {commit}")
 
     def wait_to_end(self, timeout_s: float = 120) -> None:
-        """Wait until all groups are through."""
-
         def are_over() -> bool:
             return all(life.is_over for life in self._lives.values())
 
@@ -294,7 +283,6 @@ class ElasticHarness:
         return mine[-1] if mine else None
 
     def tails(self) -> str:
-        """The ends of all logs, for a message."""
         lines: list[str] = []
         for path in sorted(self.folder.glob("*.log")):
             lines += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-12:]]

@@ -45,7 +45,6 @@ class Control:
 
     @classmethod
     def read(cls, path: Path) -> Control:
-        """What the harness said last."""
         return cls(**json.loads(path.read_text()))
 
 
@@ -68,7 +67,6 @@ class RankLife:
 
     @property
     def name(self) -> str:
-        """Name of its record and its log."""
         group = self.config.group
         return f"g{group.group}i{group.incarnation}r{self.rank}"
 

@@ -122,7 +122,6 @@ class EmulatedHosts:
             )
 
     def mend(self, host: int, *others: int) -> None:
-        """Let them through again."""
         if not others:
             _configure(self._switch, f"ip link set port{host} up")
         for one, other in self._directions(host, others):

@@ -46,8 +46,6 @@ class HostRanks:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where ranks live, and meet."""
-
     networks: list[Path]
     ranks_per_host: int
     store_address: str

@@ -12,8 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True)
 class Received:
-    """One request."""
-
     path: str
     headers: dict[str, str]
     body: bytes
@@ -43,7 +41,6 @@ class HttpStub:
 
 @contextmanager
 def http_stub(*statuses: int, tls: ssl.SSLContext | None = None) -> Iterator[HttpStub]:
-    """A server on a loopback port."""
     stub = HttpStub(statuses=list(statuses) or [200])
 
     class _Handler(BaseHTTPRequestHandler):

@@ -39,7 +39,6 @@ class Machine:
 
     @property
     def address(self) -> str:
-        """By which the others reach it."""
         return self.hosts.addresses[self.index]
 
     @property
@@ -103,7 +102,6 @@ class Machine:
         self.hosts.cut(self.index)
 
     def mend(self) -> None:
-        """Put it in again."""
         self.hosts.mend(self.index)
 
 

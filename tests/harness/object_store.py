@@ -106,7 +106,6 @@ class FaultyS3:
         self.faults = Faults()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        """One request."""
         if refused := refusal_of(environ, ACCESS_KEY, SECRET_KEY):
             return _answer(environ, start_response, "403 Forbidden", refused)
         faults = self.faults
@@ -216,7 +215,6 @@ class ObjectStore:
     bucket: str = "data"
 
     def url(self, key: str) -> str:
-        """URL of a key of the bucket, for `Location.parse`."""
         return f"s3://{self.bucket}/{key}"
 
     def upload(self, folder: Path, key: str) -> Location:

@@ -86,8 +86,6 @@ def _in_turn(*calls: tuple[Any, ...]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call on all ranks."""
-
     function: Callable[..., Any]
     args: tuple[Any, ...]
     world_size: int
@@ -176,7 +174,6 @@ class _World:
         return self._store.port
 
     def close(self) -> None:
-        """End all ranks."""
         for process, connection in self._ranks:
             process.kill()
             connection.close()

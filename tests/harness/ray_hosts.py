@@ -61,7 +61,6 @@ class RayHosts:
 
     @property
     def address(self) -> str:
-        """Where the cluster is found."""
         return f"{HEAD}:{self.port}"
 
     def start(self, workers_by_address: dict[str, int]) -> None:
@@ -117,7 +116,6 @@ class RayHosts:
         os.kill(raylet, signal.SIGKILL)
 
     def end(self) -> None:
-        """SIGKILL everything."""
         for address in list(self.nodes):
             self.kill(address)
 
@@ -206,11 +204,9 @@ class DriverProcess:
 
     @property
     def step(self) -> int:
-        """The newest step that was reported."""
         return max((each.step for each in self.told(events.Progress)), default=0)
 
     def log(self) -> str:
-        """What all processes logged."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text()}"
             for path in sorted(self.context.files.logs_dir.glob("*.log"))

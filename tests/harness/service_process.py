@@ -52,7 +52,6 @@ class ServiceProcess:
         self.kill()
 
     def environment(self) -> dict[str, str]:
-        """Settings of the process."""
         return {
             **os.environ,
             "SHARDLOOM_HOME": str(self.home),
@@ -68,7 +67,6 @@ class ServiceProcess:
         }
 
     def start(self) -> None:
-        """Start and wait until it is ready."""
         process = self._start([sys.executable, "-m", "service.app"])
         deadline = time.monotonic() + scaled(START_TIMEOUT_S)
         while not self._is_ready():
@@ -142,7 +140,6 @@ class ServiceProcess:
         return int(response.json()["next_seq"])
 
     def kill(self) -> None:
-        """SIGKILL: no chance to tidy up."""
         self._end(signal.SIGKILL)
 
     def terminate(self) -> float:
@@ -152,11 +149,9 @@ class ServiceProcess:
         return time.monotonic() - began
 
     def log(self) -> str:
-        """What it printed so far."""
         return (self.home / "service.log").read_text()
 
     def attempt_files(self, job_id: str, index: int = 0) -> AttemptDir:
-        """Files of an attempt on run storage."""
         return RunDir(self.home / "runs" / job_id).attempt(f"{job_id}-a{index}")
 
     def _is_ready(self) -> bool:

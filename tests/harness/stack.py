@@ -67,13 +67,11 @@ class Stack:
         self.client = ShardloomClient(state.url)
 
     def down(self) -> None:
-        """End everything."""
         self.client.close()
         self._local.down(lambda line: None)
 
     @property
     def state(self) -> StackState:
-        """Who runs where."""
         state = self._local.running()
         assert state is not None
         return state
@@ -88,7 +86,6 @@ class Stack:
         wait_for(lambda: self._local.running() is None, "the service to be gone")
 
     def submit(self, data: Path, *overrides: str) -> JobDetail:
-        """Submit the demo job on `data` with `overrides`."""
         document = yaml.safe_load(EXAMPLE_SPEC.read_text())
         return self.client.submit(apply_overrides(document, [f"data.path={data}", *overrides]))
 
@@ -105,11 +102,9 @@ class Stack:
         return wait_for(reached, f"step {step}", limit_s, poll_s=0.2)
 
     def wait_for_end(self, job_id: str) -> JobDetail:
-        """The job once it has ended."""
         return self.client.wait(job_id, timeout_s=scaled(180), poll_s=0.3)
 
     def files(self, job: JobDetail, attempt_index: int = 0) -> AttemptDir:
-        """Files of one attempt."""
         return RunDir(Path(job.run_dir)).attempt(f"{job.id}-a{attempt_index}")
 
     def pid(self, job: JobDetail, source: str) -> int:

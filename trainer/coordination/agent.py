@@ -103,7 +103,6 @@ class GroupAgent:
         heartbeat_timeout_s: float,
         token: bytes,
     ) -> None:
-        """As of `CoordinatorClient`."""
         self._identity = identity
         self._changed = threading.Condition()
         self._links: dict[int, _Link] = {}

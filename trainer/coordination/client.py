@@ -59,7 +59,7 @@ _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
 _AGENT_S = 30.0  # longest that a rank looks for its agent
 _STORE_TRY = timedelta(seconds=10)
-_UNCONFIRMED_FACTOR = 5
+_PROVING_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
 _EXIT_DROPPED = 70
@@ -340,14 +340,15 @@ class CoordinatorClient:
         address = self._locate()
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), self._connect_timeout_s)
-        unconfirmed_s = _UNCONFIRMED_FACTOR * self._connect_timeout_s
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Heartbeats that nobody confirms end a connection whose other host is gone.
-            unconfirmed_ms = int(1000 * unconfirmed_s)
+            # What nobody confirms ends a connection. TCP would try it again after ever longer
+            # pauses, the last as long as the network was away; a new connection is there sooner.
+            unconfirmed_ms = int(1000 * self._connect_timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unconfirmed_ms)
-            # No longer than that either, but thousands of ranks may come at once.
-            authenticate(connection, self.token, address, unconfirmed_s)
+            # Thousands of ranks may come at once.
+            proving_s = _PROVING_FACTOR * self._connect_timeout_s
+            authenticate(connection, self.token, address, proving_s)
         except BaseException:
             connection.close()
             raise

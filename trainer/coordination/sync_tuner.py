@@ -211,7 +211,6 @@ class SyncTuner:
         return self._decision.state.every_steps if self._decision else self.every_steps
 
     def resume(self, state: TunerState | None) -> None:
-        """Go on as a checkpoint says."""
         if state is not None and state.every_steps in self._spec.intervals:
             self.state, self._agreed = state, state.every_steps
 
@@ -230,7 +229,6 @@ class SyncTuner:
         self._decide(decision)
 
     def validated(self, error: float) -> None:
-        """Take in the error that a validation found."""
         if not self._decision:
             self._decide(after_validation(self.state, error))
 

@@ -46,11 +46,9 @@ class Spans:
         return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
 
     def add(self, start: int, stop: int) -> None:
-        """Take rows [start, stop) in."""
         self._replace(start, stop, is_in=True)
 
     def remove(self, start: int, stop: int) -> None:
-        """Take rows [start, stop) out."""
         self._replace(start, stop, is_in=False)
 
     def _replace(self, start: int, stop: int, *, is_in: bool) -> None:

@@ -464,16 +464,16 @@ class ReplicaCollectives:
         self.num_overflows += is_any
         return is_any
 
-    def batches(self, blocks: Iterable[Block]) -> Iterator[Batch]:
-        """`blocks` in portions of at most `chunk_bytes`, but at least a row, split where larger.
+    def batches(self, blocks: Iterable[Block], max_bytes: int | None = None) -> Iterator[Batch]:
+        """`blocks` in portions of at most `max_bytes`, but at least a row, split where larger.
 
-        Each is exchanged at a time, padded to a multiple of M elements.
+        By default so much is exchanged at a time, padded to a multiple of M elements.
         """
         waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
         waiting_numel: Counter[tuple[torch.dtype, torch.dtype | None]] = Counter()
         for whole in blocks:
             key = (whole.tensor.dtype, whole.wire)
-            max_numel = self.chunk_bytes // whole.tensor.itemsize
+            max_numel = (max_bytes or self.chunk_bytes) // whole.tensor.itemsize
             for block in whole.split(max_numel):
                 if waiting_numel[key] + block.numel > max_numel and key in waiting:
                     yield Batch(waiting.pop(key), self.num_replicas)
@@ -535,6 +535,10 @@ class Batch:
     def dtype(self) -> torch.dtype:
         return self.blocks[0].tensor.dtype
 
+    @property
+    def numel(self) -> int:
+        return sum(block.numel for block in self.blocks)
+
     def pack(self, buffers: Buffers, key: Hashable = "values") -> torch.Tensor:
         """The blocks' rows as they are now, flat, with zeros up to a multiple of M."""
         flat = self.buffer(buffers, key)
@@ -558,7 +562,7 @@ class Batch:
 
     def buffer(self, buffers: Buffers, key: Hashable) -> torch.Tensor:
         """What `pack` fills, for its rows to be written to."""
-        numel = sum(block.numel for block in self.blocks)
+        numel = self.numel
         flat = buffers.take(key, numel + -numel % self._multiple, self.dtype)
         flat[numel:] = 0
         return flat

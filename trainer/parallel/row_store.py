@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -63,8 +64,17 @@ class FlatRows:
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         if rows is None:
             self.tensor.copy_(values)
-        else:
+        elif self.tensor.is_cuda:
             self.tensor.index_copy_(0, rows, values)
+        else:  # where that copies element by element
+            _as_items(self.tensor)[rows.numpy()] = _as_items(values)
+
+
+def _as_items(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """A tensor [n, ...] in host memory, of at least an element: n items, a row's bytes each."""
+    rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
+    in_bytes = rows.view(torch.uint8).numpy()
+    return in_bytes.view(np.dtype((np.void, in_bytes.shape[1])))[:, 0]
 
 
 class CachedRows:

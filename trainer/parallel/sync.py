@@ -63,6 +63,8 @@ from trainer.spec.parallelism import SyncSpec
 
 logger = logging.getLogger(__name__)
 Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
+# So much is read, changed and written at a time, so that it stays in a processor's cache meanwhile.
+_CACHE_BYTES = 2**19
 _WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -438,6 +440,8 @@ class PendingSync:
         self.replicas = replicas
         self._buffers = buffers or Buffers(replicas.device)
         self._batches = list(replicas.batches(blocks))
+        is_cuda = replicas.device.type == "cuda"
+        self._landing_bytes = None if is_cuda else min(_CACHE_BYTES, replicas.chunk_bytes)
         self._snapshots: list[torch.Tensor] = []
         if trains_on:
             for index, batch in enumerate(self._batches):
@@ -464,16 +468,19 @@ class PendingSync:
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
-        for index, (batch, mean) in enumerate(zip(self._batches, self.means, strict=True)):
-            new = mean
-            if self._snapshots:
-                current = batch.pack(self._buffers, "current")
-                new = apply_difference(current, self._snapshots[index], mean)
-            for (block, part), (_, agreed) in zip(
-                batch.unpack(new), batch.unpack(mean), strict=True
-            ):
-                block.write(part)
-                block.agree(agreed)
+        for index, (batch, means) in enumerate(zip(self._batches, self.means, strict=True)):
+            start = 0
+            for part in self.replicas.batches(batch.blocks, self._landing_bytes):
+                place = slice(start, start := start + part.numel)
+                new = mean = means[place]
+                if self._snapshots:
+                    current = part.pack(self._buffers, "current")[: part.numel]
+                    new = apply_difference(current, self._snapshots[index][place], mean)
+                for (block, values), (_, agreed) in zip(
+                    part.unpack(new), part.unpack(mean), strict=True
+                ):
+                    block.write(values)
+                    block.agree(agreed)
         return [block for batch in self._batches for block in batch.blocks]
 
 

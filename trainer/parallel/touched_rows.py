@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -184,6 +185,9 @@ def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     """bool [n] as uint8 [ceil(n / 8)], or more up to a `multiple`: place p is bit p % 8 of byte
     p // 8."""
     padding = bits.new_zeros(-bits.numel() % (8 * multiple))
+    if not bits.is_cuda:
+        packed_bits = np.packbits(torch.cat([bits, padding]).numpy(), bitorder="little")
+        return torch.from_numpy(packed_bits)
     columns = torch.cat([bits, padding]).view(torch.uint8).view(-1, 8).unbind(1)
     packed = torch.zeros_like(columns[0])
     for bit, column in enumerate(columns):
@@ -193,6 +197,9 @@ def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     """What `pack_bits` packed, bool [num_bits]."""
+    if not packed.is_cuda:
+        bits = np.unpackbits(packed.numpy(), count=num_bits, bitorder="little")
+        return torch.from_numpy(bits.view(bool))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]
 

@@ -21,7 +21,7 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- /* An image of ours: .root, .image (of values), .suffix of the tag by default. */}}
 {{- define "shardloom.image" -}}
-{{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images REPOSITORY=...), as in registry.example/shardloom" -}}
+{{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images PUSH=1 REPOSITORY=...), as in registry.example/shardloom" -}}
 {{- $image := get .root.Values.images .image -}}
 {{ $registry }}/{{ $image.name }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
@@ -44,6 +44,12 @@ securityContext:
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
     type: RuntimeDefault
+{{- end }}
+
+{{- /* Annotations of pods that Cluster Autoscaler and Karpenter leave where they are. */}}
+{{- define "shardloom.stays" -}}
+cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 
 {{- define "shardloom.container" -}}

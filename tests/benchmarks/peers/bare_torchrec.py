@@ -75,7 +75,6 @@ def train(
 def run_rank(
     rank: int, port: int, spec_path: str, first_step: int, last_step: int, steps: str
 ) -> None:
-    """One rank of the script."""
     torch.set_num_threads(1)
     spec = load_spec(Path(spec_path).read_text())
     world_size = spec.parallelism.world_size
@@ -90,7 +89,6 @@ def run_rank(
 
 
 def main() -> None:
-    """Start one process per rank and wait for all."""
     spec_path, first_step, last_step, steps = sys.argv[1:]
     num_ranks = load_spec(Path(spec_path).read_text()).parallelism.world_size
     arguments = (free_port(), spec_path, int(first_step), int(last_step), steps)

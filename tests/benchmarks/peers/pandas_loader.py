@@ -1,32 +1,28 @@
 """A torch DataLoader over pandas frames, as one writes it for tabular data.
 
-Two variants. `pandas_rows` is a map-style Dataset over a frame: `__getitem__` gives a row, a
-`collate_fn` makes tensors of rows. `pandas_frames` is pandas used carefully: an IterableDataset
-that reads a Parquet file into a frame, shuffles the frame, cuts it into batches and makes tensors
-of whole columns. Both run in the DataLoader's own process, as there is one core.
+It is pandas used carefully: an IterableDataset that reads a Parquet file into a frame, shuffles the
+frame, cuts it into batches and makes tensors of whole columns, in the DataLoader's own process, as
+there is one core.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
-from tests.benchmarks.loader_data import BATCH_SIZE, COLUMNS, DENSE, HISTORY, IDS, KEYS, LABEL, SEED
+from tests.benchmarks.loader_data import BATCH_SIZE, COLUMNS, DENSE, HISTORY, IDS, KEYS, LABEL
 
 # Frames of pandas 3 are views that cannot be written to; nobody writes to batches here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 Item = tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]
-# Reading row by row takes minutes for all rows; so many tell the speed as well.
-_ROWS_OF_ROW_WISE = 32_768
 
 
 def tensors_of(frame: pd.DataFrame) -> Item:
@@ -63,36 +59,6 @@ class FrameBatches(IterableDataset[Item]):
             yield tensors_of(left)
 
 
-class FrameRows(Dataset[pd.Series]):
-    """Single rows of one frame."""
-
-    def __init__(self, frame: pd.DataFrame) -> None:
-        self._frame = frame
-
-    def __len__(self) -> int:
-        return len(self._frame)
-
-    def __getitem__(self, row: int) -> pd.Series:
-        return self._frame.iloc[row]
-
-
-def _collate(rows: Sequence[pd.Series]) -> Item:
-    return tensors_of(pd.DataFrame(list(rows)).infer_objects())
-
-
-def epochs_over(folder: Path) -> dict[str, partial[Iterator[Item]]]:
-    """An epoch of each variant, by its name; it reads the files anew."""
-    return {"pandas_frames": partial(_frames, folder), "pandas_rows": partial(_rows, folder)}
-
-
-def _frames(folder: Path) -> Iterator[Item]:
-    return iter(DataLoader(FrameBatches(folder), batch_size=None))
-
-
-def _rows(folder: Path) -> Iterator[Item]:
-    frame = pd.read_parquet(min(folder.glob("*.parquet")), columns=COLUMNS)[:_ROWS_OF_ROW_WISE]
-    generator = torch.Generator().manual_seed(SEED)
-    loader = DataLoader(
-        FrameRows(frame), BATCH_SIZE, shuffle=True, collate_fn=_collate, generator=generator
-    )
-    return iter(loader)
+def epoch_over(folder: Path) -> Callable[[], Iterator[Item]]:
+    """An epoch; each reads the files anew."""
+    return lambda: iter(DataLoader(FrameBatches(folder), batch_size=None))

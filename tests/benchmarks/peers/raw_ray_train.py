@@ -40,14 +40,11 @@ class RowWiseSharder(EmbeddingBagCollectionSharder):
     """The stock sharder, which on CPU hides row-wise sharding from the planner."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that the planner may choose from."""
         return ["row_wise", "table_wise"]
 
 
 @dataclass
 class Batch:
-    """Inputs and label of some rows."""
-
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     label: torch.Tensor
@@ -62,13 +59,11 @@ def read_batches(spec: dict[str, Any], rank: int, world_size: int) -> Iterator[B
 
 
 def endless_batches(spec: dict[str, Any], rank: int, world_size: int) -> Iterator[Batch]:
-    """This rank's batches of one epoch after the other."""
     while True:
         yield from read_batches(spec, rank, world_size)
 
 
 def make_batch(rows: pa.Table, spec: dict[str, Any]) -> Batch:
-    """Rows of a Parquet table as tensors."""
     sparse = [f for f in spec["features"] if f["type"] != "dense"]
     dense = [rows[f["name"]].to_numpy() for f in spec["features"] if f["type"] == "dense"]
     values, lengths = [], []
@@ -94,8 +89,6 @@ def make_batch(rows: pa.Table, spec: dict[str, Any]) -> Batch:
 
 
 class RatingModel(nn.Module):
-    """A network with its loss."""
-
     def __init__(self, network: DLRM) -> None:
         super().__init__()
         self.network = network
@@ -107,7 +100,6 @@ class RatingModel(nn.Module):
 
 
 def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
-    """DLRM sharded over all workers."""
     poolings = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
     tables = [
         EmbeddingBagConfig(
@@ -151,7 +143,6 @@ def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
 
 
 def dense_optimizer(model: nn.Module, spec: dict[str, Any]) -> KeyedOptimizerWrapper:
-    """Adam for what is not in the tables."""
     dense = spec["optimizer"]["dense"]
     return KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
@@ -160,7 +151,6 @@ def dense_optimizer(model: nn.Module, spec: dict[str, Any]) -> KeyedOptimizerWra
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """One worker."""
     torch.set_num_threads(1)
     spec = config["spec"]
     rank = ray.train.get_context().get_world_rank()
@@ -177,7 +167,6 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the trainer on the cluster that this Ray job belongs to."""
     config = json.loads(Path(sys.argv[1]).read_text())
     TorchTrainer(
         train_loop,

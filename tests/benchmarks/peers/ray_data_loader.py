@@ -2,7 +2,7 @@
 
 Its collate function takes Arrow tables and makes tensors of whole columns without copies where
 Arrow allows, which is what Ray recommends for speed. Rows are shuffled in a buffer, of as many rows
-as a window of ours has; a second variant leaves that out and so does less than ours.
+as a window of ours has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ToTensors(ArrowBatchCollateFn):
         return torch.from_numpy(dense), sparse, torch.from_numpy(label)
 
 
-def epoch_over(folder: Path, *, shuffle: bool) -> Callable[[], Iterator[Item]]:
+def epoch_over(folder: Path) -> Callable[[], Iterator[Item]]:
     """Start Ray, which ends with this process; gives what reads an epoch."""
     ray.init(
         address="local",
@@ -63,8 +63,8 @@ def epoch_over(folder: Path, *, shuffle: bool) -> Callable[[], Iterator[Item]]:
             rows.iter_torch_batches(
                 batch_size=BATCH_SIZE,
                 collate_fn=ToTensors(),
-                local_shuffle_buffer_size=SHUFFLE_ROWS if shuffle else None,
-                local_shuffle_seed=SEED if shuffle else None,
+                local_shuffle_buffer_size=SHUFFLE_ROWS,
+                local_shuffle_seed=SEED,
             )
         )
 

@@ -259,7 +259,6 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Run the actions and write what they cost."""
     config = json.loads(Path(sys.argv[1]).read_text())
     lab = Lab(config)
     # After the traceback of what fails: Ray ends this process when its cluster goes away.

@@ -72,7 +72,6 @@ class AnySharder(EmbeddingBagCollectionSharder):
     """The stock sharder, which on CPU hides the row-wise types from the planner."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that the planner may choose from."""
         return super().sharding_types("cuda")
 
 
@@ -81,8 +80,6 @@ class PipelinedBatch(Batch, Pipelineable):
 
 
 class ClickModel(nn.Module):
-    """A network with its loss."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -119,7 +116,6 @@ def fused_adagrad(lr: float, eps: float) -> dict[str, Any]:
 
 
 def dense_adam(model: nn.Module, **options: float) -> KeyedOptimizerWrapper:
-    """Adam for what is not in the tables."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     return KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, **options))
 
@@ -163,8 +159,6 @@ def sharded(
 
 
 class StockTrainer:
-    """Stock TorchRec on this rank."""
-
     sync_s = 0.0  # of 2D not told apart
 
     def __init__(
@@ -191,7 +185,6 @@ class StockTrainer:
         self._optimizer = dense_adam(self._model, lr=DENSE_LR)
 
     def embedding_kernels(self) -> list[Any]:
-        """FBGEMM kernels that hold this rank's shards."""
         return [
             kernel
             for module in self._model.modules()

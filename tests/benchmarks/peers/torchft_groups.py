@@ -35,7 +35,6 @@ from tests.harness.processes import rank_environment
 
 
 def enter_world(config: dict[str, Any], group: int, rank: int) -> None:
-    """Form the group's own world."""
     torch.set_num_threads(1)
     port = config["store_ports"][group]
     os.environ.update(rank_environment(rank, config["num_ranks"], port))
@@ -88,7 +87,6 @@ def sync(manager: Manager, tensors: list[torch.Tensor]) -> bool:
 
 
 def train(config: dict[str, Any], group: int, rank: int) -> None:
-    """Step and sync, without end."""
     spec, num_ranks = config["spec"], config["num_ranks"]
     enter_world(config, group, rank)
     model = build_model(spec)
@@ -116,7 +114,6 @@ def train(config: dict[str, Any], group: int, rank: int) -> None:
 
 
 def main() -> None:
-    """Command line."""
     config = json.loads(Path(sys.argv[1]).read_text())
     train(config, group=int(sys.argv[2]), rank=int(sys.argv[3]))
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks import checkpoint_stall, paper_tables, two_d
-from tests.benchmarks.all import markdown_of
+from tests.benchmarks import paper_tables, two_d
 from tests.benchmarks.checkpoint_stall_ranks import Pair
 from tests.benchmarks.elastic_jobs import pause_s
 from tests.benchmarks.report import (
@@ -17,7 +16,6 @@ from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
     Run,
-    describe_machine,
     is_met,
     main,
     order_of_pair,
@@ -110,29 +108,7 @@ def test_a_benchmark_that_cannot_measure_says_why(run, code, said, tmp_path, mon
     assert not path.exists()
 
 
-def test_the_markdown_table_shows_ratios_verdicts_and_what_failed():
-    report = BenchmarkReport("speed", {}, [GOAL], runs_of((90.0, 100.0)))
-    page = markdown_of([report.document(describe_machine())], failed=["startup"])
-    row = next(line for line in page.splitlines() if line.startswith("| speed |"))
-    assert "0.900" in row
-    assert "at least 0.97" in row
-    assert "missed" in row
-    assert "90 rows/s" in row
-    assert "| startup | could not measure |" in page
-
-
 PAIRS = [Pair(10.1, 10.0, 0.05, 0.6, 0.5), Pair(10.3, 10.0, 0.07, 0.8, 0.7)]
-
-
-def test_step_time_is_that_of_whole_blocks_with_a_save_over_none() -> None:
-    ratio = ratio_of(checkpoint_stall.GOAL, checkpoint_stall.runs_of(PAIRS))
-    assert ratio["value"] == pytest.approx(1.02)
-    assert ratio["ours"] == pytest.approx(10.2 / checkpoint_stall.STEPS)
-    assert ratio["spread"] == pytest.approx([1.01, 1.03])
-    beside, blocking = checkpoint_stall.rows_of(PAIRS)
-    assert beside["step_time_over_none"] == pytest.approx(1.02)
-    assert blocking["step_time_over_none"] == pytest.approx(1.06)
-    assert (beside["stall_s"], blocking["stall_s"]) == (0.06, 0.6)
 
 
 STEADY = [float(second) for second in range(30)]

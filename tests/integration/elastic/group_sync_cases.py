@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tests.harness.ranks import run_ranks
 from tests.harness.sessions import TOKEN
 from tests.harness.wait import scaled
 from tests.integration.ranks.sync_cases import (
@@ -58,6 +59,24 @@ def open_coordinator(num_groups: int, folder: Path, **policy: Any) -> Coordinato
     return Coordinator(
         CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder, TOKEN)
     )
+
+
+def run_groups(
+    task: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    num_ranks: int = 1,
+    timeout_s: float = 120,
+    **policy: Any,
+) -> list[Any]:
+    """`run_ranks(task, world_size, groups, *args)`; the groups of `num_ranks` begin with two."""
+    coordinator = open_coordinator(2, folder, **policy)
+    groups = Groups(coordinator.address, num_ranks)
+    try:
+        return run_ranks(task, world_size, groups, *args, timeout_s=timeout_s, fresh=True)
+    finally:
+        coordinator.stop()
 
 
 def case_of(num_ranks: int, **changes: Any) -> SyncCase:
@@ -134,7 +153,6 @@ class Life:
         return self.sync.begin(self._make_arrival)
 
     def finish(self) -> tuple[RoundResult, SyncReport]:
-        """End the sync that was begun."""
         verdict, report = self.sync.end(self._make_arrival)
         self.ledger, self.standing = verdict.ledger, verdict.standing
         self.leases = list(verdict.leases)

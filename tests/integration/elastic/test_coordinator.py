@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import uvloop
@@ -301,32 +302,41 @@ def hello_of(rank: Identity) -> Hello:
     )
 
 
-def test_who_has_not_proven_the_token_fences_nobody_and_votes_on_nothing(tmp_path: Path):
-    coordinator = start(0, _NEVER_S, 2, tmp_path)
+@contextmanager
+def with_members(
+    folder: Path, num_groups: int, timeout_s: float = _NEVER_S
+) -> Iterator[tuple[Coordinator, list[CoordinatorClient]]]:
+    """A coordinator on a thread of this process, and clients of it: groups of one rank."""
+    coordinator = start(0, timeout_s, num_groups, folder)
     members = [
-        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S, TOKEN)
-        for g in range(2)
+        CoordinatorClient(identity(g), lambda: coordinator.address, timeout_s, TOKEN)
+        for g in range(num_groups)
     ]
     try:
-        with ThreadPoolExecutor(2) as pool:
-            first, _ = meet(members, pool)
-            known = coordinator.status().groups
-            vote = Vote(round=first.round, commit=1, ok=False, error="of another job")
-            for lines in ([hello_of(identity(0, 1))], [hello_of(identity(0)), vote]):
-                with connect(coordinator.address) as stranger:
-                    for line in lines:
-                        stranger.sendall(Numbered(id=1, body=line).model_dump_json().encode())
-                    told = stranger.makefile("rb").read()  # to its end
-                assert len(told) == 64 and told.endswith(bytes(32)), "a nonce and a refusal"
-            assert coordinator.status().groups == known
-            votes = [
-                pool.submit(each.vote, vote.model_copy(update={"ok": True})) for each in members
-            ]
-            assert all(each.result(scaled(30)).committed for each in votes)
+        yield coordinator, members
     finally:
         for member in members:
             member.close()
         coordinator.stop()
+
+
+def test_who_has_not_proven_the_token_fences_nobody_and_votes_on_nothing(tmp_path: Path):
+    with (
+        with_members(tmp_path, 2) as (coordinator, members),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first, _ = meet(members, pool)
+        known = coordinator.status().groups
+        vote = Vote(round=first.round, commit=1, ok=False, error="of another job")
+        for lines in ([hello_of(identity(0, 1))], [hello_of(identity(0)), vote]):
+            with connect(coordinator.address) as stranger:
+                for line in lines:
+                    stranger.sendall(Numbered(id=1, body=line).model_dump_json().encode())
+                told = stranger.makefile("rb").read()  # to its end
+            assert len(told) == 64 and told.endswith(bytes(32)), "a nonce and a refusal"
+        assert coordinator.status().groups == known
+        votes = [pool.submit(each.vote, vote.model_copy(update={"ok": True})) for each in members]
+        assert all(each.result(scaled(30)).committed for each in votes)
 
 
 def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
@@ -342,26 +352,42 @@ def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
         coordinator.stop()
 
 
+def test_a_connection_of_which_nobody_confirms_anything_ends_within_the_heartbeat_timeout(
+    tmp_path: Path, monkeypatch
+):
+    opened: list[socket.socket] = []
+
+    def open_connection(*args: Any) -> socket.socket:
+        opened.append(connection := socket.create_connection(*args))
+        return connection
+
+    module = SimpleNamespace(**vars(socket) | {"create_connection": open_connection})
+    monkeypatch.setattr("trainer.coordination.client.socket", module)
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, 2.0, TOKEN)
+    try:
+        member.join("initial", "seed-0", Ledger(), "")
+        (connection,) = opened
+        # Else TCP waits as long as the network was away before it tries again.
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
+    finally:
+        member.close()
+        coordinator.stop()
+
+
 def test_connections_that_never_prove_anything_are_closed_in_time_and_hold_nobody_up(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("trainer.elastic.coordinator.server.PROOF_TIMEOUT_S", scaled(0.5))
-    coordinator = start(0, _NEVER_S, 1, tmp_path)
-    member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, TOKEN)
-    silent = [connect(coordinator.address) for _ in range(20)]
-    try:
+    with with_members(tmp_path, 1) as (coordinator, members), ExitStack() as stack:
+        silent = [stack.enter_context(connect(coordinator.address)) for _ in range(20)]
         with ThreadPoolExecutor(1) as pool:
-            (first,) = meet([member], pool)
-        assert member.vote(Vote(round=first.round, commit=1, ok=True)).committed
+            (first,) = meet(members, pool)
+        assert members[0].vote(Vote(round=first.round, commit=1, ok=True)).committed
         for each in silent:
             assert len(each.makefile("rb").read()) == 32, "a nonce, and then its end"
         assert [group.group for group in coordinator.status().groups] == [0]
         assert len(caplog.records) == 1 and "no proof came in time" in caplog.text
-    finally:
-        for each in silent:
-            each.close()
-        member.close()
-        coordinator.stop()
 
 
 def test_members_travel_once_per_connection_and_their_weights_with_every_round(tmp_path: Path):
@@ -513,12 +539,7 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
 
 
 def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path: Path):
-    coordinator = start(0, _NEVER_S, 2, tmp_path)
-    members = [
-        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S, TOKEN)
-        for g in range(2)
-    ]
-    try:
+    with with_members(tmp_path, 2) as (_, members):
         with ThreadPoolExecutor(2) as pool:
             first, _ = meet(members, pool)
         assert not members[0].is_aborted(first.round)
@@ -526,9 +547,6 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
         wait_until(lambda: members[0].is_aborted(first.round), "the abort is heard of")
         vote = Vote(round=first.round, commit=1, ok=False, error="its peer is gone")
         assert not members[0].vote(vote).committed
-    finally:
-        members[0].close()
-        coordinator.stop()
 
 
 def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, monkeypatch):
@@ -549,12 +567,7 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, 
 
 
 def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
-    coordinator = start(0, scaled(2), 2, tmp_path)
-    members = [
-        CoordinatorClient(identity(g), lambda: coordinator.address, scaled(2), TOKEN)
-        for g in range(2)
-    ]
-    try:
+    with with_members(tmp_path, 2, scaled(2)) as (_, members):
         with ThreadPoolExecutor(2) as pool:
             for generation in (1, 2, 3):
                 if generation == 1:
@@ -571,19 +584,6 @@ def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
         store = members[0].store()
         wait_until(lambda: not store.check(["gen1/s0/here0"]), "old keys are deleted")
         assert store.check(["gen2/s0/here0", "gen3/s0/here0"])
-    finally:
-        for member in members:
-            member.close()
-        coordinator.stop()
-
-
-def test_a_port_that_is_taken_is_an_error(tmp_path: Path):
-    coordinator = start(0, _NEVER_S, 1, tmp_path)
-    try:
-        with pytest.raises(OSError, match="address already in use"):
-            start(int(coordinator.address.rpartition(":")[2]), _NEVER_S, 1, tmp_path)
-    finally:
-        coordinator.stop()
 
 
 def attempt_of(config: WorkerConfig) -> Attempt:

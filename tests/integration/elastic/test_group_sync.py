@@ -20,6 +20,7 @@ from tests.integration.elastic.group_sync_cases import (
     Life,
     assert_all_equal,
     open_coordinator,
+    run_groups,
 )
 from tests.integration.ranks.sync_cases import Table, clones
 from trainer.coordination.client import Refused
@@ -98,11 +99,7 @@ def _fail_once(life: Life) -> list[list[torch.Tensor]]:
 @pytest.fixture(scope="module")
 def weighted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same by rank: two groups of two."""
-    coordinator = open_coordinator(2, tmp_path_factory.mktemp("attempt"))
-    try:
-        return run_ranks(_sync_with_weights, 4, Groups(coordinator.address, 2), fresh=True)
-    finally:
-        coordinator.stop()
+    return run_groups(_sync_with_weights, 4, tmp_path_factory.mktemp("attempt"), num_ranks=2)
 
 
 def _is_mean(shard: int, name: str, weighted: list[dict[str, Any]]) -> None:
@@ -199,11 +196,7 @@ def _sync_changes(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
 def test_changes_travel_in_half_precision_from_the_last_commit_on(
     sync: dict[str, Any], tmp_path: Path
 ) -> None:
-    coordinator = open_coordinator(2, tmp_path)
-    try:
-        ours, theirs = run_ranks(_sync_changes, 2, Groups(coordinator.address, 1), sync, fresh=True)
-    finally:
-        coordinator.stop()
+    ours, theirs = run_groups(_sync_changes, 2, tmp_path, sync)
     assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
     assert set(ours["hashes"]) == {1, 2, 3, 4, 6}
     for name in ("plain", "retried", "exact", "after_failure"):
@@ -246,11 +239,7 @@ def test_state_that_is_never_synced_stays_until_a_round_that_is_exact(
     mode: str, tmp_path: Path
 ) -> None:
     sync = {"mode": mode, "optimizer_state": "never"}
-    coordinator = open_coordinator(2, tmp_path)
-    try:
-        ours, theirs = run_ranks(_leave_state, 2, Groups(coordinator.address, 1), sync, fresh=True)
-    finally:
-        coordinator.stop()
+    ours, theirs = run_groups(_leave_state, 2, tmp_path, sync)
     assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
     assert set(ours["hashes"]) == {1, 2, 3, 4, 5, 6}
     for name in ("first", "retried", "exact", "last", "untrained"):
@@ -320,11 +309,7 @@ def _sync_buffers(groups: Groups) -> list[list[float]]:
 
 
 def test_module_buffers_become_means_or_those_of_a_copy_that_counts(tmp_path: Path) -> None:
-    coordinator = open_coordinator(2, tmp_path)
-    try:
-        ours, theirs = run_ranks(_sync_buffers, 2, Groups(coordinator.address, 1), fresh=True)
-    finally:
-        coordinator.stop()
+    ours, theirs = run_groups(_sync_buffers, 2, tmp_path)
     count = 2**40
     assert ours[0] == theirs[0] == [pytest.approx(1.75), count, True]
     assert ours[1] == theirs[1] == [2.0, count + 1, False], "group 0 has trained nothing"
@@ -340,12 +325,7 @@ def test_delayed_moments_come_with_the_next_commit_unless_a_round_fails_before(
     mode: str, tmp_path: Path
 ) -> None:
     sync = {"mode": mode, "optimizer_state": "delayed"}
-    coordinator = open_coordinator(2, tmp_path)
-    groups = Groups(coordinator.address, 1)
-    try:
-        ours, theirs = run_ranks(_delay_moments, 2, groups, sync, fresh=True)
-    finally:
-        coordinator.stop()
+    ours, theirs = run_groups(_delay_moments, 2, tmp_path, sync)
     assert_all_equal([ours["hashes"], theirs["hashes"]], 1)
     for number in range(len(ours["first"][0])):
         before, mean, after = {}, {}, {}
@@ -394,12 +374,7 @@ def _flip_a_bit(groups: Groups, sync: dict[str, Any]) -> dict[int, str]:
 def test_a_group_with_a_flipped_bit_is_found_and_copies_another(
     sync: dict[str, Any], tmp_path: Path
 ) -> None:
-    coordinator = open_coordinator(2, tmp_path, on_divergence="rebroadcast")
-    groups = Groups(coordinator.address, 1)
-    try:
-        whole, flipped = run_ranks(_flip_a_bit, 2, groups, sync, fresh=True)
-    finally:
-        coordinator.stop()
+    whole, flipped = run_groups(_flip_a_bit, 2, tmp_path, sync, on_divergence="rebroadcast")
     assert_all_equal([whole, flipped], 1)
     assert set(whole) - set(flipped) >= {4}, "it was found at the next check"
     assert len(flipped) >= 6, "it trains again"

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from tests.harness.ranks import run_ranks
 from tests.harness.sessions import TOKEN
 from tests.harness.small_model import fused_kernel, shards_of
 from tests.harness.wait import scaled, wait_for
@@ -24,7 +23,7 @@ from tests.integration.elastic.group_sync_cases import (
     Groups,
     Life,
     assert_all_equal,
-    open_coordinator,
+    run_groups,
 )
 from tests.integration.ranks.sync_cases import Table
 from trainer.coordination.client import Identity
@@ -287,12 +286,7 @@ def _join_and_train(life: Life) -> dict[str, Any]:
 def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on(
     sync: dict[str, Any], tmp_path: Path
 ) -> None:
-    coordinator = open_coordinator(2, tmp_path)
-    groups = Groups(coordinator.address, 1)
-    try:
-        found = run_ranks(_join_while_others_train, 3, groups, sync, timeout_s=240, fresh=True)
-    finally:
-        coordinator.stop()
+    found = run_groups(_join_while_others_train, 3, tmp_path, sync, timeout_s=240)
     assert_all_equal([each["hashes"] for each in found], 1)
     first, second = found[2]["lives"]
     assert first["donors"] == {(1, 0)}

@@ -53,7 +53,6 @@ class Sharding:
 
     @property
     def type_of_table(self) -> dict[str, str]:
-        """Sharding type by table."""
         types = self.types if len(self.types) > 1 else self.types * len(TABLE_ROWS)
         return dict(zip(TABLE_ROWS, types, strict=True))
 
@@ -81,7 +80,6 @@ def spec_of(sharding: Sharding, rows: dict[str, int] | None = None) -> JobSpec:
 
 
 def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
-    """Model and optimizers of this rank."""
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"] = str(rank % 2)
     groups = build_groups(
@@ -124,16 +122,6 @@ def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -
     scramble(model, optimizers)
     optimizers.init_state()
     load_state(folder, model, optimizers.combined)
-    return held(model, optimizers)
-
-
-def save_as_before(sharding: Sharding, folder: Path) -> dict[str, Any]:
-    """Write a checkpoint as sessions did before there were column shards."""
-    spec = spec_of(sharding)
-    model, optimizers = build(sharding, spec)
-    train(model, optimizers, spec, steps=range(1, NUM_STEPS + 1))
-    state = {"model": model.state_dict(), "optim": optimizers.combined.state_dict()}
-    save_load.save(folder, state)
     return held(model, optimizers)
 
 

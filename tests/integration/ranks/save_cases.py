@@ -27,7 +27,6 @@ from tests.integration.ranks.checkpoint_cases import (
     train,
 )
 from trainer import fault_injection
-from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
@@ -79,7 +78,6 @@ class Saver:
         )
 
     def notes(self) -> list[str]:
-        """What a person was told so far."""
         return [event.message for event in self.said if isinstance(event, events.Note)]
 
 
@@ -192,26 +190,23 @@ DAMAGE: dict[str, Callable[[Location], None]] = {
     "empty marker": lambda folder: (folder / COMMIT_MARKER).write_bytes(b""),
     "missing marker": lambda folder: (folder / COMMIT_MARKER).delete(),
 }
-"""What may happen to a checkpoint on disk or in an object store, by name."""
+"""What may happen to a checkpoint, by name."""
 
 
-def look_at_damage(
-    run_dirs: Path, path: str | None = None, environment: Any = ()
-) -> list[dict[str, Any]]:
+def look_at_damage(run_dirs: Path) -> list[dict[str, Any]]:
     """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
-    os.environ.update(environment)
-    return [_look_at(kind, run_dirs / f"run-{n}", path) for n, kind in enumerate(DAMAGE)]
+    return [_look_at(kind, run_dirs / f"run-{n}") for n, kind in enumerate(DAMAGE)]
 
 
-def _look_at(kind: str, run_dir: Path, path: str | None) -> dict[str, Any]:
-    saver = Saver.open(run_dir, path=path)
+def _look_at(kind: str, run_dir: Path) -> dict[str, Any]:
+    saver = Saver.open(run_dir)
     saver.save(1)
     saver.save(2, is_last=True)
-    folder = Location.parse(checkpoints_of(run_dir, path))
+    folder = Location.parse(RunDir(run_dir).checkpoints_dir)
     if dist.get_rank() == 0:
         DAMAGE[kind](folder / "step-00000002-a0-r0")
     dist.barrier()
-    looking, again = Saver.open(run_dir, path=path), Saver.open(run_dir, path=path)
+    looking, again = Saver.open(run_dir), Saver.open(run_dir)
     found = [each.checkpoints.newest() for each in (looking, again)]
     dist.barrier()
     return {
@@ -223,8 +218,8 @@ def _look_at(kind: str, run_dir: Path, path: str | None) -> dict[str, Any]:
     }
 
 
-def check_damage(found: list[dict[str, Any]], kept: str) -> None:
-    """The checkpoint before counts, all is said once, and what is damaged is `kept` to look at."""
+def check_damage(found: list[dict[str, Any]]) -> None:
+    """The checkpoint before counts, all is said once, and what is damaged is kept to look at."""
     assert [each["kind"] for each in found] == list(DAMAGE)
     for each in found:
         kind, said = each["kind"], each["said"]
@@ -234,7 +229,8 @@ def check_damage(found: list[dict[str, Any]], kept: str) -> None:
             assert not said, "an unfinished save is no news"
             assert each["folders"] == {"step-00000001-a0-r0"}
             continue
-        assert each["folders"] == {"step-00000001-a0-r0", kept}, kind
+        kept = {"step-00000001-a0-r0", "damaged-step-00000002-a0-r0"}
+        assert each["folders"] == kept, kind
         (note,) = [event for event in said if isinstance(event, events.Note)]
         assert note.level == "error"
         assert "step-00000002-a0-r0 is damaged" in note.message, kind

@@ -66,20 +66,17 @@ class ShardingCase:
 
     @property
     def sites(self) -> list[WorkerSite]:
-        """Where each rank runs."""
         return [
             WorkerSite(r, host, self.hosts[:r].count(host)) for r, host in enumerate(self.hosts)
         ]
 
     @property
     def mesh(self) -> MeshLayout:
-        """The groups that these workers form."""
         layout = Layout(self.world_size, self.shard_group_size, self.placement)
         return MeshLayout.build(layout, self.sites)
 
     @property
     def spec(self) -> JobSpec:
-        """The job spec that asks for this run."""
         optimizer = {
             "sparse": {"name": self.optimizer, "lr": LR, "eps": EPS},
             "dense": {"name": self.dense_optimizer, "lr": DENSE_LR},
@@ -185,7 +182,6 @@ class Lookups(nn.Module):
     def forward(
         self, pooled: KeyedJaggedTensor, sequences: KeyedJaggedTensor, label: torch.Tensor
     ) -> torch.Tensor:
-        """The loss of one batch."""
         by_feature, jagged = self.pooled(pooled), self.sequences(sequences)
         return self.head([by_feature[f] for f in POOLED], [jagged[f] for f in SEQUENCES], label)
 

@@ -122,7 +122,6 @@ def _random_table(draw: random.Random, is_sequence: bool) -> Table:
 
 
 def spec_of(case: SyncCase) -> JobSpec:
-    """The job that trains a case."""
     tables = [
         {
             "name": f"table_{number}",
@@ -220,7 +219,6 @@ class Training:
         return build_sync(self.model, spec, extra=self.extra, warn=self.warnings.append)
 
     def train(self, num_steps: int = 1) -> None:
-        """Take some steps; `step` counts them."""
         for _ in range(num_steps):
             self.step += 1
             batch = make_batch(self.case, self.step, self.groups.rank, self.copy)
@@ -278,12 +276,10 @@ class Training:
 
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors as they are now."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def assert_bitwise(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Equal tensor by tensor, bit by bit."""
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other), (mine - other).abs().max()
 
@@ -351,7 +347,6 @@ def check_resharded(before: SyncCase, after: SyncCase, folder: Path) -> tuple[fl
 
 
 def restore(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Give tensors these values."""
     with torch.no_grad():
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)

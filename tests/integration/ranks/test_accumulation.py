@@ -37,7 +37,6 @@ class PlainAccumulation(PlainTraining):
     """Tables learn from each batch, the dense part from the clipped mean of a window."""
 
     def train(self) -> None:
-        """Take all steps."""
         self.norms: list[float] = []
         sums = [torch.zeros_like(parameter) for parameter in self.dense]
         num_batches = 0

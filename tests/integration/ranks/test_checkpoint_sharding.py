@@ -15,7 +15,6 @@ from tests.integration.ranks.checkpoint_cases import (
     EMBEDDING_DIM,
     Sharding,
     load,
-    save_as_before,
     train_and_save,
     whole_tables,
     why_not,
@@ -24,8 +23,6 @@ from tests.integration.ranks.checkpoint_cases import (
 ROWS = Sharding(4, 2, ("row_wise",))
 FOUR_COLUMNS = Sharding(4, 2, ("column_wise",), min_partition=4)
 EIGHT_COLUMNS = Sharding(4, 2, ("column_wise",), min_partition=8, placement="inter_host")
-ROWS_OF_TWO = Sharding(2, 2, ("row_wise",))
-COLUMNS_OF_TWO = Sharding(2, 2, ("column_wise",), min_partition=4)
 MIXED = Sharding(4, 2, ("data_parallel", "column_wise", "table_wise"), min_partition=8)
 GRID = Sharding(4, 4, ("grid_shard",), min_partition=8, placement="inter_host")
 BY_HOST = Sharding(
@@ -90,20 +87,6 @@ def test_the_same_columns_load_bitwise_at_another_layout(
     for loaded in run_in_turn(2, *((load, layout, folder) for layout in layouts)):
         for name, values in whole_tables(loaded).items():
             assert torch.equal(values, saved[name]), name
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
-    before = replace(ROWS_OF_TWO, types=("row_wise", "table_wise", "row_wise"))
-    original, loaded, in_columns = run_in_turn(
-        2,
-        (save_as_before, before, tmp_path / "old"),
-        (load, before, tmp_path / "old"),
-        (load, COLUMNS_OF_TWO, tmp_path / "old"),
-    )
-    saved = whole_tables(original)
-    _check_loaded(saved, loaded)
-    _check_loaded(saved, in_columns)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from torch import nn
 from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import make_config, open_session, snapshot
 from tests.harness.small_model import Case, spec_of
-from tests.integration.ranks import test_session_events
 from tests.integration.ranks.test_movielens_arch import example_config
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.parallel.planner import PlanError
@@ -25,7 +24,6 @@ from trainer.training.worker import prepare_process, train
 
 LARGEST_GAP = 0.002  # of the losses with bf16 over those with fp32, less 1
 ONE = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
-OWN = f"{test_session_events.__name__}:{test_session_events.Scaled.__name__}"
 CASES: dict[str, tuple[int, Callable[..., WorkerConfig], tuple[str, ...]]] = {
     "dlrm on two ranks": (
         2,
@@ -33,11 +31,6 @@ CASES: dict[str, tuple[int, Callable[..., WorkerConfig], tuple[str, ...]]] = {
         ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null"),
     ),
     "transformer": (1, example_config, (*ONE, "model.transformer.dropout=0.0")),
-    "a user's module": (
-        1,
-        make_config,
-        (*ONE, f"model={{module: '{OWN}', tasks: [{{name: rating, loss: mse}}]}}"),
-    ),
 }
 
 

@@ -112,9 +112,9 @@ def train(spec: JobSpec, groups: MeshGroups) -> None:
 @pytest.mark.parametrize(
     "sync",
     [
-        {"mode": "full"},
+        pytest.param({"mode": "full"}, marks=pytest.mark.slow),
         {"mode": "full", "dtype": "bf16"},
-        {"mode": "touched_rows", "overlap": 8},
+        pytest.param({"mode": "touched_rows", "overlap": 8}, marks=pytest.mark.slow),
         {"mode": "touched_rows", "dtype": "bf16", "overlap": 8},
     ],
     ids=lambda sync: " ".join(map(str, sync.values())),

@@ -48,7 +48,6 @@ def example_config(data: Path, run_dir: Path, *overrides: str) -> WorkerConfig:
 
 
 def resumed_step(run_dir: Path) -> int:
-    """Where the workers that were started last began."""
     return told(run_dir, WorkersStarted)[-1].resumed_step
 
 

@@ -40,7 +40,6 @@ def scheduled_spec(
 
 
 def start(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
-    """A new model with its optimizers."""
     model, _ = build_parallel_model(spec, groups)
     return model, Optimizers(model, spec.optimizer, spec.moment_scale)
 
@@ -96,7 +95,6 @@ class PlainTraining:
         self.dense = [p for p in self.model.parameters() if id(p) not in held]
 
     def train(self) -> None:
-        """Take all steps."""
         for step in range(1, NUM_STEPS + 1):
             self.model.zero_grad()
             loss, _ = self.model(make_batch(step, dist.get_rank(), BATCH_SIZE))

@@ -34,16 +34,12 @@ BETWEEN = (
 )
 CASES = {
     "1D": (1, "parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null"),
-    "2D, tables by rows and by columns": (
+    "2D, tables by rows and by columns, dense part in bf16": (
         4,
         "embedding_tables[0].constraints={sharding_types: [row_wise]}",
         "embedding_tables[1].constraints={sharding_types: [column_wise]}",
-        "parallelism.sync={every_steps: 3, mode: touched_rows, overlap: true}",
-    ),
-    "2D, dense part in bf16": (
-        4,
         "parallelism.dense=at_sync",
-        "parallelism.sync={every_steps: 2, mode: touched_rows}",
+        "parallelism.sync={every_steps: 4, mode: touched_rows, overlap: true}",
         "training.dense_precision=bf16",
     ),
     "dynamic ids and a sequence": (

@@ -114,25 +114,6 @@ def told_rows(config: WorkerConfig) -> Counter[tuple[str, str]]:
     return rows
 
 
-@pytest.mark.slow
-def test_a_bad_held_out_row_is_counted_once_however_often_it_is_read(
-    spoilt: Path, small_movielens: Path, tmp_path: Path
-) -> None:
-    shutil.rmtree(spoilt / "validation")
-    shutil.copytree(spoilt / "train", spoilt / "validation")
-    shutil.rmtree(spoilt / "train")
-    shutil.copytree(small_movielens / "train", spoilt / "train")
-    often = ("training.max_steps=12", "training.validate_every_steps=4")
-    config = make_config(
-        small_movielens, tmp_path / "run", f"data.path={spoilt}", *QUARANTINE, *often
-    )
-    run_ranks(train_session, 2, config)
-    assert told_rows(config) == {
-        ("validation", "column 'rating' is not a value"): 2,
-        ("validation", "column 'year' is not a finite number"): 1,
-    }
-
-
 def test_bad_rows_cost_themselves_and_are_told_by_file_and_reason(
     spoilt: Path, small_movielens: Path, tmp_path: Path
 ) -> None:

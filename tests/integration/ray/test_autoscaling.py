@@ -143,7 +143,6 @@ class GrowingRay:
         return f"http://127.0.0.1:{self.dashboard_port}"
 
     def start(self) -> None:
-        """Start the head and wait until it answers."""
         wait_for(self._is_up, "the head", limit_s=PATIENCE_S)
 
     def _is_up(self) -> bool:
@@ -202,14 +201,12 @@ class GrowingRay:
         return {node.address for node in RayState(self.url, self.token).live_nodes() or ()}
 
     def kill(self, address: str) -> None:
-        """SIGKILL everything that runs on a node."""
         assert self._head is not None
         for pid in processes_below(self._head.pid):
             if _is_raylet_of(pid, address):
                 kill_tree(pid)
 
     def end(self) -> None:
-        """SIGKILL everything."""
         if self._head is not None:
             kill_tree(self._head.pid)
             self._head.wait()
@@ -251,7 +248,6 @@ class GrowingStack:
     client: ShardloomClient
 
     def timeline(self, job_id: str, *kinds: str) -> list[dict[str, Any]]:
-        """Data of all timeline events of some kinds."""
         return [each.data for each in self.client.iter_events(job_id) if each.kind in kinds]
 
 
@@ -282,12 +278,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrowingStack]:
 
 
 def shardloom(stack: GrowingStack, *arguments: str) -> str:
-    """What a command of the CLI prints."""
     return stack.service.shell(*arguments, SHARDLOOM_URL=stack.service.url)
 
 
 def submit(stack: GrowingStack, data: Path, *changes: str) -> str:
-    """Submit the demo job with `changes`; its id."""
     settings = [f"data.path={data}", *COMMON, *changes]
     options = [word for each in settings for word in ("--set", each)]
     printed = shardloom(stack, "submit", str(EXAMPLE_SPEC), "--json", *options)

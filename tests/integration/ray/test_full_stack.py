@@ -39,7 +39,7 @@ SMALL = (
     "training.validate_every_steps=1000",
     f"checkpoint.every_steps={CHECKPOINT_EVERY}",
 )
-LONG = (*SMALL, "training.epochs=6", "training.report_every_steps=1")
+LONG = (*SMALL, "training.epochs=4", "training.report_every_steps=1")
 
 
 def assert_whole(stack: Stack, job: JobDetail) -> None:
@@ -52,29 +52,6 @@ def assert_whole(stack: Stack, job: JobDetail) -> None:
     assert steps == sorted({*range(every, total + 1, every), total})
     rows_per_epoch = load_manifest(Path(job.spec.data.path)).splits["train"].num_rows
     assert job.progress.rows == job.spec.training.epochs * rows_per_epoch
-
-
-def test_a_job_goes_from_rest_to_a_trained_model(stack: Stack, small_movielens: Path) -> None:
-    submitted = stack.submit(small_movielens, *SMALL, "training.epochs=2")
-    assert submitted.status is JobStatus.QUEUED
-    job = stack.wait_for_end(submitted.id)
-    assert_whole(stack, job)
-    started = stack.timeline(job.id, "workers_started")[0]
-    assert started["sharding_groups"] == [[0, 2], [1, 3]]
-    assert started["replica_groups"] == [[0, 1], [2, 3]]
-    assert job.latest_metrics["validation/rmse"] < 1.2
-    names = set(stack.client.metrics(job.id).names)
-    assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
-    assert {f"phase/{phase}_s" for phase in PHASES} <= names
-    plans = {plan["name"]: plan for plan in started["tables"]}
-    assert plans.keys() == {table.name for table in job.spec.embedding_tables}
-    assert {shard["position"] for shard in plans["liked_movies"]["shards"]} == {0, 1}
-    checkpoints = stack.client.checkpoints(job.id)
-    assert checkpoints[-1].step == job.progress.total_steps
-    assert any(checkpoint.is_best for checkpoint in checkpoints)
-    logs = stack.client.logs(job.id)
-    assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
-    assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
 @pytest.mark.scenario
@@ -140,7 +117,8 @@ def test_a_sweep_outlives_the_service_doubles_no_trial_and_its_stopped_ones_can_
     stack: Stack, small_movielens: Path
 ) -> None:
     document = yaml.safe_load(EXAMPLE_SPEC.read_text())
-    tiny = (*LONG, "parallelism.workers=2", "parallelism.shard_group_size=1")
+    two = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+    tiny = (*LONG, *two, "training.epochs=6")
     varied: list[dict[str, object]] = [
         {"path": "optimizer.sparse.lr", "low": 0.001, "high": 0.3, "log": True},
         {"path": "parallelism.sync.every_steps", "values": [1, 4, 16]},
@@ -237,7 +215,28 @@ def _idle_workers(stack: Stack) -> set[int]:
     return idle
 
 
-def test_the_cli_mirrors_a_job_in_its_exit_code_and_the_next_job_finds_warm_workers(
+def check_what_was_told(stack: Stack, job: JobDetail) -> None:
+    """All that a trained job tells: layout, metrics, plans, checkpoints, logs."""
+    assert_whole(stack, job)
+    started = stack.timeline(job.id, "workers_started")[0]
+    assert started["sharding_groups"] == [[0, 2], [1, 3]]
+    assert started["replica_groups"] == [[0, 1], [2, 3]]
+    assert job.latest_metrics["validation/rmse"] < 1.2
+    names = set(stack.client.metrics(job.id).names)
+    assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
+    assert {f"phase/{phase}_s" for phase in PHASES} <= names
+    plans = {plan["name"]: plan for plan in started["tables"]}
+    assert plans.keys() == {table.name for table in job.spec.embedding_tables}
+    assert {shard["position"] for shard in plans["liked_movies"]["shards"]} == {0, 1}
+    checkpoints = stack.client.checkpoints(job.id)
+    assert checkpoints[-1].step == job.progress.total_steps
+    assert any(checkpoint.is_best for checkpoint in checkpoints)
+    logs = stack.client.logs(job.id)
+    assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
+    assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
+
+
+def test_a_job_is_trained_the_cli_mirrors_it_in_its_exit_code_and_the_next_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:
     def run(data: Path) -> subprocess.CompletedProcess[str]:
@@ -249,11 +248,12 @@ def test_the_cli_mirrors_a_job_in_its_exit_code_and_the_next_job_finds_warm_work
         )
 
     good = run(small_movielens)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "training completed" in good.stderr
+    check_what_was_told(stack, stack.client.get_job(good.stdout.strip()))
     wait_for(lambda: len(_idle_workers(stack)) >= 4, "workers for the next job", 60)
     warm = _idle_workers(stack)
     bad = run(spoiled_movielens)
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert "training completed" in good.stderr
     assert bad.returncode == 1
     assert "part-00000.parquet, row 5, column 'rating'" in bad.stderr
     failed = stack.client.get_job(next(stack.client.iter_jobs(statuses=[JobStatus.FAILED])).id)
@@ -263,7 +263,8 @@ def test_the_cli_mirrors_a_job_in_its_exit_code_and_the_next_job_finds_warm_work
 
 
 def test_groups_that_are_failure_domains_train_on_ray(stack: Stack, small_movielens: Path) -> None:
-    job = stack.submit(small_movielens, *SMALL, "parallelism.placement=inter_host")
+    short = "training.max_steps=20"
+    job = stack.submit(small_movielens, *SMALL, "parallelism.placement=inter_host", short)
     ended = stack.wait_for_end(job.id)
     assert ended.status is JobStatus.SUCCEEDED, ended.message
     assert ended.num_failures == 0

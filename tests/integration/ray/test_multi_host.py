@@ -56,7 +56,6 @@ class Network:
         (self.folder / "release").touch()
 
     def events(self) -> list[dict[str, Any]]:
-        """The job's timeline, asked for by the user from another machine."""
         found: list[dict[str, Any]] = json.loads(
             self.others[0].shardloom("events", JOB, "--json", **self.user)
         )
@@ -78,7 +77,6 @@ class Network:
         return wait_for(look, f"{number} x {kind}", limit_s=240)
 
     def hosts(self) -> list[str]:
-        """Addresses of the machines that Ray counts."""
         found = json.loads(self.others[0].shardloom("cluster", "--json", **self.user))
         return [each["address"] for each in found["hosts"]]
 

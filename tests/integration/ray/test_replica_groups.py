@@ -63,7 +63,6 @@ def job(data: Path, *overrides: str) -> JobSpec:
 
 @pytest.fixture
 def hosts() -> Iterator[RayHosts]:
-    """Three hosts with room for one worker each."""
     with ray_hosts({A: 1, B: 1, C: 1}, SLOW_STEPS) as hosts:
         yield hosts
 
@@ -76,7 +75,6 @@ def members(driver: DriverProcess) -> dict[int, str]:
 
 
 def wait_for_members(driver: DriverProcess, where: set[str]) -> None:
-    """Wait until exactly the groups on these hosts are current."""
     wait_for(
         lambda: driver.process.poll() is not None or set(members(driver).values()) == where,
         f"groups on {sorted(where)}, not on {members(driver)}",

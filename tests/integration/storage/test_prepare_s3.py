@@ -9,7 +9,7 @@ import pytest
 from trainer.data.manifest import MANIFEST_NAME
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
-from trainer.errors import BadValueError, OutputExistsError, StorageError
+from trainer.errors import OutputExistsError, StorageError
 from trainer.storage import Location
 
 OPTIONS = MovieLensOptions(unit_rows=500, num_partitions=4, row_group_rows=128)
@@ -53,20 +53,6 @@ def test_from_and_to_an_object_store_the_bytes_are_those_of_a_local_run(
     prepare_movielens(remote_csv.text, out.text, options=OPTIONS)
     assert contents(out) == expected
     assert not list(tmp_path.iterdir()), "no working files are left"
-
-
-@pytest.mark.slow
-def test_bad_data_leaves_an_older_folder_as_it_was(store, remote_csv, expected, tmp_path):
-    out, broken = Location.parse(store.url("kept")), tmp_path / "broken"
-    prepare_movielens(remote_csv, out, options=OPTIONS)
-    broken.mkdir()
-    for file in remote_csv.list():
-        file.download(broken / file.name)
-    with (broken / "ratings.csv").open("a") as ratings:
-        ratings.write("1,2,nine,3\n")
-    with pytest.raises(BadValueError, match="'nine'"):
-        prepare_movielens(broken, out, options=OPTIONS, overwrite=True)
-    assert contents(out) == expected
 
 
 def test_an_upload_that_fails_leaves_no_manifest_and_is_gone_on_with(

@@ -16,8 +16,13 @@ class Pod:
     owner: str
     kind: str
     replicas: int
-    labels: Mapping[str, str]
+    about: Manifest
     spec: Manifest
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        found: Mapping[str, str] = self.about["labels"]
+        return found
 
     @property
     def component(self) -> str:
@@ -63,7 +68,7 @@ def _pods_of(manifest: Manifest) -> Iterator[Pod]:
 
 
 def _pod(owner: str, kind: str, replicas: int, template: Manifest) -> Pod:
-    return Pod(owner, kind, replicas, template["metadata"]["labels"], template["spec"])
+    return Pod(owner, kind, replicas, template["metadata"], template["spec"])
 
 
 def _head_of(name: str, spec: Manifest) -> Pod:

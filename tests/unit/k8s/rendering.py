@@ -28,13 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"ownClusters": {"enabled": True}},
     "own-only": {"ownClusters": {"enabled": True}, "ray": {"shared": False}},
     "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
-    "no-data": {
-        "storage": {
-            "data": {"enabled": False},
-            "roots": ["s3://ads/data"],
-            "checkpointRoot": "s3://ads/checkpoints",
-        }
-    },
     "owner": {"storage": {"setOwner": True}},
     "theirs": {
         "images": {
@@ -65,8 +58,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "enabled": True,
             "host": "shardloom.example.com",
             "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
+            "requestTimeout": "",
         },
         "networkPolicies": {
+            "cilium": True,
+            "inside": [
+                {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "stores"}}}
+            ],
+            # A load balancer of Google's.
+            "ingressFrom": [{"ipBlock": {"cidr": "35.191.0.0/16"}}],
             # EKS Pod Identity, and a store on a port of its own.
             "extraEgress": [
                 {
@@ -77,14 +77,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
                     "to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
                     "ports": [{"protocol": "TCP", "port": 9000}],
                 },
-            ]
+            ],
         },
     },
 }
 NAMES = [path.stem for path in sorted(EXAMPLES.glob("*.yaml"))]
 VARIANTS = [
     f"{name}{queue}{own}" for name in NAMES for queue in _QUEUES for own in ("", "+own")
-] + [f"gpu+{option}" for option in ("own-only", "embedded", "no-data", "owner", "theirs")]
+] + [f"gpu+{option}" for option in ("own-only", "embedded", "owner", "theirs")]
 GPU_VARIANTS = tuple(each for each in VARIANTS if not each.startswith("dev"))
 # The variant that has all of ours beside queues of the platform.
 FULL = "gpu+own"

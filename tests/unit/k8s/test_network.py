@@ -87,7 +87,7 @@ def test_every_pod_is_closed_but_for_what_a_policy_of_its_own_allows(variant: st
 def test_every_rule_says_who_is_at_the_other_end(variant: str) -> None:
     for policy in _policies(variant):
         for rule in policy["spec"].get("ingress", []):
-            assert rule["from"] and all("ipBlock" not in each for each in rule["from"])
+            assert rule["from"]
         for rule in policy["spec"].get("egress", []):
             # To addresses only through ports that are named.
             assert rule["to"]
@@ -133,6 +133,21 @@ _FORBIDDEN = (
 def test_what_must_talk_can_talk_and_nothing_else(variant: str) -> None:
     assert [each for each in _NEEDED if not _may_connect(variant, *each)] == []
     assert [each for each in _FORBIDDEN if _may_connect(variant, *each)] == []
+
+
+def test_a_load_balancer_outside_the_cluster_reaches_the_service_where_it_is_named() -> None:
+    assert _may_connect("gpu+theirs", "35.191.0.9", "service", 8700)
+    assert not _may_connect("gpu+theirs", "35.191.0.9", "ray-head", 8265)
+    assert not _may_connect("gpu", "35.191.0.9", "service", 8700)
+
+
+def test_stores_may_be_pods_and_cilium_s_api_server_a_node() -> None:
+    for source, port in (("service", 443), ("migrate", 5432), ("ray-head", 6379)):
+        assert _may_connect("gpu+theirs", source, "stores", port)
+        assert not _may_connect("gpu", source, "stores", port)
+    (policy,) = of_kind(build("gpu+theirs"), "CiliumNetworkPolicy")
+    selector, labels = policy["spec"]["endpointSelector"], _labels("gpu+theirs")
+    assert {each for each in labels if selects(selector, labels[each])} == {"ray-head", "secrets"}
 
 
 def test_the_database_is_open_to_what_needs_it_and_closed_to_code_of_users() -> None:

@@ -114,7 +114,7 @@ def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
             if volume["name"] == mount["name"] and "persistentVolumeClaim" in volume
         }
         whose = "their" if "theirs" in variant else "shardloom"
-        data = {} if "no-data" in variant else {"/var/lib/shardloom/data": f"{whose}-data"}
+        data = {} if variant.startswith("bucket") else {"/var/lib/shardloom/data": f"{whose}-data"}
         assert claims == {settings_of(variant)["SHARDLOOM_RUNS_DIR"]: f"{whose}-runs", **data}
         user = pod.spec["securityContext"]
         assert (user["runAsUser"], user["fsGroup"]) == (1000, 1000), "files are of one user"
@@ -220,6 +220,8 @@ def test_ray_is_of_our_version_knows_its_parameters_and_scales_by_itself(variant
     assert f"ray[default,train]=={spec['rayVersion']}" in wanted
     assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    # With another image all pods are made anew: jobs go on from their checkpoints.
+    assert spec["upgradeStrategy"] == {"type": "Recreate"}
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         for name, value in group["rayStartParams"].items():
             assert f"--{name}" in options and isinstance(value, str)
@@ -292,12 +294,16 @@ def test_hosts_have_what_their_network_and_runtime_ask_for() -> None:
     (group,) = ray_cluster("gpu+theirs")["spec"]["workerGroupSpecs"]
     annotations = group["template"]["metadata"]["annotations"]
     assert annotations["k8s.v1.cni.cncf.io/networks"] == "rail0"
-    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
 
 
-def test_checkpoints_may_lie_in_a_bucket() -> None:
-    assert settings_of("gpu+no-data")["SHARDLOOM_CHECKPOINT_ROOT"] == "s3://ads/checkpoints"
+def test_all_that_lasts_may_lie_in_a_bucket() -> None:
+    assert settings_of("bucket")["SHARDLOOM_CHECKPOINT_ROOT"] == "s3://ads/checkpoints"
     assert "SHARDLOOM_CHECKPOINT_ROOT" not in settings_of("gpu")
+    (runs,) = of_kind(build("bucket"), "PersistentVolumeClaim")
+    assert runs["spec"]["storageClassName"] == "s3-files", "of redis' own: in the StatefulSet"
+    for account in of_kind(build("bucket"), "ServiceAccount"):
+        role = account["metadata"]["annotations"].get("eks.amazonaws.com/role-arn")
+        assert role or account["metadata"]["name"] == "shardloom-secrets"
 
 
 def test_data_is_open_for_writing_to_who_prepares_it_alone() -> None:
@@ -306,7 +312,7 @@ def test_data_is_open_for_writing_to_who_prepares_it_alone() -> None:
             mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
             data = mounts.get("/var/lib/shardloom/data")
             assert data is None or data.get("readOnly", False) == (pod.component != "data")
-    assert "/var/lib/shardloom/data" not in str(pods("gpu+no-data", "data")[0].spec)
+    assert "/var/lib/shardloom/data" not in str(pods("bucket", "data")[0].spec)
     (job,) = of_kind(build("gpu"), "CronJob")
     assert job["spec"]["suspend"] is True
 
@@ -347,6 +353,16 @@ def test_volumes_are_given_to_the_user_of_the_pods_where_the_driver_does_not() -
     assert pod.owner not in [each.owner for each in pods_of(later)]
     user, *folders = container["command"][1:]
     assert user == "1000:1000" and {m["mountPath"] for m in container["volumeMounts"]} == {*folders}
+
+
+def test_streams_stay_open_and_a_gateway_that_knows_no_timeouts_takes_the_route() -> None:
+    asked = merged(values("gpu+theirs"), {"gateway": {"requestTimeout": "0s"}})
+    for manifests, timeouts in (
+        (build("gpu+theirs"), None),
+        (objects_of(asked), {"request": "0s"}),
+    ):
+        (route,) = of_kind(manifests, "HTTPRoute")
+        assert route["spec"]["rules"][0].get("timeouts") == timeouts
 
 
 def test_where_no_operator_is_nothing_of_it_is_asked_for() -> None:

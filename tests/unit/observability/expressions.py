@@ -30,12 +30,10 @@ def rules() -> list[dict[str, Any]]:
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """Alert rules by their name."""
     return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
 def dashboard_documents() -> dict[str, dict[str, Any]]:
-    """Every dashboard by the name of its file."""
     return {
         path.removeprefix("dashboards/"): json.loads(text)
         for path, text in built_files().items()

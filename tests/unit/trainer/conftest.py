@@ -84,7 +84,6 @@ def make_spec(prepared) -> Callable[..., JobSpec]:
 
 @pytest.fixture
 def train(prepared, make_spec) -> ParquetSource:
-    """The training part."""
     return reader.open_source(make_spec(), prepared / "train")
 
 

@@ -172,7 +172,6 @@ class CsvColumn:
 
 
 def integer(name: str) -> CsvColumn:
-    """A column of non-negative integers."""
     return CsvColumn(name, "a whole number")
 
 

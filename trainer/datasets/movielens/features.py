@@ -106,7 +106,6 @@ class UserHistory:
 
     @property
     def user_count(self) -> IntArray:
-        """Number of earlier ratings of the same user."""
         return self.ends - self.starts
 
 

@@ -27,7 +27,6 @@ from trainer.spec.training import CheckpointSpec
 
 
 def commit(step: int, is_best: bool = False) -> Commit:
-    """A marker of a small run."""
     return Commit(
         step=step,
         epoch=0,
@@ -45,7 +44,6 @@ def commit(step: int, is_best: bool = False) -> Commit:
 
 
 def add(folder: Path, step: int, is_best: bool = False) -> Path:
-    """A committed checkpoint on disk."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     write_marker(path, commit(step, is_best))

@@ -260,7 +260,6 @@ def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec
 
 
 def weighted(prepared) -> dict[str, Any]:
-    """Data whose rows are weighted by a column."""
     data = {"path": str(prepared), "batch_size": 64, "label": {"column": "rating"}}
     return data | {"shuffle": False, "weight_column": "user_scale"}
 

@@ -122,7 +122,6 @@ def test_weights_of_another_length_leave_the_row_out(spoil, tolerant) -> None:
 
 @pytest.fixture
 def three_files(prepared, tmp_path) -> Path:
-    """A copy of the training part."""
     return shutil.copytree(prepared / "train", tmp_path / "copy")
 
 

@@ -42,7 +42,6 @@ class Cloud:
 
 
 def attempt_in(run_dir: Path, job: JobSpec) -> Attempt:
-    """An attempt with a budget of 1."""
     context = DriverContext("job", "job-a0", run_dir, None, max_worker_failures=1)
     context.files.root.mkdir(parents=True)
     return Attempt(context, job, EventWriter(context.files.stream_path("driver")))

@@ -159,8 +159,6 @@ def test_what_became_of_the_own_asks_is_read_every_few_seconds_and_no_other_jobs
 
 @dataclass
 class Asking:
-    """A job on a cloud, and what it told."""
-
     hosts: list[Host]
     cloud: Cloud = field(default_factory=Cloud)
     told: list[events.Event] = field(default_factory=list)

@@ -206,7 +206,6 @@ def world(tmp_path: Path) -> World:
 
 
 def departed(group: int, reason: str) -> Departure:
-    """A group that the coordinator lost."""
     return Departure(group=group, incarnation=0, reason=reason, message="", is_lost=True)
 
 

@@ -53,7 +53,6 @@ def context(tmp_path: Path) -> DriverContext:
 
 @pytest.fixture
 def attempt(context: DriverContext) -> Attempt:
-    """An attempt whose budget is 2."""
     return Attempt(context, spec(), EventWriter(context.files.stream_path("driver")))
 
 
@@ -199,12 +198,10 @@ def test_only_live_nodes_are_hosts_and_they_know_what_is_taken() -> None:
 
 
 def hosts(*num_cpus: int) -> list[HostFacts]:
-    """Hosts with room for so many workers each."""
     return [HostFacts(f"10.0.0.{i}", cpus, 0, 0) for i, cpus in enumerate(num_cpus)]
 
 
 def needing(**parallelism: object) -> JobSpec:
-    """A spec with these settings of `parallelism`."""
     return spec(parallelism=parallelism, recovery={"start_grace_s": 3})
 
 

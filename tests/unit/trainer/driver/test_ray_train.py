@@ -46,8 +46,6 @@ KILLED = (
 
 
 class _Death(RayActorError):
-    """A death as Ray tells of it."""
-
     def __init__(self, text: str, preempted: bool = False) -> None:
         super().__init__(None, text, False, preempted)
 

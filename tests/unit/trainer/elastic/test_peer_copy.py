@@ -29,7 +29,6 @@ class Copy:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Weights and moments."""
         return [self.weight, self.moment]
 
     @property

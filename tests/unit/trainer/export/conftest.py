@@ -52,5 +52,4 @@ def exports(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Export
 
 @pytest.fixture(scope="session")
 def exported(exports: Exports) -> Path:
-    """The export in int8, which is the default."""
     return exports("int8")[0]

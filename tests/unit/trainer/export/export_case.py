@@ -60,7 +60,6 @@ def spec_document(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 def make_spec(data: Path, **changes: Any) -> JobSpec:
-    """The spec of `spec_document`."""
     return validate_spec(spec_document(data, **changes))
 
 

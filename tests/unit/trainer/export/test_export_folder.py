@@ -34,7 +34,6 @@ with ExportFolder(pathlib.Path(sys.argv[1])).hold() as is_open:
 
 
 def finish(folder: ExportFolder) -> None:
-    """Let an export be done."""
     folder.artifact.mkdir()
     (folder.artifact / "report.json").write_text('{"num_rows": 3}')
     facts = {"job": "tiny", "checkpoint": "step-7", "step": 7, "quantize": "int8", "versions": {}}

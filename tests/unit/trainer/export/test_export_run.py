@@ -99,28 +99,20 @@ def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
     assert len(predictor.predict([])["stars"]) == 0
 
 
-def test_several_tasks_of_dcn_v2_come_in_their_own_units(data: Path, tmp_path: Path) -> None:
-    spec = make_spec(data, model=DCN)
-    run_dir = write_run(tmp_path / "run", spec, 3)
-    # The validation rows have no column `liked`: the report says so instead of failing.
-    report = export(run_dir, tmp_path / "out", quantize="none")
-    assert report.not_measured is not None
-    assert "liked" in report.not_measured
-    found = Predictor(tmp_path / "out").predict(rows())
-    assert set(found) == {"stars", "liked"}
-    assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
-
-
-def test_the_job_may_be_exported_without_its_data(data: Path, tmp_path: Path) -> None:
-    spec = make_spec(tmp_path / "gone")
-    run_dir = write_run(tmp_path / "run", spec, 3)
+def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(tmp_path / "gone", model=DCN), 3)
     report = export(run_dir, tmp_path / "out")
     assert report.not_measured is not None
     assert "gone" in report.notes[0]
     # The program is checked where no row can be compared.
     assert report.program_error is not None
     assert report.program_error < 1e-5
-    assert len(Predictor(tmp_path / "out").predict(rows())["stars"]) == len(rows())
+    found = Predictor(tmp_path / "out").predict(rows())
+    assert set(found) == {"stars", "liked"}
+    assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
+    assert len(found["stars"]) == len(rows())
 
 
 def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault(

@@ -144,7 +144,6 @@ class Pair:
             shards[1].rows[1].write(values.square(), rows)
 
     def numbers(self) -> torch.Tensor:
-        """Some rows of all tables, sorted."""
         return self._rows(sum(rows for rows, _, _ in TABLES)).sort().values
 
     def _rows(self, num_rows: int) -> torch.Tensor:

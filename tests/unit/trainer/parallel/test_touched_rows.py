@@ -77,7 +77,6 @@ def kernel(request: pytest.FixtureRequest) -> FusedKernel:
 
 @pytest.fixture(scope="module")
 def touched(kernel: FusedKernel) -> Iterator[TouchedRows]:
-    """The tracker of both kernels' rows."""
     tracker = TouchedRows(RowNumbers(shards_of(kernel), CPU))
     yield tracker
     tracker.close()

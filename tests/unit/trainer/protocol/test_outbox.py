@@ -58,7 +58,6 @@ def poster_of(folder: Path, service: Answers) -> OutboxPoster:
 
 
 def write_notes(writer: EventWriter, times: range) -> None:
-    """One note for each time."""
     for time in times:
         writer.write(Note(time=time, message="x"))
 

@@ -241,15 +241,6 @@ class Bench:
         ]
 
 
-def test_a_spec_trace_covers_its_steps_and_ranks_only(tmp_path: Path) -> None:
-    spec = TraceSpec(first_step=3, num_steps=2, ranks=(0, 2))
-    asked, other = Bench(tmp_path, spec=spec), Bench(tmp_path, rank=1, spec=spec)
-    for bench in (asked, other):
-        bench.take_steps(1, 6)
-    assert asked.written() == [("spec-rank0.json.gz", 4, 2)]
-    assert other.emitted == []
-
-
 def test_a_request_is_answered_once_also_by_workers_that_start_anew(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.ask("t-00000001")

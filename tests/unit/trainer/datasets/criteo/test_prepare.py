@@ -60,7 +60,6 @@ def days(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(days, tmp_path_factory) -> Path:
-    """The generated rows, prepared in one go."""
     return prepared(days, tmp_path_factory.mktemp("prepared") / "out")
 
 

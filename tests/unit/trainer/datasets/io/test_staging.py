@@ -88,6 +88,10 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(OutputExistsError, match=r"manifest\.json is no manifest of ours"):
         prepare(out, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == [out, out / MANIFEST_NAME]
+    (out / MANIFEST_NAME).rename(out / "thesis.txt")
+    with pytest.raises(OutputExistsError, match="not ours to overwrite"):
+        prepare(out, overwrite=True)
+    assert (out / "thesis.txt").exists()
 
 
 @pytest.mark.skipif(

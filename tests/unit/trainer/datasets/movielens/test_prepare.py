@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import polars as pl
 import pytest
 
 from tests.conftest import REPO
-from tests.harness.files import digest
 from tests.unit.trainer.datasets.movielens.test_source import write_folder, write_tags
 from tests.unit.trainer.datasets.movielens.test_streaming import copied, rows_of
 from trainer.data.manifest import Manifest, load_manifest
@@ -19,7 +17,6 @@ from trainer.errors import (
     BadValueError,
     ColumnError,
     CorruptFileError,
-    OutputExistsError,
     SourceMissingError,
     TooFewRowsError,
 )
@@ -184,32 +181,6 @@ def test_dense_columns_are_standardised_over_training(prepared):
         assert train[name].std() == pytest.approx(1, abs=1e-2)
 
 
-def test_the_same_input_gives_the_same_bytes_and_tags_are_optional(csv_folder, tmp_path):
-    for name in ("one", "two"):
-        prepare_movielens(csv_folder, tmp_path / name)
-    assert digest(tmp_path / "one") == digest(tmp_path / "two")
-    source = shutil.copytree(csv_folder, tmp_path / "csv")
-    (source / "tags.csv").unlink()
-    assert prepare_movielens(source, tmp_path / "out").splits["train"].num_rows > 0
-
-
-def test_an_existing_output_is_refused_unless_it_is_ours_to_overwrite(csv_folder, tmp_path):
-    out = tmp_path / "out"
-    prepare_movielens(csv_folder, out)
-    with pytest.raises(OutputExistsError, match="--overwrite"):
-        prepare_movielens(csv_folder, out)
-    options = MovieLensOptions(history_length=3)
-    prepare_movielens(csv_folder, out, options=options, overwrite=True)
-    assert load_manifest(out).options["history_length"] == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    precious = tmp_path / "home"
-    precious.mkdir()
-    (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputExistsError, match="not ours"):
-        prepare_movielens(csv_folder, precious, overwrite=True)
-    assert (precious / "thesis.txt").exists()
-
-
 def test_a_fault_leaves_nothing_behind(tiny, tmp_path):
     with pytest.raises(TooFewRowsError, match="leave no validation"):
         prepare_movielens(tiny, tmp_path / "out", options=MovieLensOptions())
@@ -235,11 +206,6 @@ def test_a_missing_folder_file_or_column_is_named(tiny, tmp_path):
     (tiny / "ratings.csv").write_text("")
     with pytest.raises(CorruptFileError, match="empty"):
         prepare_movielens(tiny, tmp_path / "out")
-
-
-def test_the_manifest_is_written_last(prepared):
-    newest = max(prepared.rglob("*.*"), key=lambda path: path.stat().st_mtime_ns)
-    assert newest.name == "manifest.json"
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"{REAL_DATA} is not on this machine")

@@ -116,7 +116,6 @@ class SimGroup:
         self.outbox.append(self.request)
 
     def hear(self) -> None:
-        """Take the next line from the coordinator."""
         request_id, body = self.inbox.popleft()
         if isinstance(body, Rejection):
             self.is_dismissed |= body.reason == "dismissed" and not self.is_fenced
@@ -408,7 +407,6 @@ class World:
         )
 
     def lives(self) -> list[SimGroup]:
-        """The groups that are there, by number."""
         return [group for _, group in sorted(self.groups.items())]
 
     def current(self) -> list[SimGroup]:
@@ -423,11 +421,9 @@ class World:
         return self.membership.status()
 
     def told(self, kind: str) -> list[Any]:
-        """Events of one kind."""
         return [event for event in self.events if event.kind == kind]
 
     def run_until(self, is_so: Callable[[], object]) -> None:
-        """Deliver messages until something is so."""
         for _ in range(2000):
             if is_so():
                 return
@@ -435,7 +431,6 @@ class World:
         raise AssertionError(f"it never came to that: {self.status}")
 
     def run_to_commit(self, commit: int) -> None:
-        """Deliver messages until a sync counts."""
         self.run_until(lambda: self.status.ledger.commit >= commit)
 
     def exchange(self, num_turns: int) -> None:

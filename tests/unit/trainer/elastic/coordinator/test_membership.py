@@ -53,7 +53,6 @@ from trainer.training.metrics import QuarantineReporter
 
 
 def running(num_groups: int = 3, commit: int = 2, **policy) -> World:
-    """A job that has come to `commit`."""
     world = World(num_groups, **policy)
     world.tend()
     world.run_to_commit(commit)
@@ -67,7 +66,6 @@ def standings(world: World) -> dict[int, str]:
 def beat(
     world: World, group: int, rank: int, progress: int, phase: str = "train", **times: Any
 ) -> None:
-    """A rank says how it gets on."""
     speaker = RankId(group, world.incarnations[group], 0)
     values = {"progress": progress, "phase": phase, "step": 1, "step_time_s": 0.1} | times
     heartbeat = Heartbeat(rank=rank, **values)

@@ -184,6 +184,16 @@ def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
     assert len(script.processes) == 3
 
 
+def test_the_service_loads_the_planner_when_it_starts(api: Api) -> None:
+    script, state = Script(FIRST_RANK), api.http.app.state
+    kept = api.settings.model_copy(update={"keep_planner": True})
+    state.context = replace(state.context, planner=GroupPlanner(kept, script))
+    with api.http:
+        (process,) = script.processes
+        assert process.poll() is None
+    assert process.poll() is not None
+
+
 def test_a_process_that_is_being_loaded_outlives_those_who_wait_for_it(
     app_settings: Settings,
 ) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from service.api.routers import (
     system,
     webhooks,
 )
+from service.auth.crypto import master_keys_of
 from service.auth.security import Security, write_given_keys
 from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
@@ -77,7 +79,7 @@ _BACKLOG = 2048
 # The pages' transport takes a million itself, and by then has it all in memory.
 MAX_SOCKET_MESSAGE_BYTES = 1_000_000
 _ORPHAN_AGE_S = 3600.0
-_SWITCH_INTERVAL_S = float(__import__("os").environ.get("SI", "0.0005"))
+_SWITCH_INTERVAL_S = 0.0005
 # What fits into the first flight of TCP, of ten segments, comes no sooner where it is smaller.
 _GZIP_FROM_BYTES = 14_000
 # A higher level costs more time than its bytes are worth.
@@ -252,11 +254,11 @@ def _backend_of(settings: Settings) -> Backend:
     return _ray_jobs(settings, settings.ray_address)
 
 
-def _ray_jobs(settings: Settings, address: str) -> RayJobsBackend:
-    token = settings.ray_auth_token
+def _ray_jobs(settings: Settings, address: str, token: str | None = None) -> RayJobsBackend:
+    given = settings.ray_auth_token
     return RayJobsBackend(
         address,
-        auth_token=token.get_secret_value() if token else None,
+        auth_token=token or (given.get_secret_value() if given else None),
         timeout_s=settings.backend_timeout_s,
         submit_timeout_s=settings.submit_timeout_s,
     )
@@ -264,22 +266,42 @@ def _ray_jobs(settings: Settings, address: str) -> RayJobsBackend:
 
 def _kuberay(settings: Settings) -> Backend:
     # Imported here because the client of Kubernetes is large, and most services need none.
-    from service.backends.kuberay.backend import KubeRayBackend, live_template, template_in
+    from service.backends.kuberay.backend import (
+        IsolatedProjectsBackend,
+        KubeRayBackend,
+        live_template,
+        template_in,
+    )
     from service.backends.kuberay.client import KubeApi
     from service.backends.kuberay.manifest import ClusterOptions
 
-    namespace, path = settings.kuberay_namespace, settings.kuberay_template_file
-    options = ClusterOptions(namespace, settings.kuberay_ttl_s, settings.kuberay_queue)
-    api = KubeApi.open(settings.kubeconfig, namespace, settings.backend_timeout_s)
-    backend = KubeRayBackend(
-        api,
-        _ray_jobs(settings, settings.ray_address) if settings.ray_address else None,
+    def open_namespace(name: str) -> KubeApi:
+        return KubeApi.open(settings.kubeconfig, name, settings.backend_timeout_s)
+
+    path, api = settings.kuberay_template_file, open_namespace(settings.kuberay_namespace)
+    template = (
         partial(template_in, path)
         if path
-        else partial(live_template, api, settings.kuberay_template_cluster),
-        options,
-        partial(_ray_jobs, settings),
+        else partial(live_template, api, settings.kuberay_template_cluster)
     )
+    options = ClusterOptions(
+        settings.kuberay_namespace, settings.kuberay_ttl_s, settings.kuberay_queue
+    )
+    shared = _ray_jobs(settings, settings.ray_address) if settings.ray_address else None
+    open_head = partial(_ray_jobs, settings)
+    others = KubeRayBackend(api, shared, template, options, open_head)
+    ray_token_of = master_keys_of(settings).ray_token
+    isolated = {
+        project: KubeRayBackend(
+            open_namespace(name),
+            None,
+            template,
+            replace(options, namespace=name, ray_token_of=ray_token_of),
+            open_head,
+        )
+        for project, name in settings.kuberay_namespaces.items()
+    }
+    backend = IsolatedProjectsBackend(others, isolated) if isolated else others
     backend.start()
     return backend
 

@@ -202,9 +202,8 @@ class ExportNotReady(Conflict):
 class ExportRefused(Conflict):
     code = "export_refused"
     template = (
-        "job {} trains a module of its user's own (model.module), whose code does not run on this "
-        "service's host; export on a host of the cluster with "
-        "`shardloom export --run-dir DIR --to DIR`"
+        "job {} {}; let jobs export where they train (`export: {{on_success: true}}`), or export "
+        "on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
     )
 
 

@@ -96,6 +96,9 @@ class Settings(BaseSettings):
     in."""
     kuberay_namespace: str = Field(default="shardloom", min_length=1)
     """Namespace of the clusters of jobs' own."""
+    kuberay_namespaces: dict[str, str] = {}
+    """Project -> namespace of its own for its clusters, as in {"ads": "ads-training"}: its jobs run
+    there and nowhere else."""
     kuberay_template_cluster: str = Field(default="shardloom-ray", min_length=1)
     """RayCluster of that namespace after which they are made."""
     kuberay_template_file: AbsolutePath | None = None

@@ -64,6 +64,13 @@ class MasterKeys:
         is_ours = attempt_id and self._is_mac("attempt-tokens", attempt_id, mac)
         return attempt_id if is_ours else None
 
+    def ray_token(self, attempt_id: str) -> str:
+        """The token of the Ray of an attempt that shares it with no other.
+
+        By the oldest of the keys: while these are rotated heads that run go on to know it.
+        """
+        return self._macs("ray-tokens", attempt_id)[-1]
+
     def csrf_token(self, session_token: str) -> str:
         """What a page of a session must send along with whatever changes something."""
         return self._macs("csrf-tokens", session_token)[0]

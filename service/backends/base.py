@@ -35,12 +35,14 @@ class Submission:
 class Backend(Protocol):
     """Runs submissions. Methods raise `BackendUnreachable` when nobody answers in time.
 
-    `makes_clusters` says whether a job may ask for a cluster of its own.
+    `makes_clusters` says whether a job may ask for a cluster of its own; those of
+    `isolated_projects` must.
     """
 
     name: str
     address: str
     makes_clusters: bool = False
+    isolated_projects: frozenset[str] = frozenset()
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt; a known id is accepted without effect.
@@ -144,11 +146,17 @@ def cluster_text(spec: JobSpec) -> str:
 
 
 def check_cluster(backend: Backend, spec: JobSpec) -> None:
-    """Raise `SpecError` where a job asks for a cluster of its own and there is none to be had.
+    """Raise `SpecError` where a job asks for a cluster that is not to be had.
 
     A backend that does not answer now is taken to say yes.
     """
     if spec.resources.cluster == "shared":
+        if spec.project in backend.isolated_projects:
+            message = (
+                f"the project {spec.project} is isolated (SHARDLOOM_KUBERAY_NAMESPACES), and the "
+                "shared cluster is one trust domain of all its jobs: set it to own"
+            )
+            raise SpecError([FieldProblem("resources.cluster", "isolated_project", message)])
         return
     if not backend.makes_clusters:
         message = (

@@ -100,8 +100,9 @@ def create_key(
     print_line(made, made.key, f"key {made.id} of {made.name}, {hint}", as_json=as_json)
     if not as_json:
         print_hint(
-            "roles bound requests, not code: jobs of one Ray cluster share a trust domain "
-            "(docs/guides/operating.md, What is isolated)"
+            "roles bound requests, not code: jobs of one Ray cluster share a trust domain, those "
+            "of isolated projects have clusters of their own (docs/guides/operating.md, What is "
+            "isolated)"
         )
 
 

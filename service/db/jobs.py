@@ -162,8 +162,7 @@ class JobStore(Transactions):
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        query = queries.select_jobs().where(text(LIVE)).order_by(jobs.c.id)
-        return self._readable(self.rows(query))
+        return self._readable(self.rows(queries.LIVE_JOBS))
 
     def has_queued_jobs(self) -> bool:
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)

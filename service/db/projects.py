@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, delete, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, or_, select, update
 
 from service.db.engine import Transactions, insert_for, upsert
 from service.db.tables import locks, projects
@@ -38,6 +38,10 @@ class ProjectStore(Transactions):
             raise ProjectNotFound(name)
 
 
+# Each start of a job is fenced by it.
+_KEEP = update(locks).where(locks.c.name == bindparam("lock"), locks.c.owner == bindparam("holder"))
+
+
 @dataclass(frozen=True)
 class Lock:
     """A lock that `owner` held at least until it was taken or kept last."""
@@ -51,9 +55,8 @@ class Lock:
 
         Raises `LockLost` where somebody has. `now` is Unix seconds.
         """
-        own = (locks.c.name == self.name, locks.c.owner == self.owner)
-        kept = update(locks).where(*own).values(until=now + self.length_s)
-        if connection.execute(kept).rowcount != 1:
+        kept = {"lock": self.name, "holder": self.owner, "until": now + self.length_s}
+        if connection.execute(_KEEP, kept).rowcount != 1:
             raise LockLost(self.name, self.owner)
 
 

@@ -25,6 +25,7 @@ from sqlalchemy import (
     func,
     insert,
     select,
+    text,
     type_coerce,
     union_all,
     update,
@@ -33,6 +34,7 @@ from sqlalchemy import (
 from service.db import metrics, rows
 from service.db.engine import upsert
 from service.db.tables import (
+    LIVE,
     attempts,
     checkpoints,
     idempotency_keys,
@@ -250,6 +252,7 @@ def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnEle
 
 
 # Statements that are run all the time are made once: that takes longer than to run them.
+LIVE_JOBS = select_jobs().where(text(LIVE)).order_by(jobs.c.id)
 _JOB = select_jobs().where(jobs.c.id == bindparam("job_id"))
 _JOB_OF_KEY = (
     select_jobs()

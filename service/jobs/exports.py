@@ -194,15 +194,15 @@ def request_export(
     """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
 
     Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
-    `ExportBeingRequested` while one is asked for by somebody else, `ExportRefused` where user code
-    would run on this host, `ExportUnavailable` where the packages for it are missing, and
+    `ExportBeingRequested` while one is asked for by somebody else, `ExportRefused` where the job
+    must make it itself, `ExportUnavailable` where the packages for it are missing, and
     `StorageUnavailable`.
     """
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
         raise errors.CheckpointNotFound(job.id, checkpoint, steps)
-    if job.spec.model.module is not None and not may_run_code(settings):
-        raise errors.ExportRefused(job.id)
+    if reason := _no_export_here(job, settings):
+        raise errors.ExportRefused(job.id, reason)
     if missing := missing_for_exports(settings):
         raise errors.ExportUnavailable(settings.trainer_python, missing)
     run_dir = run_dir_of(settings, job.id)
@@ -218,6 +218,18 @@ def request_export(
             return ask_for(
                 run_dir, checkpoint, quantize, lambda text: keys.seal(text, "export-seals")
             )
+
+
+def _no_export_here(job: Job, settings: Settings) -> str:
+    """Why this host makes no exports of a job; empty where it does."""
+    if job.project in settings.kuberay_namespaces:
+        return "is of an isolated project, whose files might lead this host into those of others"
+    if job.spec.model.module is not None and not may_run_code(settings):
+        return (
+            "trains a module of its user's own (model.module), whose code does not run on this "
+            "service's host"
+        )
+    return ""
 
 
 def may_run_code(settings: Settings) -> bool:
@@ -239,7 +251,7 @@ def is_pending(settings: Settings, folder: ExportFolder) -> bool:
 
 
 def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bool:
-    """Whether the export of a job that is there was asked for by a service, and runs no user code.
+    """Whether the export of a job that is there was asked for by a service, and may be made here.
 
     Raises `StoreUnavailable`.
     """
@@ -248,7 +260,7 @@ def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bo
         is_ours = is_sealed(settings, folder)
     except (errors.JobNotFound, errors.JobUnreadable, OSError, ValueError):
         return False
-    return is_ours and (job.spec.model.module is None or may_run_code(settings))
+    return is_ours and not _no_export_here(job, settings)
 
 
 def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:

@@ -112,6 +112,7 @@ class _ComputeSlot:
 _ALIVE = (ObservedState.PENDING, ObservedState.RUNNING, ObservedState.UNREACHABLE)
 _NOTHING: Future[None] = Future()
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
+_NEVER_SENT = Observation(ObservedState.NOT_FOUND, "it was never sent")
 _NOTHING_SEEN: Mapping[str, Observation] = MappingProxyType({})
 _MIN_INTERVAL_S = 0.25
 # In each pass, so that replicas that start together share the jobs.
@@ -170,7 +171,7 @@ class Reconciler:
         self._urgent = executor(_NUM_URGENT_THREADS, "reconcile-urgent")
         self._observer = executor(1, "observe")
         self._scheduler = executor(1, "schedule")
-        self._scheduled: Future[int] | None = None
+        self._scheduled: Future[list[Job] | None] | None = None
         self._apart: list[threading.Thread] = []
         self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
@@ -235,8 +236,8 @@ class Reconciler:
 
         A wake tells of what was written; the cluster is asked of all others at each interval.
         """
-        self._schedule()
-        jobs = self._store.list_live_jobs()
+        scheduled = self._schedule()
+        jobs = self._store.list_live_jobs() if scheduled is None else scheduled
         self._telemetry.saw_live_jobs(jobs)
         leased = set(
             self._store.claim_live_jobs(
@@ -275,17 +276,18 @@ class Reconciler:
         self._apart.append(threading.Thread(target=run, name=what, daemon=True))
         self._apart[-1].start()
 
-    def _schedule(self) -> None:
-        """Let the queue be scheduled; what starts at once is reconciled in the same pass."""
-        if self._scheduled is None or self._scheduled.done():
-            self._scheduled = self._scheduler.submit(self._queue.admit)
-            self._scheduled.add_done_callback(self._note_scheduled)
-        wait([self._scheduled], timeout=_SCHEDULING_S)
-
-    def _note_scheduled(self, future: Future[int]) -> None:
-        _log_failure("cannot schedule the queue", future)
-        if not future.cancelled() and future.exception() is None and future.result():
-            self.wake()
+    def _schedule(self) -> list[Job] | None:
+        """Let the queue be scheduled; the live jobs as that left them, so that what starts is
+        reconciled in the same pass. None where they were not read now.
+        """
+        if self._scheduled is not None and not self._scheduled.done():
+            return None
+        self._scheduled = scheduled = self._scheduler.submit(self._queue.admit)
+        scheduled.add_done_callback(partial(_log_failure, "cannot schedule the queue"))
+        if wait([scheduled], timeout=_SCHEDULING_S).not_done:
+            scheduled.add_done_callback(lambda _: self.wake())
+            return None
+        return None if scheduled.cancelled() or scheduled.exception() else scheduled.result()
 
     def _begin(self, due: Sequence[Job]) -> None:
         """Let jobs be reconciled that are not already; those with a request of a user first."""
@@ -361,7 +363,8 @@ class Reconciler:
             self._outboxes.collect(job.id, attempt.index - 1)
             job, attempt = self._store.get_job_and_attempt(job_id)
         observation = self._observe(attempt, seen)
-        if attempt is not None and observation.state not in _ALIVE:
+        is_over = observation is not _NEVER_SENT and observation.state not in _ALIVE
+        if attempt is not None and is_over:
             self._outboxes.collect(job.id, attempt.index)
             observed = attempt
             job, attempt = self._store.get_job_and_attempt(job_id)
@@ -379,6 +382,8 @@ class Reconciler:
     def _observe(self, attempt: Attempt | None, seen: Mapping[str, Observation]) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
+        if attempt.last_submit_at is None:
+            return _NEVER_SENT
         known = seen.get(attempt.id)
         if known is not None and known.state in _ALIVE:
             observation = known

@@ -88,16 +88,17 @@ def submission_of(
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
     """Write the spec that an attempt will run, atomically, the code that it names, and its token.
 
+    They need not outlive the machine: an attempt whose files are lost has lost its driver, too.
     Raises `CodeGone`, and OSError.
     """
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)
     content = spec.model_dump_json(indent=2).encode()
     files = run_dir.attempt(attempt.id)
-    replace_untrusted(files.spec_path, content, settings.runs_dir)
+    replace_untrusted(files.spec_path, content, settings.runs_dir, durable=False)
     if spec.resources.cluster == "shared":
         token = _token_of(attempt, settings).encode()
-        replace_untrusted(files.token_path, token, settings.runs_dir, mode=0o600)
+        replace_untrusted(files.token_path, token, settings.runs_dir, mode=0o600, durable=False)
 
 
 def remove_token(job_id: str, attempt: str, settings: Settings) -> None:

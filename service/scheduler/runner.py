@@ -61,17 +61,18 @@ class SchedulerRunner:
         self._lifts_at = 0.0
         # Replaced as a whole: any thread may read them.
         self._places: Mapping[str, QueuePosition] = {}
+        self._live: dict[str, Job] = {}
         self._message = ""
         self._writer = ThreadPoolExecutor(1, "growth-limits")
         self._written: Future[None] | None = None
 
-    def admit(self) -> int:
-        """Run a pass, unless nothing is queued; how many jobs left the queue."""
+    def admit(self) -> list[Job] | None:
+        """Run a pass; the live jobs as it left them, None where nothing is queued."""
         # Jobs may have been kept from growing by this replica, or by one that died.
         may_be_limited = self.clock() >= self._lifts_at
         if not (self.store.has_queued_jobs() or may_be_limited):
             self._places = {}
-            return 0
+            return None
         replica, now = self.settings.replica_id, self.clock()
         with hold_lock(self.store, _LOCK, replica, now, _LOCK_S) as lock:
             return self._pass(lock)
@@ -89,8 +90,9 @@ class SchedulerRunner:
         """Wait for the growth limits that are being written."""
         self._writer.shutdown()
 
-    def _pass(self, lock: Lock | None) -> int:
+    def _pass(self, lock: Lock | None) -> list[Job]:
         live, now = self.store.list_live_jobs(), self.clock()
+        self._live = {job.id: job for job in live}
         queued = [job for job in live if job.status is JobStatus.QUEUED]
         running = [job for job in live if not job.status.is_at_rest]
         quotas = {project.name: project for project in self._projects.list()}
@@ -110,11 +112,11 @@ class SchedulerRunner:
             admission = admit(queued, running, quotas, capacity, now)
             self._message, limits = "", admission.growth_limits
         self._places = {place.job.id: place for place in admission.places}
-        if lock is None:
-            return 0
-        if limits is not None:
-            self._limit_growth(running, limits)
-        return self._carry_out(admission, now, lock)
+        if lock is not None:
+            if limits is not None:
+                self._limit_growth(running, limits)
+            self._carry_out(admission, now, lock)
+        return list(self._live.values())
 
     def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
         """Limit how far elastic jobs may grow, and lift earlier limits, in another thread."""
@@ -145,16 +147,14 @@ class SchedulerRunner:
             self.note_answer(True)
         return self._seen[1]
 
-    def _carry_out(self, admission: Admission, now: float, lock: Lock) -> int:
+    def _carry_out(self, admission: Admission, now: float, lock: Lock) -> None:
         for preemption in admission.preemptions:
             self._guarded(preemption.job, self._preempt, preemption, now, lock)
-        started = [
-            self._guarded(begun.job, self._start, begun, now, lock) for begun in admission.starts
-        ]
-        return sum(started)
+        for begun in admission.starts:
+            self._guarded(begun.job, self._start, begun, now, lock)
 
     @staticmethod
-    def _guarded(job: Job, act: Callable[..., object], *args: object) -> bool:
+    def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:
         """Act on a job; one that was written meanwhile is left for the next pass.
 
         An error of one job, such as unreadable files, does not delay others.
@@ -167,9 +167,6 @@ class SchedulerRunner:
             if isinstance(error, StoreUnavailable | LockLost):
                 raise
             logger.warning("job %s stays in the queue for now: %s", job.id, error)
-        else:
-            return True
-        return False
 
     def _preempt(self, preemption: Preemption, now: float, lock: Lock) -> None:
         victim = preemption.job
@@ -185,7 +182,7 @@ class SchedulerRunner:
         self._store(start(begun.job, now, note), lock)
 
     def _store(self, decision: Decision, lock: Lock) -> None:
-        self.store.update_job(
+        self._live[decision.job.id] = self.store.update_job(
             decision.job,
             attempt=decision.attempt,
             timeline=decision.timeline,

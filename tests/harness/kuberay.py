@@ -68,7 +68,11 @@ def submission(attempt_id: str = ATTEMPT, **changes: Any) -> Submission:
         job_id=job_id,
         spec=spec_of(**changes),
         entrypoint="python -m trainer.driver",
-        env={"SHARDLOOM_JOB_ID": job_id, "SHARDLOOM_ATTEMPT_TOKEN": "a secret"},
+        env={
+            "SHARDLOOM_JOB_ID": job_id,
+            "SHARDLOOM_RUN_DIR": f"/var/lib/shardloom/runs/{job_id}",
+            "SHARDLOOM_ATTEMPT_TOKEN": "a secret",
+        },
         metadata={"shardloom_job_id": job_id, "shardloom_job_name": "ads"},
     )
 

@@ -75,9 +75,16 @@ def read_untrusted(path: Path, within: Path, max_bytes: int = MAX_DOCUMENT_BYTES
 
 
 def replace_untrusted(
-    path: Path, content: bytes, within: Path, *, make: bool = True, mode: int = 0o666
+    path: Path,
+    content: bytes,
+    within: Path,
+    *,
+    make: bool = True,
+    mode: int = 0o666,
+    durable: bool = True,
 ) -> None:
-    """Replace a file below the trusted folder `within` in one step, durable when this returns.
+    """Replace a file below the trusted folder `within` in one step, on disk when this returns
+    unless it need not be `durable`.
 
     Folders that are missing are made, unless `make` is false. `mode` holds the most rights of it.
     """
@@ -88,12 +95,14 @@ def replace_untrusted(
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(descriptor)
+                if durable:
+                    os.fsync(descriptor)
             os.replace(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(partial, dir_fd=folder)
-        os.fsync(folder)
+        if durable:
+            os.fsync(folder)
 
 
 def remove_untrusted(path: Path, within: Path) -> None:

@@ -5,7 +5,7 @@ app.kubernetes.io/part-of: shardloom
 
 {{- define "shardloom.meta" -}}
 name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .namespace | default .root.Release.Namespace }}
 labels:
   {{- include "shardloom.labels" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
@@ -185,6 +185,18 @@ nvidia.com/gpu: {{ . | quote }}
       - key: kubernetes.io/metadata.name
         operator: In
         values: {{ toJson . }}
+{{- end }}
+
+{{- /* Where Ray runs: the namespace of the release, and those of isolated projects. As a list of JSON. */}}
+{{- define "shardloom.rayNamespaces" -}}
+{{- $names := list .Release.Namespace }}
+{{- range $project, $each := .Values.ownClusters.projects }}
+{{- if has $each.namespace $names }}
+{{- fail (printf "ownClusters.projects: %s has the namespace %s, which is another's" $project $each.namespace) }}
+{{- end }}
+{{- $names = append $names $each.namespace }}
+{{- end }}
+{{- toJson $names }}
 {{- end }}
 
 {{- define "shardloom.rayPods" -}}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ class KubeRayBackend(Backend):
     """A namespace of Kubernetes with KubeRay, and the Ray cluster there that jobs share (if any).
 
     `template` reads the RayCluster that others are made like, and `open_head` gives the Jobs API
-    behind an address, for their heads.
+    behind an address, for their heads, with the token of their Ray (None: that of the settings).
     """
 
     name = "kuberay"
@@ -163,7 +163,7 @@ class KubeRayBackend(Backend):
         shared: RayJobsBackend | None,
         template: Callable[[], Manifest],
         options: ClusterOptions,
-        open_head: Callable[[str], RayJobsBackend],
+        open_head: Callable[[str, str | None], RayJobsBackend],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.address = f"{api.address} (namespace {options.namespace})"
@@ -200,8 +200,8 @@ class KubeRayBackend(Backend):
         if not is_own:
             if self._shared is None:
                 raise SubmissionRefused(
-                    "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
-                    "resources.cluster to own"
+                    "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty), or none for this "
+                    "project; set resources.cluster to own"
                 )
             self._shared.submit(submission)
             return
@@ -272,6 +272,11 @@ class KubeRayBackend(Backend):
             return self._unless_shared(attempt_id, away)
         gone = Observation(ObservedState.NOT_FOUND, "there is no RayJob of this attempt")
         return self._unless_shared(attempt_id, self._endings.get(attempt_id, gone))
+
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        """Those of the shared cluster; the others are known from the watch."""
+        shared = [each for each in attempt_ids if self._is_own.get(each) is False]
+        return self._shared.observe_all(shared) if self._shared and shared else {}
 
     def _find(self, attempt_id: str) -> Manifest | None:
         """The RayJob of an attempt, from the watch or by asking; None where there is none."""
@@ -423,7 +428,75 @@ class KubeRayBackend(Backend):
         return hosts_of(size_of(spec, groups))
 
     def _head_of(self, rayjob: Manifest) -> RayJobsBackend:
-        return self._open_head(f"http://{rayjob['status']['dashboardURL']}")
+        token_of = self._options.ray_token_of
+        token = token_of(str(attempt_of(rayjob))) if token_of else None
+        return self._open_head(f"http://{rayjob['status']['dashboardURL']}", token)
+
+
+class IsolatedProjectsBackend(Backend):
+    """A backend for each project that has a namespace of its own, and one for all others."""
+
+    name = "kuberay"
+    makes_clusters = True
+
+    def __init__(self, others: KubeRayBackend, isolated: Mapping[str, KubeRayBackend]) -> None:
+        self.address = others.address
+        self.isolated_projects = frozenset(isolated)
+        self._others = others
+        self._isolated = isolated
+        self._all = (others, *isolated.values())
+        # As in `KubeRayBackend`: a cache. What is not in it is looked for in every namespace.
+        self._known = Remembered[KubeRayBackend]()
+
+    def start(self) -> None:
+        for each in self._all:
+            each.start()
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+    def submit(self, submission: Submission) -> None:
+        chosen = self._isolated.get(submission.spec.project, self._others)
+        self._known[submission.attempt_id] = chosen
+        chosen.submit(submission)
+
+    def may_submit(self, attempt_id: str) -> bool:
+        return all(each.may_submit(attempt_id) for each in self._where(attempt_id))
+
+    def observe(self, attempt_id: str) -> Observation:
+        found = Observation(ObservedState.NOT_FOUND)
+        for each in self._where(attempt_id):
+            seen = each.observe(attempt_id)
+            if seen.state not in (ObservedState.NOT_FOUND, ObservedState.UNREACHABLE):
+                self._known[attempt_id] = each
+                return seen
+            if found.state is ObservedState.NOT_FOUND:
+                found = seen
+        return found
+
+    def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        return self._others.observe_all(attempt_ids)
+
+    def stop(self, attempt_id: str) -> None:
+        for each in self._where(attempt_id):
+            each.stop(attempt_id)
+
+    def check(self) -> str:
+        for each in self._isolated.values():
+            each.check()
+        return f"{self._others.check()}; {len(self._isolated)} isolated project(s)"
+
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        return self._others.hosts()
+
+    def own_hosts(self, spec: JobSpec) -> tuple[HostFacts, ...] | None:
+        return self._others.own_hosts(spec)
+
+    def _where(self, attempt_id: str) -> Sequence[KubeRayBackend]:
+        """Where an attempt may be."""
+        known = self._known.get(attempt_id)
+        return (known,) if known else self._all
 
 
 def _number(text: str | None, otherwise: float) -> float:

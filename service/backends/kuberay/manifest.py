@@ -11,6 +11,11 @@ starts without its environment. With a queue it is Kueue that lets go, perhaps b
 there: the pods then wait for it. KubeRay retries nothing (`backoffLimit: 0`, and no second head
 where the first one's state is lost with it): the service counts.
 
+Clusters of an isolated project are in a namespace of the project, where the template's names of
+service accounts, Secrets and claims are those of that namespace. Its pods see of run storage the
+folder of their job alone, Ray's token is one of their own in the Secret, and the head's state is
+in no store that others use.
+
 The driver is started over HTTP. KubeRay's SidecarMode adds a container without a security context,
 which a namespace that enforces the level `restricted`, as ours does, admits no head with.
 """
@@ -21,8 +26,9 @@ import copy
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -172,6 +178,8 @@ ELASTIC = "kueue.x-k8s.io/elastic-job"
 _NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
 # KubeRay: a RayJob's name is a DNS-1035 label of no more than this.
 _MAX_NAME_CHARS = 47
+# Key of Ray's token in the Secret that `authOptions.secretName` names.
+_RAY_TOKEN = "auth_token"
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # Of one cluster's life, not of how clusters are made.
@@ -184,12 +192,14 @@ class ClusterOptions:
     """What the service's settings say of clusters that it makes.
 
     A cluster goes `ttl_s` seconds after its job has ended. `queue` is the Kueue queue of jobs that
-    name none.
+    name none. `ray_token_of` gives the token of the Ray of an attempt where clusters are isolated;
+    without, they are not, and have the template's token.
     """
 
     namespace: str
     ttl_s: int = 60
     queue: str | None = None
+    ray_token_of: Callable[[str], str] | None = None
 
 
 def name_of(attempt_id: str) -> str:
@@ -223,12 +233,15 @@ def secret_of(
         "uid": rayjob["metadata"]["uid"],
     }
     metadata = _metadata(submission, options, secret_name_of(rayjob))
+    data = dict(submission.env)
+    if options.ray_token_of:
+        data[_RAY_TOKEN] = options.ray_token_of(submission.attempt_id)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {**metadata, "ownerReferences": [owner]},
         "type": "Opaque",
-        "stringData": dict(submission.env),
+        "stringData": data,
     }
 
 
@@ -266,6 +279,8 @@ def rayjob_of(
     secret = f"{name}-env-{nonce}"
     try:
         spec = _cluster_spec(submission, template["spec"], secret)
+        if options.ray_token_of:
+            _isolate(spec, submission, secret)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SubmissionRefused(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
@@ -276,6 +291,7 @@ def rayjob_of(
     metadata = _metadata(submission, options, name)
     metadata["annotations"][SECRET] = secret
     if not _outlives_its_head(spec):
+        spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
         metadata["annotations"][_NO_SECOND_HEAD] = "true"
     if queue:
         metadata["labels"][QUEUE] = queue
@@ -343,15 +359,39 @@ def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: s
     if not size.is_elastic:
         spec.pop("autoscalerOptions", None)
     source = {"secretRef": {"name": secret}}
-    head = spec["headGroupSpec"]["template"]
-    if not _outlives_its_head(spec):
-        head["spec"]["restartPolicy"] = "Never"
-    for pod in (head, *(group["template"] for group in spec["workerGroupSpecs"])):
+    for pod in _pods(spec):
         labels = pod.setdefault("metadata", {}).setdefault("labels", {})
         labels |= _own_labels(submission)
         container = pod["spec"]["containers"][0]
         container["envFrom"] = [*container.get("envFrom", []), source]
     return spec
+
+
+def _pods(spec: Manifest) -> list[Manifest]:
+    """The templates of a cluster's pods, the head's first."""
+    return [each["template"] for each in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def _isolate(spec: Manifest, submission: Submission, secret: str) -> None:
+    """Take from a cluster what it would share with those of other projects."""
+    spec["authOptions"] = {"mode": "token", "secretName": secret}
+    if (spec.get("gcsFaultToleranceOptions") or {}).get("redisAddress"):
+        del spec["gcsFaultToleranceOptions"]
+    run_dir = PurePosixPath(submission.env["SHARDLOOM_RUN_DIR"])
+    for pod in _pods(spec):
+        containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+        mounts = [mount for each in containers for mount in each.get("volumeMounts", [])]
+        found = [each for each in mounts if run_dir.is_relative_to(each["mountPath"])]
+        if not found:
+            raise SubmissionRefused(
+                f"no volume of the cluster template is mounted over run storage ({run_dir}), of "
+                "which a job of an isolated project sees its own folder only; compare it with "
+                "k8s/chart/templates/raycluster.yaml"
+            )
+        for mount in found:
+            below = run_dir.relative_to(mount["mountPath"])
+            mount["subPath"] = str(PurePosixPath(mount.get("subPath", ""), below))
+            mount["mountPath"] = str(run_dir)
 
 
 def _outlives_its_head(spec: Manifest) -> bool:

@@ -21,16 +21,22 @@ from service.domain.models import Observation, ObservedState
 from tests.harness import kuberay
 from tests.harness.kube.cluster import KubeCluster
 from tests.harness.wait import scaled, wait_for
-from tests.unit.k8s.rendering import FULL, build, one
+from tests.unit.k8s.rendering import build, of_kind
 
 # Of one request: on a slow machine a server may take its time.
 TIMEOUT_S = scaled(10.0)
 
 
-def rules() -> list[dict[str, Any]]:
-    """What the chart lets the service do."""
-    found: list[dict[str, Any]] = one(build(FULL), "Role", "shardloom-own-clusters")["rules"]
-    return found
+def rules(namespace: str = "shardloom") -> list[dict[str, Any]]:
+    """What the chart lets the service do in a namespace."""
+    made = of_kind(build("gpu+isolated"), "Role")
+    (found,) = [
+        each["rules"]
+        for each in made
+        if each["metadata"]["name"] == "shardloom-own-clusters"
+        and each["metadata"]["namespace"] == namespace
+    ]
+    return list(found)
 
 
 def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
@@ -74,6 +80,7 @@ class KubeRayBackends:
         *,
         watches: bool = True,
         shared: RayJobsBackend | None = None,
+        template: Callable[[], dict[str, Any]] | None = None,
         clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> KubeRayBackend:
@@ -85,9 +92,9 @@ class KubeRayBackends:
         backend = KubeRayBackend(
             api,
             shared,
-            partial(live_template, api, "shardloom-ray"),
+            template or partial(live_template, api, "shardloom-ray"),
             ClusterOptions(self.cluster.namespace, **options),
-            lambda address: RayJobsBackend(address, timeout_s=TIMEOUT_S),
+            lambda address, token: RayJobsBackend(address, auth_token=token, timeout_s=TIMEOUT_S),
             clock,
         )
         if watches:

@@ -23,6 +23,7 @@ from service.backends.kuberay.backend import (
     STOP_FAILED_AT,
     STOP_GRACE_S,
     TAKE_DOWN_S,
+    IsolatedProjectsBackend,
     KubeRayBackend,
     is_garbage,
     template_in,
@@ -33,8 +34,15 @@ from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import EndReason, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from tests.harness.builders import spec
-from tests.harness.kube.backends import KubeRayBackends, submission, wait_for_state, without
-from tests.harness.kube.cluster import KubeCluster
+from tests.harness.kube.backends import (
+    KubeRayBackends,
+    rules,
+    submission,
+    template,
+    wait_for_state,
+    without,
+)
+from tests.harness.kube.cluster import InProcessCluster, KubeCluster
 from tests.harness.kube.operator import KueueStandIn, RayJobOperator, operator_for
 from tests.harness.kube.server import KubeApiServer
 from tests.harness.wait import wait_for
@@ -163,6 +171,40 @@ def test_the_secret_of_an_earlier_rayjob_is_not_taken_for_this_ones(
     backend.submit(sent)
     (found,) = backends.rayjobs().values()
     assert secret_name_of(found) in backends.secrets_of(sent) and secret_name_of(found) != first
+
+
+# ---- isolated projects
+
+
+def test_attempts_of_an_isolated_project_live_in_its_namespace_and_are_found_there(
+    backends: KubeRayBackends, server: KubeApiServer, tmp_path: Path
+) -> None:
+    """With the rights of the chart in each namespace: those of one are no use in the other."""
+    (tmp_path / "ads").mkdir()
+    theirs = KubeRayBackends(InProcessCluster(server), tmp_path / "ads")
+
+    def open_both() -> IsolatedProjectsBackend:
+        isolated = theirs.open(
+            rules("ads-training"), template=template, ray_token_of="Ray of {}".format
+        )
+        return IsolatedProjectsBackend(backends.open(), {"ads": isolated})
+
+    backend, ads, other = open_both(), submission(0, project="ads"), submission(1)
+    for sent in (ads, other):
+        backend.submit(sent)
+    assert list(theirs.rayjobs()) == [ads.attempt_id]
+    assert list(backends.rayjobs()) == [other.attempt_id]
+    assert (len(theirs.secrets_of(ads)), backends.secrets_of(ads)) == (1, [])
+    later = open_both()
+    for sent in (ads, other):
+        assert later.observe(sent.attempt_id).state is PENDING
+    assert later.observe("job-000000000009-a0").state is NOT_FOUND
+    assert "1 isolated project" in later.check()
+    open_both().stop(ads.attempt_id)
+    _wait_until_none_is_left(theirs)
+    assert later.observe(other.attempt_id).state is PENDING
+    theirs.close()
+    theirs.cluster.remove()
 
 
 # ---- what an administrator mends
@@ -545,7 +587,10 @@ class JobsApi:
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_away:
             raise httpx.ConnectError("connection refused")
-        if request.method == "POST" and request.url.path == "/api/jobs/":
+        if request.url.path == "/api/jobs/" and request.method == "GET":
+            running = [{"submission_id": job_id, "status": "RUNNING"} for job_id in self.jobs]
+            return httpx.Response(200, json=running)
+        if request.url.path == "/api/jobs/":
             self.jobs.add(httpx.Response(200, content=request.content).json()["submission_id"])
             return httpx.Response(200, json={})
         job_id = request.url.path.split("/")[3]

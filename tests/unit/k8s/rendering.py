@@ -27,6 +27,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "volcano": {"queue": {"kind": "volcano"}},
     "own": {"ownClusters": {"enabled": True}},
     "own-only": {"ownClusters": {"enabled": True}, "ray": {"shared": False}},
+    "isolated": {
+        "ownClusters": {
+            "enabled": True,
+            "projects": {
+                "ads": {
+                    "namespace": "ads-training",
+                    "runsVolume": "ads-runs",
+                    "dataVolume": "ads-data",
+                    "rayWorker": {"annotations": {"iam.gke.io/gcp-service-account": "ads"}},
+                },
+                "maps": {
+                    "namespace": "maps-training",
+                    "runsVolume": "maps-runs",
+                    "dataVolume": "maps-data",
+                },
+            },
+        }
+    },
     "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
     "owner": {"storage": {"setOwner": True}},
     "theirs": {

@@ -10,9 +10,10 @@ from tests.unit.k8s.pods import pods, selects
 from tests.unit.k8s.rendering import FULL, Manifest, build, every_variant, of_kind
 
 Direction = Literal["ingress", "egress"]
-# What stands at the other end: the labels of a pod of ours, the name of another namespace, or an
-# address outside.
+# What stands at the other end: the labels of a pod of ours (with its namespace, where it is not the
+# release's), the name of another namespace, or an address outside.
 Peer = Mapping[str, str] | str
+_NAMESPACE = "kubernetes.io/metadata.name"
 
 
 def _labels(variant: str) -> dict[str, Mapping[str, str]]:
@@ -32,13 +33,15 @@ def _lets(
     mine = [
         each["spec"]
         for each in policies
-        if direction.capitalize() in each["spec"]["policyTypes"]
+        if each["metadata"]["namespace"] == _namespace_of(here)
+        and direction.capitalize() in each["spec"]["policyTypes"]
         and selects(each["spec"]["podSelector"], here)
     ]
     rules = [rule for spec in mine for rule in spec.get(direction, [])]
     side = "from" if direction == "ingress" else "to"
     return not mine or any(
-        _has_port(rule, port) and any(_is_peer(each, there) for each in rule[side])
+        _has_port(rule, port)
+        and any(_is_peer(each, there, _namespace_of(here)) for each in rule[side])
         for rule in rules
     )
 
@@ -47,13 +50,19 @@ def _has_port(rule: Mapping[str, Any], port: int) -> bool:
     return "ports" not in rule or any(each["port"] == port for each in rule["ports"])
 
 
-def _is_peer(peer: Mapping[str, Any], end: Peer) -> bool:
+def _namespace_of(end: Mapping[str, str]) -> str:
+    return end.get(_NAMESPACE, "shardloom")
+
+
+def _is_peer(peer: Mapping[str, Any], end: Peer, here: str) -> bool:
+    """Whether a peer of a policy in the namespace `here` is the one at the other end."""
     if "ipBlock" in peer:
         return isinstance(end, str) and end[0].isdigit() and _is_in(peer["ipBlock"], end)
+    wanted = peer.get("namespaceSelector", {"matchLabels": {_NAMESPACE: here}})
     if isinstance(end, str):
-        wanted = peer.get("namespaceSelector")
-        return wanted is not None and selects(wanted, {"kubernetes.io/metadata.name": end})
-    return "namespaceSelector" not in peer and selects(peer["podSelector"], end)
+        return selects(wanted, {_NAMESPACE: end})
+    is_there = selects(wanted, {_NAMESPACE: _namespace_of(end)})
+    return is_there and selects(peer.get("podSelector", {}), end)
 
 
 def _is_in(block: Mapping[str, Any], address: str) -> bool:
@@ -171,6 +180,41 @@ def test_more_may_be_opened_for_cloud_identities_and_stores_on_ports_of_their_ow
         for address, port in (("169.254.170.23", 80), ("10.9.0.4", 9000)):
             assert _may_connect("gpu+theirs", source, address, port)
             assert not _may_connect("gpu", source, address, port)
+
+
+def test_clusters_of_isolated_projects_reach_the_service_and_not_one_another() -> None:
+    variant = "gpu+isolated"
+    labels, policies = _labels(variant), _policies(variant)
+
+    def end(component: str, project: str = "") -> Peer:
+        namespace = {_NAMESPACE: f"{project}-training"} if project else {}
+        return {**labels[component], **namespace}
+
+    def may_connect(here: Peer, there: Peer, port: int) -> bool:
+        return _lets(policies, "egress", here, there, port) and _lets(
+            policies, "ingress", there, here, port
+        )
+
+    service, head, worker = end("service"), end("ray-head", "ads"), end("ray-worker", "ads")
+    for here, there, port in (
+        (service, head, 8265),
+        ("kuberay-system", head, 8265),
+        ("monitoring", worker, 8080),
+        (head, service, 8700),
+        (worker, service, 8700),
+        (worker, head, 6379),
+        (worker, "169.254.20.10", 53),
+        (worker, "52.0.0.1", 443),
+        (head, "10.0.0.1", 6443),
+    ):
+        assert may_connect(here, there, port), (here, there, port)
+    for other in ("", "maps"):
+        for component in ("ray-head", "ray-worker"):
+            for port in (6379, 8265, 10_001, 40_000):
+                assert not may_connect(worker, end(component, other), port), (other, component)
+                assert not may_connect(end(component, other), head, port), (other, component)
+    assert not may_connect(head, end("redis"), 6379)
+    assert not may_connect("default", head, 8265)
 
 
 def test_without_own_clusters_the_service_cannot_reach_the_api_server() -> None:

@@ -109,6 +109,41 @@ def test_objects_are_in_the_namespace_and_there_once(variant: str) -> None:
         assert namespace == (None if manifest["kind"] in _CLUSTER_WIDE else "shardloom"), manifest
 
 
+def test_a_namespace_of_an_isolated_project_has_what_its_clusters_refer_to() -> None:
+    made = [each for each in build("gpu+isolated") if each not in build(FULL)]
+    for manifest in made:
+        if manifest["apiVersion"].startswith("monitoring"):
+            continue
+        _check_kubernetes(manifest)
+    per_namespace = {
+        namespace: sorted(
+            (each["kind"], each["metadata"]["name"])
+            for each in made
+            if each["metadata"]["namespace"] == namespace
+            and each["kind"] in ("ServiceAccount", "PersistentVolumeClaim", "RoleBinding")
+        )
+        for namespace in ("ads-training", "maps-training")
+    }
+    assert (
+        per_namespace["ads-training"]
+        == per_namespace["maps-training"]
+        == [
+            ("PersistentVolumeClaim", "shardloom-data"),
+            ("PersistentVolumeClaim", "shardloom-runs"),
+            ("RoleBinding", "shardloom-observer"),
+            ("RoleBinding", "shardloom-own-clusters"),
+            ("ServiceAccount", "shardloom-ray-head"),
+            ("ServiceAccount", "shardloom-ray-worker"),
+        ]
+    )
+    volumes = {
+        each["metadata"]["namespace"]: each["spec"]["volumeName"]
+        for each in made
+        if each["metadata"]["name"] == "shardloom-runs"
+    }
+    assert volumes == {"ads-training": "ads-runs", "maps-training": "maps-runs"}
+
+
 # ---- values
 
 
@@ -116,6 +151,13 @@ def test_helm_finds_nothing_to_complain_of_in_the_chart_of_this_version() -> Non
     assert problems(chart()) == []
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == VERSION
+
+
+_ADS = {"namespace": "a", "runsVolume": "r", "dataVolume": "d"}
+
+
+def _isolated(projects: Manifest) -> Manifest:
+    return {"ownClusters": {"enabled": True, "projects": projects}}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +175,11 @@ def test_helm_finds_nothing_to_complain_of_in_the_chart_of_this_version() -> Non
         ({"ingress": {"enabled": True}}, "at '/ingress/host': minLength"),
         ({"gateway": {"enabled": True, "host": "a.b"}}, "at '/gateway/parentRefs': minItems"),
         ({"service": {"settings": {"PORT": "1"}}}, "at '/service/settings'"),
+        (_isolated({"ads": {"namespace": "a"}}), "/projects/ads': missing property 'runsVolume'"),
+        (_isolated({"ads": {"namespace": "a", "runsVolume": "r"}}), "ads has no dataVolume"),
+        (_isolated({"ads": _ADS | {"namespace": "shardloom"}}), "shardloom, which is another's"),
+        (_isolated({"ads": _ADS, "maps": _ADS}), "maps has the namespace a, which is another's"),
+        ({"ownClusters": {"projects": {"ads": _ADS}}}, "at '/ownClusters/projects': maxProperties"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_path(wrong: Manifest, said: str) -> None:

@@ -259,6 +259,9 @@ def test_clusters_of_jobs_own_are_made_after_the_shared_one(
 ) -> None:
     settings = _settings(FULL, monkeypatch)
     assert settings.backend == "kuberay" and settings.kuberay_namespace == "shardloom"
+    assert settings.kuberay_namespaces == {}
+    isolated = _settings("gpu+isolated", monkeypatch).kuberay_namespaces
+    assert isolated == {"ads": "ads-training", "maps": "maps-training"}
     template = ray_cluster(FULL)
     assert template["metadata"]["name"] == settings.kuberay_template_cluster
     # Heads of either kind: the service reaches them, and they it, by the labels of their pods.

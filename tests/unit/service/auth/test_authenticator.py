@@ -183,6 +183,8 @@ def test_a_rotated_secret_key_still_reads_what_the_old_one_wrote() -> None:
     assert rotated.decrypt(sealed) == "pw"
     assert rotated.attempt_of(token) == "job-1-a0"
     assert rotated.attempt_token("job-1-a0") != token
+    # A head that runs is asked with the token that it was started with.
+    assert rotated.ray_token("job-1-a0") == MASTER.ray_token("job-1-a0")
     with pytest.raises(SecretKeyUnusable, match="another secret key"):
         MASTER.decrypt(rotated.encrypt("pw"))
 

@@ -43,6 +43,7 @@ class Maker:
 
     name = "maker"
     makes_clusters = True
+    isolated_projects = frozenset({"ads"})
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -119,6 +120,15 @@ def test_workers_that_fit_no_host_are_refused_and_silence_is_not() -> None:
     check_cluster(Maker(BackendUnreachable("away")), own)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="too large"):
         check_cluster(Maker(SubmissionRefused("too large")), own)  # type: ignore[arg-type]
+
+
+def test_a_job_of_an_isolated_project_is_refused_where_others_run() -> None:
+    for resources, project in ((OWN, "ads"), ({}, "maps")):
+        accepted = validate_spec(spec_document(resources=resources, project=project))
+        check_cluster(Maker(), accepted)  # type: ignore[arg-type]
+    shared = validate_spec(spec_document(project="ads"))
+    with pytest.raises(SpecError, match="the project ads is isolated"):
+        check_cluster(Maker(), shared)  # type: ignore[arg-type]
 
 
 def test_a_plan_is_made_for_the_cluster_that_the_job_will_have() -> None:

@@ -16,6 +16,7 @@ from service.errors import ExportRefused, ExportUnavailable
 from service.jobs.export_runner import ExportRunner, environment, with_keys_of_job
 from service.jobs.exports import (
     delete_export,
+    may_be_made,
     missing_for_exports,
     remove_all_deleted,
     remove_old_exports,
@@ -176,6 +177,15 @@ def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(
     with pytest.raises(ExportRefused, match="--run-dir"):
         request_export(api.store, guarded, theirs, "newest", "int8")
     assert request_export(api.store, api.settings, theirs, "newest", "int8").status == "queued"
+
+
+def test_jobs_of_an_isolated_project_make_their_exports_themselves(api: Api, job_id: str) -> None:
+    asked = wanted(api, job_id)
+    isolated = api.settings.model_copy(update={"kuberay_namespaces": {"default": "ads-training"}})
+    assert may_be_made(api.store, api.settings, asked)
+    assert not may_be_made(api.store, isolated, asked)
+    with pytest.raises(ExportRefused, match="isolated project"):
+        request_export(api.store, isolated, api.store.get_job(job_id), "newest", "int8")
 
 
 def test_an_export_is_made_again_when_storage_is_back(

@@ -46,6 +46,7 @@ def test_a_job_is_submitted_in_the_first_look_and_succeeds(house: House) -> None
     job = house.submit("pending", "running", "succeeded")
     house.poll()
     assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert house.record(job).num_polls == 0, "nobody asks for what was never sent"
     house.poll(3)
     assert house.status(job) is JobStatus.SUCCEEDED
     kinds = [line.kind for line in house.store.list_timeline(job.id)]
@@ -542,7 +543,11 @@ def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
     assert ended == [True, True] + [False] * 18
 
 
-def test_a_wake_looks_at_jobs_that_were_written_and_at_no_other(house: House) -> None:
+def test_a_wake_looks_at_jobs_that_were_written_and_at_no_other(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow the machine is: the queue is scheduled before the jobs are looked at.
+    monkeypatch.setattr("service.reconciler.loop._SCHEDULING_S", scaled(30.0))
     known = house.submit("running")
     house.poll(3)
     reconciler = house.reconciler()

@@ -106,6 +106,34 @@ def test_tokens_are_in_the_secret_and_nowhere_else() -> None:
         assert pod["template"]["metadata"]["labels"]["shardloom.io/job"] == sent.job_id
 
 
+@needs_crds
+def test_a_cluster_of_an_isolated_project_shares_nothing_with_those_of_others() -> None:
+    options = replace(OPTIONS, namespace="ads-training", ray_token_of="Ray of {}".format)
+    sent = submission()
+    made = rayjob_of(sent, template(), options)
+    crd_validator("rayjobs.ray.io", "v1").validate(made)
+    assert made["metadata"]["namespace"] == "ads-training"
+    spec = made["spec"]["rayClusterSpec"]
+    assert "gcsFaultToleranceOptions" not in spec, "its head keeps nothing in the shared Redis"
+    assert spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert spec["authOptions"] == {"mode": "token", "secretName": secret_name_of(made)}
+    made["metadata"]["uid"] = "u"
+    secret = secret_of(sent, made, options)
+    assert secret["metadata"]["namespace"] == "ads-training"
+    assert secret["stringData"] == sent.env | {"auth_token": f"Ray of {ATTEMPT}"}
+    for pod in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        (container,) = pod["template"]["spec"]["containers"]
+        runs = [each for each in container["volumeMounts"] if each["name"] == "runs"]
+        folder = sent.env["SHARDLOOM_RUN_DIR"]
+        assert runs == [{"name": "runs", "mountPath": folder, "subPath": sent.job_id}]
+
+
+def test_a_template_whose_run_storage_is_on_no_volume_isolates_nothing_and_is_refused() -> None:
+    bare = template(group("cpu", "4"))
+    with pytest.raises(SubmissionRefused, match="no volume of the cluster template"):
+        rayjob_of(submission(), bare, replace(OPTIONS, ray_token_of=str))
+
+
 def test_user_code_comes_as_a_runtime_environment() -> None:
     odd = 'file:///runs/a%20b/it\'s "code".zip'
     made = rayjob_of(replace(submission(), code_uris=(odd,)), template(), OPTIONS)

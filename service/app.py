@@ -208,6 +208,7 @@ async def _lifespan(
     runner.start()
     sender.start()
     context.exports.start()
+    context.planner.start()
     try:
         yield
     finally:

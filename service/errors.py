@@ -471,7 +471,7 @@ class DoesNotFit(ServiceError):
     def __init__(self, why: str, changes: Sequence[Change]) -> None:
         advice = "; or ".join(change.text for change in changes)
         would = f". What would do: {advice}" if advice else ""
-        super().__init__(f"{why}{would}. Submit with force=true to let it try all the same")
+        super().__init__(f"{why}{would}. Forced (--force, ?force=true) it is tried all the same")
         self.extensions = {"changes": [{"set": each.set, "text": each.text} for each in changes]}
 
 

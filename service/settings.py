@@ -110,7 +110,10 @@ class Settings(BaseSettings):
     service_url: str = Field(default_factory=_default_service_url)
     """URL under which drivers reach this service to post their records."""
     trainer_python: str = sys.executable
-    """Python that runs the driver on the cluster."""
+    """Python that runs the driver on the cluster, and here the planner."""
+    keep_planner: bool = True
+    """Whether TorchRec's planner stays loaded (some 0.5 GB), so that a plan does not wait some
+    seconds for that; else it is loaded for a plan, and ends two minutes after the last one."""
     dashboard: bool = True
     """Whether to serve the dashboard pages."""
     replica_id: str = Field(default_factory=_default_replica_id, min_length=1, max_length=255)

@@ -14,6 +14,8 @@ from tests.harness.properties import load_profile
 from tests.harness.wait import scale, scaled
 
 load_profile()
+# Loading torch takes a core for some seconds, and a service of a test lives shortly.
+os.environ["SHARDLOOM_KEEP_PLANNER"] = "false"
 
 REPO = Path(__file__).parents[1]
 EXAMPLE_SPEC = REPO / "examples" / "movielens.yaml"

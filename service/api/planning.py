@@ -15,7 +15,7 @@ from service.domain.membership import sizes_of_spec
 from service.domain.timeline import counted
 from service.jobs.planning import JobPlans
 from service.schemas.jobs import JobPlan, LayoutOption
-from service.schemas.plans import PlannedCluster, PlansOut, RecommendedLayout
+from service.schemas.plans import PlansOut, RecommendedLayout
 from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, choose_on, site_of
 from trainer.layout.layout import LayoutError
@@ -139,13 +139,14 @@ def _option(choice: Choice) -> LayoutOption:
 
 def plans_view(spec: JobSpec, plans: JobPlans) -> PlansOut:
     """What a plan found, as the API answers it."""
-    cluster, comparison = plans.site.cluster, plans.comparison
+    comparison = plans.comparison
     assert spec.table_bytes is not None, "planned with sizes that are known"
     return PlansOut(
         name=spec.name,
         table_bytes=spec.table_bytes,
         batch_size=spec.data.batch_size,
-        cluster=PlannedCluster(**vars(cluster), room=list(plans.site.room)),
+        cluster=plans.site.cluster,
+        room=list(plans.site.room),
         reason=comparison.reason,
         recommended=_recommended(plans),
         candidates=list(comparison.candidates),

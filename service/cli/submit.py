@@ -337,19 +337,21 @@ def _add_layout(grid: Table, plan: JobPlan, layout: LayoutOption) -> None:
 
 
 def _survives(plan: JobPlan, layout: LayoutOption) -> str:
-    survived = layout.num_hosts_survived
-    text = f"the loss of any {counted(survived, 'host')}" if survived else "no lost host"
+    text = _lost(layout.num_hosts_survived)
     if plan.num_hosts_needed is None:
         return text
     workers = counted(layout.shard_group_size, "worker")
     return f"{text} (asked for: at least {plan.num_hosts_needed} hosts with {workers} each)"
 
 
+def _lost(num_hosts: int) -> str:
+    return f"the loss of any {counted(num_hosts, 'host')}" if num_hosts else "no lost host"
+
+
 def _price(layout: LayoutOption) -> str:
     if layout.memory_overhead_bytes is None or layout.sync_bytes is None:
         return "not known before the sizes of the tables are"
-    latency = layout.sync_latency_s
-    takes = f" in {latency:.2g} s" if latency is not None else ""
+    takes = f" in {latency(layout.sync_latency_s)}" if layout.sync_latency_s is not None else ""
     return (
         f"{size(layout.memory_overhead_bytes)} of memory a worker for the other copies; a "
         f"full sync moves {size(layout.sync_bytes)} a worker{takes}"
@@ -429,7 +431,7 @@ def scaling_table(rows: Sequence[ScalingRow], most_per_s: float, hbm_bytes: int)
 def plans_page(plans: PlansOut) -> RenderableType:
     cluster, best = plans.cluster, plans.recommended
     grid = facts_grid()
-    hosts = counted(len(cluster.room), "host")
+    hosts = counted(len(plans.room), "host")
     each = f"{size(cluster.hbm_bytes)} a {'GPU' if cluster.device == 'cuda' else 'worker'}"
     grid.add_row("cluster", f"{cluster.name}; {hosts}, {each}")
     grid.add_row("tables", f"{size(plans.table_bytes)} a copy")
@@ -456,9 +458,8 @@ def _add_recommended(
         grid.add_row("price", f"{overhead} a worker for other copies; a full sync {latency_s}")
         copies = counted(each.num_hosts_per_shard, "host")
         grid.add_row("copies", f"{each.num_replicas} of each shard, on {copies}")
-    survived = counted(each.num_hosts_survived, "host")
     risk = f"{compact(each.rows_at_risk)} rows at risk"
-    grid.add_row("survives", f"the loss of {survived}; {risk}")
+    grid.add_row("survives", f"{_lost(each.num_hosts_survived)}; {risk}")
     counts = Counter(f"{table.sharding_type}, {table.compute_kernel}" for table in best.tables)
     if counts:
         text = "; ".join(f"{counted(number, 'table')} {how}" for how, number in counts.items())

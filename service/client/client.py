@@ -123,12 +123,11 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         self,
         spec: JobSpec | Mapping[str, Any],
         *,
-        cluster: str | Mapping[str, Any] | None = None,
+        cluster: str | None = None,
         time_limit_s: float = PLAN_LIMIT_S,
     ) -> PlansOut:
-        """Layouts of a job side by side on a cluster: the service's own, a named profile such as
-        `8xH100-80GB x 128`, or one that is described. Takes some seconds: torch is loaded for it.
-        """
+        """Layouts of a job side by side on a cluster: the service's own, or a profile such as
+        `8xH100-80GB x 128, hbm_bytes=60e9`."""
         body = {"spec": _document(spec), "cluster": cluster, "time_limit_s": time_limit_s}
         patience = httpx.Timeout(REQUEST_TIMEOUT_S, read=time_limit_s + REQUEST_TIMEOUT_S)
         return self._request("POST", "/v1/plans", PlansOut, json=body, timeout=patience)

@@ -16,7 +16,7 @@ import yaml
 from nicegui import events, ui
 
 from service.dashboard import fragments, spec_text
-from service.dashboard.panels import button
+from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
 from service.dashboard.sweeps import SearchForm, options_of
@@ -110,6 +110,10 @@ class NewJobPage:
                 self._choice.set_visibility(bool(names))
                 self._submit = ui.button("Submit", on_click=self._submit_now, color=None)
                 self._submit.props("unelevated no-caps").classes("button primary submit-button")
+            force = partial(self._submit_now, force=True)
+            title, leave = "It does not fit", "Change the spec"
+            with asking(title, "Submit all the same", force, leave=leave) as self._misfit:
+                self._misfit_text = ui.label()
             with ui.element("div").classes("draft"):
                 with ui.element("div").classes("draft-main"):
                     self._build_editor(text)
@@ -376,13 +380,16 @@ class NewJobPage:
         ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
         await self._check()
 
-    async def _submit_now(self) -> None:
+    async def _submit_now(self, *, force: bool = False) -> None:
         checked = spec_text.check(self._editor.value)
         self._show_problems(checked.problems)
         search = self._search.check(checked.spec)
         if checked.spec is None or search is None:
             return
-        headers = {"Idempotency-Key": self._key}
+        options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
+        if force:
+            self._misfit.close()
+            options["params"] = {"force": "true"}
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:
             path, body = "/v1/sweeps", body | search
@@ -392,9 +399,13 @@ class NewJobPage:
             path = f"/v1/jobs/{self._source}:clone"
             body = {"patch": spec_text.patch_of(*map(_without_nulls, (old, new)))}
         try:
-            answer = await self._rest.send("POST", path, json=body, headers=headers)
+            answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:
             self._show_problems(tuple(refused.problem.fields))
+            if refused.problem.code == "does_not_fit":
+                self._misfit_text.set_text(str(refused))
+                self._misfit.open()
+                return
             ui.notify(str(refused), type="negative", multi_line=True)
             return
         kind = "sweeps" if search else "jobs"

@@ -1,8 +1,9 @@
 """Plans of a job on a cluster: layouts side by side, their groups sharded by TorchRec's planner.
 
 The planner runs in a process of the trainer's Python (`trainer.parallel.group_planner`), which
-loads torch as the service never does, within a time limit, and is killed when nobody waits for its
-answer any more. As loading takes seconds it stays for a while. What it answered is kept by a
+loads torch as the service never does, within a time limit. As loading takes seconds one process is
+kept from the start of the service on (`keep_planner`), and replaced where it has ended. Two
+seconds after a caller has hung up it is killed, if it is not done. What it answered is kept by a
 fingerprint of tables, layout, memory and links.
 """
 
@@ -10,15 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
 from typing import Any
@@ -50,11 +50,13 @@ _POLL_S = 0.1
 _MAX_CACHED = 128
 # Each takes a core, and some GB for thousands of tables.
 _MAX_PROCESSES = 2
-# Groups planned at once: the recommended layout's, then others that nothing beats, as long as they
-# are begun soon after it; where it took long, it alone.
+# Groups planned at once: the recommended layout's, then others that nothing beats, as long as the
+# plan takes no longer for it than this.
 _MAX_GROUPS = 4
-_OTHERS_S, _LONG_S = 1.0, 8.0
+_OTHERS_S = 1.0
 _END_S = 10.0
+# So long one process is waited for rather than another one started.
+_GRACE_S = 2.0
 # A plan may show that what was recommended does not fit, and then the next is planned.
 _MAX_ROUNDS = 4
 _MAX_SAID = 400
@@ -67,15 +69,16 @@ class Limit:
     """How long a plan may take, and whether somebody waits for it still."""
 
     limit_s: float
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
     _began: float = field(default_factory=time.monotonic)
 
-    def cancel(self) -> None:
-        self._cancelled.set()
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
 
     @property
     def is_over(self) -> bool:
-        return self._cancelled.is_set() or time.monotonic() - self._began > self.limit_s
+        return self.cancelled.is_set() or self.elapsed_s > self.limit_s
 
     def check(self) -> None:
         """Raise `PlanTimedOut` where it is over."""
@@ -84,51 +87,53 @@ class Limit:
 
 
 class GroupPlanner:
-    """TorchRec's planner behind processes, which stay for the plans that follow; thread-safe."""
+    """TorchRec's planner behind processes, which stay for the plans that follow; thread-safe.
+
+    Between `start` and `close` one is always loaded, if the settings say so.
+    """
 
     def __init__(self, settings: Settings, start: StartProcess = subprocess.Popen) -> None:
-        self._python = settings.trainer_python
-        self._start = start
+        self._settings, self._start = settings, start
+        self._is_kept = False
         self._cache: OrderedDict[str, GroupPlan] = OrderedDict()
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_MAX_PROCESSES)
+        self._changed = threading.Condition()
         self._idle: list[_PlannerProcess] = []
+        self._num_busy = 0
 
-    def plan(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
-        """Plans of the first tasks: of one, and of others that are begun within `_OTHERS_S` then,
-        unless it took `_LONG_S`. Raises `PlanTimedOut` and `PlannerFailed`.
-        """
-        plans: list[GroupPlan] = []
-        began, others_until = time.monotonic(), math.inf
-        for spec, topology in tasks:
-            key = _fingerprint(spec, topology)
-            with self._lock:
-                plan = self._cache.get(key)
-            if plan is None:
-                if time.monotonic() > others_until:
-                    break
-                try:
-                    plan = self._ask(spec, topology, limit)
-                except PlanTimedOut:
-                    if not plans:
-                        raise
-                    break
-            self._keep(key, plan)
-            plans.append(plan)
-            if len(plans) == 1:
-                now = time.monotonic()
-                others_until = now + _OTHERS_S if now - began < _LONG_S else began
-        return plans
+    def start(self) -> None:
+        """Begin to load the planner."""
+        self._is_kept = self._settings.keep_planner
+        self._keep_one()
 
     def close(self) -> None:
         """End the processes that nobody waits for."""
-        with self._lock:
+        self._is_kept = False
+        with self._changed:
             idle, self._idle = self._idle, []
         for process in idle:
             process.close()
 
+    def plan(self, tasks: Sequence[Task], limit: Limit) -> list[GroupPlan]:
+        """Plans of the first tasks: of one, and of others as long as the whole plan may be expected
+        to take `_OTHERS_S` then. Raises `PlanTimedOut` and `PlannerFailed`.
+        """
+        plans: list[GroupPlan] = []
+        longest_s = 0.0
+        for spec, topology in tasks:
+            key, began = _fingerprint(spec, topology), time.monotonic()
+            with self._changed:
+                plan = self._cache.get(key)
+            if plan is None:
+                if plans and limit.elapsed_s + longest_s > _OTHERS_S:
+                    break
+                plan = self._ask(spec, topology, limit)
+                longest_s = max(longest_s, time.monotonic() - began)
+            self._keep(key, plan)
+            plans.append(plan)
+        return plans
+
     def _keep(self, key: str, plan: GroupPlan) -> None:
-        with self._lock:
+        with self._changed:
             self._cache[key] = plan
             self._cache.move_to_end(key)
             while len(self._cache) > _MAX_CACHED:
@@ -137,40 +142,62 @@ class GroupPlanner:
     def _ask(self, spec: JobSpec, topology: GroupTopology, limit: Limit) -> GroupPlan:
         document = {"spec": spec.model_dump(mode="json"), "topology": topology.model_dump()}
         task = json.dumps(document).encode()
-        with self._place(limit):
-            with suppress(PlannerFailed):  # it may have ended meanwhile
-                with self._lock:
-                    process = self._idle.pop() if self._idle else None
-                if process is not None:
-                    return self._ask_process(process, task, limit)
-            return self._ask_process(_PlannerProcess(self._python, self._start), task, limit)
-
-    def _ask_process(self, process: _PlannerProcess, task: bytes, limit: Limit) -> GroupPlan:
-        plan = process.ask(task, limit)
-        with self._lock:
-            self._idle.append(process)
-        return plan
-
-    @contextmanager
-    def _place(self, limit: Limit) -> Iterator[None]:
-        while not self._places.acquire(timeout=_POLL_S):
-            limit.check()
+        process = self._taken(limit)
         try:
-            yield
+            if process is not None:
+                with suppress(PlannerFailed):  # it may have ended meanwhile
+                    return process.ask(task, limit)
+            process = self._started()
+            return process.ask(task, limit)
         finally:
-            self._places.release()
+            self._give_back(process)
+
+    def _taken(self, limit: Limit) -> _PlannerProcess | None:
+        """One that nobody asks; None where another is to be started."""
+        until = time.monotonic() + _GRACE_S
+        with self._changed:
+            while not self._idle:
+                is_late = time.monotonic() > until
+                if not self._num_busy or (is_late and self._num_busy < _MAX_PROCESSES):
+                    break
+                limit.check()
+                self._changed.wait(_POLL_S)
+            self._num_busy += 1
+            return self._idle.pop() if self._idle else None
+
+    def _give_back(self, process: _PlannerProcess | None) -> None:
+        """One stays, for whoever comes next."""
+        with self._changed:
+            self._num_busy -= 1
+            if process is not None and process.is_alive and not self._idle:
+                self._idle.append(process)
+                process = None
+            self._changed.notify()
+        if process is not None and process.is_alive:
+            process.close()
+        self._keep_one()
+
+    def _keep_one(self) -> None:
+        with self._changed, suppress(PlannerFailed):  # as the next plan will tell
+            if self._is_kept and not self._idle and not self._num_busy:
+                self._idle.append(self._started())
+
+    def _started(self) -> _PlannerProcess:
+        return _PlannerProcess(self._settings.trainer_python, self._start, stays=self._is_kept)
 
 
 class _PlannerProcess:
-    """A process of the trainer's planner, which answers a line with a line, and ends by itself when
-    it is asked nothing for a while. Raises `PlannerFailed` where it cannot be started."""
+    """A process of the trainer's planner, which says a line when it is loaded and then answers each
+    line with one. It ends with the service and, unless it `stays`, when it is asked nothing for a
+    while. Raises `PlannerFailed` where it cannot be started."""
 
-    def __init__(self, python: str, start: StartProcess) -> None:
+    def __init__(self, python: str, start: StartProcess, *, stays: bool) -> None:
+        command = [python, "-m", "trainer.parallel.group_planner"]
         with ExitStack() as files:
             self._log = files.enter_context(TemporaryFile())
             try:
                 self._process = start(
-                    [python, "-m", "trainer.parallel.group_planner"],
+                    [*command, "--stay"] if stays else command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._log,
@@ -180,16 +207,37 @@ class _PlannerProcess:
             except OSError as error:
                 raise PlannerFailed(f"{python} cannot be started ({error})") from error
             self._files = files.pop_all()
+        self._is_loaded = threading.Event()
+        threading.Thread(target=self._load, daemon=True).start()
+
+    def _load(self) -> None:
+        assert self._process.stdout is not None, "started with pipes"
+        with suppress(OSError, ValueError):  # closed meanwhile
+            self._process.stdout.readline()
+        self._is_loaded.set()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, task: bytes, limit: Limit) -> GroupPlan:
-        """The answer; without one the process has ended: `PlanTimedOut`, `PlannerFailed`."""
+        """The answer; raises `PlanTimedOut` and `PlannerFailed`, and has ended then, unless it was
+        being loaded still."""
+        while not self._is_loaded.wait(_POLL_S):
+            limit.check()
         answers: list[bytes] = []
         asking = threading.Thread(target=self._exchange, args=(task, answers), daemon=True)
         asking.start()
         while asking.is_alive() and not limit.is_over:
             asking.join(_POLL_S)
+        if limit.cancelled.is_set():
+            asking.join(_GRACE_S)
         with suppress(ValidationError):  # nothing, or cut off in the midst
-            return GroupPlan.model_validate_json(b"".join(answers))
+            plan = GroupPlan.model_validate_json(b"".join(answers))
+            # It writes where we do; what it says of one plan after the other would add up.
+            self._log.seek(0)
+            self._log.truncate()
+            return plan
         why = self.close(0.0 if limit.is_over else _END_S)
         asking.join()
         limit.check()
@@ -255,8 +303,7 @@ def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit)
     The recommended one is always planned by TorchRec, others on the front as far as time allows.
     Raises `LayoutError`, `PlanTimedOut` and `PlannerFailed`.
     """
-    comparer, made = Comparer(spec, site), dict[GroupTopology, GroupPlan]()
-    limit.check()
+    comparer, made = Comparer(spec, site, check=limit.check), dict[GroupTopology, GroupPlan]()
     for _ in range(_MAX_ROUNDS):
         tasks = _tasks(comparer.result(), made)
         if not tasks:
@@ -268,17 +315,14 @@ def plan_job(spec: JobSpec, site: PlanSite, planner: GroupPlanner, limit: Limit)
     best = comparison.recommended
     if best is None:
         device = site.cluster.device
-        changes = smallest_changes(spec, lambda changed: _fits(changed, site, limit), device)
+        changes = smallest_changes(
+            spec, lambda changed: does_fit(changed, site.grown_for(changed), limit.check), device
+        )
         return JobPlans(site, comparison, None, (), changes)
     group = made.get(best.topology)
     layout = best.choice.layout
     ranks = predict(best.spec, layout, group, site.cluster).ranks if group else ()
     return JobPlans(site, comparison, group, ranks, ())
-
-
-def _fits(spec: JobSpec, site: PlanSite, limit: Limit) -> bool:
-    limit.check()
-    return does_fit(spec, site.grown_for(spec))
 
 
 def _tasks(comparison: Comparison, made: dict[GroupTopology, GroupPlan]) -> list[Task]:

@@ -1,6 +1,7 @@
-"""What the planner predicts against what is measured: memory of a rank, and which layout is faster.
+"""What the planner predicts against what is measured: memory of a rank, and which layout is faster;
+and how long its answers take.
 
-python -m tests.benchmarks.plan_accuracy --json FILE
+python -m tests.benchmarks.plan_accuracy --json FILE [--only-times]
 
 Eight gloo ranks on two emulated hosts, as in `two_d`, train the same small DLRM in several layouts,
 one after the other. The prediction is told what the engine's own probe finds on these ranks (speed
@@ -12,13 +13,20 @@ of the group.
 process in all; `model_memory_error`, which has no goal, leaves out what it took before. `spearman`:
 correlation of the order by predicted with that by measured samples/s. There is no peer.
 
-Needs root; skips where hosts cannot be emulated. Run it on a machine that does nothing else.
+Plans are asked of a service over REST, each for the first time. `small_plan_s`: seconds of the
+slowest of those of 3 to 400 tables; `large_plan_s`: of 4,000 tables of 12 TB, which one group of
+256 ranks holds. `cold_plan_s`, which has no goal: of the first one, asked for as soon as the
+service is up, so that torch is being loaded still.
+
+Needs root but for `--only-times`; skips where hosts cannot be emulated. Run it on a machine that
+does nothing else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import statistics
 import sys
@@ -28,8 +36,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 import polars
 import torch
 import torch.distributed as dist
@@ -37,6 +47,7 @@ from rich.console import RenderableType
 
 from tests.benchmarks.prepare_child import memory_bytes
 from tests.benchmarks.report import (
+    BenchmarkError,
     BenchmarkReport,
     Goal,
     Run,
@@ -49,6 +60,8 @@ from tests.benchmarks.report import (
 from tests.benchmarks.two_d import LINK, NUM_HOSTS, RANKS_PER_HOST, emulated_ranks
 from tests.benchmarks.two_d_train import TwoDTrainer, take
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from tests.harness.service_process import ServiceProcess
+from tests.harness.wait import free_port
 from trainer.layout.cost import cpu_cluster
 from trainer.layout.layout import WorkerSite
 from trainer.layout.plans import Comparer, Option, PlanSite
@@ -71,6 +84,10 @@ PEER = "measured"
 GOALS = [
     Goal("memory_error", "memory_error", "", 0.10, "lower", PEER),
     Goal("spearman", "spearman", "", 0.8, "higher", PEER),
+]
+TIME_GOALS = [
+    Goal("small_plan_s", "small_plan_s", "s", 2, "lower", "a second"),
+    Goal("large_plan_s", "large_plan_s", "s", 20, "lower", "a second"),
 ]
 
 
@@ -212,8 +229,98 @@ def _option(comparer: Comparer, case: Case) -> Option:
     )
 
 
+@dataclass(frozen=True)
+class Question:
+    """A plan to ask for: tables of which the k-th has `rows` / sqrt(k), on workers of a cluster."""
+
+    num_tables: int
+    rows: int
+    workers: int
+    cluster: str
+
+    def body(self) -> dict[str, Any]:
+        """Of the request."""
+        names = [f"table_{index}" for index in range(self.num_tables)]
+        lists = [{"name": name, "type": "id_list", "table": name} for name in names]
+        common = {"embedding_dim": 128, "constraints": {"pooling_factor": 20.0}}
+        tables = [
+            {"name": name, "num_embeddings": max(1000, int(self.rows / math.sqrt(index))), **common}
+            for index, name in enumerate(names, start=1)
+        ]
+        spec = {
+            "name": "plan",
+            "data": {"path": "unused", "label": {"column": "click"}, "batch_size": 1024},
+            "features": [{"name": "age", "type": "dense"}, *lists],
+            "embedding_tables": tables,
+            "model": {"module": "own:Network", "tasks": [{"name": "click", "loss": "bce"}]},
+            "parallelism": {
+                "workers": self.workers,
+                "shard_group_size": "auto",
+                "placement": "auto",
+            },
+        }
+        return {"spec": spec, "cluster": self.cluster, "time_limit_s": 600}
+
+
+FIRST = Question(2, 10_000, 8, "4xCPU-8GB x 2")
+SMALL = (
+    Question(3, 100_000, 8, "4xCPU-8GB x 2"),
+    Question(8, 1_000_000, 64, "8xH100-80GB x 8"),
+    Question(26, 10_000_000, 64, "8xH100-80GB x 8"),
+    Question(100, 20_000_000, 64, "8xH100-80GB x 8"),
+    Question(400, 20_000_000, 128, "8xH100-80GB x 16"),
+)
+LARGE = Question(4000, 180_000_000, 256, "8xH100-80GB x 32")
+
+
+def plan_times() -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What a service's answers took, one by one, and the values of the goals."""
+    settings = {"SHARDLOOM_KEEP_PLANNER": "true"}
+    with (
+        TemporaryDirectory(prefix="shardloom-bench-") as home,
+        ServiceProcess(Path(home), free_port(), settings) as service,
+        httpx.Client(base_url=service.url, timeout=600) as http,
+    ):
+        rows = [_asked(http, question) for question in (FIRST, *SMALL, LARGE)]
+    cold_s, *small_s, large_s = (row["seconds"] for row in rows)
+    values = {"small_plan_s": max(small_s), "large_plan_s": large_s, "cold_plan_s": cold_s}
+    return rows, values
+
+
+def _asked(http: httpx.Client, question: Question) -> dict[str, Any]:
+    body = question.body()
+    started = time.perf_counter()
+    answer = http.post("/v1/plans", json=body)
+    seconds = time.perf_counter() - started
+    if answer.is_error or not answer.json()["recommended"]:
+        raise BenchmarkError(f"no plan of {question}: {answer.text[:1000]}")
+    found = answer.json()
+    best, candidates = found["recommended"]["candidate"], found["candidates"]
+    return {
+        "tables": question.num_tables,
+        "table bytes": found["table_bytes"],
+        "cluster": question.cluster,
+        "seconds": round(seconds, 2),
+        "recommended": f"{best['num_replicas']} x {best['shard_group_size']}",
+        "candidates": len(candidates),
+        "planned by TorchRec": sum(each["is_planned"] for each in candidates),
+    }
+
+
+def times_report() -> BenchmarkReport:
+    """Ask for the plans alone; raises `BenchmarkError`."""
+    rows, values = plan_times()
+    return BenchmarkReport(NAME, {}, TIME_GOALS, _runs(values), rows)
+
+
+def _runs(values: Mapping[str, float]) -> list[Run]:
+    return [Run(0, "ours", values), Run(0, "peer", dict.fromkeys(values, 1.0))]
+
+
 def report() -> BenchmarkReport:
-    """Measure all layouts, then predict them. Raises `BenchmarkSkipped` and `BenchmarkError`."""
+    """Time plans, measure all layouts, then predict them. Raises `BenchmarkSkipped` and
+    `BenchmarkError`."""
+    asked, times = plan_times()
     with emulated_ranks(RANKS_PER_HOST) as ranks:
         os.environ.update(MALLOC)  # in place of two_d's
         of_ranks = ranks.call(measure, CASES)
@@ -228,8 +335,6 @@ def report() -> BenchmarkReport:
         _row(case, machine, [measured[index] for _, measured in of_ranks])
         for index, case in enumerate(CASES)
     ]
-    values = _values(rows)
-    runs = [Run(0, "ours", values), Run(0, "peer", dict.fromkeys(values, 1.0))]
     settings = {
         "world_size": WORLD_SIZE,
         "hosts": NUM_HOSTS,
@@ -238,8 +343,9 @@ def report() -> BenchmarkReport:
         "tables": f"{WORKLOAD.num_tables} x {WORKLOAD.table_rows} x {WORKLOAD.embedding_dim} fp32",
         "steps": STEPS,
         "a_rank_attains": asdict(machine),
+        "plans": asked,
     }
-    return BenchmarkReport(NAME, settings, GOALS, runs, rows)
+    return BenchmarkReport(NAME, settings, GOALS + TIME_GOALS, _runs(_values(rows) | times), rows)
 
 
 def _row(case: Case, machine: Machine, ranks: Sequence[Measured]) -> dict[str, Any]:
@@ -275,10 +381,12 @@ def _values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def main() -> int:
     """Command line; returns the exit code."""
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--only-times", action="store_true", help="ask for plans, train nothing")
+    options = parser.parse_args()
 
     def run(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-        document = report().document(machine)
+        document = (times_report() if options.only_times else report()).document(machine)
         return document, [rows_table_of(document), table_of(document)]
 
     return measure_and_tell(options.json, run)

@@ -25,6 +25,7 @@ from tests.harness.builders import (
 from tests.harness.databases import SqliteTemplate, store_job
 from tests.harness.service import Guarded, guarded
 from tests.harness.wait import wait_for
+from trainer.layout.hosts import HostFacts
 
 
 @pytest.fixture
@@ -116,6 +117,17 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     tab.get_by_role("button", name="Submit").click()
     tab.get_by_role("tab", name="Spec").click()
     expect(tab.locator(".differences tbody tr")).to_have_text(re.compile("training.epochs.*5"))
+    house.backend.set_hosts(HostFacts("a", 4, 0, 4 * 2**30))
+    tab.goto("/dashboard/new")
+    editor.press("ControlOrMeta+a")
+    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
+    document = spec_document(name="too-large", embedding_tables=large)
+    tab.keyboard.insert_text(json.dumps(document, indent=2))
+    expect(tab.get_by_label("name", exact=True)).to_have_value("too-large", timeout=LIVE_MS)
+    tab.get_by_role("button", name="Submit").click()
+    expect(tab.get_by_role("dialog")).to_contain_text("What would do: raise", timeout=LIVE_MS)
+    tab.get_by_role("button", name="Submit all the same").click()
+    expect(heading).to_contain_text("too-large", timeout=LIVE_MS)
 
 
 def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(

@@ -80,7 +80,7 @@ class Machine:
         prefixes = ("SHARDLOOM_", "RAY_")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
         environment = kept | dict(self.settings) | dict(settings)
-        environment["SHARDLOOM_HOME"] = str(self.home)
+        environment |= {"SHARDLOOM_HOME": str(self.home), "SHARDLOOM_KEEP_PLANNER": "false"}
         # Into files: what a command leaves running would keep a pipe open.
         self.home.mkdir(parents=True, exist_ok=True)
         output, errors = self.home / "command.out", self.home / "command.err"

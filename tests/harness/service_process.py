@@ -59,6 +59,7 @@ class ServiceProcess:
             "SHARDLOOM_BACKEND": "fake",
             "SHARDLOOM_AUTH": "none",
             "SHARDLOOM_DASHBOARD": "false",
+            "SHARDLOOM_KEEP_PLANNER": "false",
             "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
             "SHARDLOOM_STREAM_POLL_S": "0.05",
             "SHARDLOOM_SHUTDOWN_TIMEOUT_S": str(SHUTDOWN_TIMEOUT_S),

@@ -33,7 +33,8 @@ class Stack:
 
     def __init__(self, home: Path) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDLOOM_")}
-        self._home, self._environment = home, kept | {"SHARDLOOM_AUTH": "none"}
+        settings = {"SHARDLOOM_AUTH": "none", "SHARDLOOM_KEEP_PLANNER": "false"}
+        self._home, self._environment = home, kept | settings
         self._local = LocalStack(StackHome(home), self._environment)
         self._port = free_port()
 

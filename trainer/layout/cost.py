@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,11 +209,11 @@ def gpu_memory_bytes(ray_type: str) -> int:
     return _GPUS[name][0] if name else 0
 
 
-def cluster_of(text: str, given: Mapping[str, Any] | None = None) -> Cluster:
+def cluster_of(text: str) -> Cluster:
     """The cluster of a profile, as in `8xH100-80GB x 128`: GPUs of a host, their type, hosts.
 
     Without hosts there are as many as needed. Quantities that differ follow after commas, as in
-    `8xH100-80GB x 128, inter_host_bytes_per_s=25e9`, or are `given`. Raises `ClusterError`.
+    `8xH100-80GB x 128, inter_host_bytes_per_s=25e9`. Raises `ClusterError`.
     """
     profile, *overrides = (part.strip() for part in text.split(","))
     found = _PROFILE.fullmatch(profile)
@@ -229,7 +229,7 @@ def cluster_of(text: str, given: Mapping[str, Any] | None = None) -> Cluster:
     else:
         base = gpu_cluster(found[2], per_host)
     quantities: dict[str, Any] = {"num_hosts": hosts}
-    quantities |= dict(_override(each) for each in overrides) | dict(given or {})
+    quantities |= dict(_override(each) for each in overrides)
     return replace(base, name=text.strip(), **quantities)
 
 

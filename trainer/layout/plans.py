@@ -158,12 +158,21 @@ class Comparison:
 class Comparer:
     """Layouts of the spec's T workers, or of as many as there is room for, side by side.
 
-    L and the placement are free whatever the spec says. Raises `LayoutError` where the cluster
-    has no room for the fewest workers, or no layout survives what it must.
+    L and the placement are free whatever the spec says. `check` is called for each layout and may
+    raise, to end it. Raises `LayoutError` where the cluster has no room for the fewest workers, or
+    no layout survives what it must.
     """
 
-    def __init__(self, spec: JobSpec, site: PlanSite, *, only_own_sync: bool = False) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        site: PlanSite,
+        *,
+        only_own_sync: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._spec, self._site, self._only_own_sync = spec, site, only_own_sync
+        self._check = check
         cluster = site.cluster
         self._need = need = need_of(spec, site.room, cluster.hbm_bytes, cluster.host_links)
         # The cost says what has room in memory.
@@ -199,6 +208,7 @@ class Comparer:
 
     def _at_syncs(self, choice: Choice, plan: GroupPlan | None) -> Iterator[Option]:
         """A layout at several sync intervals and in both modes."""
+        self._check()
         spec, cluster, layout = self._laid_out[choice], self._site.cluster, choice.layout
         topology = topology_of(choice, self._site, spec)
         is_placed = plan is not None and bool(plan.tables)
@@ -545,9 +555,9 @@ class Change:
     text: str
 
 
-def does_fit(spec: JobSpec, site: PlanSite) -> bool:
-    """Whether a layout fits in memory by the estimate; raises `LayoutError` as `Comparer` does."""
-    found = Comparer(spec, site, only_own_sync=True).result()
+def does_fit(spec: JobSpec, site: PlanSite, check: Callable[[], None] = lambda: None) -> bool:
+    """Whether a layout fits in memory by the estimate; raises as `Comparer` does."""
+    found = Comparer(spec, site, only_own_sync=True, check=check).result()
     return any(each.fits for each in found.candidates)
 
 

@@ -1,12 +1,13 @@
 """A spec's job at several sizes on a cluster, by the cost model: speed, memory, where memory ends.
 
-Pure arithmetic, no torch: nothing is measured, and no table is placed by TorchRec. Of tables whole
-and tables split (`trainer.layout.workload`) the faster counts, if it fits.
+Pure arithmetic, no torch: nothing is measured, and no table is placed by TorchRec. Of all tables
+whole, the large ones split, and all split (`trainer.layout.workload`) the fastest that fits counts.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from trainer.layout.workload import (
     SyncSums,
     TableLoad,
     Workload,
-    unsynced,
     whole_loads,
     with_sync,
+    workload_of,
 )
 from trainer.spec.job import JobSpec
+
+# Up to which tables are whole, in turn.
+_MOST_LOADS = (math.inf, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,9 @@ def ways_of(
     """What there is to do beside syncs, with tables whole or split, cached where they may be."""
     whole = whole or whole_loads(spec)
     return [
-        unsynced(spec, layout, is_split=is_split, is_cached=is_cached, whole=whole)
+        workload_of(spec, layout, most_load=most_load, is_cached=is_cached, whole=whole)
         for is_cached in ((False, True) if spec.may_cache else (False,))
-        for is_split in (False, True)
+        for most_load in _MOST_LOADS
     ]
 
 

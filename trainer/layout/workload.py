@@ -1,8 +1,8 @@
 """What a spec asks of the ranks of one sharding group: bytes, operations, and who has most of them.
 
 Pure arithmetic over the spec, no torch. How tables are sharded is TorchRec's to say (`GroupPlan`,
-made by `trainer.parallel.group_planner`); without it either all tables that may be whole are, each
-on the rank with fewest lookups (the largest first), or all that may be split are split by rows. Ids
+made by `trainer.parallel.group_planner`); without it tables up to a load that is given are whole,
+each on the rank with fewest lookups (the largest first), and the others split by rows. Ids
 count as distinct, those of split tables as even. A pooled table split by rows sends partial sums
 for all samples of the group: as many times the bytes as it has parts.
 
@@ -127,31 +127,26 @@ class TableLoad:
         return self.row_parts if self.is_pooled else 1
 
 
-def workload_of(spec: JobSpec, layout: Layout, *, is_split: bool) -> Workload:
-    """What the spec asks of the ranks of a layout; `is_split` splits the tables that may be.
-
-    Where there are several copies the spec is one of T workers with that layout.
-    """
-    workload = unsynced(spec, layout, is_split=is_split)
-    return with_sync(workload, spec) if layout.num_replicas > 1 else workload
-
-
-def unsynced(
+def workload_of(
     spec: JobSpec,
     layout: Layout,
     *,
-    is_split: bool,
+    most_load: float,
     is_cached: bool = False,
     whole: Sequence[TableLoad] | None = None,
 ) -> Workload:
-    """`workload_of` without what syncs ask for; `is_cached` leaves as many weights in host memory
-    as the spec allows. Time counts them as if they were not. `whole` is `whole_loads`, where it is
+    """What the spec asks of the ranks of a layout, without syncs.
+
+    Tables that may be whole are up to `most_load`, the larger one of their shares of bytes and of
+    lookups, where 1 is that of one rank. `is_cached` leaves as many weights in host memory as
+    the spec allows; time counts them as if they were not. `whole` is `whole_loads`, where it is
     known.
     """
-    size = layout.shard_group_size
+    size, whole = layout.shard_group_size, whole or whole_loads(spec)
+    shares = rank_shares([(load.held, load.lookup) for load in whole], size)
     loads = [
-        _laid_out(table, load, size, is_split)
-        for table, load in zip(spec.embedding_tables, whole or whole_loads(spec), strict=True)
+        _laid_out(table, load, size, share > most_load)
+        for table, load, share in zip(spec.embedding_tables, whole, shares, strict=True)
     ]
     if is_cached:
         loads = [
@@ -174,7 +169,7 @@ def _least_cached(spec: JobSpec, table: EmbeddingTableSpec) -> float:
 
 
 def planned(spec: JobSpec, layout: Layout, plan: GroupPlan) -> Workload:
-    """`unsynced` with the tables as TorchRec sharded them."""
+    """`workload_of` with the tables as TorchRec sharded them."""
     loads = [
         table_load(spec, table, where.row_parts, is_everywhere=where.sharding_type == DATA_PARALLEL)
         for table, where in zip(spec.embedding_tables, plan.tables, strict=True)
@@ -249,6 +244,12 @@ def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -
 def whole_loads(spec: JobSpec) -> tuple[TableLoad, ...]:
     """The tables as they are whole; what depends on their layout is the same for every L."""
     return tuple(table_load(spec, table, 1) for table in spec.embedding_tables)
+
+
+def rank_shares(loads: Sequence[tuple[float, float]], size: int) -> list[float]:
+    """For (bytes, lookups) of each table the larger one of their shares; 1 is what a rank has."""
+    held, looked_up = (sum(each) / size or 1.0 for each in zip(*loads, strict=True))
+    return [max(load[0] / held, load[1] / looked_up) for load in loads]
 
 
 def _laid_out(table: EmbeddingTableSpec, load: TableLoad, size: int, is_split: bool) -> TableLoad:

@@ -21,6 +21,7 @@ group*. It takes about 0.1 s on CPU.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 import math
@@ -52,6 +53,7 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingOffloadStats,
     EmbeddingStorageEstimator,
 )
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     CollectiveType,
@@ -60,6 +62,8 @@ from torchrec.distributed.planner.types import (
     KernelConfig,
     PlannerError,
     Proposer,
+    Shard,
+    ShardEstimator,
     ShardingOption,
     Storage,
     TopologyFactory,
@@ -80,6 +84,7 @@ from trainer.layout.workload import (
     GroupPlan,
     TablePlacement,
     rank_loads,
+    rank_shares,
     table_load,
 )
 from trainer.parallel.mesh import MeshGroups
@@ -107,6 +112,8 @@ _LOAD_FACTOR, _LEAST_LOAD_FACTOR = 0.2, 0.01
 
 # Shards x tables that TorchRec's search looks at in a second or so.
 _MAX_SEARCH = 40_000
+# Plans that it tries in a grid, where there are no more of them.
+_MAX_GRID = 500
 # Shards of split tables beyond that, and the loads up to which tables are whole, tried in turn.
 _MAX_SHARDS = 8_000
 _MOST_LOADS = (1.0, 0.25)
@@ -214,9 +221,7 @@ def _search(
     proposers: list[Proposer],
 ) -> ShardingPlan:
     estimators = [
-        EmbeddingPerfEstimatorFactory.create(
-            DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
-        ),
+        PerfEstimator(topology, constraints),
         StorageEstimator(spec, topology, constraints),
     ]
     batch_size = spec.data.batch_size
@@ -228,8 +233,11 @@ def _search(
         proposer=proposers,
         # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=[NoopEmbeddingStats()],
     )
-    return planner.plan(model, table_sharders)
+    # The method itself: what is around it writes out all tables, for a log that nobody reads.
+    plan: ShardingPlan = inspect.unwrap(type(planner).plan)(planner, model, table_sharders)
+    return plan
 
 
 def _num_shards(constraints: Constraints, size: int) -> int:
@@ -246,16 +254,13 @@ def narrowed(
     one rank. Tables are split by load, largest first, as long as `_MAX_SHARDS` allow; those of more
     than half of a rank's memory always are.
     """
-    held, looked_up = {}, {}
-    for table in spec.embedding_tables:
-        load = table_load(spec, table, 1)
-        held[table.name], looked_up[table.name] = load.held + spec.sync_bytes(table), load.lookup
-    per_rank = sum(held.values()) / size, sum(looked_up.values()) / size
+    tables = {table.name: table_load(spec, table, 1) for table in spec.embedding_tables}
+    sync_bytes = map(spec.sync_bytes, spec.embedding_tables)
+    held = {name: tables[name].held + each for name, each in zip(tables, sync_bytes, strict=True)}
+    shares = rank_shares([(held[name], tables[name].lookup) for name in tables], size)
     loads = {
-        name: math.inf
-        if 2 * held[name] > usable_bytes
-        else max(held[name] / per_rank[0], looked_up[name] / per_rank[1])
-        for name in constraints
+        name: math.inf if 2 * held[name] > usable_bytes else share
+        for name, share in zip(tables, shares, strict=True)
     }
     num_left, found = _MAX_SHARDS, {}
     for name in sorted(constraints, key=loads.__getitem__, reverse=True):
@@ -267,6 +272,35 @@ def narrowed(
         num_left -= size if sharding_type in splitting else 1
         found[name] = replace(constraints[name], sharding_types=[sharding_type])
     return {name: found[name] for name in constraints}
+
+
+class _Shard(Shard):
+    """A shard whose copies, of which TorchRec makes one for each plan that is better than those
+    before, have in common what is never changed in place: all but the rank."""
+
+    def __deepcopy__(self, memo: object) -> _Shard:
+        return _Shard(self.size, self.offset, self.storage, self.perf, self.rank)
+
+
+class PerfEstimator(ShardEstimator):
+    """TorchRec's estimate of what a shard takes in time, made once for all of a size."""
+
+    def __init__(self, topology: Topology, constraints: Constraints) -> None:
+        self._estimator = EmbeddingPerfEstimatorFactory.create(
+            DEFAULT_PERF_ESTIMATOR, topology=topology, constraints=constraints
+        )
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
+        shards = [option.shards for option in sharding_options]
+        for option in sharding_options:
+            option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())
+        self._estimator.estimate(sharding_options, sharder_data_map)
+        for option, every in zip(sharding_options, shards, strict=True):
+            perfs = {tuple(shard.size): shard.perf for shard in option.shards}
+            option.shards = [
+                _Shard(shard.size, shard.offset, shard.storage, perfs[tuple(shard.size)])
+                for shard in every
+            ]
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -355,7 +389,8 @@ def table_constraints(
 
 def proposers(constraints: Constraints) -> list[Proposer]:
     """TorchRec's own, and one that enlarges caches where it may."""
-    stock = [GridSearchProposer(), GreedyProposer(), GreedyProposer(False), UniformProposer()]
+    grid = GridSearchProposer(max_proposals=_MAX_GRID)
+    stock = [grid, GreedyProposer(), GreedyProposer(False), UniformProposer()]
     caches = [each.cache_params for each in constraints.values() if each.cache_params]
     may_grow = any(cache.stats for cache in caches)
     return [*stock, EmbeddingOffloadScaleupProposer()] if may_grow else stock

@@ -26,7 +26,7 @@ from service.domain.models import JobStatus
 from service.errors import NoPlan
 from service.jobs.planning import Limit, calibration_of, plan_job
 from service.jobs.submit import with_table_sizes
-from service.schemas.plans import DescribedCluster, PlanRequest, PlansOut
+from service.schemas.plans import PlanRequest, PlansOut
 from trainer.layout.cost import ClusterError, cluster_of
 from trainer.layout.hosts import site_of
 from trainer.layout.layout import LayoutError
@@ -53,10 +53,10 @@ async def make_plan(
     try:
         while not (await asyncio.wait({work}, timeout=_POLL_S))[0]:
             if await request.is_disconnected():
-                limit.cancel()
+                limit.cancelled.set()
         return await work
     finally:
-        limit.cancel()
+        limit.cancelled.set()
 
 
 def _planned(body: PlanRequest, context: Context, principal: Principal, limit: Limit) -> PlansOut:
@@ -86,12 +86,9 @@ def _calibration(store: JobStore, site: PlanSite) -> Calibration | None:
     return calibration_of(jobs, site.cluster.fingerprint)
 
 
-def _site_of(spec: JobSpec, wanted: str | DescribedCluster | None, context: Context) -> PlanSite:
+def _site_of(spec: JobSpec, wanted: str | None, context: Context) -> PlanSite:
     """Raises `ClusterError`."""
-    if wanted is None:
-        hosts = hosts_for(context.backend, spec)
-        return PlanSite.of_site(site_of(spec, hosts, most_workers(spec, context)))
-    if isinstance(wanted, str):
+    if wanted is not None:
         return PlanSite.of_profile(cluster_of(wanted), spec)
-    given = wanted.model_dump(exclude={"profile"}, exclude_none=True)
-    return PlanSite.of_profile(cluster_of(wanted.profile, given), spec)
+    hosts = hosts_for(context.backend, spec)
+    return PlanSite.of_site(site_of(spec, hosts, most_workers(spec, context)))

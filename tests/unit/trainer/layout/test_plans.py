@@ -122,6 +122,18 @@ def test_workers_are_foretold_what_was_planned_for_them_a_tuned_interval_too() -
     assert alone.sync_every_steps is None
 
 
+def test_a_comparison_ends_when_time_is_over() -> None:
+    class OverError(Exception):
+        pass
+
+    def check() -> None:
+        raise OverError
+
+    spec = spec_of(4, parallelism=AUTO)
+    with pytest.raises(OverError):
+        Comparer(spec, PlanSite.of_profile(CLUSTER, spec), check=check)
+
+
 def test_torchrec_plans_with_what_a_process_leaves_or_what_the_spec_gives() -> None:
     cluster = cluster_of("8xCPU-8GB")
     for resources, expected in (

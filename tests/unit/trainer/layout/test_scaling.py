@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from trainer.layout.scaling import (
     scaling_of,
     scaling_sizes,
 )
-from trainer.layout.workload import workload_of
+from trainer.layout.workload import SyncSums, workload_of
 from trainer.models.networks import build_model
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
@@ -71,11 +72,19 @@ def test_one_copy_runs_out_of_memory_where_groups_go_on_almost_linearly() -> Non
 
 def test_whole_tables_leave_ranks_idle_and_split_ones_send_for_the_whole_group() -> None:
     spec, layout = spec_of(64), Layout(256, 256, "intra_host")
-    whole, split = (workload_of(spec, layout, is_split=each) for each in (False, True))
+    whole, split = (workload_of(spec, layout, most_load=each) for each in (math.inf, 0.0))
     assert (whole.lookup_imbalance, split.lookup_imbalance) == pytest.approx((256 / 64, 1.0))
     assert split.output_bytes == 256 * whole.output_bytes
     assert split.table_bytes == whole.table_bytes == 64 * 3_000_000 * 128 * 4
     assert split.lookup_bytes == whole.lookup_bytes
+
+
+def test_only_tables_that_are_too_large_for_a_rank_are_split() -> None:
+    document = spec_of(64).model_dump(mode="json", exclude_defaults=True)
+    document["embedding_tables"][0]["num_embeddings"] *= 200
+    rows = scaling_of(validate_spec(document), CLUSTER, (64,))
+    assert rows[0].fits, "all whole one rank has 300 GB, all split all ranks have partial sums"
+    assert rows[0].lookup_imbalance < 1.1
 
 
 def test_the_constraints_of_a_table_say_how_it_may_be_laid_out() -> None:
@@ -83,9 +92,9 @@ def test_the_constraints_of_a_table_say_how_it_may_be_laid_out() -> None:
     row_wise = spec_of(64, {"sharding_types": ["row_wise"]})
     table_wise = spec_of(64, {"sharding_types": ["table_wise"]})
     everywhere = spec_of(2, {"sharding_types": ["data_parallel"]})
-    assert workload_of(row_wise, layout, is_split=False).lookup_imbalance == 1
-    assert workload_of(table_wise, layout, is_split=True).lookup_imbalance == pytest.approx(4)
-    found = workload_of(everywhere, layout, is_split=False)
+    assert workload_of(row_wise, layout, most_load=math.inf).lookup_imbalance == 1
+    assert workload_of(table_wise, layout, most_load=0.0).lookup_imbalance == pytest.approx(4)
+    found = workload_of(everywhere, layout, most_load=math.inf)
     assert (found.input_bytes, found.output_bytes) == (0, 0)
     assert found.table_bytes / 256 == 2 * 3_000_000 * 128 * 4
 
@@ -103,23 +112,17 @@ AUTO = {"workers": 64, "shard_group_size": "auto", "placement": "auto"}
 
 
 def test_only_touched_rows_are_synced() -> None:
-    layout = Layout(512, 256, "intra_host")
-    synced = [
-        workload_of(
-            spec_of(
-                64, parallelism={"workers": 512, "shard_group_size": 256, "sync": {"mode": mode}}
-            ),
-            layout,
-            is_split=False,
-        ).synced_bytes
+    parallelism = {"workers": 512, "shard_group_size": 256, "placement": "intra_host"}
+    full, touched = (
+        SyncSums.of(spec_of(64, parallelism=parallelism | {"sync": {"mode": mode}})).synced_bytes
         for mode in ("full", "touched_rows")
-    ]
+    )
     row_bytes = 128 * 4 + 4
-    assert synced[0] == 64 * 3_000_000 * row_bytes
+    assert full == 64 * 3_000_000 * row_bytes
     # 42 million lookups a step would be more than all rows.
-    assert synced[1] == synced[0]
-    sparse = spec_of(64, {"pooling_factor": 0.1}).with_layout(256, "intra_host")
-    touched = workload_of(sparse, layout, is_split=False).synced_bytes
+    assert touched == full
+    sparse = spec_of(64, {"pooling_factor": 0.1}, parallelism=parallelism)
+    touched = SyncSums.of(sparse).synced_bytes
     assert touched == pytest.approx(64 * 0.1 * 4096 * 512 * row_bytes, rel=1e-3)
 
 
@@ -135,7 +138,7 @@ def test_the_network_is_counted_as_it_is_built(example: str) -> None:
         for name, parameter in build_model(spec, torch.device("cpu")).named_parameters()
         if tables.isdisjoint(name.split("."))
     )
-    workload = workload_of(spec, Layout(2, 2, "intra_host"), is_split=False)
+    workload = workload_of(spec, Layout(2, 2, "intra_host"), most_load=math.inf)
     # Biases and norms are left out.
     assert workload.dense_gradient_bytes == pytest.approx(4 * num_weights, rel=0.05)
 

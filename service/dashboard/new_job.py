@@ -112,7 +112,7 @@ class NewJobPage:
                 self._submit.props("unelevated no-caps").classes("button primary submit-button")
             force = partial(self._submit_now, force=True)
             title, leave = "It does not fit", "Change the spec"
-            with asking(title, "Submit all the same", force, leave=leave) as self._misfit:
+            with asking(title, "Submit all the same", force, leave=leave) as self._misfit_dialog:
                 self._misfit_text = ui.label()
             with ui.element("div").classes("draft"):
                 with ui.element("div").classes("draft-main"):
@@ -388,7 +388,7 @@ class NewJobPage:
             return
         options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
         if force:
-            self._misfit.close()
+            self._misfit_dialog.close()
             options["params"] = {"force": "true"}
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:
@@ -404,7 +404,7 @@ class NewJobPage:
             self._show_problems(tuple(refused.problem.fields))
             if refused.problem.code == "does_not_fit":
                 self._misfit_text.set_text(str(refused))
-                self._misfit.open()
+                self._misfit_dialog.open()
                 return
             ui.notify(str(refused), type="negative", multi_line=True)
             return

@@ -80,6 +80,7 @@ def _enter(tab: Page, house: Guarded, path: str, key: str) -> None:
 
 
 def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, house: Guarded) -> None:
+    house.backend.set_hosts(HostFacts("a", 16, 0, 4 * 2**30))
     _enter(tab, house, "/dashboard/new", "submitter")
     editor, command = tab.get_by_role("textbox", name="Spec"), tab.locator(".command-line")
     expect(command).to_contain_text("shardloom submit examples/movielens.yaml")
@@ -117,7 +118,6 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     tab.get_by_role("button", name="Submit").click()
     tab.get_by_role("tab", name="Spec").click()
     expect(tab.locator(".differences tbody tr")).to_have_text(re.compile("training.epochs.*5"))
-    house.backend.set_hosts(HostFacts("a", 4, 0, 4 * 2**30))
     tab.goto("/dashboard/new")
     editor.press("ControlOrMeta+a")
     large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]

@@ -236,6 +236,7 @@ def check_what_was_told(stack: Stack, job: JobDetail) -> None:
     assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
+@pytest.mark.timeout(400)
 def test_a_job_is_trained_the_cli_mirrors_it_in_its_exit_code_and_the_next_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:

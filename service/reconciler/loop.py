@@ -382,7 +382,7 @@ class Reconciler:
     def _observe(self, attempt: Attempt | None, seen: Mapping[str, Observation]) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
-        if attempt.last_submit_at is None:
+        if attempt.last_submit_at is None and attempt.submitted_at is None:
             return _NEVER_SENT
         known = seen.get(attempt.id)
         if known is not None and known.state in _ALIVE:

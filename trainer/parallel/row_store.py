@@ -67,6 +67,8 @@ class FlatRows:
         elif self.tensor.is_cuda:
             self.tensor.index_copy_(0, rows, values)
         else:  # where that copies element by element
+            assert values.dtype == self.tensor.dtype, "items are bytes, which are not converted"
+            assert values.shape == (len(rows), *self.tensor.shape[1:]), "an item for each row"
             _as_items(self.tensor)[rows.numpy()] = _as_items(values)
 
 

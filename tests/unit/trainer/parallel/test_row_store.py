@@ -373,3 +373,13 @@ def test_dense_tensors_travel_whole() -> None:
     tensors = [torch.ones(3, 4), torch.full((5,), 2.0)]
     _collectives().average_in_place(whole(tensors))
     assert [tensor.unique().tolist() for tensor in tensors] == [[0.5], [1.0]]
+
+
+@pytest.mark.parametrize("values", [torch.ones(2, 4), torch.ones(1, 4).half(), torch.ones(2, 2)])
+def test_rows_are_written_only_by_as_many_values_of_their_width_and_precision(
+    values: torch.Tensor,
+) -> None:
+    rows = FlatRows(torch.zeros(5, 4, dtype=torch.float16))
+    with pytest.raises(AssertionError, match="item"):
+        rows.write(values, torch.tensor([1, 3]))
+    assert not rows.tensor.any()

@@ -119,9 +119,9 @@ def _put_before(method: str, begin: Callable[..., object]) -> None:
     owner, _, name = method.rpartition(".")
     call = resolve_name(f"trainer.{method}")
 
-    def both(*args: Any) -> Any:
-        begin(*args)
-        return call(*args)
+    def both(*args: Any, **named: Any) -> Any:
+        begin(*args, *named.values())
+        return call(*args, **named)
 
     setattr(resolve_name(f"trainer.{owner}"), name, both)
 

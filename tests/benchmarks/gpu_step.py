@@ -80,7 +80,8 @@ class VirtualCopies:
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
         """Every copy gives the first of `parts`."""
         first = parts.view(self._num_copies, -1)[0]
-        out.view(self._num_copies, -1).copy_(first.expand(self._num_copies, -1))
+        for copy in out.view(self._num_copies, -1):
+            copy.copy_(first)
 
 
 def run(num_pairs: int) -> BenchmarkReport:

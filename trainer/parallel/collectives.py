@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 # So much is exchanged at a time. Gloo's threads take turns with each chunk, so that small ones cost
 # more; larger ones leave the processor's cache. NCCL is faster with more, and for each chunk the
 # host launches some thirty kernels.
-_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 # While one chunk is on its way to other hosts, the next is summed inside of this one.
 CHUNKS_AT_ONCE = 2
 
@@ -308,7 +308,7 @@ class Block:
 
     @property
     def row_numel(self) -> int:
-        return self.tensor[:1].numel()
+        return math.prod(self.tensor.shape[1:])
 
     @property
     def numel(self) -> int:
@@ -529,15 +529,12 @@ class Batch:
     def __init__(self, blocks: Sequence[Block], multiple: int) -> None:
         self.blocks = list(blocks)
         self.wire = self.blocks[0].wire
+        self.numel = sum(block.numel for block in self.blocks)
         self._multiple = multiple
 
     @property
     def dtype(self) -> torch.dtype:
         return self.blocks[0].tensor.dtype
-
-    @property
-    def numel(self) -> int:
-        return sum(block.numel for block in self.blocks)
 
     def pack(self, buffers: Buffers, key: Hashable = "values") -> torch.Tensor:
         """The blocks' rows as they are now, flat, with zeros up to a multiple of M."""
@@ -555,14 +552,15 @@ class Batch:
         return flat
 
     def unpack(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-        place = 0
+        end = 0
         for block in self.blocks:
-            yield block, flat[place : place + block.numel]
-            place += block.numel
+            start, end = end, end + block.numel
+            yield block, flat[start:end]
 
     def buffer(self, buffers: Buffers, key: Hashable) -> torch.Tensor:
         """What `pack` fills, for its rows to be written to."""
-        numel = self.numel
-        flat = buffers.take(key, numel + -numel % self._multiple, self.dtype)
-        flat[numel:] = 0
+        padding = -self.numel % self._multiple
+        flat = buffers.take(key, self.numel + padding, self.dtype)
+        if padding:
+            flat[self.numel :] = 0
         return flat

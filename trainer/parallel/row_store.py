@@ -14,8 +14,11 @@ FBGEMM keeps that of rows in HBM and that of elements in host memory.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +27,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class RowStore(Protocol):
@@ -57,9 +62,14 @@ class FlatRows:
     def read(
         self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if rows is not None:
-            return torch.index_select(self.tensor, 0, rows, out=out)
-        return self.tensor if out is None else out.copy_(self.tensor)
+        if rows is None:
+            return self.tensor if out is None else out.copy_(self.tensor)
+        if out is None:
+            out = self.tensor.new_empty(len(rows), *self.tensor.shape[1:])
+        if kernels := self._kernels(out):
+            kernels.gather(self.tensor, rows, out)
+            return out
+        return torch.index_select(self.tensor, 0, rows, out=out)
 
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         if rows is None:
@@ -70,6 +80,40 @@ class FlatRows:
             assert values.dtype == self.tensor.dtype, "items are bytes, which are not converted"
             assert values.shape == (len(rows), *self.tensor.shape[1:]), "an item for each row"
             _as_items(self.tensor)[rows.numpy()] = _as_items(values)
+
+    def move(self, rows: torch.Tensor, snapshot: torch.Tensor, mean: torch.Tensor) -> bool:
+        """Set the rows to mean + (row - snapshot) in one pass, where a kernel can; whether it did.
+
+        The arithmetic is that of `trainer.parallel.sync.apply_difference`.
+        """
+        if kernels := self._kernels(snapshot, mean):
+            kernels.land(self.tensor, rows, snapshot, mean)
+        return kernels is not None
+
+    def _kernels(self, *values: torch.Tensor) -> ModuleType | None:
+        """`trainer.parallel.row_kernels`, where they take single rows of this tensor."""
+        kernels = _row_kernels(self.tensor.device) if self.tensor.is_cuda else None
+        return kernels if kernels and kernels.can_take(self.tensor, *values) else None
+
+
+@functools.cache
+def _row_kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, after a trial; None, with a warning, where they cannot be compiled."""
+    try:
+        # Only torch's build for CUDA brings Triton along.
+        from trainer.parallel import row_kernels
+
+        trial = torch.zeros(2, 1, device=device)
+        row_kernels.gather(trial, torch.zeros(1, dtype=torch.int64, device=device), trial[1:])
+    except Exception as error:  # whatever it is, PyTorch's kernels do as well
+        logger.warning(
+            "syncs take PyTorch's kernels, which are slower, as Triton cannot compile its own on "
+            "this host: install a C compiler (gcc) on the hosts of workers, and let "
+            "TRITON_CACHE_DIR name a folder that they may write to: %s",
+            error,
+        )
+        return None
+    return row_kernels
 
 
 def _as_items(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.void]]:

@@ -469,19 +469,30 @@ class PendingSync:
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
         for index, (batch, means) in enumerate(zip(self._batches, self.means, strict=True)):
-            start = 0
-            for part in self.replicas.batches(batch.blocks, self._landing_bytes):
+            start, parts = 0, iter([batch])
+            if self._landing_bytes is not None:
+                parts = self.replicas.batches(batch.blocks, self._landing_bytes)
+            for part in parts:
                 place = slice(start, start := start + part.numel)
-                new = mean = means[place]
-                if self._snapshots:
-                    current = part.pack(self._buffers, "current")[: part.numel]
-                    new = apply_difference(current, self._snapshots[index][place], mean)
-                for (block, values), (_, agreed) in zip(
-                    part.unpack(new), part.unpack(mean), strict=True
-                ):
-                    block.write(values)
-                    block.agree(agreed)
+                then = (self._snapshots[index] if self._snapshots else means)[place]
+                pairs = zip(part.unpack(then), part.unpack(means[place]), strict=True)
+                for (block, snapshot), (_, mean) in pairs:
+                    if self._snapshots:
+                        self._move(block, snapshot, mean)
+                    else:
+                        block.write(mean)
+                    block.agree(mean)
         return [block for batch in self._batches for block in batch.blocks]
+
+    def _move(self, block: Block, snapshot: torch.Tensor, mean: torch.Tensor) -> None:
+        """Apply what `mean`, flat, says of `block` against its values at the `snapshot`."""
+        if isinstance(block.store, FlatRows) and block.rows is not None:
+            shape = block.num_rows, *block.tensor.shape[1:]
+            if block.store.move(block.rows, snapshot.view(shape), mean.view(shape)):
+                return
+        current = self._buffers.take("current", block.numel, block.tensor.dtype)
+        block.read_into(current)
+        block.write(apply_difference(current, snapshot, mean))
 
 
 Deferred = tuple[PendingSync, Callable[[], None]]

@@ -33,6 +33,10 @@ from trainer.parallel.collectives import Block, ReplicaCollectives, run_exchange
 from trainer.parallel.model import TableShard
 from trainer.parallel.row_store import JoinedRows, RowStore
 
+# What is not kept is written too, as the host does not know of it: to places of its own, and to as
+# many as this, as a GPU's writes to one place wait for each other.
+_NUM_UNKEPT = 1024
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -207,13 +211,13 @@ def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
 class RowLog:
     """What rows held before they changed: of those shards of a kernel that are stored alike.
 
-    `stores` are the tensors of each shard, by its place in `numbers`. `place_of`, int32 [rows + 1],
-    which logs share, says where a row's values are in `values`, [places + 1, columns] for each
-    tensor of a shard; -1 where it is not saved. The last place of each is for what is not kept.
+    `stores` are the tensors of each shard, by its place in `numbers`. `place_of`, int32 [rows], and
+    shared by logs, says where a row's values are in `values`, [places, columns] for each tensor of
+    a shard; -1 where it is not saved. Both end in `_NUM_UNKEPT` more, for what is not kept.
 
     No size is read on the host: of n rows given those that are saved already, or twice, are copied
-    too, to the last place. So there are places for each lookup of a window, but for no more rows
-    than there are; to begin with `num_steps` times those of the first step.
+    too. So there are places for each lookup of a window, but for no more rows than there are; to
+    begin with `num_steps` times those of the first step.
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class RowLog:
 
     def numbers(self) -> torch.Tensor:
         """Of the rows that are saved here, read on the host."""
-        numbers = (self._place_of[:-1] >= 0).nonzero().view(-1)
+        numbers = (self._place_of[:-_NUM_UNKEPT] >= 0).nonzero().view(-1)
         shard = torch.searchsorted(self._ends, numbers, right=True)
         return numbers[self._is_here[shard]]
 
@@ -268,15 +272,17 @@ class RowLog:
         if not numbers.numel():
             return
         self._make_room(numbers.numel())
-        place_of, unkept = self._place_of, len(self._place_of) - 1
+        place_of = self._place_of
         shard = torch.searchsorted(self._ends, numbers, right=True)
         is_new = (place_of[numbers] < 0) & self._is_here[shard]
         # Each writes its turn to its row; whose turn is there in the end stands for the others.
         turns = torch.arange(numbers.numel(), dtype=place_of.dtype, device=place_of.device)
+        spread = turns % _NUM_UNKEPT
+        unkept = spread + (len(place_of) - _NUM_UNKEPT)
         place_of.scatter_(0, torch.where(is_new, numbers, unkept), turns)
         is_kept = is_new & (place_of[numbers] == turns)
         counts = is_kept.cumsum(0)
-        places = torch.where(is_kept, self._num_saved + counts - 1, len(self._values[0]) - 1)
+        places = torch.where(is_kept, self._num_saved + counts - 1, spread + self._num_places)
         place_of.scatter_(0, torch.where(is_kept, numbers, unkept), places.to(place_of.dtype))
         self._num_saved += counts[-1]
         wanted = torch.where(is_kept, numbers, self._first)
@@ -296,10 +302,10 @@ class RowLog:
         expected = needed * 5 // 4 if self._num_places else needed * self._num_steps
         if needed > self._num_places:
             self._num_places = min(expected, self._num_rows)
-        num_places = self._num_places + 1
+        num_places = self._num_places + _NUM_UNKEPT
         self._values = [rows.tensor.new_empty(num_places, rows.width) for rows in self._rows]
         for new, old in zip(self._values, before, strict=False):
-            new[: len(old) - 1] = old[:-1]
+            new[: len(old) - _NUM_UNKEPT] = old[:-_NUM_UNKEPT]
 
     def base(self, store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
         """The rows of these numbers as they were saved, or as they are where they were not."""
@@ -318,7 +324,9 @@ class RowLog:
         assert block.rows is not None and block.base is not None
         values = self._values[self._tensors[block.tensor.data_ptr()]]
         places = self._place_of[block.rows].long()
-        values.index_copy_(0, torch.where(places >= 0, places, len(values) - 1), block.base)
+        spread = torch.arange(len(places), device=places.device) % _NUM_UNKEPT
+        unkept = spread + (len(values) - _NUM_UNKEPT)
+        values.index_copy_(0, torch.where(places >= 0, places, unkept), block.base)
 
 
 @dataclass(frozen=True)
@@ -399,7 +407,7 @@ class RowBase(SyncBase):
             ]
             if stores:
                 alike.setdefault((kernel, *places), {})[index] = stores
-        size, device = self._numbers.num_rows + 1, self._numbers.device
+        size, device = self._numbers.num_rows + _NUM_UNKEPT, self._numbers.device
         window = Window(torch.full((size,), -1, dtype=torch.int32, device=device), {})
         for (kernel, *_), of_shards in alike.items():
             log = RowLog(self._numbers, of_shards, window.place_of, num_steps)

@@ -126,8 +126,10 @@ def test_the_ray_pods_find_their_paths_and_ports_in_the_image() -> None:
     assert f":{probe['port']}{probe['path']}" in health
 
 
-def test_the_cuda_image_has_what_nccl_loads_for_rdma() -> None:
+def test_the_cuda_image_has_what_nccl_loads_for_rdma_and_a_compiler_for_triton() -> None:
     # Without libibverbs and the adapters' drivers NCCL takes TCP, and says nothing.
     (step,) = [text for name, text in _last_stage(TRAINER) if "apt-get install" in text]
-    assert {"libibverbs1", "ibverbs-providers", "librdmacm1", "rdma-core"} <= set(step.split())
+    assert {"g++", "libibverbs1", "ibverbs-providers", "librdmacm1", "rdma-core"} <= set(
+        step.split()
+    )
     assert 'if [ "$VARIANT" = cpu ]; then exit 0; fi' in step

@@ -64,9 +64,9 @@ class FlatRows:
     ) -> torch.Tensor:
         if rows is None:
             return self.tensor if out is None else out.copy_(self.tensor)
-        if out is None:
-            out = self.tensor.new_empty(len(rows), *self.tensor.shape[1:])
-        if kernels := self._kernels(out):
+        if kernels := self._kernels(*([] if out is None else [out])):
+            if out is None:
+                out = self.tensor.new_empty(len(rows), *self.tensor.shape[1:])
             kernels.gather(self.tensor, rows, out)
             return out
         return torch.index_select(self.tensor, 0, rows, out=out)

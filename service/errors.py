@@ -1,11 +1,13 @@
 """Errors of the control plane: one hierarchy, of which the API makes problems (RFC 9457).
 
-Each class has its HTTP `status` and a stable `code`; its text is the `detail` of the problem.
-`SpecError` of the trainer is no part of it; the API answers it with 422 `invalid_spec`.
+Each class has its HTTP `status` and a stable `code`: its name in snake case unless it has
+another. Its text is the `detail` of the problem. `SpecError` of the
+trainer is no part of it; the API answers it with 422 `invalid_spec`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -26,14 +28,18 @@ class ServiceError(Exception):
     extensions: Mapping[str, object] = MappingProxyType({})
     headers: Mapping[str, str] = MappingProxyType({})
 
+    def __init_subclass__(cls) -> None:
+        words = re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__).lower()
+        cls.code = vars(cls).get("code", words.replace(" ", "_"))
+        if cls.__base__ is ServiceError:
+            cls.title = vars(cls).get("title", words.capitalize())
+
     def __init__(self, *values: object) -> None:
         super().__init__(self.template.format(*values))
 
 
 class InvalidRequest(ServiceError):
     status = 422
-    code = "invalid_request"
-    title = "Invalid request"
 
     def __init__(self, faults: Sequence[FieldProblem]) -> None:
         self.fields = tuple(faults)
@@ -42,24 +48,19 @@ class InvalidRequest(ServiceError):
 
 class NotFound(ServiceError):
     status = 404
-    code = "not_found"
-    title = "Not found"
 
 
 class ProjectNotFound(NotFound):
-    code = "project_not_found"
     template = "project '{0}' has no quotas; PUT /v1/projects/{0} sets some"
 
 
 class WebhookNotFound(NotFound):
-    code = "webhook_not_found"
     template = "no webhook has the id '{}'; GET /v1/webhooks lists them"
 
 
 class DeliveryNotFound(NotFound):
     """A webhook has no delivery of this id, or it was forgotten with age."""
 
-    code = "delivery_not_found"
     template = "webhook {0} has no delivery {1}; GET /v1/webhooks/{0}/deliveries lists them"
 
 
@@ -67,12 +68,9 @@ class Conflict(ServiceError):
     """Not possible in the present state."""
 
     status = 409
-    code = "conflict"
-    title = "Conflict"
 
 
 class IdempotencyConflict(Conflict):
-    code = "idempotency_conflict"
     template = "Idempotency-Key '{}' was used before with another request; use a new key"
 
 
@@ -84,14 +82,12 @@ class RequestInProgress(Conflict):
 
 class PreconditionFailed(ServiceError):
     status = 412
-    title = "Precondition failed"
 
 
 class SubmissionRefused(ServiceError):
     """The backend answered, and the answer was no: the same request would be refused again."""
 
     status = 502
-    code = "submission_refused"
     title = "Backend error"
 
 
@@ -99,21 +95,16 @@ class BackendUnreachable(ServiceError):
     """The backend did not answer in time: nothing is known, and nothing must be concluded."""
 
     status = 503
-    code = "backend_unreachable"
-    title = "Backend unreachable"
 
 
 class StoreUnavailable(ServiceError):
     """The database does not answer or is not at the newest migration."""
 
     status = 503
-    code = "store_unavailable"
-    title = "Store unavailable"
 
 
 class StorageUnavailable(ServiceError):
     status = 503
-    code = "storage_unavailable"
     title = "Run storage unavailable"
     template = "run storage failed ({}); check SHARDLOOM_RUNS_DIR"
 
@@ -129,8 +120,6 @@ def reaching_storage(purpose: str = "") -> Iterator[None]:
 
 class ReconcilerDied(ServiceError):
     status = 503
-    code = "reconciler_died"
-    title = "Reconciler died"
     template = (
         "the loop that runs jobs has ended, so no job starts or ends; the service's log says why. "
         "Restart the service: running jobs go on"
@@ -141,34 +130,26 @@ class ReconcilerDied(ServiceError):
 
 
 class LogNotFound(NotFound):
-    code = "log_not_found"
-
     def __init__(self, source: str, sources: Sequence[str]) -> None:
         known = ", ".join(sources) or "none yet"
         super().__init__(f"no log is named '{source}'; the attempt has: {known}")
 
 
 class CheckpointNotFound(NotFound):
-    code = "checkpoint_not_found"
-
     def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
         known = ", ".join(str(step) for step in steps) or "none"
         super().__init__(f"job {job_id} has no checkpoint {wanted}; steps that it has: {known}")
 
 
 class TraceNotFound(NotFound):
-    code = "trace_not_found"
     template = "no trace is named '{}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
 
 
 class ExportNotFound(NotFound):
-    code = "export_not_found"
     template = "job {} has no export '{}'; GET /v1/jobs/JOB/exports lists them"
 
 
 class TracePending(Conflict):
-    code = "trace_pending"
-
     def __init__(self, trace_id: str, names: Sequence[str]) -> None:
         super().__init__(
             f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
@@ -178,7 +159,6 @@ class TracePending(Conflict):
 class ExportPending(Conflict):
     """An earlier export of the job, `export_id`, is not done yet."""
 
-    code = "export_pending"
     template = "export {1} of job {0} is not done yet; wait for it, then ask again"
 
     def __init__(self, job_id: str, export_id: str) -> None:
@@ -187,20 +167,16 @@ class ExportPending(Conflict):
 
 
 class ExportBeingRequested(Conflict):
-    code = "export_being_requested"
     template = "another export of job {} is being asked for at this moment; look at its exports"
 
 
 class ExportNotReady(Conflict):
-    code = "export_not_ready"
-
     def __init__(self, export_id: str, status: str, message: str) -> None:
         cause = f": {message}" if message else ""
         super().__init__(f"export {export_id} is {status}{cause}")
 
 
 class ExportRefused(Conflict):
-    code = "export_refused"
     template = (
         "job {} {}; let jobs export where they train (`export: {{on_success: true}}`), or export "
         "on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
@@ -210,7 +186,6 @@ class ExportRefused(Conflict):
 class ExportUnavailable(Conflict):
     """`trainer_python` lacks packages that exports need."""
 
-    code = "export_unavailable"
     template = (
         "this service makes no exports: its Python ({}, SHARDLOOM_TRAINER_PYTHON) cannot, as {}. "
         "Run it from the image of deploy/Dockerfile.service-export, or where the trainer is "
@@ -221,25 +196,20 @@ class ExportUnavailable(Conflict):
 
 class CodeStoreFull(ServiceError):
     status = 507
-    code = "code_store_full"
-    title = "Code store full"
 
 
 # ---- sweeps
 
 
 class SweepNotFound(NotFound):
-    code = "sweep_not_found"
     template = "no sweep has the id '{}'; GET /v1/sweeps lists them"
 
 
 class SweepEnded(Conflict):
-    code = "sweep_ended"
     template = "sweep {} has already ended ({})"
 
 
 class SweepNotEnded(Conflict):
-    code = "sweep_not_ended"
     template = "sweep {} has not ended; cancel it and wait for its end first"
 
 
@@ -247,27 +217,22 @@ class SweepNotEnded(Conflict):
 
 
 class JobNotFound(NotFound):
-    code = "job_not_found"
     template = "no job has the id or name '{}'; GET /v1/jobs lists them"
 
 
 class AttemptNotFound(NotFound):
-    code = "attempt_not_found"
     template = "no attempt has the id '{}'"
 
 
 class JobEnded(Conflict):
-    code = "job_ended"
     template = "job {} has already ended ({})"
 
 
 class JobNotEnded(Conflict):
-    code = "job_not_ended"
     template = "job {} has not ended: it is {}; cancel it and wait for its end first"
 
 
 class JobNotRunning(Conflict):
-    code = "job_not_running"
     template = "job {} has no workers {}: it is {}, not RUNNING"
 
     def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
@@ -275,7 +240,6 @@ class JobNotRunning(Conflict):
 
 
 class JobNotPaused(Conflict):
-    code = "job_not_paused"
     template = "job {} is not paused: it is {}"
 
 
@@ -285,7 +249,6 @@ class JobActive(Conflict):
 
 
 class LayoutUnknown(Conflict):
-    code = "layout_unknown"
     template = (
         "job {} has not chosen its shard_group_size yet; ask again once its timeline tells the "
         "layout"
@@ -295,7 +258,6 @@ class LayoutUnknown(Conflict):
 class SequenceGap(Conflict):
     """A batch starts after records that never arrived; `next_seq` is the one to go on from."""
 
-    code = "sequence_gap"
     template = (
         "batch of stream '{0}' starts at {1}, but record {2} has not arrived yet; send again "
         "from {2}"
@@ -307,17 +269,14 @@ class SequenceGap(Conflict):
 
 
 class StaleVersion(Conflict):
-    code = "stale_version"
     template = "job {} was changed since version {} was read; read again"
 
 
 class LockLost(Conflict):
-    code = "lock_lost"
     template = "the lock {} of {} ran out and is another replica's now; what it was for is dropped"
 
 
 class VersionChanged(PreconditionFailed):
-    code = "version_changed"
     template = (
         "job {0} is at version {2} now, and If-Match asks for {1}: read it again, and repeat the "
         "request if it is still meant"
@@ -325,7 +284,6 @@ class VersionChanged(PreconditionFailed):
 
 
 class VersionUnknown(PreconditionFailed):
-    code = "version_unknown"
     template = (
         'If-Match is {!r}; give the ETag of a job, such as "7". A weak one (W/"7", as proxies make '
         "that compress) matches nothing"
@@ -334,14 +292,10 @@ class VersionUnknown(PreconditionFailed):
 
 class RecordRefused(ServiceError):
     status = 422
-    code = "record_refused"
-    title = "Record refused"
     template = "a record of attempt {} cannot be stored ({})"
 
 
 class JobUnreadable(ServiceError):
-    code = "job_unreadable"
-    title = "Job unreadable"
     template = (
         "job {} cannot be read ({}); was it stored by another version of the service? Run that "
         "version, or cancel the job with it"
@@ -353,8 +307,6 @@ class JobUnreadable(ServiceError):
 
 class NotSignedIn(ServiceError):
     status = 401
-    code = "not_signed_in"
-    title = "Not signed in"
     template = (
         "{}; send 'Authorization: Bearer KEY' with an API key (`shardloom login`, or "
         "SHARDLOOM_API_KEY)"
@@ -369,12 +321,9 @@ class Forbidden(ServiceError):
     """Valid credentials without the right to do this."""
 
     status = 403
-    code = "forbidden"
-    title = "Forbidden"
 
 
 class ForeignOrigin(Forbidden):
-    code = "foreign_origin"
     template = (
         "a page of {:.200} may not change anything here; SHARDLOOM_ALLOWED_ORIGINS names the sites "
         "that may"
@@ -393,7 +342,6 @@ class CsrfRefused(Forbidden):
 
 class ForeignHost(ServiceError):
     status = 421
-    code = "foreign_host"
     title = "Misdirected request"
     template = (
         "this service does not answer for the host '{:.200}'; SHARDLOOM_ALLOWED_HOSTS names those "
@@ -403,7 +351,6 @@ class ForeignHost(ServiceError):
 
 class BehindProxy(ServiceError):
     status = 421
-    code = "behind_proxy"
     title = "Misdirected request"
     template = (
         "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and this "
@@ -413,15 +360,11 @@ class BehindProxy(ServiceError):
 
 class BodyTooLarge(ServiceError):
     status = 413
-    code = "body_too_large"
-    title = "Body too large"
     template = "a request's body has at most {} bytes here"
 
 
 class TooManyRequests(ServiceError):
     status = 429
-    code = "too_many_requests"
-    title = "Too many requests"
     template = "too many requests; try again in {} s"
 
     def __init__(self, retry_after_s: int) -> None:
@@ -431,7 +374,6 @@ class TooManyRequests(ServiceError):
 
 class TooManyOpen(ServiceError):
     status = 429
-    code = "too_many_open"
     title = "Too many requests"
     template = (
         "{} requests or streams of this caller are open, as many as may be; close some, or raise "
@@ -442,19 +384,14 @@ class TooManyOpen(ServiceError):
 
 class IdentityProviderAway(ServiceError):
     status = 503
-    code = "identity_provider_away"
-    title = "Identity provider away"
     template = "cannot read the keys at {} ({}); SHARDLOOM_OIDC_JWKS_URL"
 
 
 class SecretKeyUnusable(ServiceError):
-    code = "secret_key_unusable"
-    title = "Secret key unusable"
     template = "{} (SHARDLOOM_SECRET_KEY)"
 
 
 class KeyNotFound(NotFound):
-    code = "key_not_found"
     template = "no API key has the id '{}'; `shardloom keys list` shows them"
 
 
@@ -465,8 +402,6 @@ class DoesNotFit(ServiceError):
     """The tables of a spec do not fit the memory of the cluster's workers."""
 
     status = 422
-    code = "does_not_fit"
-    title = "Does not fit"
 
     def __init__(self, why: str, changes: Sequence[Change]) -> None:
         advice = "; or ".join(change.text for change in changes)
@@ -479,14 +414,10 @@ class NoPlan(ServiceError):
     """The cluster cannot be planned for: too little is known of it, or it has no room."""
 
     status = 422
-    code = "no_plan"
-    title = "No plan"
 
 
 class PlanTimedOut(ServiceError):
     status = 504
-    code = "plan_timed_out"
-    title = "Plan timed out"
     template = (
         "the plan was not done within {:g} s; give it more (time_limit_s), or ask again when the "
         "service is less busy"
@@ -496,8 +427,6 @@ class PlanTimedOut(ServiceError):
 class PlannerFailed(ServiceError):
     """The process with TorchRec's planner failed."""
 
-    code = "planner_failed"
-    title = "Planner failed"
     template = (
         "the process that plans failed: {} (-9 is too little memory, and trainer_python must be a "
         "Python with the trainer's packages)"

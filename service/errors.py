@@ -1,8 +1,8 @@
 """Errors of the control plane: one hierarchy, of which the API makes problems (RFC 9457).
 
-Each class has its HTTP `status` and a stable `code`: its name in snake case unless it has
-another. Its text is the `detail` of the problem. `SpecError` of the
-trainer is no part of it; the API answers it with 422 `invalid_spec`.
+Each class has its HTTP `status` and a stable `code`: its name in snake case, unless it names one.
+Its text is the `detail` of the problem. `SpecError` of the trainer is no part of it; the API
+answers it with 422 `invalid_spec`.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ def _write_turn(engine: Engine) -> Iterator[None]:
 class TransactionConflict(StoreUnavailable):
     """The database undid a transaction because of another one; a retry may pass."""
 
+    code = StoreUnavailable.code
+
 
 class Transactions:
     """Begins transactions on `engine`, for the stores; all raise `StoreUnavailable` on a failure.

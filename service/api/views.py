@@ -40,7 +40,6 @@ from service.schemas.jobs import (
 )
 from service.schemas.sweeps import (
     EarlyStoppingSpec,
-    ParameterOut,
     SweepDetail,
     SweepSummary,
     TrialOut,
@@ -224,7 +223,7 @@ def sweep_detail(sweep: Sweep, trials: Sequence[Observed]) -> SweepDetail:
         num_parallel=sweep.num_parallel,
         seed=sweep.seed,
         early_stopping=EarlyStoppingSpec.model_validate(stopping) if stopping else None,
-        parameters=[ParameterOut.model_validate(each) for each in sweep.parameters],
+        parameters=list(sweep.parameters),
         trials=[_trial_view(sweep, each) for each in trials],
         best=best.trial.number if best else None,
         best_spec=set_values(dict(sweep.spec), best.trial.values) if best else None,

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from service.cli import common
 from service.cli.common import (
+    HERE,
+    Client,
     JsonOption,
     UrlOption,
     console,
@@ -35,7 +37,7 @@ from service.schemas.admin import (
     WebhookOut,
 )
 from service.schemas.jobs import QueueOut
-from service.schemas.wording import age, due, duration
+from service.schemas.wording import age, due, duration, of_limit
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
@@ -60,10 +62,9 @@ def logout(url: UrlOption = None) -> None:
     console().print(f"the key for {service} is forgotten" if is_forgotten else "there was no key")
 
 
-def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def whoami(client: Client = HERE, as_json: JsonOption = False) -> None:
     """Say who you are to the service, and what you may do."""
-    with common.open_client(url) as client:
-        found = client.whoami()
+    found = client.whoami()
     roles = ", ".join(f"{role} in {project}" for project, role in found.roles.items())
     who = Text.assemble((found.name, "bold"), f"  ({found.kind})  ", roles or "no role")
     print_answer(found, who, as_json=as_json)
@@ -107,22 +108,20 @@ def create_key(
 
 
 @keys_app.command("list")
-def list_keys(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def list_keys(client: Client = HERE, as_json: JsonOption = False) -> None:
     """List API keys, without their secrets, which are not stored."""
-    with common.open_client(url) as client:
-        found = list(client.iter_keys())
+    found = list(client.iter_keys())
     print_answer(found, _key_table(found, time.time()), as_json=as_json)
 
 
 @keys_app.command("revoke")
 def revoke_key(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key.")],
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """End an API key and the sessions that were opened with it."""
-    with common.open_client(url) as client:
-        found = client.revoke_key(key_id)
+    found = client.revoke_key(key_id)
     print_answer(found, f"key {found.id} ({found.name}) is revoked", as_json=as_json)
 
 
@@ -131,12 +130,11 @@ def audit(
     object: Annotated[str | None, typer.Option(help="Only changes of this path.")] = None,
     refused: Annotated[bool, typer.Option("--refused", help="Only what was refused.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Lines, newest first.")] = 50,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Show who changed what, when, from where, and with what result."""
-    with common.open_client(url) as client:
-        found = client.audit(actor=actor, object=object, refused=refused, limit=limit).items
+    found = client.audit(actor=actor, object=object, refused=refused, limit=limit).items
     print_answer(found, _audit_table(found), as_json=as_json)
 
 
@@ -216,19 +214,17 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the p
 
 
 @projects_app.command("list")
-def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def list_projects(client: Client = HERE, as_json: JsonOption = False) -> None:
     """List projects that have quotas or jobs that have not ended."""
-    with common.open_client(url) as client:
-        found = client.projects()
+    found = client.projects()
     empty = "no projects yet; `project: NAME` in a spec makes one"
     print_answer(found, _projects_table(found), as_json=as_json, empty=empty)
 
 
 @projects_app.command("show")
-def show_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def show_project(name: NameArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Show the quotas of a project and what its jobs hold."""
-    with common.open_client(url) as client:
-        found = client.project(name)
+    found = client.project(name)
     print_answer(found, _projects_table([found]), as_json=as_json)
 
 
@@ -241,22 +237,18 @@ def set_quotas(
     max_running_jobs: Annotated[
         int | None, typer.Option(min=0, help="Most jobs at the same time (default: no limit).")
     ] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Set both quotas of a project; what runs already is left to run."""
-    with common.open_client(url) as client:
-        changed = client.set_quotas(
-            name, max_workers=max_workers, max_running_jobs=max_running_jobs
-        )
+    changed = client.set_quotas(name, max_workers=max_workers, max_running_jobs=max_running_jobs)
     print_answer(changed, _projects_table([changed]), as_json=as_json)
 
 
 @projects_app.command("remove")
-def remove_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def remove_project(name: NameArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Take the quotas of a project away; its jobs stay."""
-    with common.open_client(url) as client:
-        client.remove_quotas(name)
+    client.remove_quotas(name)
     answer = {"name": name, "removed": True}
     print_line(answer, f"project {name} has no quotas any more", as_json=as_json)
 
@@ -266,24 +258,19 @@ def _projects_table(projects: list[ProjectOut]) -> Table:
     for each in projects:
         table.add_row(
             each.name,
-            _of(each.num_workers, each.max_workers),
-            _of(each.num_running_jobs, each.max_running_jobs),
+            of_limit(each.num_workers, each.max_workers),
+            of_limit(each.num_running_jobs, each.max_running_jobs),
             str(each.num_queued_jobs),
         )
     return table
 
 
-def _of(used: int, most: int | None) -> str:
-    return str(used) if most is None else f"{used} of {most}"
-
-
 # ---- the queue
 
 
-def queue(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def queue(client: Client = HERE, as_json: JsonOption = False) -> None:
     """Show who waits for workers, in which order and why, and who holds them."""
-    with common.open_client(url) as client:
-        found = client.queue()
+    found = client.queue()
     if as_json:
         print_json(found)
         return
@@ -345,26 +332,22 @@ def create_webhook(
     project: Annotated[str, typer.Option(help="Project, or * for every one.")] = "default",
     kind: KindOption = None,
     description: Annotated[str, typer.Option(help="What it is for.")] = "",
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Make a webhook, and print the secret that its messages are signed with."""
-    with common.open_client(url) as client:
-        made = client.create_webhook(
-            target, project=project, kinds=kind or (), description=description
-        )
+    made = client.create_webhook(target, project=project, kinds=kind or (), description=description)
     _print_secret(made, as_json=as_json)
 
 
 @webhooks_app.command("list")
 def list_webhooks(
     project: Annotated[str | None, typer.Option(help="Only of this project.")] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """List webhooks."""
-    with common.open_client(url) as client:
-        found = client.webhooks(project=project)
+    found = client.webhooks(project=project)
     empty = "no webhooks; `shardloom webhooks create URL` makes one"
     print_answer(found, _webhooks_table(found), as_json=as_json, empty=empty)
 
@@ -375,39 +358,35 @@ def change_webhook(
     target: Annotated[str | None, typer.Option("--to", help="Another URL.")] = None,
     kind: KindOption = None,
     on: Annotated[bool | None, typer.Option("--on/--off", help="Switch it on or off.")] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Change a webhook, or switch it off or on again."""
     wanted = {"url": target, "kinds": kind, "is_active": on}
     changes = {name: value for name, value in wanted.items() if value is not None}
-    with common.open_client(url) as client:
-        changed = client.change_webhook(webhook, **changes)
+    changed = client.change_webhook(webhook, **changes)
     print_answer(changed, _webhooks_table([changed]), as_json=as_json)
 
 
 @webhooks_app.command("delete")
-def delete_webhook(webhook: WebhookArgument, url: UrlOption = None) -> None:
+def delete_webhook(webhook: WebhookArgument, client: Client = HERE) -> None:
     """Forget a webhook and what was not delivered yet."""
-    with common.open_client(url) as client:
-        client.delete_webhook(webhook)
+    client.delete_webhook(webhook)
 
 
 @webhooks_app.command("rotate")
 def rotate_secret(
-    webhook: WebhookArgument, url: UrlOption = None, as_json: JsonOption = False
+    webhook: WebhookArgument, client: Client = HERE, as_json: JsonOption = False
 ) -> None:
     """Give a webhook a new secret."""
-    with common.open_client(url) as client:
-        made = client.rotate_webhook(webhook)
+    made = client.rotate_webhook(webhook)
     _print_secret(made, as_json=as_json)
 
 
 @webhooks_app.command("test")
-def send_test(webhook: WebhookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def send_test(webhook: WebhookArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Send a test message."""
-    with common.open_client(url) as client:
-        queued = client.try_webhook(webhook)
+    queued = client.try_webhook(webhook)
     line = f"queued as {queued.id}; `shardloom webhooks deliveries {webhook}` tells more"
     print_line(queued, line, as_json=as_json)
 
@@ -417,12 +396,11 @@ def list_deliveries(
     webhook: WebhookArgument,
     state: Annotated[str | None, typer.Option(help="pending, delivered or dead.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """List messages to a webhook, newest first."""
-    with common.open_client(url) as client:
-        found = list(itertools.islice(client.deliveries(webhook, state=state), limit))
+    found = list(itertools.islice(client.deliveries(webhook, state=state), limit))
     print_answer(found, _deliveries_table(found, time.time()), as_json=as_json)
 
 
@@ -430,12 +408,11 @@ def list_deliveries(
 def redeliver(
     webhook: WebhookArgument,
     delivery: Annotated[int, typer.Argument(metavar="DELIVERY", help="Its number.")],
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Send a message again."""
-    with common.open_client(url) as client:
-        queued = client.redeliver(webhook, delivery)
+    queued = client.redeliver(webhook, delivery)
     print_line(queued, f"message {queued.message_id} goes out again", as_json=as_json)
 
 

@@ -23,6 +23,8 @@ from rich.text import Text
 
 from service.cli import common
 from service.cli.common import (
+    HERE,
+    Client,
     FollowOption,
     JobArgument,
     JsonOption,
@@ -117,22 +119,21 @@ def exports(
         typer.Option(metavar="ID", help="Delete this one instead; one being made is given up."),
     ] = None,
     yes: YesOption = False,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """List the exports of a job, or delete one."""
-    with common.open_client(url) as client:
-        if delete is not None:
-            if not yes:
-                # From the list, which tells of damaged ones, too.
-                found = [each for each in client.exports(job) if each.id == delete]
-                what = "".join(f" ({it.checkpoint}, {it.quantize}, {it.status})" for it in found)
-                typer.confirm(f"delete export {delete} of {job}{what}?", abort=True, err=True)
-            client.delete_export(job, delete)
-            answer = {"id": delete, "deleted": True}
-            print_line(answer, f"export {delete} of {job} is deleted", as_json=as_json)
-            return
-        found = client.exports(job)
+    if delete is not None:
+        if not yes:
+            # From the list, which tells of damaged ones, too.
+            found = [each for each in client.exports(job) if each.id == delete]
+            what = "".join(f" ({it.checkpoint}, {it.quantize}, {it.status})" for it in found)
+            typer.confirm(f"delete export {delete} of {job}{what}?", abort=True, err=True)
+        client.delete_export(job, delete)
+        answer = {"id": delete, "deleted": True}
+        print_line(answer, f"export {delete} of {job} is deleted", as_json=as_json)
+        return
+    found = client.exports(job)
     empty = f"no exports yet; `shardloom export {job} --to DIR` makes one"
     print_answer(found, exports_table(found, time.time()), as_json=as_json, empty=empty)
 
@@ -179,7 +180,7 @@ TailOption = Annotated[
 
 def logs(
     job: JobArgument,
-    url: UrlOption = None,
+    client: Client = HERE,
     follow: FollowOption = False,
     source: SourceOption = None,
     rank: Annotated[list[int] | None, typer.Option(min=0, help="Only ranks; repeatable.")] = None,
@@ -213,30 +214,29 @@ def logs(
         "until": moment(until, now_s),
         "tail": tail,
     }
-    with common.open_client(url) as client:
-        if download is not None:
-            try:
-                path = client.download_logs(job, download, attempt=attempt)
-            except OSError as error:
-                raise typer.BadParameter(f"cannot write {download}: {error.strerror}") from None
-            console().print(str(path), soft_wrap=True)
-        elif as_json and not follow:
-            print_json(client.read_logs(job, **wanted))
-        else:
-            # Ctrl-C is the usual way out of a log that goes on.
-            with contextlib.suppress(KeyboardInterrupt):
-                lines: Iterable[LogLine] = (
-                    client.follow_logs(job, **wanted)
-                    if follow
-                    else client.read_logs(job, **wanted).lines
-                )
-                for line in lines:
-                    if as_json:
-                        typer.echo(line.model_dump_json())
-                    else:
-                        style = _STYLES.get(line.level or "", "")
-                        text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
-                        console().print(text, soft_wrap=True)
+    if download is not None:
+        try:
+            path = client.download_logs(job, download, attempt=attempt)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {download}: {error.strerror}") from None
+        console().print(str(path), soft_wrap=True)
+    elif as_json and not follow:
+        print_json(client.read_logs(job, **wanted))
+    else:
+        # Ctrl-C is the usual way out of a log that goes on.
+        with contextlib.suppress(KeyboardInterrupt):
+            lines: Iterable[LogLine] = (
+                client.follow_logs(job, **wanted)
+                if follow
+                else client.read_logs(job, **wanted).lines
+            )
+            for line in lines:
+                if as_json:
+                    typer.echo(line.model_dump_json())
+                else:
+                    style = _STYLES.get(line.level or "", "")
+                    text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
+                    console().print(text, soft_wrap=True)
 
 
 def moment(text: str | None, now_s: float) -> float | None:
@@ -270,7 +270,7 @@ def trace(
         Path | None,
         typer.Option(metavar="DIR", help="Save the files in a folder, once they are written."),
     ] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Record the next steps of a running job with torch.profiler.
@@ -279,25 +279,23 @@ def trace(
 
     The files are gzipped traces in Chrome's format: open them at https://ui.perfetto.dev.
     """
-    with common.open_client(url) as client:
-        requested = client.request_trace(job, num_steps=steps, ranks=rank or (0,))
-        if not wait and out is None:
-            hint = f"the trace is asked for; `shardloom traces {job}` lists it once it is written"
-            print_line(requested, requested.id, hint, as_json=as_json)
-            return
-        written = client.wait_for_traces(job, requested)
-        if as_json:
-            print_json(written)
-        elif out is None:
-            console().print(traces_table(written, time.time()))
-        if out is not None:
-            _save_traces(client, job, written, out, is_quiet=as_json)
+    requested = client.request_trace(job, num_steps=steps, ranks=rank or (0,))
+    if not wait and out is None:
+        hint = f"the trace is asked for; `shardloom traces {job}` lists it once it is written"
+        print_line(requested, requested.id, hint, as_json=as_json)
+        return
+    written = client.wait_for_traces(job, requested)
+    if as_json:
+        print_json(written)
+    elif out is None:
+        console().print(traces_table(written, time.time()))
+    if out is not None:
+        _save_traces(client, job, written, out, is_quiet=as_json)
 
 
-def traces(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def traces(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """List the traces of a job."""
-    with common.open_client(url) as client:
-        found = client.traces(job)
+    found = client.traces(job)
     empty = f"no traces yet; `shardloom trace {job}` records one"
     print_answer(found, traces_table(found, time.time()), as_json=as_json, empty=empty)
 

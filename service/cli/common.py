@@ -93,12 +93,24 @@ SetOption = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a field, as in training.epochs=3; repeatable."
     ),
 ]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
-        "--url", envvar="SHARDLOOM_URL", help="Service to talk to (default: the local one)."
-    ),
+_URL: dict[str, Any] = {
+    "envvar": "SHARDLOOM_URL",
+    "help": "Service to talk to (default: the local one).",
+}
+UrlOption = Annotated[str | None, typer.Option("--url", **_URL)]
+
+
+def _connect(context: typer.Context, url: str | None) -> ShardloomClient:
+    """A client of the service at a URL, which is closed when the command ends."""
+    return context.with_resource(open_client(url))
+
+
+Client = Annotated[
+    ShardloomClient,
+    typer.Option("--url", **_URL, metavar="<str>", parser=str, callback=_connect),
 ]
+# The default of an option that is a client.
+HERE: Any = None
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
@@ -125,16 +137,15 @@ class _PlainConsole(Console):
             yield segment if control else Segment(text.translate(_SHOWN), style)
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """Where answers go: standard output."""
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return _PlainConsole(width=width, highlight=False, markup=False, emoji=False)
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PIPED_WIDTH
+    return _PlainConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def error_console() -> Console:
     """Where errors and hints go: standard error."""
-    width = None if sys.stderr.isatty() else PIPED_WIDTH
-    return _PlainConsole(stderr=True, width=width, highlight=False, markup=False, emoji=False)
+    return console(stderr=True)
 
 
 def service_url(url: str | None) -> str:

@@ -15,13 +15,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from service.cli import common
 from service.cli.common import (
+    HERE,
+    Client,
     FollowOption,
     JobArgument,
     JsonOption,
     SetOption,
-    UrlOption,
     YesOption,
     console,
     print_answer,
@@ -45,7 +45,7 @@ DEFAULT_NUM_JOBS = 20
 
 
 def ps(
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="All, not the newest 20.")] = False,
     status: Annotated[
@@ -64,16 +64,15 @@ def ps(
     ] = None,
 ) -> None:
     """List jobs, newest first."""
-    with common.open_client(url) as client:
-        found = client.iter_jobs(
-            statuses=status or (),
-            name=name,
-            project=project,
-            labels=dict(_split_label(each) for each in label or ()),
-            created_after=since.timestamp() if since else None,
-            created_before=until.timestamp() if until else None,
-        )
-        jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
+    found = client.iter_jobs(
+        statuses=status or (),
+        name=name,
+        project=project,
+        labels=dict(_split_label(each) for each in label or ()),
+        created_after=since.timestamp() if since else None,
+        created_before=until.timestamp() if until else None,
+    )
+    jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
     empty = "no jobs; `shardloom run SPEC` starts one"
     print_answer(shown, jobs_table(shown, time.time()), as_json=as_json, empty=empty)
@@ -88,28 +87,26 @@ def _split_label(label: str) -> tuple[str, str]:
     return key, value
 
 
-def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def show(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Show a job: status, progress, metrics, sharding, attempts."""
-    with common.open_client(url) as client:
-        found = client.get_job(job)
-        if as_json:
-            print_json(found)
-            return
-        lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
-        console().print(job_page(found, client.attempts(found.id), lines, time.time()))
+    found = client.get_job(job)
+    if as_json:
+        print_json(found)
+        return
+    lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
+    console().print(job_page(found, client.attempts(found.id), lines, time.time()))
 
 
 def metrics(
     job: JobArgument,
-    url: UrlOption = None,
+    client: Client = HERE,
     name: Annotated[
         list[str] | None, typer.Option(help="One metric, as in train/loss; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the metrics of a job: latest, least, greatest and the curve of each."""
-    with common.open_client(url) as client:
-        answer = client.metrics(job, names=name or ())
+    answer = client.metrics(job, names=name or ())
     if as_json:
         print_json(answer)
         return
@@ -125,27 +122,25 @@ def metrics(
 
 def events(
     job: JobArgument,
-    url: UrlOption = None,
+    client: Client = HERE,
     follow: FollowOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the timeline of a job."""
-    with common.open_client(url) as client:
-        if as_json and not follow:
-            print_json(list(client.iter_events(job)))
-            return
-        with contextlib.suppress(KeyboardInterrupt):
-            for event in client.follow_events(job) if follow else client.iter_events(job):
-                if as_json:
-                    typer.echo(event.model_dump_json())
-                else:
-                    console().print(event_line(event))
+    if as_json and not follow:
+        print_json(list(client.iter_events(job)))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        for event in client.follow_events(job) if follow else client.iter_events(job):
+            if as_json:
+                typer.echo(event.model_dump_json())
+            else:
+                console().print(event_line(event))
 
 
-def checkpoints(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def checkpoints(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """List the checkpoints of a job."""
-    with common.open_client(url) as client:
-        found = client.checkpoints(job)
+    found = client.checkpoints(job)
     table = checkpoints_table(found, time.time())
     print_answer(found, table, as_json=as_json, empty="no checkpoints yet")
 
@@ -153,18 +148,16 @@ def checkpoints(job: JobArgument, url: UrlOption = None, as_json: JsonOption = F
 # ---- lifecycle
 
 
-def pause(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def pause(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Let a job save a checkpoint and release its workers; it keeps its place in the queue."""
-    with common.open_client(url) as client:
-        found = client.pause(job)
+    found = client.pause(job)
     paused = "is paused" if found.status.value == "PAUSED" else "saves a checkpoint and pauses"
     _print_change(found, paused, f"`shardloom resume {found.id}` lets it go on", as_json=as_json)
 
 
-def resume(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def resume(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Let a paused job go on, with its old place in the queue."""
-    with common.open_client(url) as client:
-        found = client.resume(job)
+    found = client.resume(job)
     _print_change(
         found, "goes on when it is its turn", "`shardloom queue` shows when", as_json=as_json
     )
@@ -178,7 +171,7 @@ def clone(
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated clones one job.")
     ] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Submit the spec of a job again, with changes, and print the new job's id.
@@ -191,11 +184,10 @@ def clone(
         if not separator:
             raise typer.BadParameter(f"an override reads KEY=VALUE, not {each!r}")
         changes[key] = parse_document(text)
-    with common.open_client(url) as client:
-        secrets = read_secrets(secret or [])
-        made = client.clone(
-            job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
-        )
+    secrets = read_secrets(secret or [])
+    made = client.clone(
+        job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
+    )
     print_line(made, made.id, as_json=as_json)
 
 
@@ -207,15 +199,14 @@ def restart(
     checkpoint: Annotated[
         str | None, typer.Option(help="Its path, as `shardloom checkpoints` prints it.")
     ] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Let a job that has ended or is paused go on from one of its checkpoints.
 
     Later checkpoints count no more, and are removed once the new attempt has saved one.
     """
-    with common.open_client(url) as client:
-        found = client.restart(job, step=step, path=checkpoint)
+    found = client.restart(job, step=step, path=checkpoint)
     hint = f"`shardloom follow {found.id}` shows it at work"
     _print_change(found, "goes on from its checkpoint", hint, as_json=as_json)
 
@@ -226,16 +217,15 @@ def delete(
         bool, typer.Option("--keep-files", help="Keep checkpoints, logs and traces.")
     ] = False,
     yes: YesOption = False,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Delete a job that has ended, with everything it left."""
-    with common.open_client(url) as client:
-        found = client.get_job(job)
-        if not yes:
-            what = "" if keep_files else " with its checkpoints, logs and traces"
-            typer.confirm(f"delete {found.id} ({found.name}){what}?", abort=True, err=True)
-        deleted = client.delete(found.id, artifacts=not keep_files)
+    found = client.get_job(job)
+    if not yes:
+        what = "" if keep_files else " with its checkpoints, logs and traces"
+        typer.confirm(f"delete {found.id} ({found.name}){what}?", abort=True, err=True)
+    deleted = client.delete(found.id, artifacts=not keep_files)
     if as_json:
         print_json({"id": found.id, "deleted": True, "left": deleted.left})
     else:
@@ -272,27 +262,25 @@ def _print_change(job: JobDetail, what: str, hint: str, *, as_json: bool) -> Non
 def resize(
     job: JobArgument,
     workers: Annotated[int, typer.Argument(min=1, metavar="N", help="How many workers.")],
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Grow or shrink a running job to N workers.
 
     N is a multiple of shard_group_size within parallelism.workers. Groups that stay train on.
     """
-    with common.open_client(url) as client:
-        _print_resize(job, client.resize(job, workers), as_json=as_json)
+    _print_resize(job, client.resize(job, workers), as_json=as_json)
 
 
 def drain(
     job: JobArgument,
     host: Annotated[str, typer.Argument(metavar="HOST", help="As `shardloom show` names it.")],
     undo: Annotated[bool, typer.Option("--undo", help="Use the host again.")] = False,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Let a running job leave a host in good order, before its maintenance."""
-    with common.open_client(url) as client:
-        _print_resize(job, client.drain(job, host, undo=undo), as_json=as_json)
+    _print_resize(job, client.drain(job, host, undo=undo), as_json=as_json)
 
 
 def _print_resize(job: str, request: ResizeRequestOut, *, as_json: bool) -> None:

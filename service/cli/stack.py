@@ -15,7 +15,9 @@ from rich.text import Text
 
 from service.cli import common
 from service.cli.common import (
+    HERE,
     UNAVAILABLE,
+    Client,
     JsonOption,
     UrlOption,
     console,
@@ -34,10 +36,9 @@ from service.schemas.admin import ClusterOut
 from service.schemas.wording import age, size
 
 
-def cluster(url: UrlOption = None, as_json: JsonOption = False) -> None:
+def cluster(client: Client = HERE, as_json: JsonOption = False) -> None:
     """Show the cluster behind the service and its hosts; exit code 3 if it does not answer."""
-    with common.open_client(url) as client:
-        found = client.cluster()
+    found = client.cluster()
     print_answer(found, _cluster_page(found), as_json=as_json)
     if not found.reachable:
         raise typer.Exit(UNAVAILABLE)

@@ -16,6 +16,8 @@ from rich.text import Text
 
 from service.cli import common, stack
 from service.cli.common import (
+    HERE,
+    Client,
     ErrorReportingGroup,
     JobArgument,
     JsonOption,
@@ -143,30 +145,28 @@ def submit(
     ] = None,
     secret: SecretOption = None,
     code: CodeOption = None,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and print its id."""
     document = read_spec(spec, overrides)
     if dry_run:
-        with common.open_client(url) as client:
-            found = client.plan(document)
+        found = client.plan(document)
         print_answer(found, plan_page(found), as_json=as_json)
         return
     archive = pack_code(code)
-    with common.open_client(url) as client:
-        document = with_code(document, archive, client)
-        job = client.submit(
-            document,
-            idempotency_key=idempotency_key,
-            secrets=read_secrets(secret or []),
-            force=force,
-        )
-        if not wait:
-            _print_submitted(job, as_json=as_json)
-            return
-        with detaching(job.id, common.error_console()):
-            job = client.wait(job.id)
+    document = with_code(document, archive, client)
+    job = client.submit(
+        document,
+        idempotency_key=idempotency_key,
+        secrets=read_secrets(secret or []),
+        force=force,
+    )
+    if not wait:
+        _print_submitted(job, as_json=as_json)
+        return
+    with detaching(job.id, common.error_console()):
+        job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)
     raise typer.Exit(exit_code_of(job.status))
 
@@ -274,19 +274,17 @@ def _estimate(
         console().print(estimate_page(spec, cluster, scaling_tables(rows, cluster.hbm_bytes)))
 
 
-def follow_job(job: JobArgument, url: UrlOption = None) -> None:
+def follow_job(job: JobArgument, client: Client = HERE) -> None:
     """Follow a job until it ends; Ctrl-C detaches. The exit code mirrors the job."""
-    with common.open_client(url) as client:
-        found = client.get_job(job)
-        with detaching(found.id, console()):
-            code = follow(client, found.id, console())
+    found = client.get_job(job)
+    with detaching(found.id, console()):
+        code = follow(client, found.id, console())
     raise typer.Exit(code)
 
 
-def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def cancel(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Stop a job; its checkpoints stay."""
-    with common.open_client(url) as client:
-        found = client.cancel(job)
+    found = client.cancel(job)
     print_answer(found, f"{found.id} ({found.name}) is being cancelled", as_json=as_json)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
@@ -15,16 +15,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from service.cli import common
 from service.cli.common import (
     DETACHED,
+    HERE,
     JOB_CANCELLED,
     JOB_FAILED,
+    Client,
     ErrorReportingGroup,
     JsonOption,
     SetOption,
     SpecArgument,
-    UrlOption,
     console,
     error_console,
     print_answer,
@@ -51,7 +51,7 @@ from service.schemas.sweeps import (
     TrialOut,
     parameter_of,
 )
-from service.schemas.wording import NOTHING, age, metric
+from service.schemas.wording import NOTHING, age, metric, setting
 
 _POLL_S = 2.0
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
@@ -94,7 +94,7 @@ def sweep(
     secret: SecretOption = None,
     force: ForceOption = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until the sweep ends.")] = False,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """Search for settings of a spec; every trial is a job of its own.
@@ -108,25 +108,24 @@ def sweep(
         raise typer.BadParameter(str(error), param_hint="--vary") from None
     archive = pack_code(code)
     direction: Direction = "maximize" if maximize else "minimize"
-    with common.open_client(url) as client:
-        found = client.create_sweep(
-            with_code(document, archive, client),
-            parameters,
-            metric=metric,
-            direction=direction,
-            search=search,
-            num_trials=trials,
-            num_parallel=parallel,
-            seed=seed,
-            early_stopping={"min_steps": stop_early} if stop_early else None,
-            secrets=read_secrets(secret or []),
-            force=force,
-        )
-        if not wait:
-            hint = f"`shardloom sweeps show {found.id}` shows its trials"
-            print_line(found, found.id, hint, as_json=as_json)
-            return
-        found = _follow(client, found.id, is_quiet=as_json)
+    found = client.create_sweep(
+        with_code(document, archive, client),
+        parameters,
+        metric=metric,
+        direction=direction,
+        search=search,
+        num_trials=trials,
+        num_parallel=parallel,
+        seed=seed,
+        early_stopping={"min_steps": stop_early} if stop_early else None,
+        secrets=read_secrets(secret or []),
+        force=force,
+    )
+    if not wait:
+        hint = f"`shardloom sweeps show {found.id}` shows its trials"
+        print_line(found, found.id, hint, as_json=as_json)
+        return
+    found = _follow(client, found.id, is_quiet=as_json)
     if as_json:
         print_json(found)
     raise typer.Exit(_EXIT_CODES.get(found.status, 0))
@@ -160,21 +159,19 @@ def _detaching(sweep_id: str) -> Iterator[None]:
 @sweeps_app.command("list")
 def list_sweeps(
     limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
-    url: UrlOption = None,
+    client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
     """List sweeps, newest first."""
-    with common.open_client(url) as client:
-        found = [each for each, _ in zip(client.sweeps(), range(limit), strict=False)]
+    found = [each for each, _ in zip(client.sweeps(), range(limit), strict=False)]
     empty = "no sweeps; `shardloom sweep SPEC --vary ... --metric ...` begins one"
     print_answer(found, _sweeps_table(found, time.time()), as_json=as_json, empty=empty)
 
 
 @sweeps_app.command()
-def show(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def show(sweep: SweepArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Show a sweep and its trials, the best ones first."""
-    with common.open_client(url) as client:
-        found = client.get_sweep(sweep)
+    found = client.get_sweep(sweep)
     print_answer(found, _page(found), as_json=as_json)
 
 
@@ -182,11 +179,10 @@ def show(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = Fals
 def best(
     sweep: SweepArgument,
     to: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
-    url: UrlOption = None,
+    client: Client = HERE,
 ) -> None:
     """Print the spec with the values of the best trial so far, as YAML."""
-    with common.open_client(url) as client:
-        found = client.get_sweep(sweep)
+    found = client.get_sweep(sweep)
     if found.best_spec is None:
         raise typer.BadParameter(f"no trial of {sweep} has told {found.metric} yet")
     text = yaml.safe_dump(found.best_spec, sort_keys=False)
@@ -197,18 +193,16 @@ def best(
 
 
 @sweeps_app.command()
-def cancel(sweep: SweepArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+def cancel(sweep: SweepArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Start no more trials, and cancel the jobs of those under way."""
-    with common.open_client(url) as client:
-        found = client.cancel_sweep(sweep)
+    found = client.cancel_sweep(sweep)
     print_line(found, f"sweep {found.id} is being cancelled", as_json=as_json)
 
 
 @sweeps_app.command()
-def delete(sweep: SweepArgument, url: UrlOption = None) -> None:
+def delete(sweep: SweepArgument, client: Client = HERE) -> None:
     """Forget a sweep that has ended; the jobs of its trials stay."""
-    with common.open_client(url) as client:
-        client.delete_sweep(sweep)
+    client.delete_sweep(sweep)
 
 
 def _sweeps_table(found: list[SweepSummary], now_s: float) -> Table:
@@ -241,23 +235,16 @@ def _page(found: SweepDetail) -> Group:
 def _trials_table(found: SweepDetail) -> Table:
     """The trials, best first; those without a value come last."""
     paths = [each.path for each in found.parameters]
-    table = plain_table(
-        "Trial", "Job", "Status", ">Step", f">{found.metric}", *(_short(path) for path in paths)
-    )
-    sign = 1.0 if found.direction == "minimize" else -1.0
-
-    def order(trial: TrialOut) -> tuple[bool, float, int]:
-        has_value = trial.value is not None and trial.value == trial.value
-        return not has_value, sign * (trial.value or 0.0) if has_value else 0.0, trial.number
-
-    for trial in sorted(found.trials, key=order):
+    shown = (path.rpartition(".")[2] for path in paths)
+    table = plain_table("Trial", "Job", "Status", ">Step", f">{found.metric}", *shown)
+    for trial in found.ranked:
         table.add_row(
             str(trial.number),
             trial.job_id or NOTHING,
             _status(trial),
             str(trial.step),
-            NOTHING if trial.value is None else metric(found.metric, trial.value),
-            *(_shown(trial.values.get(path)) for path in paths),
+            metric(found.metric, trial.value),
+            *(setting(trial.values.get(path)) for path in paths),
             style="bold" if trial.number == found.best else None,
         )
     return table
@@ -269,11 +256,3 @@ def _status(trial: TrialOut) -> Text:
     if trial.stopped_at is not None and not trial.status.is_terminal:
         return Text(f"stopped at step {trial.stopped_at}", style="dim")
     return status_text(trial.status)
-
-
-def _short(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

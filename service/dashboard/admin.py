@@ -14,17 +14,19 @@ from typing import Any
 
 from nicegui import ui
 
+from service.dashboard import fragments
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, page_frame, panel
+from service.dashboard.shell import page_frame, panel
 from service.domain.auth import ALL_PROJECTS, Role
-from service.domain.timeline import counted
 from service.schemas import wording
 from service.schemas.admin import KEY_NAME_PATTERN
 from trainer.protocol.versions import versions_here
 
 _REFRESH_S = 3.0
 _AUDIT_PAGE = 50
+# What fills a section of the settings.
+Show = Callable[[], Awaitable[None]]
 _DAYS = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
 
 
@@ -48,23 +50,17 @@ def _cell(text: str = "", style: str = "") -> ui.element:
     return cell
 
 
-def _job_cell(job: Mapping[str, Any]) -> None:
-    with _cell(), ui.element("a").props(f'href="{MOUNT_PATH}/jobs/{job["id"]}"'):
-        ui.label(job["name"]).classes("download")
-
-
 class ClusterPage:
     """One reader's view of the cluster, read again every few seconds."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
         self._visible = rest.reader().projects
-        self._shown: object = None
 
     async def build(self) -> None:
         with page_frame("Cluster", self._rest):
             ui.html("<h1>Cluster</h1>", sanitize=False)
-            self._body = ui.element("div").classes("stack")
+            self._body = ui.html(sanitize=False).classes("stack")
         self._versions = await asyncio.to_thread(versions_here)
         await self.refresh()
         ui.timer(_REFRESH_S, self.refresh, immediate=False)
@@ -73,18 +69,16 @@ class ClusterPage:
         # One after another: a task of its own would not know whose page this is.
         paths = ("/v1/cluster", "/v1/queue", "/readyz")
         cluster, queue, ready = [await _or_problem(self._rest.get(path)) for path in paths]
-        users = await asyncio.to_thread(self._users_of_hosts)
-        told = (cluster, queue, ready.get("store"), ready.get("storage"), users)
-        if told == self._shown:
-            return
-        self._shown = told
-        self._body.clear()
-        with self._body:
-            self._build_facts(cluster)
-            self._build_hosts(cluster, users)
-            self._build_running(queue)
-            self._build_waiting(queue)
-            self._build_service(ready)
+        html = fragments.render(
+            "cluster.html",
+            cluster=cluster,
+            queue=queue,
+            ready=ready,
+            users=await asyncio.to_thread(self._users_of_hosts),
+            versions=self._versions,
+            now=time.time(),
+        )
+        self._body.set_content(html)
 
     def _users_of_hosts(self) -> dict[str, list[tuple[str, str]]]:
         """(id, name) of the jobs on each host, as far as jobs tell their hosts."""
@@ -96,104 +90,6 @@ class ClusterPage:
                     for host in member.hosts:
                         found[host].add((job.id, job.name))
         return {host: sorted(jobs) for host, jobs in found.items()}
-
-    def _build_service(self, ready: Mapping[str, Any]) -> None:
-        store, storage = ready.get("store"), ready.get("storage")
-        facts = {
-            "Store": f"{store['database']}, migration {store['migration']}" if store else "",
-            "Run storage": storage["runs"] if storage else "",
-            "Versions": ", ".join(f"{name} {text}" for name, text in self._versions.items()),
-        }
-        with panel("Service"), ui.element("dl").classes("facts policy"):
-            for name, text in facts.items():
-                with ui.element("dt"):
-                    ui.label(name)
-                with ui.element("dd"):
-                    ui.label(text or ready.get("detail", "not ready"))
-
-    def _build_facts(self, cluster: Mapping[str, Any]) -> None:
-        is_there = bool(cluster.get("reachable"))
-        hosts, most = cluster.get("hosts", []), cluster.get("max_workers")
-        facts = {
-            "Backend": cluster.get("backend", wording.NOTHING),
-            "Hosts": str(len(hosts)) if hosts else "not told",
-            "CPUs": wording.compact(sum(host["num_cpus"] for host in hosts)),
-            "GPUs": wording.compact(sum(host["num_gpus"] for host in hosts)),
-            "Memory": wording.size(sum(host["memory_bytes"] for host in hosts)),
-            "Autoscaler": f"to {counted(most, 'worker')}" if most else "none",
-        }
-        tone = "good" if is_there else "bad"
-        with ui.element("div").classes(f"notice tone-{tone}").props("role=status"):
-            ui.label(
-                f"{'Reachable' if is_there else 'Not reachable'}: {cluster.get('address', '')}"
-            )
-            ui.label(cluster.get("message") or cluster.get("detail") or "").classes("muted")
-        with ui.element("dl").classes("figures six"):
-            for name, text in facts.items():
-                with ui.element("div").classes("figure"):
-                    with ui.element("dt"):
-                        ui.label(name)
-                    with ui.element("dd"):
-                        ui.label(text)
-
-    def _build_hosts(
-        self, cluster: Mapping[str, Any], users: Mapping[str, list[tuple[str, str]]]
-    ) -> None:
-        with panel("Hosts"):
-            if not cluster.get("hosts"):
-                ui.label("The backend does not tell its hosts.").classes("empty")
-                return
-            with _table("Host", "CPUs", "GPUs", "Memory", "Jobs on it", numbers=(1, 2, 3)):
-                for host in sorted(cluster["hosts"], key=lambda each: str(each["address"])):
-                    with ui.element("tr"):
-                        _cell(host["address"], "path")
-                        _cell(f"{host['num_cpus']:g}", "number")
-                        _cell(f"{host['num_gpus']:g}", "number")
-                        _cell(wording.size(host["memory_bytes"]), "number")
-                        with _cell(wording.NOTHING if not users.get(host["address"]) else ""):
-                            for job_id, name in users.get(host["address"], ()):
-                                link = ui.element("a").classes("download host-user")
-                                with link.props(f'href="{MOUNT_PATH}/jobs/{job_id}"'):
-                                    ui.label(name)
-
-    def _build_running(self, queue: Mapping[str, Any]) -> None:
-        with panel("Running"):
-            if not queue.get("running"):
-                ui.label("No job holds workers.").classes("empty")
-                return
-            with _table("Job", "Project", "Priority", "Workers", "", numbers=(2, 3)):
-                for job in queue["running"]:
-                    with ui.element("tr"):
-                        _job_cell(job)
-                        _cell(job["project"])
-                        _cell(str(job["priority"]), "number")
-                        _cell(str(job["num_workers"]), "number")
-                        more = (
-                            [f"makes way for {job['preempted_by']}"] if job["preempted_by"] else []
-                        )
-                        more += ["pausing"] if job["is_pausing"] and not more else []
-                        more += ["preemptible"] if job["preemptible"] else []
-                        _cell(", ".join(more), "message")
-
-    def _build_waiting(self, queue: Mapping[str, Any]) -> None:
-        with panel("Queue"):
-            if not queue.get("waiting"):
-                ui.label("No job waits.").classes("empty")
-                return
-            now = time.time()
-            head = ("#", "Job", "Project", "Priority", "Workers", "Waits", "Starts", "Why")
-            with _table(*head, numbers=(0, 3, 4, 5, 6)):
-                for job in queue["waiting"]:
-                    with ui.element("tr"):
-                        _cell(str(job["position"] or wording.NOTHING), "number")
-                        _job_cell(job)
-                        _cell(job["project"])
-                        _cell(str(job["priority"]), "number")
-                        least, most = job["min_workers"], job["world_size"]
-                        _cell(str(most) if least == most else f"{least} to {most}", "number")
-                        _cell(wording.duration(now - job["waits_since"]), "number")
-                        _cell(wording.due(job["expected_start_at"], now), "number")
-                        _cell(job["reason"] or "not looked at yet", "message")
 
 
 async def _or_problem(read: Awaitable[Any]) -> Any:
@@ -211,6 +107,7 @@ class SettingsPage:
         self._rest = rest
         self._reader = rest.reader()
         self._is_admin = self._reader.may(Role.ADMIN, ALL_PROJECTS)
+        self._bodies: dict[Show, ui.element] = {}
         self._audit_after: str | None = None
         self._wants_refused = False
         self._actor = ""
@@ -224,42 +121,36 @@ class SettingsPage:
                     for project, role in sorted(self._reader.roles.items())
                 )
                 ui.label(f"{self._reader.name}: {roles or 'no role'}")
-            self._projects = await self._section("Projects and quotas", self._show_projects)
+            await self._section("Projects and quotas", self._show_projects)
             if self._is_admin:
-                self._keys = await self._section("API keys", self._show_keys)
+                await self._section("API keys", self._show_keys)
             if self._reader.may_somewhere(Role.ADMIN):
-                self._webhooks = await self._section("Webhooks", self._show_webhooks)
+                await self._section("Webhooks", self._show_webhooks)
             if self._is_admin:
-                self._audit = await self._section("Audit log", self._show_audit)
+                await self._section("Audit log", self._show_audit)
 
-    async def _section(
-        self, title: str, show: Callable[[], Awaitable[None]]
-    ) -> Callable[[], Awaitable[None]]:
-        """A panel that `show` fills; returns what fills it anew."""
+    async def _section(self, title: str, show: Show) -> None:
         with panel(title):
-            body = ui.element("div").classes("stack")
+            self._bodies[show] = ui.element("div").classes("stack")
+        await self._refresh(show)
 
-        async def refresh() -> None:
-            body.clear()
-            with body:
-                try:
-                    await show()
-                except Refused as refused:
-                    ui.label(str(refused)).classes("notice tone-warn")
+    async def _refresh(self, show: Show) -> None:
+        """Fill the body of a section anew, by the method that shows it."""
+        self._bodies[show].clear()
+        with self._bodies[show]:
+            try:
+                await show()
+            except Refused as refused:
+                ui.label(str(refused)).classes("notice tone-warn")
 
-        await refresh()
-        return refresh
-
-    async def _change(
-        self, refresh: Callable[[], Awaitable[None]], method: str, path: str, **options: Any
-    ) -> Any:
+    async def _change(self, show: Show, method: str, path: str, **options: Any) -> Any:
         """Send a request and show the section anew; what it answers, None if it was refused."""
         try:
             answer = await self._rest.send(method, path, **options)
         except Refused as refused:
             ui.notify(str(refused), type="warning", multi_line=True)
             return None
-        await refresh()
+        await self._refresh(show)
         return answer.json() if answer.content else {}
 
     # ---- projects
@@ -283,19 +174,19 @@ class SettingsPage:
             for each in projects:
                 with ui.element("tr"):
                     _cell(each["name"])
-                    _cell(_of_limit(each["num_workers"], each["max_workers"]), "number")
-                    _cell(_of_limit(each["num_running_jobs"], each["max_running_jobs"]), "number")
+                    _cell(wording.of_limit(each["num_workers"], each["max_workers"]), "number")
+                    _cell(
+                        wording.of_limit(each["num_running_jobs"], each["max_running_jobs"]),
+                        "number",
+                    )
                     _cell(str(each["num_queued_jobs"]), "number")
                     if self._is_admin:
                         with _cell("", "row-actions"):
                             button("Change", partial(self._open_quotas, each))
                             if each["updated_at"] is not None:
                                 path = f"/v1/projects/{each['name']}"
-                                remove = partial(self._change_projects, "DELETE", path)
-                                button("Remove quotas", remove)
-
-    async def _change_projects(self, method: str, path: str, **options: Any) -> None:
-        await self._change(self._projects, method, path, **options)
+                                remove = partial(self._change, self._show_projects, "DELETE")
+                                button("Remove quotas", partial(remove, path))
 
     def _open_quotas(self, project: Mapping[str, Any]) -> None:
         self._quota_name.set_value(project.get("name", ""))
@@ -314,7 +205,7 @@ class SettingsPage:
             ui.notify("Name the project.", type="warning")
             return
         self._quota_dialog.close()
-        await self._change_projects("PUT", f"/v1/projects/{name}", json=body)
+        await self._change(self._show_projects, "PUT", f"/v1/projects/{name}", json=body)
 
     # ---- API keys
 
@@ -351,11 +242,9 @@ class SettingsPage:
                     with _cell("", "row-actions"):
                         if state == "valid":
                             path = f"/v1/keys/{each['id']}"
-                            revoke = button("Revoke", partial(self._revoke, path), "cancel-button")
-                            revoke.props(f'aria-label="Revoke {each["name"]}"')
-
-    async def _revoke(self, path: str) -> None:
-        await self._change(self._keys, "DELETE", path)
+                            revoke = partial(self._change, self._show_keys, "DELETE", path)
+                            revoking = button("Revoke", revoke, "cancel-button")
+                            revoking.props(f'aria-label="Revoke {each["name"]}"')
 
     async def _make_key(self) -> None:
         days = int(self._key_days.value or 0)
@@ -368,7 +257,7 @@ class SettingsPage:
             ui.notify(f"Give it a name of letters, digits and . _ @ - ({KEY_NAME_PATTERN}).")
             return
         self._key_dialog.close()
-        made = await self._change(self._keys, "POST", "/v1/keys", json=body)
+        made = await self._change(self._show_keys, "POST", "/v1/keys", json=body)
         if made:
             _show_once("The key", made["key"])
 
@@ -399,16 +288,11 @@ class SettingsPage:
                         ui.label("on" if is_on else "off").classes(f"status tone-{tone}")
                         ui.label(each["note"]).classes("muted")
                     with _cell("", "row-actions"):
-                        switch = {"is_active": not is_on}
-                        turn = partial(self._change, self._webhooks_again, "PATCH", path)
-                        button("Switch off" if is_on else "Switch on", partial(turn, json=switch))
-                        test = partial(self._change, self._webhooks_again, "POST", f"{path}:test")
-                        button("Test", test)
-                        forget = partial(self._change, self._webhooks_again, "DELETE", path)
-                        button("Delete", forget, "cancel-button")
-
-    async def _webhooks_again(self) -> None:
-        await self._webhooks()
+                        change = partial(self._change, self._show_webhooks)
+                        switch = partial(change, "PATCH", path, json={"is_active": not is_on})
+                        button("Switch off" if is_on else "Switch on", switch)
+                        button("Test", partial(change, "POST", f"{path}:test"))
+                        button("Delete", partial(change, "DELETE", path), "cancel-button")
 
     async def _add_webhook(self) -> None:
         kinds = (self._hook_kinds.value or "").replace(",", " ").split()
@@ -418,7 +302,7 @@ class SettingsPage:
             "kinds": kinds,
         }
         self._webhook_dialog.close()
-        made = await self._change(self._webhooks, "POST", "/v1/webhooks", json=body)
+        made = await self._change(self._show_webhooks, "POST", "/v1/webhooks", json=body)
         if made:
             _show_once("The secret", made["secret"])
 
@@ -461,11 +345,7 @@ class SettingsPage:
         self._actor = self._actor if actor is None else actor
         self._wants_refused = self._wants_refused if refused is None else refused
         self._audit_after = after
-        await self._audit()
-
-
-def _of_limit(number: int, limit: int | None) -> str:
-    return f"{number} of {limit}" if limit is not None else str(number)
+        await self._refresh(self._show_audit)
 
 
 def _show_once(what: str, text: str) -> None:

@@ -1,16 +1,17 @@
 """Mounts the dashboard under `/dashboard`; the sign-in page and the page for unknown paths.
 
 Signing in turns an API key, or a link of the service's own user, into a session, kept in a cookie;
-its page is plain HTML without
-scripts. NiceGUI keeps one application per process: of several apps in a process (as in tests), the
-one mounted last serves the dashboard.
+its page is plain HTML without scripts. NiceGUI keeps one application per process: of several apps
+in a process (as in tests), the one mounted last serves the dashboard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from inspect import isawaitable
+from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -53,14 +54,13 @@ def show_login(request: Request, context: ContextDep) -> Response:
     wanted = safe_target(request.query_params.get("next"))
     if context.settings.auth == "none" or _is_signed_in(request, context):
         return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
-    code, is_local = request.query_params.get("code"), context.settings.auth == "local"
+    code = request.query_params.get("code")
     if code is None:
-        return _page(wanted, is_local=is_local)
+        return _page(context, wanted)
     try:
         token, session = context.security.authenticator.sign_in_by_link(code)
     except NotSignedIn:
-        fault = "This link was used before, or is too old."
-        return _page(wanted, fault, HTTPStatus.UNAUTHORIZED, is_local=is_local)
+        return _page(context, wanted, "This link was used before, or is too old.")
     return _entered(request, context, wanted, token, session)
 
 
@@ -76,11 +76,7 @@ async def sign_in(request: Request, context: ContextDep) -> Response:
         token, session = await run_in_threadpool(authenticator.sign_in, form.get("key", ""))
         principal = await run_in_threadpool(authenticator.principal_of, Credentials(cookie=token))
     except NotSignedIn:
-        fault, is_local = (
-            "This key is unknown, expired or revoked.",
-            context.settings.auth == "local",
-        )
-        return _page(wanted, fault, HTTPStatus.UNAUTHORIZED, is_local=is_local)
+        return _page(context, wanted, "This key is unknown, expired or revoked.")
     # For the audit log: nobody was signed in when the request came.
     request.scope["state"]["principal"] = principal
     return _entered(request, context, wanted, token, session)
@@ -141,10 +137,9 @@ async def _form_of(request: Request) -> dict[str, str]:
     return {name: values[-1].strip() for name, values in fields.items()}
 
 
-def _page(
-    wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK, *, is_local: bool
-) -> HTMLResponse:
-    html = _render("login.html", next=wanted, fault=fault, local="yes" if is_local else "")
+def _page(context: Context, wanted: str, fault: str = "") -> HTMLResponse:
+    html = _render("login.html", next=wanted, fault=fault, auth=context.settings.auth)
+    status = HTTPStatus.UNAUTHORIZED if fault else HTTPStatus.OK
     return HTMLResponse(html, status, headers={"Cache-Control": "no-store"})
 
 
@@ -164,37 +159,17 @@ def mount(app: FastAPI) -> None:
     rest = Rest(app)
     feed = ListFeed(rest.context.store, rest.context.placed)
 
-    @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
-    async def _list() -> None:
-        await ListPage(rest, feed).build()
-
-    @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
-    async def _job(job_id: str) -> None:
-        await JobPage(rest, job_id).build()
-
-    @ui.page("/new", response_timeout=_BUILD_TIMEOUT_S)
-    async def _new(source: str = "") -> None:
-        await NewJobPage(rest, source).build()
-
-    @ui.page("/compare", response_timeout=_BUILD_TIMEOUT_S)
-    async def _compare() -> None:
-        await ComparePage(rest).build()
-
-    @ui.page("/sweeps", response_timeout=_BUILD_TIMEOUT_S)
-    async def _sweeps() -> None:
-        await SweepsPage(rest).build()
-
-    @ui.page("/sweeps/{sweep_id}", response_timeout=_BUILD_TIMEOUT_S)
-    async def _sweep(sweep_id: str) -> None:
-        await SweepPage(rest, sweep_id).build()
-
-    @ui.page("/cluster", response_timeout=_BUILD_TIMEOUT_S)
-    async def _cluster() -> None:
-        await ClusterPage(rest).build()
-
-    @ui.page("/settings", response_timeout=_BUILD_TIMEOUT_S)
-    async def _settings() -> None:
-        await SettingsPage(rest).build()
+    for path, page in {
+        "/": partial(ListPage, rest, feed),
+        "/jobs/{job_id}": partial(JobPage, rest),
+        "/new": partial(NewJobPage, rest),
+        "/compare": partial(ComparePage, rest),
+        "/sweeps": partial(SweepsPage, rest),
+        "/sweeps/{sweep_id}": partial(SweepPage, rest),
+        "/cluster": partial(ClusterPage, rest),
+        "/settings": partial(SettingsPage, rest),
+    }.items():
+        _add_page(path, page)
 
     app.include_router(router)
 
@@ -216,6 +191,14 @@ def mount(app: FastAPI) -> None:
     )
 
 
+def _add_page(path: str, page: Callable[..., Any]) -> None:
+    """Serve a page; it is made with the parameters of its path, and then built."""
+
+    @ui.page(path, response_timeout=_BUILD_TIMEOUT_S)
+    async def _build(request: Request) -> None:
+        await page(**request.path_params).build()
+
+
 def _show_unknown_pages(app: FastAPI) -> None:
     """Answer browsers with a page where nothing is at a path outside of the API.
 
@@ -226,7 +209,7 @@ def _show_unknown_pages(app: FastAPI) -> None:
     async def _on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == HTTPStatus.NOT_FOUND and _wants_page(request):
-            html = _render("unknown_page.html", path=request.url.path, home=_HOME)
+            html = _render("unknown_page.html", path=request.url.path)
             headers = {"Content-Security-Policy": _UNKNOWN_PAGE_CSP}
             return HTMLResponse(html, HTTPStatus.NOT_FOUND, headers=headers)
         answer = otherwise(request, error)

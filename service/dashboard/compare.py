@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from service.api.deps import Context
-from service.dashboard import charts, fragments, spec_text
+from service.dashboard import charts, fragments
 from service.dashboard.job import ChartBox, chart_tools
 from service.dashboard.panels import button
 from service.dashboard.rest import Rest
@@ -157,19 +157,17 @@ class ComparePage:
                 values.append((wording.metric(name, final), wording.metric(name, best)))
             speeds = [point.value for point in each.points.get("speed/rows_per_s", ())]
             finite = [value for value in speeds if math.isfinite(value)]
-            rest = ",".join(other.job.id for other in self._compared if other is not each)
             rows.append(
                 {
                     "job": each.job,
-                    "tone": wording.tone_of(each.job.status),
                     "colour": _COLOURS[number % len(_COLOURS)],
                     "values": values,
-                    "speed": wording.compact(sum(finite) / len(finite) if finite else None),
-                    "worker_hours": wording.compact(each.worker_hours),
-                    "without": f"{MOUNT_PATH}/compare?{urlencode({'jobs': rest}, safe=',')}",
+                    "speed": sum(finite) / len(finite) if finite else None,
+                    "worker_hours": each.worker_hours,
+                    "others": ",".join(o.job.id for o in self._compared if o is not each),
                 }
             )
-        html = fragments.render("compared.html", rows=rows, metrics=self._shown, home=MOUNT_PATH)
+        html = fragments.render("compared.html", rows=rows, metrics=self._shown)
         self._results.set_content(html)
 
     def _build_charts(self) -> None:
@@ -186,15 +184,10 @@ class ComparePage:
     def _build_differences(self) -> None:
         if len(self._compared) < 2:
             return
-        documents = [each.job.spec.model_dump(mode="json") for each in self._compared]
-        found = spec_text.differences(documents)
-        rows = {path: [*map(spec_text.shown, values)] for path, values in found.items()}
         names = [each.job.name for each in self._compared]
+        documents = [each.job.spec.model_dump(mode="json") for each in self._compared]
         with panel("Spec: only what differs"):
-            ui.html(
-                fragments.render("differences.html", names=names, rows=rows, title=""),
-                sanitize=False,
-            )
+            ui.html(fragments.differences(names, documents), sanitize=False)
 
     def _redraw(self, view: charts.ChartView) -> None:
         self._view = view

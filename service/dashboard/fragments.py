@@ -7,13 +7,16 @@ these fragments again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import isfunction
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from service.api.views import compared_view, summary_of
 from service.backends.base import cluster_text, has_own_cluster
-from service.dashboard import views
+from service.dashboard import spec_text, views
 from service.dashboard.groups import grid_then, member_grid
+from service.dashboard.shell import MOUNT_PATH
 from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
@@ -26,9 +29,7 @@ from service.domain.sharding import (
     shard_text,
     table_uses,
 )
-from service.domain.timeline import counted
 from service.schemas import wording
-from trainer.protocol.events import WorkersStarted
 
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
@@ -37,35 +38,18 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_FILTERS = (
-    "clock",
-    "compact",
-    "comparison",
-    "duration",
-    "latency",
-    "metrics_line",
-    "ratio",
-    "size",
-    "utc",
-)
-_FUNCTIONS = (
-    wording.metric,
-    wording.compared_texts,
-    wording.estimated,
-    wording.fullest,
-    wording.memory_of,
-    wording.step_phases,
-    counted,
-    shard_text,
-    views.end_tone,
-    views.event_tone,
-    views.key_figures,
-)
-_templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
-_templates.filters["grouped"] = "{:,}".format
-_templates.globals |= {each.__name__: each for each in _FUNCTIONS}
-_templates.globals |= {
+# What templates call: filters are functions of one value, as in `{{ job.created_at | age(now) }}`.
+_WORDS = {
+    name: each
+    for module in (wording, views)
+    for name, each in vars(module).items()
+    if isfunction(each)
+}
+_templates.filters |= _WORDS | {"grouped": "{:,}".format}
+_templates.globals |= _WORDS | {
+    "home": MOUNT_PATH,
     "num_colours": views.NUM_HOST_COLOURS,
+    "shard_text": shard_text,
 }
 
 
@@ -79,32 +63,13 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     `now` is Unix time in seconds.
     """
     last_end = attempts[-1].end_reason if attempts else None
-    duration = wording.duration_of(job, now)
-    if duration:
-        duration = f"{'ran' if job.status.is_terminal else 'running'} for {duration}"
     return render(
         "heading.html",
         job=job,
-        tone=wording.tone_of(job.status),
+        now=now,
         groups=wording.groups_text(summary_of(job)),
         advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
-        layout=views.layout_text(job),
         cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
-        duration=duration,
-        age=wording.duration(now - job.created_at),
-    )
-
-
-def progress(job: Job) -> str:
-    """Progress bar with percent, step, epoch, rows and ETA."""
-    epochs = job.spec.training.epochs
-    done = job.progress
-    return render(
-        "progress.html",
-        progress=views.progress_view(job),
-        tone=wording.tone_of(job.status),
-        epoch=f"epoch {min(done.epoch + 1, epochs)} of {epochs}" if done.step else "",
-        rows=wording.compact(done.rows) if done.rows else "",
     )
 
 
@@ -113,7 +78,7 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     members = member_grid(job, timeline)
     if members is not None:
         return render("member_grid.html", grid=members)
-    return _workers(newest_workers(timeline))
+    return render("groups.html", workers=newest_workers(timeline), is_lost=False)
 
 
 def groups_then(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent) -> str:
@@ -121,15 +86,15 @@ def groups_then(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEve
     members, lines = grid_then(job, timeline, moment)
     if members is not None:
         return render("member_grid.html", grid=members)
-    return _workers(newest_workers(lines), is_lost=moment.kind == "workers_lost")
+    is_lost = moment.kind == "workers_lost"
+    return render("groups.html", workers=newest_workers(lines), is_lost=is_lost)
 
 
-def _workers(workers: WorkersStarted | None, *, is_lost: bool = False) -> str:
-    if workers is None:
-        return render("groups.html", workers=None)
-    hosts = list(dict.fromkeys(workers.hosts))
-    rows = views.rank_rows(workers)
-    return render("groups.html", workers=workers, hosts=hosts, rows=rows, is_lost=is_lost)
+def differences(names: Sequence[str], documents: Sequence[Any], title: str = "") -> str:
+    """Table of the fields in which specs differ; `names` say whose they are."""
+    found = spec_text.differences(documents)
+    rows = [(path, map(spec_text.shown, values)) for path, values in found.items()]
+    return render("differences.html", names=names, rows=rows, title=title)
 
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:

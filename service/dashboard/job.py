@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import yaml
 from nicegui import events, ui
 
 from service.dashboard import charts, fragments, spec_text
@@ -107,10 +106,8 @@ class JobPage:
         except Refused:
             return  # It was deleted, or may not be seen.
         new = self._snapshot.job.spec.model_dump(mode="json")
-        rows = spec_text.differences([old, new])
-        shown = {path: [*map(spec_text.shown, values)] for path, values in rows.items()}
-        names, title = [str(parent), "this job"], f"What differs from {parent}, its parent"
-        html = fragments.render("differences.html", names=names, rows=shown, title=title)
+        title = f"What differs from {parent}, its parent"
+        html = fragments.differences([str(parent), "this job"], [old, new], title)
         self._parent.set_content(html)
         self._parent.set_visibility(True)
 
@@ -195,7 +192,7 @@ class JobPage:
         self._snapshot = snapshot
         job, now = snapshot.job, time.time()
         self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
-        self._progress.set_content(fragments.progress(job))
+        self._progress.set_content(fragments.render("progress.html", job=job))
         self._figures.set_content(fragments.render("figures.html", job=job))
         self._placement.show(snapshot, now)
         self._groups.show(snapshot)
@@ -362,5 +359,4 @@ def chart_tools(
 
 def spec_yaml(job: Job) -> str:
     """The spec as the user could submit it again: YAML without what was left at its default."""
-    document = job.spec.model_dump(mode="json", exclude_defaults=True)
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+    return spec_text.written(job.spec.model_dump(mode="json", exclude_defaults=True))

@@ -21,6 +21,7 @@ from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
 from service.dashboard.sweeps import SearchForm, options_of
 from service.domain.timeline import counted
+from service.jobs.actions import spec_of_clone
 from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
 from trainer.layout.plans import Candidate
@@ -75,11 +76,11 @@ editor.scrollDOM.tabIndex = 0;
 
 
 class NewJobPage:
-    """One reader's draft of a job. `source` is the id of a job to begin with, if any."""
+    """One reader's draft of a job; the address has the id of a job to begin with, if any."""
 
-    def __init__(self, rest: Rest, source: str = "") -> None:
+    def __init__(self, rest: Rest) -> None:
         self._rest = rest
-        self._source = source
+        self._source = ui.context.client.request.query_params.get("source", "")
         self._templates = spec_text.templates()
         self._template = ""
         self._original: Any = None
@@ -141,7 +142,7 @@ class NewJobPage:
         if self._source:
             try:
                 job = await self._rest.get(f"/v1/jobs/{self._source}")
-                spec = validate_spec(_without_nulls(job["spec"]))
+                spec = spec_of_clone(validate_spec(_without_nulls(job["spec"])))
             except (Refused, SpecError) as error:
                 ui.notify(str(error), type="warning", multi_line=True)
                 self._source = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,6 @@ from trainer.spec.job import JobSpec
 _REFRESH_S = 3.0
 _MAX_COMPARED = 8
 _LINE = {"width": 2, "opacity": 1}
-_TONES = {
-    SweepStatus.RUNNING: "active",
-    SweepStatus.CANCELLING: "warn",
-    SweepStatus.COMPLETED: "good",
-    SweepStatus.FAILED: "bad",
-    SweepStatus.CANCELLED: "neutral",
-}
 _COMMAND = "shardloom sweep SPEC --vary optimizer.sparse.lr=log:0.01..0.3 --metric validation/ne"
 
 
@@ -156,16 +148,7 @@ class SweepsPage:
                     ui.label("A sweep searches fields of a spec; each of its trials is a job.")
                     ui.label(_COMMAND).classes("command path")
                 return
-            now = time.time()
-            rows = [
-                {
-                    "sweep": each,
-                    "tone": _TONES[each.status],
-                    "age": wording.age(each.created_at, now),
-                }
-                for each in sweeps
-            ]
-            html = fragments.render("sweeps.html", rows=rows, home=MOUNT_PATH)
+            html = fragments.render("sweeps.html", sweeps=sweeps, now=time.time())
             with ui.element("section").classes("panel"):
                 ui.html(html, sanitize=False)
 
@@ -227,11 +210,10 @@ class SweepPage:
 
     def _show(self, found: SweepDetail) -> None:
         self._shown = found
-        ranked = [trial for trial in by_value(found) if trial.job_id is not None]
+        ranked = [trial for trial in found.ranked if trial.job_id is not None]
         self._head.clear()
         with self._head:
-            html = fragments.render("sweep.html", sweep=found, tone=_TONES[found.status])
-            ui.html(html, sanitize=False)
+            ui.html(fragments.render("sweep.html", sweep=found), sanitize=False)
         self._links.clear()
         with self._links:
             if len(ranked) > 1:
@@ -244,11 +226,9 @@ class SweepPage:
         self._cancel.set_visibility(self._may_change and is_running)
         for chart in self._charts:
             chart.draw(found)
-        rows = [_row(found, trial) for trial in by_value(found)]
-        paths = [(each.path, each.path.rpartition(".")[2]) for each in found.parameters]
-        self._table.set_content(
-            fragments.render("trials.html", sweep=found, rows=rows, paths=paths, home=MOUNT_PATH)
-        )
+        paths = [each.path for each in found.parameters]
+        html = fragments.render("trials.html", sweep=found, paths=paths, state_of=_state_of)
+        self._table.set_content(html)
 
 
 class _TrialsChart(ChartBox):
@@ -278,37 +258,13 @@ def csv_of(found: SweepDetail) -> str:
     return kept.getvalue()
 
 
-def _has_value(trial: TrialOut) -> bool:
-    return trial.value is not None and math.isfinite(trial.value)
-
-
-def by_value(found: SweepDetail) -> list[TrialOut]:
-    """The trials, best first; those without a value last, in the order of their numbers."""
-    sign = 1.0 if found.direction == "minimize" else -1.0
-    with_value = [trial for trial in found.trials if _has_value(trial)]
-    without = [trial for trial in found.trials if not _has_value(trial)]
-    return [*sorted(with_value, key=lambda trial: sign * (trial.value or 0.0)), *without]
-
-
-def _row(found: SweepDetail, trial: TrialOut) -> dict[str, Any]:
+def _state_of(trial: TrialOut) -> tuple[str, str]:
+    """The state of a trial in words, with its tone."""
     if trial.stopped_at is not None and (trial.status is None or not trial.status.is_terminal):
-        state, tone = f"stopped at step {trial.stopped_at}", "neutral"
-    elif trial.status is None:
-        state, tone = ("refused", "warn") if trial.message else ("being made", "neutral")
-    else:
-        state, tone = trial.status.value.lower(), wording.tone_of(trial.status)
-    return {
-        "trial": trial,
-        "state": state,
-        "tone": tone,
-        "value": wording.metric(found.metric, trial.value),
-        "values": [_text(trial.values.get(each.path)) for each in found.parameters],
-        "is_best": trial.number == found.best,
-    }
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"stopped at step {trial.stopped_at}", "neutral"
+    if trial.status is None:
+        return ("refused", "warn") if trial.message else ("being made", "neutral")
+    return trial.status.value.lower(), wording.tone_of(trial.status)
 
 
 def value_options(found: SweepDetail) -> dict[str, Any]:
@@ -317,7 +273,7 @@ def value_options(found: SweepDetail) -> dict[str, Any]:
     best: list[list[float]] = []
     is_less_better = found.direction == "minimize"
     for trial in found.trials:
-        if trial.value is None or not math.isfinite(trial.value):
+        if trial.value is None or not trial.has_value:
             continue
         points.append([trial.number, trial.value])
         known = best[-1][1] if best else trial.value
@@ -349,12 +305,12 @@ def value_options(found: SweepDetail) -> dict[str, Any]:
 
 def parallel_options(found: SweepDetail) -> dict[str, Any]:
     """A line for each trial with a value: through its values, to the metric, which colours it."""
-    shown = [trial for trial in found.trials if _has_value(trial)]
+    shown = [trial for trial in found.trials if trial.has_value]
     axes: list[dict[str, Any]] = []
     for place, each in enumerate(found.parameters):
         axis: dict[str, Any] = {"dim": place, "name": each.path.rpartition(".")[2]}
         if each.values:
-            axis |= {"type": "category", "data": [*map(_text, each.values)]}
+            axis |= {"type": "category", "data": [*map(wording.setting, each.values)]}
         else:
             kind = "log" if each.is_log else "value"
             axis |= {"type": kind, "min": each.low, "max": each.high}
@@ -390,4 +346,4 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
 
 def _place(values: Mapping[str, Any], path: str, known: Sequence[Any]) -> Any:
     value = values.get(path)
-    return _text(value) if known else value
+    return wording.setting(value) if known else value

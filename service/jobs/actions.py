@@ -60,6 +60,7 @@ from trainer.spec.parse import check_depth, set_values
 
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
+_TRIAL_LABELS = ("sweep", "trial")
 _Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
@@ -191,6 +192,12 @@ def _chosen(
     return max(fitting, key=lambda each: (each.step, each.created_at))
 
 
+def spec_of_clone(spec: JobSpec) -> JobSpec:
+    """The spec that a clone begins with: one of a sweep's trial is no trial of it."""
+    labels = {name: text for name, text in spec.labels.items() if name not in _TRIAL_LABELS}
+    return spec.model_copy(update={"labels": labels})
+
+
 def cloned_spec(
     job: Job, changes: Mapping[str, Any], patch: Mapping[str, Any] | None, name: str | None
 ) -> JobSpec:
@@ -198,7 +205,7 @@ def cloned_spec(
 
     Raises `SpecError` for what is not legal any more.
     """
-    document: Any = job.spec.model_dump(mode="json", exclude_none=True)
+    document: Any = spec_of_clone(job.spec).model_dump(mode="json", exclude_none=True)
     if patch is not None:
         check_depth(patch, "patch")
         document = merged(document, patch)

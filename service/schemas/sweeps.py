@@ -108,17 +108,6 @@ class CreateSweep(RequestModel):
         return self
 
 
-class ParameterOut(ApiModel):
-    """A searched field; `values` is empty for one with bounds."""
-
-    path: str
-    values: list[Any]
-    low: float
-    high: float
-    is_integer: bool
-    is_log: bool
-
-
 class TrialOut(ApiModel):
     """A trial: its values by path, its job, and what became of it.
 
@@ -134,6 +123,10 @@ class TrialOut(ApiModel):
     value: Value | None
     stopped_at: int | None
     message: str
+
+    @property
+    def has_value(self) -> bool:
+        return self.value is not None and math.isfinite(self.value)
 
 
 class SweepSummary(ApiModel):
@@ -159,7 +152,16 @@ class SweepDetail(SweepSummary):
     num_parallel: int
     seed: int
     early_stopping: EarlyStoppingSpec | None
-    parameters: list[ParameterOut]
+    parameters: list[Parameter]
     trials: list[TrialOut]
     best: int | None
     best_spec: dict[str, Any] | None = Field(description="The spec with the best trial's values.")
+
+    @property
+    def ranked(self) -> list[TrialOut]:
+        """The trials, best first; those without a value last, in the order of their numbers."""
+        sign = 1.0 if self.direction == "minimize" else -1.0
+        return sorted(
+            self.trials,
+            key=lambda each: (not each.has_value, each.has_value and sign * (each.value or 0.0)),
+        )

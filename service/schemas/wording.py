@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from itertools import pairwise
+from typing import Any
 
 from service.domain.membership import SPARE
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
+from service.domain.sweeps import SweepStatus
 from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
 from trainer.layout.cost import MemoryUse, StepTime
@@ -199,6 +201,16 @@ def compared_texts(each: ComparedOut) -> tuple[str, str, str]:
     return shown(each.predicted), shown(each.measured), times
 
 
+def setting(value: Any) -> str:
+    """A value of a searched field."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def of_limit(number: int, limit: int | None) -> str:
+    """How much of a quota is in use, as in `3 of 8`."""
+    return str(number) if limit is None else f"{number} of {limit}"
+
+
 def metrics_line(values: Mapping[str, float]) -> str:
     """All metrics of a record on one line: `validation/rmse 0.8812 · validation/mae 0.6700`."""
     return " · ".join(f"{name} {metric(name, values[name])}" for name in sorted(values)) or NOTHING
@@ -207,12 +219,14 @@ def metrics_line(values: Mapping[str, float]) -> str:
 # ---- a job
 
 _TONES = {
-    JobStatus.STARTING: "active",
-    JobStatus.RUNNING: "active",
-    JobStatus.PAUSED: "warn",
-    JobStatus.STOPPING: "warn",
-    JobStatus.SUCCEEDED: "good",
-    JobStatus.FAILED: "bad",
+    "STARTING": "active",
+    "RUNNING": "active",
+    "PAUSED": "warn",
+    "STOPPING": "warn",
+    "CANCELLING": "warn",
+    "SUCCEEDED": "good",
+    "COMPLETED": "good",
+    "FAILED": "bad",
 }
 _STANDINGS = {
     "current": ("trains", "good"),
@@ -237,7 +251,7 @@ class Fact:
     hint: str = ""
 
 
-def tone_of(status: JobStatus) -> str:
+def tone_of(status: JobStatus | SweepStatus) -> str:
     return _TONES.get(status, "neutral")
 
 

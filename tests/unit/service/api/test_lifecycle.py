@@ -70,7 +70,8 @@ def test_what_makes_no_sense_is_a_conflict(api: Api, client: ShardloomClient) ->
 
 
 def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomClient) -> None:
-    job_id = api.submit(labels={"team": "ads", "run": "1"})
+    trial = {"sweep": "sweep-1", "trial": "3"}
+    job_id = api.submit(labels={"team": "ads", "run": "1", **trial})
     made = client.clone(
         job_id,
         name="larger",

@@ -98,12 +98,12 @@ class PlainView:
 
 
 @contextmanager
-def detaching(job_id: str, output: Console) -> Iterator[None]:
+def detaching(message: RenderableType, output: Console) -> Iterator[None]:
     """Ctrl-C inside only detaches: says how to come back, and raises `typer.Exit`."""
     try:
         yield
     except KeyboardInterrupt:
-        output.print(detached_message(job_id))
+        output.print(message)
         raise typer.Exit(DETACHED) from None
 
 

@@ -31,7 +31,7 @@ from service.cli.common import (
     print_line,
     read_spec,
 )
-from service.cli.follow import detaching, follow
+from service.cli.follow import detached_message, detaching, follow
 from service.cli.render import facts_grid, plain_table, shape_text
 from service.client.client import PLAN_LIMIT_S, ShardloomClient
 from service.client.errors import InvalidRequest
@@ -124,7 +124,7 @@ def run(
     with common.open_client(url) as client:
         document = with_code(document, archive, client)
         job = client.submit(document, secrets=read_secrets(secret or []))
-        with detaching(job.id, console()):
+        with detaching(detached_message(job.id), console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
             exit_code = follow(client, job.id, console())
     raise typer.Exit(exit_code)
@@ -165,7 +165,7 @@ def submit(
     if not wait:
         _print_submitted(job, as_json=as_json)
         return
-    with detaching(job.id, common.error_console()):
+    with detaching(detached_message(job.id), common.error_console()):
         job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)
     raise typer.Exit(exit_code_of(job.status))
@@ -277,7 +277,7 @@ def _estimate(
 def follow_job(job: JobArgument, client: Client = HERE) -> None:
     """Follow a job until it ends; Ctrl-C detaches. The exit code mirrors the job."""
     found = client.get_job(job)
-    with detaching(found.id, console()):
+    with detaching(detached_message(found.id), console()):
         code = follow(client, found.id, console())
     raise typer.Exit(code)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.common import (
-    DETACHED,
     HERE,
     JOB_CANCELLED,
     JOB_FAILED,
@@ -32,6 +29,7 @@ from service.cli.common import (
     print_line,
     read_spec,
 )
+from service.cli.follow import detaching
 from service.cli.render import facts_grid, plain_table, status_text
 from service.cli.submit import (
     CodeOption,
@@ -134,7 +132,12 @@ def sweep(
 def _follow(client: ShardloomClient, sweep_id: str, *, is_quiet: bool) -> SweepDetail:
     """Show the trials until the sweep has ended; Ctrl-C leaves it to itself."""
     output = error_console() if is_quiet else console()
-    with _detaching(sweep_id), Live(console=output, auto_refresh=False, transient=is_quiet) as live:
+    message = (
+        f"detached; the sweep goes on: `shardloom sweeps show {sweep_id}`, and `shardloom "
+        f"sweeps cancel {sweep_id}` ends it"
+    )
+    live = Live(console=output, auto_refresh=False, transient=is_quiet)
+    with detaching(message, error_console()), live:
         while True:
             found = client.get_sweep(sweep_id)
             if output.is_terminal or (found.status.is_terminal and not is_quiet):
@@ -142,18 +145,6 @@ def _follow(client: ShardloomClient, sweep_id: str, *, is_quiet: bool) -> SweepD
             if found.status.is_terminal:
                 return found
             time.sleep(_POLL_S)
-
-
-@contextmanager
-def _detaching(sweep_id: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        error_console().print(
-            f"detached; the sweep goes on: `shardloom sweeps show {sweep_id}`, and `shardloom "
-            f"sweeps cancel {sweep_id}` ends it"
-        )
-        raise typer.Exit(DETACHED) from None
 
 
 @sweeps_app.command("list")

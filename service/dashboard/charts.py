@@ -15,6 +15,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from service.domain.models import Checkpoint, Job, MetricPoint, TimelineEvent
@@ -98,6 +99,7 @@ def charts_of(job: Job) -> tuple[ChartSpec, ...]:
     )
 
 
+_amounts = partial(ChartSpec, from_zero=True, is_optional=True)
 _OTHER_CHARTS = (
     ChartSpec(
         "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
@@ -112,36 +114,30 @@ _OTHER_CHARTS = (
         is_log=True,
         is_optional=True,
     ),
-    ChartSpec(
+    _amounts(
         "phases",
         "Time of a step",
         tuple(Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES),
-        from_zero=True,
         is_stacked=True,
-        is_optional=True,
         number=_MILLISECONDS,
     ),
-    ChartSpec(
+    _amounts(
         "sync",
         "Sync time",
         (Line("sync/time_s", "sync", TRAIN_COLOUR),),
-        from_zero=True,
-        is_optional=True,
         number=_MILLISECONDS,
     ),
-    ChartSpec(
+    _amounts(
         "traffic",
         "Sync traffic",
         (
             Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
             Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
         ),
-        from_zero=True,
-        is_optional=True,
         number=_BYTES,
         right_number=_PERCENT,
     ),
-    ChartSpec(
+    _amounts(
         "memory",
         "Worker memory",
         (
@@ -150,8 +146,6 @@ _OTHER_CHARTS = (
             Line("memory/gpu_used_bytes", "GPU", _PHASE_COLOURS["output_dist"]),
             Line("memory/host_used_share", "share of host", FAINT, on_right=True),
         ),
-        from_zero=True,
-        is_optional=True,
         number=_BYTES,
         right_number=_PERCENT,
     ),

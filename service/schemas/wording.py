@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from service.domain.membership import SPARE
+from service.domain.metrics import MEMORY_PARTS as PREDICTED_PARTS
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
@@ -149,17 +150,11 @@ def estimated(calibration: Calibration | None = None) -> str:
     )
 
 
-MEMORY_PARTS = (
-    ("Tables", "tables_bytes"),
-    ("Optimizer", "optimizer_bytes"),
-    ("Activations", "activations_bytes"),
-    ("Input", "input_bytes"),
-    ("Dense", "dense_bytes"),
-    ("Sync", "sync_buffers_bytes"),
-    ("Process", "process_bytes"),
-    ("Reserve", "reserve_bytes"),
-)
-_USED_PARTS = [(name, field) for name, field in MEMORY_PARTS if field != "reserve_bytes"]
+MEMORY_PARTS = [
+    (part.removesuffix("_buffers").capitalize(), f"{part}_bytes")
+    for part in (*PREDICTED_PARTS, "reserve")
+]
+_USED_PARTS = MEMORY_PARTS[:-1]
 
 
 def memory_of(rank: MemoryUse) -> list[tuple[str, float]]:
@@ -169,9 +164,8 @@ def memory_of(rank: MemoryUse) -> list[tuple[str, float]]:
 
 def memory_by_position(told: Prediction) -> list[list[tuple[str, float]]]:
     """The same for each position of a sharding group, of as many as all told parts have."""
-    parts = {
-        name: told.memory_bytes.get(field[: -len("_bytes")], []) for name, field in _USED_PARTS
-    }
+    sizes_of = told.memory_bytes
+    parts = {name: sizes_of.get(field.removesuffix("_bytes"), []) for name, field in _USED_PARTS}
     known = {name: sizes for name, sizes in parts.items() if sizes}
     return [[*zip(known, sizes, strict=True)] for sizes in zip(*known.values(), strict=False)]
 

@@ -89,17 +89,6 @@ def settled_picture(chart: Locator) -> bytes:
     return picture
 
 
-@pytest.mark.slow
-def test_an_empty_service_says_how_to_submit_and_shows_the_first_job_at_once(
-    page: Page, dashboard: Dashboard
-) -> None:
-    page.goto("/")
-    expect(page.get_by_text("shardloom run examples/")).to_be_visible()
-    job = submit(dashboard, "the-first")
-    expect(page.get_by_role("link", name=job.name)).to_be_visible(timeout=LIVE_MS)
-    expect(page.get_by_text("No jobs yet")).not_to_be_visible()
-
-
 def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -166,6 +155,7 @@ def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: 
         if button == "Cancel":
             expect(page.locator(".job-status", has_text="cancelled")).to_have_count(2)
     expect(page.get_by_text("No jobs yet")).to_be_visible(timeout=LIVE_MS)
+    expect(page.get_by_text("shardloom run examples/")).to_be_visible()
     assert dashboard.store.list_jobs(JobFilter())[0] == []
 
 
@@ -214,19 +204,6 @@ def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
     expect(page.locator(".spec")).to_contain_text("embedding_tables:")
 
 
-@pytest.mark.slow
-def test_a_chart_appears_with_its_first_data(
-    page: Page, dashboard: Dashboard, running: Job
-) -> None:
-    open_job(page, running)
-    traffic = page.locator(".chart-panel", has_text="Sync traffic")
-    expect(traffic).not_to_be_visible()
-    tell(dashboard.store, running, metrics(50, sync_bytes=2e6, sync_density=0.1), progress(50))
-    expect(traffic.locator("canvas")).to_be_visible(timeout=LIVE_MS)
-    size = traffic.locator("canvas").bounding_box()
-    assert size["width"] > 200
-
-
 def test_a_trace_is_asked_for_and_then_offered_for_download(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -252,11 +229,17 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     open_job(page, running)
     loss_chart = page.locator(".chart").first
     before = settled_picture(loss_chart)
-    tell(dashboard.store, running, metrics(60, train_loss=0.5), progress(60))
+    traffic = page.locator(".chart-panel", has_text="Sync traffic")
+    expect(traffic).not_to_be_visible()
+    told = metrics(60, train_loss=0.5, sync_bytes=2e6, sync_density=0.1)
+    tell(dashboard.store, running, told, progress(60))
     expect(page.locator(".progress-panel")).to_contain_text("step 60 of 100", timeout=LIVE_MS)
     expect(page.locator(".figure", has_text="Train loss")).to_contain_text("0.5000")
     drawn = settled_picture(loss_chart)
     assert drawn != before
+    expect(traffic.locator("canvas")).to_be_visible(timeout=LIVE_MS)
+    box = traffic.locator("canvas").bounding_box()
+    assert box is not None and box["width"] > 200, "a chart appears with its first data"
     loss_chart.hover()
     page.keyboard.down("Control")
     page.mouse.wheel(0, -300)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from service.api.views import sweep_detail
 from service.dashboard.sweeps import (
-    by_value,
     csv_of,
     options_of,
     parallel_options,
@@ -47,9 +46,9 @@ def detail(*values: float | None) -> SweepDetail:
 
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:
     found = detail(0.8, None, 0.6, math.nan)
-    assert [trial.number for trial in by_value(found)] == [2, 0, 1, 3]
+    assert [trial.number for trial in found.ranked] == [2, 0, 1, 3]
     turned = found.model_copy(update={"direction": "maximize"})
-    assert [trial.number for trial in by_value(turned)] == [0, 2, 1, 3]
+    assert [trial.number for trial in turned.ranked] == [0, 2, 1, 3]
 
 
 def test_the_line_of_the_best_never_gets_worse_and_skips_what_is_no_number() -> None:

@@ -275,7 +275,7 @@ def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> 
 def test_fragments_of_a_new_job_say_what_will_come() -> None:
     job = queued_job()
     assert "once the workers have started" in fragments.groups(job, [])
-    assert "not started" in fragments.progress(job)
+    assert "not started" in fragments.render("progress.html", job=job)
     assert "No checkpoint" in fragments.render("checkpoints.html", checkpoints=[], now=NOW)
     assert "not been submitted" in fragments.render("attempts.html", job=job, attempts=[], now=NOW)
 
@@ -327,10 +327,3 @@ def test_an_unknown_path_is_a_page_to_a_browser_and_a_problem_to_a_program(
     problem_in(http.get("/jobs"), 404, "not_found")
     problem_in(http.get("/v1/unknown", headers=browser), 404, "not_found")
     problem_in(http.post("/jobs", headers=browser), 404, "not_found")
-
-
-def test_an_unknown_job_is_a_404_page(store: JobStore, tmp_path: Path) -> None:
-    with client_of(store, tmp_path) as client:
-        answer = client.get("/dashboard/jobs/job-unknown")
-    assert answer.status_code == 404
-    assert "There is no such job" in answer.text

@@ -56,6 +56,7 @@ class JobPage:
         self._store = rest.context.store
         self._job_id = job_id
         self._turn = asyncio.Lock()
+        self._panels: list[Panel] = []
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -126,7 +127,6 @@ class JobPage:
         except StorageUnavailable as error:
             fault = f"Logs and exports cannot be read: {error}"
         self._fault.set_text(fault)
-        self._fault.set_visibility(bool(fault))
 
     def _build_head(self) -> None:
         with ui.element("div").classes("crumbs"):
@@ -140,10 +140,10 @@ class JobPage:
                 link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}", "small")
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._actions = self._panel(ActionsPanel)
+            self._panel(ActionsPanel)
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
-        self._placement = self._panel(PlacementPanel)
+        self._panel(PlacementPanel)
 
     def _build_body(self) -> None:
         with ui.element("div").classes("columns"):
@@ -156,7 +156,7 @@ class JobPage:
                         _ChartPanel(self._store, job, spec) for spec in charts.charts_of(job)
                     ]
             with ui.element("div").classes("side"):
-                self._groups = self._panel(GridPanel)
+                self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
                     self._timeline = (
                         ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
@@ -167,7 +167,6 @@ class JobPage:
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):
             self._fault = ui.label().classes("notice tone-warn")
-            self._fault.set_visibility(False)
             with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
                 for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
                     ui.tab(name)
@@ -178,7 +177,7 @@ class JobPage:
                     self._checkpoints = ui.html(sanitize=False)
                     self._exports = self._panel(ExportPanel)
                 with ui.tab_panel("Traces"):
-                    self._traces = self._panel(TracePanel)
+                    self._panel(TracePanel)
                 with ui.tab_panel("Attempts"):
                     self._attempts = ui.html(sanitize=False)
                 with ui.tab_panel("Spec"):
@@ -194,25 +193,24 @@ class JobPage:
         self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
         self._progress.set_content(fragments.render("progress.html", job=job))
         self._figures.set_content(fragments.render("figures.html", job=job))
-        self._placement.show(snapshot, now)
-        self._groups.show(snapshot)
         timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
         self._timeline.set_content(timeline)
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
-        self._traces.show(snapshot, now)
         found = fragments.render("checkpoints.html", checkpoints=snapshot.checkpoints, now=now)
         self._checkpoints.set_content(found)
-        self._exports.show(snapshot)
         tried = fragments.render("attempts.html", job=job, attempts=snapshot.attempts, now=now)
         self._attempts.set_content(tried)
-        self._actions.show(snapshot)
+        for each in self._panels:
+            each.show(snapshot, now)
 
     def _redraw(self, view: charts.ChartView) -> None:
         for chart in self._charts:
             chart.draw(view)
 
     def _panel(self, kind: type[PanelKind]) -> PanelKind:
-        return kind(self._rest, self._snapshot, self.refresh)
+        made = kind(self._rest, self._snapshot, self.refresh)
+        self._panels.append(made)
+        return made
 
 
 class ChartBox(ABC):

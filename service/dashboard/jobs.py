@@ -228,7 +228,6 @@ class ListPage:
                 if self._may_submit:
                     link_button("New job", f"{MOUNT_PATH}/new", "primary")
             self._fault = ui.label().classes("notice tone-bad").props("role=alert")
-            self._fault.set_visibility(False)
             self._build_filters()
             self._build_selection()
             self._table = _build_table()
@@ -332,7 +331,6 @@ class ListPage:
         if query != self._query:
             return  # Somebody typed on while the store was read.
         self._fault.set_text(fault)
-        self._fault.set_visibility(bool(fault))
         self._snapshot = snapshot
         self._metric = next((bound.name for bound in wanted.metrics), "")
         self._show()

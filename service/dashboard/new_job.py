@@ -22,12 +22,12 @@ from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, pa
 from service.dashboard.sweeps import SearchForm, options_of
 from service.domain.timeline import counted
 from service.jobs.actions import spec_of_clone
-from service.schemas.jobs import JobPlan
+from service.schemas.jobs import JobDetail, JobPlan
 from service.schemas.plans import PlansOut
 from trainer.layout.plans import Candidate
 from trainer.protocol.code_archive import CodeError, pack_upload
-from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
 from trainer.spec.parse import parse_document
 
 _CHECK_AFTER_S = 0.35
@@ -83,6 +83,7 @@ class NewJobPage:
         self._source = ui.context.client.request.query_params.get("source", "")
         self._templates = spec_text.templates()
         self._template = ""
+        self._cloned: JobSpec | None = None
         self._original: Any = None
         self._key = str(uuid.uuid4())
         self._has_code = False
@@ -141,14 +142,14 @@ class NewJobPage:
     async def _first_text(self) -> str:
         if self._source:
             try:
-                job = await self._rest.get(f"/v1/jobs/{self._source}")
-                spec = spec_of_clone(validate_spec(_without_nulls(job["spec"])))
-            except (Refused, SpecError) as error:
-                ui.notify(str(error), type="warning", multi_line=True)
+                told = await self._rest.get(f"/v1/jobs/{self._source}")
+            except Refused as refused:
+                ui.notify(str(refused), type="warning", multi_line=True)
                 self._source = ""
             else:
-                self._source = job["id"]
-                self._original = spec.model_dump(mode="json", exclude_defaults=True)
+                job = JobDetail.model_validate(told, context={"stored": True})
+                self._source, self._cloned = job.id, spec_of_clone(job.spec)
+                self._original = self._cloned.model_dump(mode="json", exclude_defaults=True)
                 return spec_text.written(self._original)
         has_default = _DEFAULT_TEMPLATE in self._templates
         self._template = _DEFAULT_TEMPLATE if has_default else ""
@@ -394,11 +395,10 @@ class NewJobPage:
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:
             path, body = "/v1/sweeps", body | search
-        elif self._source:
-            old = (await self._rest.get(f"/v1/jobs/{self._source}"))["spec"]
-            new = checked.spec.model_dump(mode="json")
-            path = f"/v1/jobs/{self._source}:clone"
-            body = {"patch": spec_text.patch_of(*map(_without_nulls, (old, new)))}
+        elif self._source and self._cloned:
+            both = (self._cloned, checked.spec)
+            old, new = (each.model_dump(mode="json", exclude_none=True) for each in both)
+            path, body = f"/v1/jobs/{self._source}:clone", {"patch": spec_text.patch_of(old, new)}
         try:
             answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:
@@ -411,9 +411,3 @@ class NewJobPage:
             return
         kind = "sweeps" if search else "jobs"
         go_to(f"{MOUNT_PATH}/{kind}/{answer.json()['id']}")
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(below) for key, below in value.items() if below is not None}
-    return [_without_nulls(below) for below in value] if isinstance(value, list) else value

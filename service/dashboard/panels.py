@@ -94,6 +94,10 @@ class Panel(ABC):
     def _build(self) -> None:
         """Draw the panel, empty."""
 
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        """Show a snapshot; `now` is Unix time in seconds."""
+        self._snapshot = snapshot
+
     async def _change(self, method: str, path: str, done: str = "", **options: Any) -> None:
         """Send a request about the job; a notice says what came of it."""
         try:
@@ -127,8 +131,8 @@ class ActionsPanel(Panel):
             self._restart = button("Go on from checkpoint", self._open_restart)
             self._cancel = button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
-    def show(self, snapshot: JobSnapshot) -> None:
-        self._snapshot = snapshot
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        super().show(snapshot, now)
         job = snapshot.job
         may, has_ended = self._may_change, job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
@@ -191,8 +195,8 @@ class ExportPanel(Panel):
         self._doomed.set_options([each.id for each in found])
         self._delete_button.set_visibility(self._may_change and bool(found))
 
-    def show(self, snapshot: JobSnapshot) -> None:
-        self._snapshot = snapshot
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        super().show(snapshot, now)
         steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])
         self._button.set_visibility(self._may_change)
@@ -309,8 +313,7 @@ class PlacementPanel(Panel):
             self._content = ui.html(sanitize=False)
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
-        """Show the groups of a snapshot; `now` is Unix time in seconds."""
-        self._snapshot = snapshot
+        super().show(snapshot, now)
         job = snapshot.job
         view = groups_view(job, snapshot.timeline, snapshot.checkpoints, now)
         self._content.set_content(fragments.render("membership.html", view=view))
@@ -369,8 +372,8 @@ class GridPanel(Panel):
                 self._slider.on("input", self._choose, throttle=0.05, js_handler=value)
                 self._told = ui.label().classes("moment-told").props("role=status")
 
-    def show(self, snapshot: JobSnapshot) -> None:
-        self._snapshot = snapshot
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        super().show(snapshot, now)
         job, moments = snapshot.job, moments_of(snapshot.timeline)
         self._moments.set_visibility(len(moments) > 1)
         self._ticks.set_content(fragments.render("moments.html", job=job, moments=moments))
@@ -389,7 +392,7 @@ class GridPanel(Panel):
             then = moments[self._moment]
             self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
             self._grid.set_content(fragments.groups_then(job, timeline, then))
-        self.show(self._snapshot)
+        self.show(self._snapshot, time.time())
 
 
 class TracePanel(Panel):
@@ -406,7 +409,7 @@ class TracePanel(Panel):
         self._list = ui.html(sanitize=False)
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
-        """Show the traces of a snapshot; `now` is Unix time in seconds."""
+        super().show(snapshot, now)
         job, found = snapshot.job, traces_of(snapshot.timeline)
         self._list.set_content(fragments.render("traces.html", job=job, traces=found, now=now))
         self._button.set_visibility(self._may_change)

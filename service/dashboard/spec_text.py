@@ -298,24 +298,17 @@ def _settings(old: Any, new: Any, path: str = "") -> dict[str, Any] | None:
 # ---- differences
 
 
-def flat(document: Any, path: str = "") -> dict[str, Any]:
-    """Values by path; items of a list go by their `name`, so that order does not matter."""
+def _values(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value); items of a list go by their `name`, so that order does not matter."""
     if isinstance(document, dict) and document:
-        return {
-            inner: value
-            for name, below in document.items()
-            for inner, value in flat(below, f"{path}.{name}" if path else str(name)).items()
-        }
-    if isinstance(document, list) and document and all(_is_named(item) for item in document):
-        return {
-            inner: value
-            for item in document
-            for inner, value in flat(
-                {key: each for key, each in item.items() if key != "name"} or {"": "yes"},
-                f"{path}[{item['name']}]",
-            ).items()
-        }
-    return {path: document}
+        for name, below in document.items():
+            yield from _values(below, f"{path}.{name}" if path else str(name))
+    elif isinstance(document, list) and document and all(_is_named(item) for item in document):
+        for item in document:
+            rest = {key: each for key, each in item.items() if key != "name"} or {"": "yes"}
+            yield from _values(rest, f"{path}[{item['name']}]")
+    else:
+        yield path, document
 
 
 def _is_named(item: Any) -> bool:
@@ -324,7 +317,7 @@ def _is_named(item: Any) -> bool:
 
 def differences(documents: Sequence[Any]) -> dict[str, list[Any]]:
     """Values by path where documents differ, one of each; None where one does not have it."""
-    flattened = [flat(document) for document in documents]
+    flattened = [dict(_values(document)) for document in documents]
     paths = dict.fromkeys(path for each in flattened for path in each)
     found = {path: [each.get(path) for each in flattened] for path in paths}
     return {

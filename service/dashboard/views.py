@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from service.api.views import progress_of, summary_of
 from service.domain.membership import sizes_of_job, span_text
 from service.domain.models import EndReason, Job, JobStatus, QueueState, TimelineEvent
 from service.schemas import wording
+from service.schemas.jobs import ProgressOut
 from trainer.protocol.events import WorkersStarted
 
 _EVENT_TONES = {
@@ -41,28 +40,10 @@ def layout_text(job: Job) -> str:
     return f"{workers} = {replicas} {wording.TIMES} {sizes.shard_group_size}{spares}"
 
 
-@dataclass(frozen=True)
-class ProgressView:
-    """A progress bar: `percent` in [0, 100] and the words beside it."""
-
-    percent: float
-    percent_text: str
-    step_text: str
-    eta_text: str
-
-
-def progress_view(job: Job) -> ProgressView:
-    """Progress of a job; an ETA only where there is something left to wait for."""
-    done = progress_of(job.progress, job.status)
-    total = f"{done.total_steps:,}" if done.total_steps else "?"
-    eta = wording.duration(done.eta_s)
-    return ProgressView(
-        percent=done.percent,
-        # Truncated, so that 100 % means done.
-        percent_text=f"{int(done.percent)}%",
-        step_text=f"step {done.step:,} of {total}" if done.step else "not started",
-        eta_text="" if eta == wording.NOTHING else f"{eta} left",
-    )
+def eta_text(progress: ProgressOut) -> str:
+    """When a job will be done, as in `3m 20s left`; empty where there is nothing to wait for."""
+    eta = wording.duration(progress.eta_s)
+    return "" if eta == wording.NOTHING else f"{eta} left"
 
 
 def _aside(job: Job) -> str:
@@ -75,7 +56,7 @@ def _aside(job: Job) -> str:
 
 def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only), with one more `metric`."""
-    progress = progress_view(job)
+    progress = progress_of(job.progress, job.status)
     quality = job.spec.model.watched_metric
     quality_value = job.latest_metrics.get(f"validation/{quality}")
     return {
@@ -85,8 +66,9 @@ def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
         "tone": wording.tone_of(job.status),
         "groups": wording.groups_text(summary_of(job)),
         "percent": round(progress.percent, 1),
-        "percent_text": progress.percent_text,
-        "aside": _aside(job) or progress.eta_text,
+        # Truncated, so that 100 % means done.
+        "percent_text": f"{int(progress.percent)}%",
+        "aside": _aside(job) or eta_text(progress),
         "message": job.message,
         "workers": layout_text(job),
         "loss": wording.precise(job.latest_metrics.get("train/loss")),

@@ -157,7 +157,7 @@ def test_a_loss_and_the_recovery_are_followed_without_a_reload(
 
 
 @pytest.mark.slow
-def test_a_size_is_chosen_from_those_that_fit(
+def test_a_size_is_chosen_from_those_that_fit_and_a_host_is_drained_and_taken_back(
     page: Page, dashboard: Dashboard, elastic: ElasticJob
 ) -> None:
     open_job(page, elastic.job)
@@ -169,13 +169,6 @@ def test_a_size_is_chosen_from_those_that_fit(
     expect(page.locator(".timeline")).to_contain_text("resize to 8 workers", timeout=LIVE_MS)
     expect(page.locator(".membership-facts")).to_contain_text("8 workers")
     assert wanted_of(dashboard, elastic.job)["workers"] == 8
-
-
-@pytest.mark.slow
-def test_a_host_is_drained_and_taken_back(
-    page: Page, dashboard: Dashboard, elastic: ElasticJob
-) -> None:
-    open_job(page, elastic.job)
     requests: list[tuple[str, list[str]]] = [("drain of host", [HOSTS[1]]), ("used again", [])]
     for told, wanted in requests:
         page.get_by_role("button", name="Drain hosts").click()

@@ -292,15 +292,6 @@ def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_the_root_leads_to_the_list_and_other_paths_stay_with_the_api(
-    store: JobStore, tmp_path: Path
-) -> None:
-    with client_of(store, tmp_path) as client:
-        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard/"
-        problem_in(client.get("/v1/unknown"), 404, "not_found")
-        assert client.get("/dashboard/").status_code == 200
-
-
 def test_each_app_of_a_process_shows_its_own_store(store: JobStore, tmp_path: Path) -> None:
     with client_of(store, tmp_path) as client:
         assert "movie-nights" not in client.get("/dashboard/").text

@@ -43,11 +43,14 @@ def _table(*head: str, numbers: Sequence[int] = ()) -> Iterator[None]:
             yield
 
 
-def _cell(text: str = "", style: str = "") -> ui.element:
-    with ui.element("td").classes(style) as cell:
-        if text:
+def _cells(*texts: str, style: str = "") -> None:
+    for text in texts:
+        with ui.element("td").classes(style):
             ui.label(text)
-    return cell
+
+
+def _chip(text: str, tone: str) -> None:
+    ui.label(text).classes(f"status tone-{tone}")
 
 
 class ClusterPage:
@@ -173,15 +176,12 @@ class SettingsPage:
         with _table(*head, numbers=(1, 2, 3)):
             for each in projects:
                 with ui.element("tr"):
-                    _cell(each["name"])
-                    _cell(wording.of_limit(each["num_workers"], each["max_workers"]), "number")
-                    _cell(
-                        wording.of_limit(each["num_running_jobs"], each["max_running_jobs"]),
-                        "number",
-                    )
-                    _cell(str(each["num_queued_jobs"]), "number")
+                    _cells(each["name"])
+                    workers = wording.of_limit(each["num_workers"], each["max_workers"])
+                    jobs = wording.of_limit(each["num_running_jobs"], each["max_running_jobs"])
+                    _cells(workers, jobs, str(each["num_queued_jobs"]), style="number")
                     if self._is_admin:
-                        with _cell("", "row-actions"):
+                        with ui.element("td").classes("row-actions"):
                             button("Change", partial(self._open_quotas, each))
                             if each["updated_at"] is not None:
                                 path = f"/v1/projects/{each['name']}"
@@ -216,8 +216,8 @@ class SettingsPage:
             with ui.element("div").classes("dialog-fields wide"):
                 self._key_name = ui.input("Name")
                 self._key_project = ui.input("Project, or * for all", value="default")
-                roles = [role.label for role in Role]
-                self._key_role = ui.select(roles, label="Role", value="submitter")
+                known = [role.label for role in Role]
+                self._key_role = ui.select(known, label="Role", value="submitter")
                 self._key_days = ui.select(_DAYS, label="Expires", value=90)
         with ui.element("div").classes("trace-head"):
             button("Make a key", self._key_dialog.open)
@@ -227,19 +227,16 @@ class SettingsPage:
         now = time.time()
         with _table("Name", "Roles", "Made by", "Last used", "State", ""):
             for each in keys:
-                is_dead = bool(each["revoked_at"])
                 is_over = each["expires_at"] is not None and each["expires_at"] <= now
                 with ui.element("tr"):
-                    _cell(each["name"])
-                    _cell(", ".join(f"{name}: {role}" for name, role in each["roles"].items()))
-                    _cell(each["created_by"])
+                    roles = ", ".join(f"{name}: {role}" for name, role in each["roles"].items())
                     used = each["last_used_at"]
-                    _cell(wording.age(used, now) if used else "never")
-                    state = "revoked" if is_dead else "expired" if is_over else "valid"
-                    with _cell():
-                        tone = "good" if state == "valid" else "neutral"
-                        ui.label(state).classes(f"status tone-{tone}")
-                    with _cell("", "row-actions"):
+                    last_used = wording.age(used, now) if used else "never"
+                    _cells(each["name"], roles, each["created_by"], last_used)
+                    state = "revoked" if each["revoked_at"] else "expired" if is_over else "valid"
+                    with ui.element("td"):
+                        _chip(state, "good" if state == "valid" else "neutral")
+                    with ui.element("td").classes("row-actions"):
                         if state == "valid":
                             path = f"/v1/keys/{each['id']}"
                             revoke = partial(self._change, self._show_keys, "DELETE", path)
@@ -280,14 +277,12 @@ class SettingsPage:
             for each in webhooks:
                 path, is_on = f"/v1/webhooks/{each['id']}", each["is_active"]
                 with ui.element("tr"):
-                    _cell(each["url"], "path")
-                    _cell(each["project"])
-                    _cell(", ".join(each["kinds"]) or "all")
-                    with _cell():
-                        tone = "good" if is_on else "warn"
-                        ui.label("on" if is_on else "off").classes(f"status tone-{tone}")
+                    _cells(each["url"], style="path")
+                    _cells(each["project"], ", ".join(each["kinds"]) or "all")
+                    with ui.element("td"):
+                        _chip("on" if is_on else "off", "good" if is_on else "warn")
                         ui.label(each["note"]).classes("muted")
-                    with _cell("", "row-actions"):
+                    with ui.element("td").classes("row-actions"):
                         change = partial(self._change, self._show_webhooks)
                         switch = partial(change, "PATCH", path, json={"is_active": not is_on})
                         button("Switch off" if is_on else "Switch on", switch)
@@ -330,14 +325,11 @@ class SettingsPage:
         with _table("Time", "Actor", "Action", "Object", "From", "Status", numbers=(5,)):
             for each in found["items"]:
                 with ui.element("tr"):
-                    _cell(wording.utc(each["time"]))
-                    _cell(each["actor"])
-                    _cell(each["action"], "path")
-                    _cell(each["object"], "path")
-                    _cell(each["remote"])
-                    with _cell("", "number"):
-                        tone = "bad" if each["status"] >= 400 else "neutral"
-                        ui.label(str(each["status"])).classes(f"status tone-{tone}")
+                    _cells(wording.utc(each["time"]), each["actor"])
+                    _cells(each["action"], each["object"], style="path")
+                    _cells(each["remote"])
+                    with ui.element("td").classes("number"):
+                        _chip(str(each["status"]), "bad" if each["status"] >= 400 else "neutral")
 
     async def _filter_audit(
         self, *, actor: str | None = None, refused: bool | None = None, after: str | None = None

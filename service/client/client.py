@@ -21,13 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from service.client.errors import TraceLost
-from service.client.resources import (
-    AccessCalls,
-    ExportCalls,
-    LogCalls,
-    SweepCalls,
-    WebhookCalls,
-)
+from service.client.resources import AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls
 from service.client.transport import (
     PATIENCE_S,
     REQUEST_TIMEOUT_S,

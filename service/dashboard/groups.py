@@ -22,13 +22,7 @@ from service.domain.membership import (
 from service.domain.metrics import Goodput, goodput_of
 from service.domain.models import Checkpoint, Job, Member, Membership, TimelineEvent
 from service.domain.timeline import counted
-from service.schemas.wording import (
-    Fact,
-    clock,
-    duration,
-    group_facts,
-    standing_of,
-)
+from service.schemas.wording import Fact, clock, duration, group_facts, standing_of
 from trainer.protocol import events
 
 

@@ -32,13 +32,7 @@ from service.dashboard.shell import (
     page_frame,
     panel,
 )
-from service.dashboard.snapshots import (
-    MAX_CHART_POINTS,
-    JobSnapshot,
-    Points,
-    load_job,
-    read_points,
-)
+from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.models import Checkpoint, Job, MetricPoint
 from service.errors import JobNotFound, StorageUnavailable

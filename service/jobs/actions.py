@@ -31,12 +31,7 @@ from service.domain.lifecycle import (
 from service.domain.membership import copies_needed, current_membership, sizes_of_job
 from service.domain.models import Checkpoint, Job, JobStatus, RemainingPath, TimelineEvent
 from service.domain.sharding import STARTED, newest_workers
-from service.domain.timeline import (
-    DRAIN,
-    RESIZE,
-    RESIZE_KINDS,
-    latest_resize_request,
-)
+from service.domain.timeline import DRAIN, RESIZE, RESIZE_KINDS, latest_resize_request
 from service.jobs.run_storage import (
     empty_trash,
     move_to_trash,

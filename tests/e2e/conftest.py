@@ -17,13 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import (
-    Browser,
-    ConsoleMessage,
-    Page,
-    expect,
-    sync_playwright,
-)
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from service.app import create_app
 from service.backends.fake import FakeBackend

@@ -15,13 +15,7 @@ from service.backends.fake import Script
 from service.db.queries import JobFilter
 from service.domain.auth import AuditFilter, login_code
 from tests.e2e.conftest import LIVE_MS, open_tab, serious_faults, serve, tell
-from tests.harness.builders import (
-    metrics,
-    progress,
-    queued_job,
-    spec_document,
-    workers_started,
-)
+from tests.harness.builders import metrics, progress, queued_job, spec_document, workers_started
 from tests.harness.databases import SqliteTemplate, store_job
 from tests.harness.service import Guarded, guarded
 from tests.harness.wait import wait_for

@@ -8,12 +8,7 @@ import shlex
 from dataclasses import replace
 
 from service.api.views import sweep_detail
-from service.dashboard.sweeps import (
-    csv_of,
-    options_of,
-    parallel_options,
-    value_options,
-)
+from service.dashboard.sweeps import csv_of, options_of, parallel_options, value_options
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
 from service.schemas.sweeps import SweepDetail, parameter_of

@@ -106,8 +106,7 @@ def _connect(context: typer.Context, url: str | None) -> ShardloomClient:
 
 
 Client = Annotated[
-    ShardloomClient,
-    typer.Option("--url", **_URL, metavar="<str>", parser=str, callback=_connect),
+    ShardloomClient, typer.Option("--url", **_URL, metavar="<str>", parser=str, callback=_connect)
 ]
 # The default of an option that is a client.
 HERE: Any = None
@@ -166,11 +165,7 @@ def print_json(value: object) -> None:
 
 
 def print_answer(
-    value: BaseModel | Sequence[BaseModel],
-    page: RenderableType,
-    *,
-    as_json: bool,
-    empty: str = "",
+    value: BaseModel | Sequence[BaseModel], page: RenderableType, *, as_json: bool, empty: str = ""
 ) -> None:
     """Print an answer as JSON or as a page; a sequence without items as the sentence `empty`."""
     if as_json:

@@ -157,10 +157,7 @@ def submit(
     archive = pack_code(code)
     document = with_code(document, archive, client)
     job = client.submit(
-        document,
-        idempotency_key=idempotency_key,
-        secrets=read_secrets(secret or []),
-        force=force,
+        document, idempotency_key=idempotency_key, secrets=read_secrets(secret or []), force=force
     )
     if not wait:
         _print_submitted(job, as_json=as_json)

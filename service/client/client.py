@@ -249,12 +249,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         )
 
     def _verb(
-        self,
-        job: str,
-        verb: str,
-        body: dict[str, Any] | None = None,
-        *,
-        version: int | None = None,
+        self, job: str, verb: str, body: dict[str, Any] | None = None, *, version: int | None = None
     ) -> JobDetail:
         path = f"{job_path(job)}:{verb}"
         return self._request("POST", path, JobDetail, json=body, headers=_if_match(version))

@@ -122,10 +122,7 @@ _OTHER_CHARTS = (
         number=_MILLISECONDS,
     ),
     _amounts(
-        "sync",
-        "Sync time",
-        (Line("sync/time_s", "sync", TRAIN_COLOUR),),
-        number=_MILLISECONDS,
+        "sync", "Sync time", (Line("sync/time_s", "sync", TRAIN_COLOUR),), number=_MILLISECONDS
     ),
     _amounts(
         "traffic",

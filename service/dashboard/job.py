@@ -260,12 +260,7 @@ class _ChartPanel(ChartBox):
         self._marks: Sequence[charts.Mark] = ()
         self._view = charts.ChartView()
 
-    def show(
-        self,
-        points: Points,
-        best: Checkpoint | None,
-        marks: Sequence[charts.Mark],
-    ) -> None:
+    def show(self, points: Points, best: Checkpoint | None, marks: Sequence[charts.Mark]) -> None:
         """Draw the points (by metric name), mark events and the best checkpoint."""
         self.points, self._best, self._marks = points, best, marks
         self.draw(self._view)

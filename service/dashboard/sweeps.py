@@ -318,10 +318,7 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
         axes.append(axis)
     axes.append({"dim": len(axes), "name": found.metric, "type": "value", "scale": True})
     data = [
-        [
-            *(_place(trial.values, each.path, each.values) for each in found.parameters),
-            trial.value,
-        ]
+        [*(_place(trial.values, each.path, each.values) for each in found.parameters), trial.value]
         for trial in shown
     ]
     values = [trial.value for trial in shown if trial.value is not None]

@@ -156,6 +156,9 @@ def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
         with tab.expect_download() as download:
             chart.get_by_role("button", name=kind).click()
         assert download.value.path().read_bytes().startswith(begins)
+    tab.get_by_role("link", name="New job from the best").click()
+    expect(tab.locator(".command-line")).to_contain_text("shardloom clone", timeout=LIVE_MS)
+    expect(tab.get_by_role("textbox", name="Spec")).not_to_contain_text("labels")
 
 
 def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None:

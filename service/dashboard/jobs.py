@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlencode
 
 from nicegui import ui
+from starlette.datastructures import QueryParams
 
 from service.dashboard import views
 from service.dashboard.panels import asking, button
@@ -74,22 +75,18 @@ class JobQuery:
     after: str = ""
 
     @classmethod
-    def of(cls, params: Iterable[tuple[str, str]]) -> JobQuery:
+    def of(cls, params: QueryParams) -> JobQuery:
         """The query of an address; what is not known in it is left out."""
-        found: dict[str, list[str]] = {}
-        for name, value in params:
-            found.setdefault(name, []).append(value)
-        one = {name: values[-1] for name, values in found.items()}
         states = {state.value.lower(): state for state in _STATES}
-        chosen = one.get("columns")
+        chosen = params.get("columns")
         return cls(
-            search=one.get("search", ""),
-            statuses=tuple(states[name] for name in found.get("status", ()) if name in states),
-            project=one.get("project", ""),
-            labels=tuple(found.get("label", ())),
-            metric=one.get("metric", ""),
+            search=params.get("search", ""),
+            statuses=tuple(states[name] for name in params.getlist("status") if name in states),
+            project=params.get("project", ""),
+            labels=tuple(params.getlist("label")),
+            metric=params.get("metric", ""),
             columns=DEFAULT_COLUMNS if chosen is None else tuple(filter(None, chosen.split(","))),
-            after=one.get("after", ""),
+            after=params.get("after", ""),
         )
 
     @property
@@ -105,9 +102,7 @@ class JobQuery:
 
     @property
     def is_filtered(self) -> bool:
-        return bool(
-            self.search or self.statuses or self.project or self.labels or self.metric or self.after
-        )
+        return replace(self, columns=DEFAULT_COLUMNS) != JobQuery()
 
     def filter_for(self, reader: Principal) -> JobFilter:
         """The filter of the store for what `reader` may see; raises `InvalidRequest`."""
@@ -212,7 +207,7 @@ class ListPage:
         self._feed = feed
         self._reader = rest.reader()
         self._may_submit = self._reader.may_somewhere(Role.SUBMITTER)
-        self._query = JobQuery.of(ui.context.client.request.query_params.multi_items())
+        self._query = JobQuery.of(ui.context.client.request.query_params)
         self._snapshot = ListSnapshot((), None)
         # The one that is filtered by.
         self._metric = ""

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import QueryParams
 
 from service.app import create_app
 from service.backends.fake import FakeBackend
@@ -105,8 +106,8 @@ def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_proj
         columns=("spark", "age"),
         after="job-7",
     )
-    assert JobQuery.of(parse_qsl(urlsplit(query.address).query)) == query
-    assert JobQuery.of([("status", "burning"), ("x", "y")]) == JobQuery()
+    assert JobQuery.of(QueryParams(urlsplit(query.address).query)) == query
+    assert JobQuery.of(QueryParams("status=burning&x=y")) == JobQuery()
     assert JobQuery().address == "/dashboard/"
     assert query.filter_for(LOCAL) == JobFilter(
         after="job-7",

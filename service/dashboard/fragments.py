@@ -38,7 +38,7 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-# What templates call: filters are functions of one value, as in `{{ job.created_at | age(now) }}`.
+# Templates call any function of these modules, also as a filter: `{{ job.created_at | age(now) }}`.
 _WORDS = {
     name: each
     for module in (wording, views)

@@ -159,7 +159,7 @@ def mount(app: FastAPI) -> None:
     rest = Rest(app)
     feed = ListFeed(rest.context.store, rest.context.placed)
 
-    for path, page in {
+    pages: dict[str, Callable[..., Any]] = {
         "/": partial(ListPage, rest, feed),
         "/jobs/{job_id}": partial(JobPage, rest),
         "/new": partial(NewJobPage, rest),
@@ -168,7 +168,8 @@ def mount(app: FastAPI) -> None:
         "/sweeps/{sweep_id}": partial(SweepPage, rest),
         "/cluster": partial(ClusterPage, rest),
         "/settings": partial(SettingsPage, rest),
-    }.items():
+    }
+    for path, page in pages.items():
         _add_page(path, page)
 
     app.include_router(router)

@@ -89,7 +89,7 @@ class ColumnSketch:
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         self._moments = Moments()
-        self._bounds: tuple[float, float] | None = None
+        self._low, self._high = math.inf, -math.inf
         # What every value so far was; a column is of the first kind that is left.
         self._kinds = ["text"] if is_text else ["integer", "number", "text"]
         self._counts = pl.DataFrame(schema=_COUNTS)
@@ -112,11 +112,10 @@ class ColumnSketch:
 
     def report(self) -> ColumnReport:
         kind = self._kinds[0] if self._kinds else "other"
-        is_number = kind in ("integer", "number") and self._bounds is not None
+        is_number = kind in ("integer", "number") and self._low <= self._high
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = len(self._counts.filter(self._is_sampled())) << self._level
         std = self._moments.deviation  # infinite where squares were too large to be added up
-        minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
         num_lists, longest, num_empty = self._lengths or (0, 0, 0)
         lists = ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
         return ColumnReport(
@@ -126,8 +125,8 @@ class ColumnSketch:
             num_nulls=self._num_nulls,
             num_distinct=num_distinct,
             is_estimate=self._level > 0,
-            minimum=minimum,
-            maximum=maximum,
+            minimum=self._low if is_number else None,
+            maximum=self._high if is_number else None,
             mean=self._moments.mean if is_number else None,
             std=std if is_number and math.isfinite(std) else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
@@ -147,10 +146,7 @@ class ColumnSketch:
         return lists.filter(lengths > 0).explode().drop_nulls()
 
     def _add_numbers(self, values: pl.Series) -> None:
-        if not len(values):
-            return
-        numbers = self._as_numbers(values)
-        if numbers is None:
+        if not len(values) or (numbers := self._as_numbers(values)) is None:
             return
         if "integer" in self._kinds and not numbers.dtype.is_integer():
             self._kinds.remove("integer")
@@ -162,8 +158,7 @@ class ColumnSketch:
             return
         low: Any = numbers.min()
         high: Any = numbers.max()
-        known = self._bounds or (low, high)
-        self._bounds = (min(known[0], low), max(known[1], high))
+        self._low, self._high = min(self._low, low), max(self._high, high)
         self._moments += Moments.of(numbers.cast(pl.Float64).to_numpy())
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:

@@ -136,22 +136,14 @@ _YEAR_2100_S = 4_102_444_800
 class CsvColumn:
     """A column to read; a number lies in `bounds`, of which the lower one is exclusive.
 
-    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where kind
-    and bounds do not say it well.
+    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where there
+    are bounds.
     """
 
     name: str
     kind: str = "text"
     bounds: tuple[float, float] | None = None
-    rule: str | None = None
-
-    @property
-    def wanted(self) -> str:
-        if self.rule is not None:
-            return self.rule
-        if self.bounds is None:
-            return self.kind
-        return f"{self.kind} above {self.bounds[0]:g} and at most {self.bounds[1]:g}"
+    rule: str = ""
 
     def accepts(self, text: str | None) -> bool:
         """Whether a cell may stand in this column; text columns take anything."""
@@ -326,7 +318,8 @@ class BlockReader:
                 )
             if not column.accepts(cell):
                 path = str(self.location)
-                return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
+                wanted = column.rule or column.kind
+                return BadValueError(path, f"line {line}", column.name, cell, wanted)
         if len(record) > len(header):
             return CorruptFileError(
                 f"{place}: more cells than columns: the header has {len(header)}; "

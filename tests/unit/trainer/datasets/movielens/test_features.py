@@ -114,11 +114,11 @@ def columns_of(rows) -> tuple[np.ndarray, ...]:
 def test_a_row_sees_training_ratings_by_users_of_other_folds(rows):
     user, movie, residual, is_training = columns_of(rows)
     fold = fold_of(user)
-    folds = MovieFolds(NUM_MOVIES)
+    columns = {"movie": movie, "fold": fold, "residual": residual, "is_training": is_training}
     half = len(rows) // 2
-    for part in (slice(0, half), slice(half, None)):
-        folds.add(movie[part], fold[part], residual[part], is_training[part])
-    dense = folds.dense(movie, fold)
+    parts = (slice(0, half), slice(half, None))
+    units = [{name: values[part] for name, values in columns.items()} for part in parts]
+    dense = MovieFolds(units, NUM_MOVIES).dense(movie, fold)
     for row in range(len(rows)):
         others = is_training & (movie == movie[row]) & (fold != fold[row])
         expected = residual[others].sum() / (others.sum() + 5)

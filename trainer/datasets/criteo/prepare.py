@@ -261,7 +261,7 @@ class _Preparation:
                 paths.append(path)
                 offsets.append(facts["offsets"])
                 self.progress.advance(task, facts["lines"])
-            self.bad.merge(bad.facts())
+            self.bad.merge(vars(bad))
             if line > sum(lines):
                 break
         if line != sum(lines):
@@ -294,7 +294,7 @@ class _Preparation:
         cells = np.concatenate(parts, axis=1)
         bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
         offsets = write_run(path, cells, bucket, buckets.total)
-        return {"lines": num_lines, "offsets": offsets, "bad": bad.facts()}
+        return {"lines": num_lines, "offsets": offsets, "bad": vars(bad)}
 
     @cached_property
     def _origin(self) -> str:

@@ -9,7 +9,7 @@ order of time, and written in the same order for the units to read back.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -300,22 +300,21 @@ class Fitted:
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
 
+@dataclass(frozen=True)
 class UnitRows:
-    """Prepared rows of any unit, in the order in which they are written."""
+    """Prepared rows of any unit, in the order in which they are written.
 
-    def __init__(
-        self,
-        fitted: Fitted,
-        exchange: MovieExchange,
-        folds: MovieFolds,
-        moments: Mapping[str, Moments],
-    ) -> None:
-        """`moments` are those of each dense feature over the training rows."""
-        self._fitted = fitted
-        self._exchange = exchange
-        self._folds = folds
-        self._moments = moments
-        self._unit = lru_cache(_UNITS_IN_MEMORY)(self._make_unit)
+    `moments` are those of each dense feature over the training rows.
+    """
+
+    fitted: Fitted
+    exchange: MovieExchange
+    folds: MovieFolds
+    moments: Mapping[str, Moments]
+
+    @cached_property
+    def _unit(self) -> Callable[[int], tuple[RowBuilder, dict[SplitName, IntArray]]]:
+        return lru_cache(_UNITS_IN_MEMORY)(self._make_unit)
 
     def build(self, split: SplitName, unit: int, start: int, end: int) -> pa.Table:
         """Rows `[start, end)` of the part of a unit that is in `split`."""
@@ -323,18 +322,18 @@ class UnitRows:
         return builder.build(orders[split][start:end])
 
     def _make_unit(self, unit: int) -> tuple[RowBuilder, dict[SplitName, IntArray]]:
-        fitted = self._fitted
+        fitted = self.fitted
         ratings = fitted.units.load(unit)
         history = fitted.user_history(ratings)
         offset, scale = self._label_units(unit, ratings, history)
         dense = dense_of_users(ratings, history, fitted.catalogue)
-        dense |= dense_of_movies(self._exchange.history(unit))
-        dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
+        dense |= dense_of_movies(self.exchange.history(unit))
+        dense |= self.folds.dense(ratings.movie, fold_of(ratings.user))
         movie_index = fitted.movie_index[ratings.movie]
         numbers: dict[str, NDArray] = {
             "user_id": fitted.user_index[ratings.user],
             "movie_id": movie_index,
-            **{name: self._moments[name].standardise(values) for name, values in dense.items()},
+            **{name: self.moments[name].standardise(values) for name, values in dense.items()},
             "rating": ratings.stars.astype(np.float32),
             "user_mean": offset.astype(np.float32),
             "user_scale": scale.astype(np.float32),
@@ -352,10 +351,10 @@ class UnitRows:
         self, unit: int, ratings: Ratings, history: UserHistory
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
-        overall = self._fitted.statistics.overall
-        if self._fitted.options.user_mean == "past":
+        overall = self.fitted.statistics.overall
+        if self.fitted.options.user_mean == "past":
             return history.user_mean, history_scale(ratings, history, overall)
-        users, training = self._fitted.units.users[unit], ~ratings.is_validation
+        users, training = self.fitted.units.users[unit], ~ratings.is_validation
         user = ratings.user - users.start
         mean, scale = training_mean_and_scale(
             user[training], ratings.stars[training], len(users), overall

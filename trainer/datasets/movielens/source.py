@@ -164,16 +164,12 @@ def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Bloc
 
 
 def _sorted_by_user(frame: pl.DataFrame) -> Columns:
-    user = frame["userId"].to_numpy()
-    if (user[1:] < user[:-1]).any():
+    stars = pl.col("rating").cast(pl.Float32)
+    rows = frame.select(user="userId", movie="movieId", stars=stars, timestamp="timestamp")
+    if not rows["user"].is_sorted():
         # Stable: of two ratings at the same second the later one in the file stays the later.
-        frame = frame.sort("userId", maintain_order=True)
-    return {
-        "user": frame["userId"].to_numpy(),
-        "movie": frame["movieId"].to_numpy(),
-        "stars": frame["rating"].cast(pl.Float32).to_numpy(),
-        "timestamp": frame["timestamp"].to_numpy(),
-    }
+        rows = rows.sort("user", maintain_order=True)
+    return {column.name: column.to_numpy() for column in rows}
 
 
 def _index(paths: Sequence[Path], has_line_end: bool) -> Blocks:

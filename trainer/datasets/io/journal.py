@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Journal:
                 part = Part(**json.loads(line))
                 self._parts[part.name] = part
         # Written again so that a line cut by a kill does not spoil the next one.
-        lines = [header, *(json.dumps(asdict(part)) for part in self._parts.values())]
+        lines = [header, *(json.dumps(vars(part)) for part in self._parts.values())]
         write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def find(self, name: str, made_of: str = "") -> Part | None:
@@ -106,7 +106,7 @@ class Journal:
     def record(self, part: Part) -> None:
         self._parts[part.name] = part
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(part)) + "\n")
+            file.write(json.dumps(vars(part)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -69,7 +69,7 @@ def map_columns(path: Path) -> Columns:
 
 
 def gather_columns(
-    paths: Sequence[Path], bounds: Iterable[Sequence[int]], names: Sequence[str]
+    paths: Sequence[Path], bounds: Iterable[NDArray], names: Sequence[str]
 ) -> Columns:
     """Rows [start, end) of each file of `write_columns`, one file after the other."""
     parts = [

@@ -67,9 +67,9 @@ from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
 from trainer.storage import Location
 
 _GROUPS_PER_BATCH = 8
+_HISTORIES = ("history_movies", "history_liked", "history_disliked")
 # Lists of ids hold almost as many values as a row group has rows: packing their differences takes
 # half the time of a dictionary to write, two thirds to read, and is smaller.
-_HISTORIES = ("history_movies", "history_liked", "history_disliked")
 _ENCODINGS: dict[str, Any] = {
     "use_dictionary": ["user_id", "movie_id", "genres.list.element", "year", "rating"],
     "column_encoding": {

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import SpinnerColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from trainer.errors import DataError
 
@@ -213,13 +213,12 @@ def generate_criteo_command(
 
 
 def _teacher_table(out: str, document: dict[str, Any]) -> Table:
+    names = ("rows", "click rate", "log loss", "NE", "AUC")
     table = Table(
         "part",
-        *("rows", "click rate", "log loss", "NE", "AUC"),
+        *(Column(name, justify="right") for name in names),
         title=escape(f"{out}: what the teacher itself scores"),
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
     for name, part in document["parts"].items():
         # A part with clicks only, or none, has no NE and no AUC.
         scores = (part[key] for key in ("click_rate", "logloss", "ne", "auc"))

@@ -220,8 +220,6 @@ def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: Non
 _BAR_WIDTH = 8
 _MANY_NULLS = 0.5
 _RIGHT = ("distinct", "nulls", "range", "Zipf")
-# What a narrow terminal can do without.
-_WIDE_ONLY = ("range", "Zipf", "lists")
 
 
 def columns_table(report: DataReport, console: Console) -> Table:
@@ -233,21 +231,20 @@ def columns_table(report: DataReport, console: Console) -> Table:
 
 def _table(report: DataReport, *, is_wide: bool) -> Table:
     roles = _roles(report, is_wide=is_wide)
-    rows = [_cells(column, is_wide=is_wide) for column in report.columns]
-    has_lists = any(column.lists for column in report.columns)
-    shown = [
-        name
-        for name in rows[0]
-        if (is_wide or name not in _WIDE_ONLY) and (has_lists or name != "lists")
+    rows = [
+        _cells(column, is_wide=is_wide) | {"suggested": roles.get(column.name, "[dim]left out[/]")}
+        for column in report.columns
     ]
+    hidden = set() if is_wide else {"range", "Zipf", "lists"}
+    if not any(column.lists for column in report.columns):
+        hidden.add("lists")
     gap = (0, 2 if is_wide else 1, 0, 0)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=gap)
+    shown = [name for name in rows[0] if name not in hidden]
     for name in shown:
         table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
-    table.add_column("suggested", no_wrap=True)
-    for column, cells in zip(report.columns, rows, strict=True):
-        role = roles.get(column.name, "[dim]left out[/]")
-        table.add_row(*(cells[name] for name in shown), role)
+    for cells in rows:
+        table.add_row(*(cells[name] for name in shown))
     return table
 
 

@@ -89,7 +89,7 @@ class ColumnSketch:
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         self._moments = Moments()
-        self._bounds: tuple[float, float] | None = None
+        self._low, self._high = math.inf, -math.inf
         # What every value so far was; a column is of the first kind that is left.
         self._kinds = ["text"] if is_text else ["integer", "number", "text"]
         self._counts = pl.DataFrame(schema=_COUNTS)
@@ -112,11 +112,11 @@ class ColumnSketch:
 
     def report(self) -> ColumnReport:
         kind = self._kinds[0] if self._kinds else "other"
-        is_number = kind in ("integer", "number") and self._bounds is not None
+        is_number = kind in ("integer", "number") and self._low <= self._high
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = len(self._counts.filter(self._is_sampled())) << self._level
+        top = counts[: max(1, int(num_distinct * TOP_FRACTION))]
         std = self._moments.deviation  # infinite where squares were too large to be added up
-        minimum, maximum = self._bounds if is_number and self._bounds else (None, None)
         num_lists, longest, num_empty = self._lengths or (0, 0, 0)
         lists = ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
         return ColumnReport(
@@ -126,11 +126,11 @@ class ColumnSketch:
             num_nulls=self._num_nulls,
             num_distinct=num_distinct,
             is_estimate=self._level > 0,
-            minimum=minimum,
-            maximum=maximum,
+            minimum=self._low if is_number else None,
+            maximum=self._high if is_number else None,
             mean=self._moments.mean if is_number else None,
             std=std if is_number and math.isfinite(std) else None,
-            top_share=_top_share(counts, num_distinct, self._num_items),
+            top_share=float(top.sum() / self._num_items) if self._num_items else None,
             zipf_exponent=_zipf_exponent(counts),
             lists=lists if self._lengths else None,
             num_infinite=self._num_infinite if is_number else 0,
@@ -147,10 +147,7 @@ class ColumnSketch:
         return lists.filter(lengths > 0).explode().drop_nulls()
 
     def _add_numbers(self, values: pl.Series) -> None:
-        if not len(values):
-            return
-        numbers = self._as_numbers(values)
-        if numbers is None:
+        if not len(values) or (numbers := self._as_numbers(values)) is None:
             return
         if "integer" in self._kinds and not numbers.dtype.is_integer():
             self._kinds.remove("integer")
@@ -162,8 +159,7 @@ class ColumnSketch:
             return
         low: Any = numbers.min()
         high: Any = numbers.max()
-        known = self._bounds or (low, high)
-        self._bounds = (min(known[0], low), max(known[1], high))
+        self._low, self._high = min(self._low, low), max(self._high, high)
         self._moments += Moments.of(numbers.cast(pl.Float64).to_numpy())
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
@@ -189,30 +185,18 @@ class ColumnSketch:
     def _add_counts(self, values: pl.Series) -> None:
         hashed = values.hash(seed=0).alias("value")
         fresh = hashed.value_counts(name="count").cast(_COUNTS)
-        merged = pl.concat([self._counts, fresh]).group_by("value").agg(pl.col("count").sum())
-        self._counts = self._pruned(merged)
-
-    def _pruned(self, counts: pl.DataFrame) -> pl.DataFrame:
-        """Keep the most frequent quarter and a sample, which is halved until all fits."""
-        if len(counts) <= self._max_values:
-            return counts
-        counts = counts.sort(["count", "value"], descending=True).with_row_index("rank")
-        while True:
-            is_kept = self._is_sampled() | (pl.col("rank") < self._max_values // 4)
-            counts = counts.filter(is_kept)
-            if len(counts) <= self._max_values * 3 // 4:
-                return counts.drop("rank")
-            self._level += 1
+        counts = pl.concat([self._counts, fresh]).group_by("value").agg(pl.col("count").sum())
+        if len(counts) > self._max_values:
+            # The most frequent quarter stays, and a sample, which is halved until all fits.
+            ranked = counts.sort(["count", "value"], descending=True).with_row_index("rank")
+            is_top, most = pl.col("rank") < self._max_values // 4, self._max_values * 3 // 4
+            while len(ranked := ranked.filter(self._is_sampled() | is_top)) > most:
+                self._level += 1
+            counts = ranked.drop("rank")
+        self._counts = counts
 
     def _is_sampled(self) -> pl.Expr:
         return pl.col("value") % (1 << self._level) == 0
-
-
-def _top_share(counts: np.ndarray, num_distinct: int, num_values: int) -> float | None:
-    if not num_values:
-        return None
-    num_top = max(1, int(num_distinct * TOP_FRACTION))
-    return float(counts[:num_top].sum() / num_values)
 
 
 def _zipf_exponent(counts: np.ndarray) -> float | None:

@@ -19,7 +19,6 @@ from typing import Any
 import pyarrow as pa
 from torch import nn
 
-from trainer.checkpoint.files import folder_at
 from trainer.checkpoint.save_load import CommittedCheckpoint
 from trainer.data.decode import InputColumn, RowLayout
 from trainer.data.inputs import resolve_inputs
@@ -30,7 +29,6 @@ from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, NotExportable, write_manifest
 from trainer.export.load import (
     check_memory,
-    checkpoint_at,
     find_checkpoint,
     load_model,
     num_table_elements,
@@ -169,10 +167,7 @@ def export(
     """
     if to.exists():
         raise ArtifactError(f"{to} exists already; name a folder that does not")
-    if "/" in checkpoint:
-        found = checkpoint_at(folder_at(checkpoint))
-    else:
-        found = find_checkpoint(run_dir, checkpoint)
+    found = find_checkpoint(run_dir, checkpoint)
     written = with_table_sizes(read_run_spec(run_dir), stored_weights(found.path))
     if written.dynamic_tables:
         raise NotExportable(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.checkpoint.files import Folder, checkpoints_of, read_commit
+from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
 from trainer.checkpoint.remote_io import SafeLoadPlanner, reader_for
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
 from trainer.checkpoint.state_dict import table_of
@@ -51,11 +51,16 @@ def read_run_spec(run_dir: RunDir) -> JobSpec:
 
 
 def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
-    """The checkpoint `wanted`: `newest`, `best`, a step, or the name of one; whole or refused.
+    """The checkpoint `wanted`: `newest`, `best`, a step, or name or path of one; whole or refused.
 
     `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
     `NoCheckpoint`, and `StorageError` where remote storage is away.
     """
+    if "/" in wanted:
+        path = folder_at(wanted)
+        if (commit := read_commit(path)) is None:
+            raise NoCheckpoint(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
+        return _whole(CommittedCheckpoint(path, commit))
     folder: Folder = run_dir.checkpoints_dir
     if not run_dir.checkpoints_dir.is_dir() and (run_dir.root / "attempts").is_dir():
         folder = checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
@@ -75,14 +80,6 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
         steps = ", ".join(str(each.commit.step) for each in committed)
         raise NoCheckpoint(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
     return _whole(named[-1])
-
-
-def checkpoint_at(path: Folder) -> CommittedCheckpoint:
-    """The checkpoint in the folder `path`; raises `NoCheckpoint`."""
-    commit = read_commit(path)
-    if commit is None:
-        raise NoCheckpoint(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
-    return _whole(CommittedCheckpoint(path, commit))
 
 
 def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
@@ -173,14 +170,9 @@ def num_table_elements(spec: JobSpec) -> int:
     return sum(int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables)
 
 
-def bytes_needed(spec: JobSpec, quantize: Quantization) -> int:
-    """Memory that an export takes at its peak for the tables of `spec`, whose sizes are known."""
-    return _BYTES_PER_ELEMENT[quantize] * num_table_elements(spec)
-
-
 def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) -> None:
-    """Raise `NotEnoughMemory` where the unsharded tables do not fit."""
-    needed = bytes_needed(spec, quantize)
+    """Raise `NotEnoughMemory` where an export, at its peak, does not fit."""
+    needed = _BYTES_PER_ELEMENT[quantize] * num_table_elements(spec)
     if needed > available_bytes:
         raise NotEnoughMemory(
             f"exporting needs about {needed / 1e9:.1f} GB for an unsharded copy of the tables and "

@@ -139,7 +139,7 @@ class PairwiseInteraction(InteractionArch):
         """[B, D] and [B, F, D] -> [B, D + F (F + 1) / 2]."""
         vectors = torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        picked = products.gather(1, self.pairs.expand(len(products), -1))
+        picked = products.gather(1, self.pairs.expand(products.shape[0], -1))
         return torch.cat((dense_features, picked), dim=1)
 
 

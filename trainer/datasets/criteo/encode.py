@@ -19,7 +19,6 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
@@ -33,7 +32,7 @@ from trainer.datasets.criteo.reader import (
     by_column,
 )
 from trainer.datasets.io.journal import Facts
-from trainer.datasets.io.staging import contents_of
+from trainer.datasets.io.staging import write_partition
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -226,28 +225,23 @@ class PartitionWriter:
 
         Memory is that of one bucket twice.
         """
-        clicks = unknown = 0
-        with pq.ParquetWriter(path, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-            for bucket in buckets:
-                cells = self.runs.bucket(bucket)
-                if bucket < self.buckets.training_buckets:
-                    rng = np.random.default_rng([self.buckets.seed, 1, bucket])
-                    cells = cells[:, rng.permutation(cells.shape[1])]
-                clicks += int(cells[0].sum())
-                unknown += self._append(writer, cells)
-        return {**contents_of(path), "clicks": clicks, "unknown": unknown}
+        counts = {"clicks": 0, "unknown": 0}
+        tables = (table for bucket in buckets for table in self._tables(bucket, counts))
+        return write_partition(path, SCHEMA, tables, self.row_group_rows) | counts
 
-    def _append(self, writer: pq.ParquetWriter, cells: Cells) -> int:
-        """Append whole row groups, the last one of a bucket may be short; gives unknown ids."""
+    def _tables(self, bucket: int, counts: dict[str, int]) -> Iterator[pa.Table]:
+        """Whole row groups, the last one may be short; what they hold is added to `counts`."""
+        cells = self.runs.bucket(bucket)
+        if bucket < self.buckets.training_buckets:
+            rng = np.random.default_rng([self.buckets.seed, 1, bucket])
+            cells = cells[:, rng.permutation(cells.shape[1])]
+        counts["clicks"] += int(cells[0].sum())
         step = max(1, _ENCODED_ROWS // self.row_group_rows) * self.row_group_rows
-        unknown = 0
         for start in range(0, cells.shape[1], step):
             part = cells[:, start : start + step]
             ids = [
                 encode_ids(each, ids_of(part, column)) for column, each in enumerate(self.encoders)
             ]
-            unknown += sum(int((column == MISSING_ID).sum()) for column in ids)
+            counts["unknown"] += sum(int((column == MISSING_ID).sum()) for column in ids)
             dense = part[1:_FIRST_ID].view(np.float32)
-            table = pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)
-            writer.write_table(table, row_group_size=self.row_group_rows)
-        return unknown
+            yield pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)

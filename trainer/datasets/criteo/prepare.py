@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
@@ -123,7 +123,6 @@ def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
     return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
 
 
-_TRAIN, _VALIDATION = "train", "validation"
 # Raised when the same options would give other bytes or facts than before.
 _METHOD = 2
 _WORK_BYTES_PER_ROW = 164
@@ -159,9 +158,7 @@ def prepare_criteo(
         ) as staging,
         progress_bars() as progress,
     ):
-        manifest = _Preparation(files, options, staging, progress).run()
-        staging.publish(manifest)
-    return manifest
+        return staging.publish(_Preparation(files, options, staging, progress).run())
 
 
 @dataclass(frozen=True)
@@ -195,8 +192,10 @@ class _Preparation:
             runs, buckets, tuple(encoders.values()), self.options.row_group_rows
         )
         parts = {
-            _TRAIN: self._write(writer, _TRAIN, 0, buckets.training_buckets),
-            _VALIDATION: self._write(writer, _VALIDATION, buckets.training_buckets, buckets.total),
+            "train": self._write(writer, "train", 0, buckets.training_buckets),
+            "validation": self._write(
+                writer, "validation", buckets.training_buckets, buckets.total
+            ),
         }
         kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
         bad_lines = {"bad_lines": self.bad.total, **kinds}
@@ -216,7 +215,9 @@ class _Preparation:
         )
 
     def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
-        for number, file in enumerate(self._tracked(self.files, "counting lines")):
+        for number, file in enumerate(
+            self.progress.track(self.files, description="counting lines")
+        ):
 
             def count(path: Path, file: Location = file) -> Facts:
                 num_lines = count_lines(file, self.options.block_bytes)
@@ -260,7 +261,7 @@ class _Preparation:
                 paths.append(path)
                 offsets.append(facts["offsets"])
                 self.progress.advance(task, facts["lines"])
-            self.bad.merge(bad.facts())
+            self.bad.merge(vars(bad))
             if line > sum(lines):
                 break
         if line != sum(lines):
@@ -293,7 +294,7 @@ class _Preparation:
         cells = np.concatenate(parts, axis=1)
         bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
         offsets = write_run(path, cells, bucket, buckets.total)
-        return {"lines": num_lines, "offsets": offsets, "bad": bad.facts()}
+        return {"lines": num_lines, "offsets": offsets, "bad": vars(bad)}
 
     @cached_property
     def _origin(self) -> str:
@@ -305,7 +306,8 @@ class _Preparation:
         if self.options.ids == "hashing":
             return {}
         known = {}
-        for column, name in enumerate(self._tracked(ID_NAMES, "fitting vocabularies")):
+        tracked = self.progress.track(ID_NAMES, description="fitting vocabularies")
+        for column, name in enumerate(tracked):
 
             def fit(path: Path, column: int = column) -> None:
                 frequent_values(
@@ -326,18 +328,15 @@ class _Preparation:
     def _write(self, writer: PartitionWriter, split: str, first: int, end: int) -> list[Part]:
         """The partitions of a split, whose buckets are `first` to `end`, each a few of them."""
         each = -(-(end - first) // self.options.num_partitions)
-        starts = range(first, end, each)
+        starts = self.progress.track(range(first, end, each), description=f"writing {split}")
         return [
             self.staging.result(
                 f"{split}/part-{number:05d}.parquet",
                 partial(writer.write, range(start, min(start + each, end))),
                 self._origin,
             )
-            for number, start in enumerate(self._tracked(starts, f"writing {split}"))
+            for number, start in enumerate(starts)
         ]
-
-    def _tracked(self, items: Sequence[Any], description: str) -> Iterable[Any]:
-        return self.progress.track(items, description=description)
 
 
 @dataclass(frozen=True)

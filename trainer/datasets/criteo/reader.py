@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -157,16 +157,13 @@ def try_parse(block: bytes) -> RawClicks | None:
         )
     except pl.exceptions.PolarsError:
         return None
-    return _clicks_of(frame) if len(frame) == num_lines else None
-
-
-def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
-    """The frame as numbers; None where a label or an id is no such thing."""
     label = frame[LABEL]
+    if len(frame) != num_lines or label.null_count() or not label.is_between(0, 1).all():
+        return None
     ids = frame.select(pl.col(ID_NAMES).str.to_integer(base=16, strict=False, dtype=pl.Int64))
     given = frame.select(pl.col(ID_NAMES).is_not_null().sum()).row(0)
     understood = ids.select(pl.col(ID_NAMES).is_between(0, MAX_RAW_ID).sum()).row(0)
-    if label.null_count() or not label.is_between(0, 1).all() or given != understood:
+    if given != understood:
         return None
     return RawClicks(
         label=label.to_numpy().astype(np.uint8),
@@ -221,7 +218,7 @@ _NUM_SHOWN = 5
 
 @dataclass
 class BadLines:
-    """Skipped lines: how many lines of each kind of fault, and the first few in words."""
+    """Skipped lines: how many of each kind of fault, and the first few in words; JSON values."""
 
     num_of_kind: Counter[str] = field(default_factory=Counter)
     shown: list[str] = field(default_factory=list)
@@ -235,14 +232,10 @@ class BadLines:
         if len(self.shown) < _NUM_SHOWN:
             self.shown.append(str(error))
 
-    def merge(self, facts: dict[str, Any]) -> None:
-        """Count what `facts` gave of later lines."""
-        self.num_of_kind.update(facts["num_of_kind"])
-        self.shown = [*self.shown, *facts["shown"]][:_NUM_SHOWN]
-
-    def facts(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        return {"num_of_kind": dict(sorted(self.num_of_kind.items())), "shown": self.shown}
+    def merge(self, later: Mapping[str, Any]) -> None:
+        """Count what `vars` gives of later lines."""
+        self.num_of_kind.update(later["num_of_kind"])
+        self.shown = [*self.shown, *later["shown"]][:_NUM_SHOWN]
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))

@@ -11,7 +11,7 @@ bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
-from trainer.data.manifest import FileEntry, Manifest, SplitEntry, write_manifest
+from trainer.data.manifest import Manifest, write_manifest
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
     SCHEMA,
@@ -40,10 +39,9 @@ from trainer.datasets.criteo.reader import (
     NUM_DENSE,
     by_column,
 )
-from trainer.datasets.io.journal import progress_bars
-from trainer.datasets.io.staging import contents_of, cut_rows, staged_folder
+from trainer.datasets.io.journal import Part, make_part, progress_bars
+from trainer.datasets.io.staging import cut_rows, split_entry, staged_folder, write_partition
 from trainer.errors import StorageError, TooFewRowsError
-from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
 
 FloatArray = NDArray[np.float32]
@@ -59,20 +57,19 @@ _BIAS = -1.5
 class ClickRows:
     """N rows: dense [N, 13], ids [N, 26] below the table sizes, label [N] of 0 and 1.
 
-    `probability` [N] is that of label 1 where the teacher is known, else None.
+    `probability` [N] is that of label 1.
     """
 
     dense: FloatArray
     ids: IntArray
     label: FloatArray
-    probability: FloatArray | None
+    probability: FloatArray
 
     def __len__(self) -> int:
         return len(self.label)
 
     def __getitem__(self, rows: slice | IntArray) -> ClickRows:
-        probability = None if self.probability is None else self.probability[rows]
-        return ClickRows(self.dense[rows], self.ids[rows], self.label[rows], probability)
+        return ClickRows(*(values[rows] for values in vars(self).values()))
 
 
 def table_sizes(max_rows: int) -> tuple[int, ...]:
@@ -145,13 +142,18 @@ class TeacherScore:
         self._loss = 0.0
 
     def add(self, rows: ClickRows) -> None:
-        """Count rows of a known teacher, whose probabilities are inside of (0, 1)."""
-        assert rows.probability is not None, "generated rows know their teacher"
+        """Count rows, whose probabilities are inside of (0, 1)."""
         exact = rows.probability.astype(np.float64)
         self._loss -= float(np.log(np.where(rows.label > 0, exact, 1 - exact)).sum())
         bins = np.minimum((exact * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
         self._views += np.bincount(bins, minlength=_NUM_BINS)
         self._clicks += np.bincount(bins, rows.label, minlength=_NUM_BINS).astype(np.int64)
+
+    def scored(self, parts: Iterable[ClickRows]) -> Iterator[ClickRows]:
+        """The same rows, counted as they pass."""
+        for rows in parts:
+            self.add(rows)
+            yield rows
 
     def as_dict(self) -> dict[str, float | None]:
         """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None without clicks or others."""
@@ -219,7 +221,13 @@ def generate_criteo(
     ):
         task = progress.add_task("generating", total=options.num_rows)
         teacher = Teacher(table_sizes(options.max_ids), options.zipf_exponent, options.seed)
-        draw = partial(_blocks, teacher, partial(progress.advance, task))
+
+        def draw(seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
+            for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
+                size = min(_BLOCK_ROWS, num_rows - start)
+                yield teacher.draw(size, [*seed, block])
+                progress.advance(task, size)
+
         write = _write_raw if options.format == "tsv" else _write_prepared
         scores = write(folder, draw, options)
         document = {
@@ -232,15 +240,6 @@ def generate_criteo(
 
 # Rows of a seed and a number, block by block; always the same ones for the same seed.
 _DrawRows = Callable[[tuple[int, ...], int], Iterator[ClickRows]]
-
-
-def _blocks(
-    teacher: Teacher, on_rows: Callable[[int], object], seed: tuple[int, ...], num_rows: int
-) -> Iterator[ClickRows]:
-    for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
-        size = min(_BLOCK_ROWS, num_rows - start)
-        yield teacher.draw(size, [*seed, block])
-        on_rows(size)
 
 
 def _write_raw(
@@ -258,8 +257,8 @@ def _write_raw(
             pa_csv.CSVWriter(stream, _RAW_SCHEMA, write_options=_RAW_FORMAT) as file,
         ):
             row = own_rows.start
-            for block, rows in enumerate(draw((options.seed, 2, day), len(own_rows))):
-                own.add(rows)
+            drawn = draw((options.seed, 2, day), len(own_rows))
+            for block, rows in enumerate(own.scored(drawn)):
                 scores["all"].add(rows)
                 scores["last_tenth"].add(rows[max(0, last_tenth - row) :])
                 file.write(raw_table(rows, (options.seed, 3, day, block)))
@@ -299,11 +298,21 @@ def _write_prepared(
 ) -> dict[str, TeacherScore]:
     num_validation = int(options.num_rows * _VALIDATION_FRACTION)
     sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
-    scores = {name: TeacherScore() for name in sizes}
-    splits = {
-        name: _write_split(folder / name, draw, options, num_rows, scores[name])
-        for name, num_rows in sizes.items()
-    }
+    scores = {split: TeacherScore() for split in sizes}
+    parts: dict[str, list[Part]] = {split: [] for split in sizes}
+    for key, (split, num_rows) in enumerate(sizes.items(), start=4):
+        files = cut_rows(num_rows, options.num_partitions, options.row_group_rows)
+        for number, own_rows in enumerate(files):
+            drawn = draw((options.seed, key, number), len(own_rows))
+            tables = map(prepared_table, scores[split].scored(drawn))
+            make = partial(
+                write_partition,
+                schema=SCHEMA,
+                tables=tables,
+                row_group_rows=options.row_group_rows,
+            )
+            name = f"{split}/part-{number:05d}.parquet"
+            parts[split].append(make_part(name, folder / name, make))
     teaching = {
         f"teacher_{key}": value
         for key, value in scores["validation"].as_dict().items()
@@ -312,7 +321,7 @@ def _write_prepared(
     vocab_sizes = [size + 1 for size in table_sizes(options.max_ids)]
     manifest = Manifest(
         source="criteo",
-        splits=splits,
+        splits={split: split_entry(found) for split, found in parts.items()},
         columns=COLUMN_TYPES,
         vocab_sizes=dict(zip(ID_NAMES, vocab_sizes, strict=True)),
         options={"generated": True, **options.model_dump()},
@@ -320,33 +329,6 @@ def _write_prepared(
     )
     write_manifest(folder, manifest)
     return scores
-
-
-def _write_split(
-    folder: Path,
-    draw: _DrawRows,
-    options: CriteoGeneratorOptions,
-    num_rows: int,
-    score: TeacherScore,
-) -> SplitEntry:
-    folder.mkdir()
-    files = []
-    parts = cut_rows(num_rows, options.num_partitions, options.row_group_rows)
-    for part, own_rows in enumerate(parts):
-        path = folder / f"part-{part:05d}.parquet"
-        seed = (options.seed, 4 if folder.name == "train" else 5, part)
-        with pq.ParquetWriter(path, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
-            for rows in draw(seed, len(own_rows)):
-                score.add(rows)
-                writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
-        files.append(
-            FileEntry(
-                path=path.relative_to(folder.parent).as_posix(),
-                **vars(file_record(path)),
-                **contents_of(path),
-            )
-        )
-    return SplitEntry(num_rows=num_rows, files=tuple(files))
 
 
 def prepared_table(rows: ClickRows) -> pa.Table:

@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import polars as pl
 import pyarrow as pa
@@ -136,22 +137,14 @@ _YEAR_2100_S = 4_102_444_800
 class CsvColumn:
     """A column to read; a number lies in `bounds`, of which the lower one is exclusive.
 
-    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where kind
-    and bounds do not say it well.
+    An empty cell of text reads as an empty string. `rule` says in words what is wanted, where there
+    are bounds.
     """
 
     name: str
     kind: str = "text"
     bounds: tuple[float, float] | None = None
-    rule: str | None = None
-
-    @property
-    def wanted(self) -> str:
-        if self.rule is not None:
-            return self.rule
-        if self.bounds is None:
-            return self.kind
-        return f"{self.kind} above {self.bounds[0]:g} and at most {self.bounds[1]:g}"
+    rule: str = ""
 
     def accepts(self, text: str | None) -> bool:
         """Whether a cell may stand in this column; text columns take anything."""
@@ -193,42 +186,46 @@ _BLOCK_BYTES = 32 * 1024 * 1024
 _MAX_BLOCKS_PER_ROW = 4
 
 
+@dataclass(frozen=True)
 class BlockReader:
-    """Reads the wanted columns of a csv file block by block; memory is that of one block."""
+    """Reads the wanted columns of a csv file block by block; memory is that of one block.
 
-    def __init__(
-        self,
-        location: Location,
-        columns: Sequence[CsvColumn],
-        *,
-        delimiter: str = ",",
-        block_bytes: int = _BLOCK_BYTES,
-        may_lack_rows: bool = False,
-    ) -> None:
-        """Look at the header; raises `SourceMissingError`, `ColumnError` or `CorruptFileError`.
+    `may_lack_rows`: a header alone is no fault.
+    """
 
-        `may_lack_rows`: a header alone is no fault.
-        """
-        if not location.exists():
+    location: Location
+    columns: Sequence[CsvColumn]
+    delimiter: str = ","
+    block_bytes: int = _BLOCK_BYTES
+    may_lack_rows: bool = False
+
+    def __post_init__(self) -> None:
+        """Look at the header; raises `SourceMissingError`, `ColumnError` or `CorruptFileError`."""
+        if not self.location.exists():
             raise SourceMissingError(
-                f"{location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
+                f"{self.location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
             )
-        self.location = location
-        self._columns = columns
-        self._delimiter = delimiter
-        self._block_bytes = block_bytes
-        self._may_lack_rows = may_lack_rows
-        first = next(read_blocks(location, block_bytes))
-        self._header = first.lines.partition(b"\n")[0] + b"\n"
-        self._check_header()
+        line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
+        present = next(csv.reader([line], delimiter=self.delimiter), [])
+        for column in self.columns:
+            if column.name not in present:
+                raise ColumnError(
+                    f"{self.location}, line 1: column '{column.name}' is missing; it has {present}"
+                    + _delimiter_hint(line, self.delimiter)
+                )
+
+    @cached_property
+    def _header(self) -> bytes:
+        first = next(read_blocks(self.location, self.block_bytes))
+        return first.lines.partition(b"\n")[0] + b"\n"
 
     def blocks(self) -> Iterator[LineBlock]:
         """Blocks of whole rows, without the header; always the same for the same file.
 
         Blank lines at the end do not count. Raises `CorruptFileError`.
         """
-        max_row_bytes, has_rows = _MAX_BLOCKS_PER_ROW * self._block_bytes, self._may_lack_rows
-        for block in whole_rows(read_blocks(self.location, self._block_bytes), max_row_bytes):
+        max_row_bytes, has_rows = _MAX_BLOCKS_PER_ROW * self.block_bytes, self.may_lack_rows
+        for block in whole_rows(read_blocks(self.location, self.block_bytes), max_row_bytes):
             if block.first_line == 1:
                 block = LineBlock(block.lines.partition(b"\n")[2], 2)
             if len(block.lines) > max_row_bytes and not last_line_end(block.lines):
@@ -252,13 +249,13 @@ class BlockReader:
         """The wanted columns of a block; raises `BadValueError` or `CorruptFileError`."""
         # The header is line 1 of what is parsed, and the block's first line is line 2.
         content, line_offset = self._header + block.lines, block.first_line - 2
-        columns = self._columns
+        columns = self.columns
         try:
             frame = pl.read_csv(
                 content,
                 columns=[column.name for column in columns],
                 schema_overrides={column.name: _TYPES[column.kind] for column in columns},
-                separator=self._delimiter,
+                separator=self.delimiter,
             )
         except pl.exceptions.PolarsError as error:
             cause = str(error).splitlines()[0]
@@ -266,27 +263,15 @@ class BlockReader:
         if any(frame.select(column.fault()).item(0, 0) for column in columns if len(frame)):
             cause = "a value is missing or out of bounds"
             raise self._locate_fault(content, line_offset, cause)
-        texts = [column.name for column in columns if column.kind == "text"]
         frame = frame.select(column.name for column in columns)
-        return frame.with_columns(pl.col(texts).fill_null("")) if texts else frame
-
-    def _check_header(self) -> None:
-        """Raise `ColumnError` unless the header names every column."""
-        line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-        present = next(csv.reader([line], delimiter=self._delimiter), [])
-        for column in self._columns:
-            if column.name not in present:
-                raise ColumnError(
-                    f"{self.location}, line 1: column '{column.name}' is missing; it has {present}"
-                    + _delimiter_hint(line, self._delimiter)
-                )
+        return frame.with_columns(pl.col(pl.String).fill_null(""))
 
     def _locate_fault(self, content: bytes, line_offset: int, cause: str) -> DataError:
         """Find the first bad record: slow, and only used to name a known fault."""
         file = io.TextIOWrapper(
             io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
         )
-        reader = csv.reader(file, delimiter=self._delimiter)
+        reader = csv.reader(file, delimiter=self.delimiter)
         header = next(reader, [])
         line = 1 + reader.line_num + line_offset
         try:
@@ -317,7 +302,7 @@ class BlockReader:
         if not record:
             return CorruptFileError(f"{place}: the line is blank; remove it")
         cells = dict(zip(header, record, strict=False))
-        for column in self._columns:
+        for column in self.columns:
             cell = cells.get(column.name)
             if cell is not None and _ESCAPED_BYTE.search(cell):
                 return CorruptFileError(
@@ -326,7 +311,8 @@ class BlockReader:
                 )
             if not column.accepts(cell):
                 path = str(self.location)
-                return BadValueError(path, f"line {line}", column.name, cell, column.wanted)
+                wanted = column.rule or column.kind
+                return BadValueError(path, f"line {line}", column.name, cell, wanted)
         if len(record) > len(header):
             return CorruptFileError(
                 f"{place}: more cells than columns: the header has {len(header)}; "

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class Part:
     made_of: str = ""
 
 
-def make_part(name: str, path: Path, make: Callable[[Path], Facts | None], made_of: str) -> Part:
+def make_part(
+    name: str, path: Path, make: Callable[[Path], Facts | None], made_of: str = ""
+) -> Part:
     """Let `make` write `path`, and measure it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = make(path) or {}
@@ -61,17 +63,23 @@ class Journal:
         """
         self.folder = folder
         self._path = folder / JOURNAL_NAME
+        # The names that were asked for since it was opened: what else is recorded is stale.
+        self.used: set[str] = set()
+        self._parts: dict[str, Part] = {}
         header = json.dumps(dict(work))
-        known = _read(self._path, header)
-        if known is None:
+        text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
+        first, *lines = text.splitlines() or [""]
+        if first != header:
             for path in folder.iterdir():
                 if path.name not in keep:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._parts = known or {}
-        # The names that were asked for since it was opened: what else is recorded is stale.
-        self.used: set[str] = set()
+            lines = []
+        for line in lines:
+            with suppress(ValueError, TypeError):  # cut by a kill
+                part = Part(**json.loads(line))
+                self._parts[part.name] = part
         # Written again so that a line cut by a kill does not spoil the next one.
-        lines = [header, *(json.dumps(asdict(part)) for part in self._parts.values())]
+        lines = [header, *(json.dumps(vars(part)) for part in self._parts.values())]
         write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def find(self, name: str, made_of: str = "") -> Part | None:
@@ -98,29 +106,12 @@ class Journal:
     def record(self, part: Part) -> None:
         self._parts[part.name] = part
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(part)) + "\n")
+            file.write(json.dumps(vars(part)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-def _read(path: Path, header: str) -> dict[str, Part] | None:
-    """The recorded parts of the work `header`; None where the journal is of other work."""
-    if not path.is_file():
-        return None
-    first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    if first != header:
-        return None
-    parts = {}
-    for line in lines:
-        with suppress(ValueError, TypeError):  # cut by a kill
-            part = Part(**json.loads(line))
-            parts[part.name] = part
-    return parts
-
-
 Advance = Callable[[float], object]
-
-
 _LINE_EVERY_S = 10.0
 
 
@@ -129,20 +120,12 @@ class _ProgressLines(Progress):
 
     _told_at: float | None = None
 
-    def update(self, task_id: TaskID, **fields: Any) -> None:
-        super().update(task_id, **fields)
-        self._tell(task_id)
-
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self._tell(task_id)
-
-    def _tell(self, task_id: TaskID) -> None:
-        now = self.get_time()
+        now, task = self.get_time(), self._tasks[task_id]
         if self._told_at is None:
             self._told_at = now
-        task = self._tasks.get(task_id)
-        if task is not None and now - self._told_at >= _LINE_EVERY_S:
+        elif now - self._told_at >= _LINE_EVERY_S:
             self._told_at = now
             far = f"{task.percentage:.0f} %" if task.total else f"{task.completed:,.0f}"
             print(f"{task.description}: {far}", file=sys.stderr, flush=True)

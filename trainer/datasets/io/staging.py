@@ -4,7 +4,7 @@ Local: everything is written to `.NAME.partial` beside the folder, which takes i
 Remote: finished files are uploaded one by one from a working folder on this machine, and the
 manifest last; a folder without a manifest was never finished. What is not known to be ours, by the
 manifest of an older folder or by the list of what was uploaded, is never deleted.
-`write_columns` and `map_columns` are for arrays in working files.
+`write_columns` and `map_columns` are for arrays in working files, `write_partition` for results.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.manifest import (
@@ -53,19 +56,50 @@ Columns = dict[str, NDArray]
 
 def write_columns(path: Path, columns: Columns) -> None:
     """Write numpy arrays of one length, without nulls, as an Arrow file."""
-    table = pa.table({name: pa.array(values) for name, values in columns.items()})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def map_columns(path: Path) -> Columns:
     """The arrays of `write_columns`, read-only and mapped: only what is used is read."""
     with pa.memory_map(str(path)) as file:
-        table = pa.ipc.open_file(file).read_all()
-    return {
-        name: column.chunk(0).to_numpy() if column.num_chunks else column.to_numpy()
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    }
+        batch = pa.ipc.open_file(file).get_batch(0)
+    return {name: batch[name].to_numpy() for name in batch.schema.names}
+
+
+def gather_columns(
+    paths: Sequence[Path], bounds: Iterable[NDArray], names: Sequence[str]
+) -> Columns:
+    """Rows [start, end) of each file of `write_columns`, one file after the other."""
+    parts = [
+        {name: columns[name][start:end] for name in names}
+        for columns, (start, end) in zip(map(map_columns, paths), bounds, strict=True)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def write_partition(
+    path: Path, schema: pa.Schema, tables: Iterable[pa.Table], row_group_rows: int, **options: Any
+) -> Facts:
+    """Write a Parquet file of `tables`; gives what it holds, as facts of its part.
+
+    The next table is made while one is written. Row groups are full where tables but the last one
+    are of whole row groups.
+    """
+    options |= {"compression": "zstd", "write_page_checksum": True}
+    with (
+        pq.ParquetWriter(path, schema, **options) as writer,
+        ThreadPoolExecutor(max_workers=1) as thread,
+    ):
+        pending: Future[None] | None = None
+        for table in tables:
+            if pending:
+                pending.result()
+            pending = thread.submit(writer.write_table, table, row_group_size=row_group_rows)
+        if pending:
+            pending.result()
+    return FileContents.of(read_footer(path)).model_dump(mode="json")
 
 
 _UPLOADS = "uploads.txt"
@@ -190,8 +224,8 @@ class Staging:
                 "with --work-dir"
             )
 
-    def publish(self, manifest: Manifest) -> None:
-        """Write the manifest and let the folder take its name."""
+    def publish(self, manifest: Manifest) -> Manifest:
+        """Write the manifest, which is returned, and let the folder take its name."""
         folder = self._journal.folder / _RESULT
         write_manifest(folder, manifest)
         wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.used}
@@ -201,12 +235,13 @@ class Staging:
                 if path.relative_to(folder).as_posix() not in wanted | {MANIFEST_NAME}:
                     path.unlink()
             _take_name(folder, self._out.local_path)
-            return
+            return manifest
         stale = _uploads_in(self._journal.folder) - wanted
         for file in self._out.list(recursive=True):
             if file.relative_to(self._out) in stale:
                 file.delete()
         (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
+        return manifest
 
 
 def cut_rows(num_rows: int, num_files: int, row_group_rows: int) -> list[range]:
@@ -216,13 +251,8 @@ def cut_rows(num_rows: int, num_files: int, row_group_rows: int) -> list[range]:
     return [range(*ends) for ends in pairwise(cuts)]
 
 
-def contents_of(path: Path) -> Facts:
-    """What a Parquet file holds, as facts of its part."""
-    return FileContents.of(read_footer(path)).model_dump(mode="json")
-
-
 def split_entry(parts: Sequence[Part]) -> SplitEntry:
-    """The Parquet files of a split; their facts have those of `contents_of`."""
+    """The Parquet files of a split; their facts have those of `write_partition`."""
     files = tuple(
         FileEntry(**_stored(part), **{name: part.facts[name] for name in FileContents.model_fields})
         for part in parts

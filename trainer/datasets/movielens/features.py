@@ -12,15 +12,14 @@ folds, early and late. Leave these features out of a spec to judge a model as of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, Ragged
-from trainer.datasets.io.staging import map_columns
+from trainer.datasets.io.staging import Columns
 from trainer.datasets.movielens.statistics import (
     FloatArray,
     Moments,
@@ -42,51 +41,27 @@ def fold_of(user: IntArray) -> NDArray[np.uint8]:
 
 
 class MovieFolds:
-    """Sum of residuals and number of training ratings, [movies, folds] each."""
+    """Sum of residuals and number of training ratings by each fold's users, of each movie."""
 
-    def __init__(self, num_movies: int) -> None:
-        self.total: FloatArray = np.zeros((num_movies, _NUM_FOLDS))
-        self.count: IntArray = np.zeros((num_movies, _NUM_FOLDS), dtype=np.int64)
-
-    def add(
-        self,
-        movie: IntArray,
-        fold: NDArray[np.uint8],
-        residual: NDArray,
-        is_training: NDArray[np.bool_],
-    ) -> None:
-        """Take in some ratings; those that are not for training count nothing."""
-        place = (movie.astype(np.int64) * _NUM_FOLDS + fold)[is_training]
-        count, total = self.count.reshape(-1), self.total.reshape(-1)
-        count += np.bincount(place, minlength=count.size)
-        total += np.bincount(place, residual[is_training], minlength=total.size)
+    def __init__(self, units: Iterable[Columns], num_movies: int) -> None:
+        """`units` are those of `Fitted.write_by_movie`."""
+        count = np.zeros(num_movies * _NUM_FOLDS, dtype=np.int64)
+        total = np.zeros(num_movies * _NUM_FOLDS)
+        for rows in units:
+            is_training = rows["is_training"] > 0
+            place = (rows["movie"].astype(np.int64) * _NUM_FOLDS + rows["fold"])[is_training]
+            count += np.bincount(place, minlength=len(count))
+            total += np.bincount(place, rows["residual"][is_training], minlength=len(total))
+        self._count, self._total = (each.reshape(-1, _NUM_FOLDS) for each in (count, total))
 
     def dense(self, movie: IntArray, fold: NDArray[np.uint8]) -> dict[str, FloatArray]:
         """Dense features of some ratings, before they are standardised."""
-        count = self.count.sum(axis=1)[movie] - self.count[movie, fold]
-        total = self.total.sum(axis=1)[movie] - self.total[movie, fold]
+        count = self._count.sum(axis=1)[movie] - self._count[movie, fold]
+        total = self._total.sum(axis=1)[movie] - self._total[movie, fold]
         return {
             "movie_others_mean": total / (count + _PRIOR_ROWS),
             "movie_others_count": np.log1p(count),
         }
-
-
-def gather_folds(
-    by_movie: Sequence[Path], num_movies: int
-) -> tuple[MovieFolds, dict[str, Moments]]:
-    """Folds and training moments of all units, as `Fitted.write_by_movie` put them aside."""
-    folds = MovieFolds(num_movies)
-    for path in by_movie:
-        rows = map_columns(path)
-        is_training = rows["is_training"].astype(bool)
-        folds.add(rows["movie"], rows["fold"], rows["residual"], is_training)
-    moments: dict[str, Moments] = {}
-    for path in by_movie:
-        rows = map_columns(path)
-        is_training = rows["is_training"].astype(bool)
-        for name, values in folds.dense(rows["movie"], rows["fold"]).items():
-            moments[name] = moments.get(name, Moments()) + Moments.of(values[is_training])
-    return folds, moments
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ way is a recorded part (`io/journal.py`): a run that was killed resumes, to the 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from rich.progress import Progress
 
@@ -33,8 +32,15 @@ from trainer.data.ragged import IntArray
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
-from trainer.datasets.io.staging import Staging, contents_of, cut_rows, split_entry, staged
-from trainer.datasets.movielens.features import gather_folds
+from trainer.datasets.io.staging import (
+    Staging,
+    cut_rows,
+    map_columns,
+    split_entry,
+    staged,
+    write_partition,
+)
+from trainer.datasets.movielens.features import MovieFolds
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
     SCHEMA,
@@ -56,29 +62,18 @@ from trainer.datasets.movielens.source import (
     read_tag_words,
     write_unit,
 )
-from trainer.datasets.movielens.statistics import (
-    Moments,
-    RatingStatistics,
-    Units,
-)
+from trainer.datasets.movielens.statistics import Moments, RatingStatistics, Units
 from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
 from trainer.storage import Location
 
 _GROUPS_PER_BATCH = 8
+_HISTORIES = ("history_movies", "history_liked", "history_disliked")
 # Lists of ids hold almost as many values as a row group has rows: packing their differences takes
 # half the time of a dictionary to write, two thirds to read, and is smaller.
-_DICTIONARY_COLUMNS = ("user_id", "movie_id", "genres", "year", "rating")
-_LEAVES = {
-    name: f"{name}.list.element" if kind.startswith("list") else name
-    for name, kind in COLUMN_TYPES.items()
-}
 _ENCODINGS: dict[str, Any] = {
-    "write_page_checksum": True,
-    "use_dictionary": [_LEAVES[name] for name in _DICTIONARY_COLUMNS],
+    "use_dictionary": ["user_id", "movie_id", "genres.list.element", "year", "rating"],
     "column_encoding": {
-        _LEAVES[name]: "DELTA_BINARY_PACKED"
-        for name, kind in COLUMN_TYPES.items()
-        if kind == "list<int64>" and name not in _DICTIONARY_COLUMNS
+        f"{name}.list.element": "DELTA_BINARY_PACKED" for name in ("tokens", *_HISTORIES)
     },
 }
 
@@ -95,24 +90,6 @@ def pieces_of(rows: range, rows_of_units: IntArray) -> list[tuple[int, int, int]
         for unit, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
         if start < rows.stop and end > rows.start
     ]
-
-
-def write_partition(path: Path, batches: Iterable[pa.Table], row_group_rows: int) -> None:
-    """Write one Parquet file; the next batch is built while one is written.
-
-    Row groups are full where batches but the last one are of whole row groups.
-    """
-    with (
-        pq.ParquetWriter(path, SCHEMA, compression="zstd", **_ENCODINGS) as writer,
-        ThreadPoolExecutor(max_workers=1) as thread,
-    ):
-        pending: Future | None = None
-        for batch in batches:
-            if pending:
-                pending.result()
-            pending = thread.submit(writer.write_table, batch, row_group_size=row_group_rows)
-        if pending:
-            pending.result()
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
@@ -155,9 +132,7 @@ def prepare_movielens(
         ) as staging,
         progress_bars() as progress,
     ):
-        manifest = _Preparation(source, options, staging, progress).run()
-        staging.publish(manifest)
-    return manifest
+        return staging.publish(_Preparation(source, options, staging, progress).run())
 
 
 @dataclass(frozen=True)
@@ -211,14 +186,10 @@ class _Preparation:
         paths, repeated = [], 0
         tracked = self.progress.track(users, description="sorting by user and time")
         for number, own in enumerate(tracked):
-            make = partial(
-                write_unit,
-                reader=reader,
-                blocks=blocks,
-                users=own,
-                movie_ids=movie_ids,
-                on_duplicate=self.options.on_duplicate,
-            )
+
+            def make(path: Path, own: range = own) -> Facts:
+                return write_unit(path, reader, blocks, own, movie_ids, self.options.on_duplicate)
+
             path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
             paths.append(path)
             repeated += facts["num_repeated"]
@@ -274,7 +245,7 @@ class _Preparation:
         return found, fitted
 
     def _build_histories(self, fitted: Fitted) -> UnitRows:
-        moments: dict[str, Moments] = {}
+        moments = defaultdict[str, Moments](Moments)
         paths = []
         units = range(len(fitted.units))
         for unit in self.progress.track(units, description="histories of users"):
@@ -283,13 +254,16 @@ class _Preparation:
             )
             paths.append(path)
             for name, own in facts.items():
-                moments[name] = moments.get(name, Moments()) + Moments(**own)
+                moments[name] += Moments(**own)
         bounds = cut_movies(fitted.statistics.rows_of_movie, self.options.unit_rows)
-        exchange = MovieExchange(paths, bounds)
         task = self.progress.add_task("histories of movies", total=self.counts["ratings"])
-        moments |= exchange.compute(self.staging, partial(self.progress.advance, task))
-        folds, of_folds = gather_folds(paths, len(fitted.movie_index))
-        return UnitRows(fitted, exchange, folds, moments | of_folds)
+        advance = partial(self.progress.advance, task)
+        exchange = MovieExchange(paths, bounds, self.staging, advance)
+        folds = MovieFolds(map(map_columns, paths), len(fitted.movie_index))
+        for rows in map(map_columns, paths):
+            for name, values in folds.dense(rows["movie"], rows["fold"]).items():
+                moments[name] += Moments.of(values[rows["is_training"] > 0])
+        return UnitRows(fitted, exchange, folds, moments | exchange.moments)
 
     def _write(
         self,
@@ -298,12 +272,11 @@ class _Preparation:
         rows: UnitRows,
     ) -> Manifest:
         sizes = {name: vocabulary.num_ids for name, vocabulary in vocabularies.items()}
-        histories = ("history_movies", "history_liked", "history_disliked")
         return Manifest(
             source="movielens",
             splits=self._write_splits(statistics, rows),
             columns=COLUMN_TYPES,
-            vocab_sizes=sizes | dict.fromkeys(histories, sizes["movie_id"]),
+            vocab_sizes=sizes | dict.fromkeys(_HISTORIES, sizes["movie_id"]),
             options=self.options.model_dump(),
             statistics={
                 "global_mean": statistics.overall.mean,
@@ -336,30 +309,26 @@ class _Preparation:
         parts: dict[str, list[Part]] = {split: [] for split in num_rows}
         task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
         for split, number, own in files:
-            build = partial(rows.build, split)
-            make = partial(self._write_file, rows=own, rows_of_units=num_rows[split], build=build)
+            make = partial(
+                write_partition,
+                schema=SCHEMA,
+                tables=self._tables(own, num_rows[split], partial(rows.build, split)),
+                row_group_rows=self.options.row_group_rows,
+                **_ENCODINGS,
+            )
             part = self.staging.result(f"{split}/part-{number:05d}.parquet", make)
             parts[split].append(part)
             self.progress.advance(task, part.facts["num_rows"])
         return {split: split_entry(found) for split, found in parts.items()}
 
-    def _write_file(
-        self,
-        path: Path,
-        rows: range,
-        rows_of_units: IntArray,
-        build: Callable[[int, int, int], pa.Table],
-    ) -> Facts:
-        group_rows = self.options.row_group_rows
-        size = _GROUPS_PER_BATCH * group_rows
-        batches = (
-            pa.concat_tables(
-                build(*piece) for piece in pieces_of(rows[start : start + size], rows_of_units)
-            )
-            for start in range(0, len(rows), size)
-        )
-        write_partition(path, batches, group_rows)
-        return contents_of(path)
+    def _tables(
+        self, rows: range, rows_of_units: IntArray, build: Callable[[int, int, int], pa.Table]
+    ) -> Iterator[pa.Table]:
+        """Rows counted over all units, some row groups at a time."""
+        size = _GROUPS_PER_BATCH * self.options.row_group_rows
+        for start in range(0, len(rows), size):
+            pieces = pieces_of(rows[start : start + size], rows_of_units)
+            yield pa.concat_tables(build(*piece) for piece in pieces)
 
 
 def fit_vocabulary(

@@ -8,7 +8,8 @@ order of time, and written in the same order for the units to read back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -21,7 +22,13 @@ from pydantic import BaseModel, Field, PositiveInt
 
 from trainer.data.ragged import IntArray, Ragged, gather
 from trainer.datasets.io.journal import Advance, Facts
-from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
+from trainer.datasets.io.staging import (
+    Columns,
+    Staging,
+    gather_columns,
+    map_columns,
+    write_columns,
+)
 from trainer.datasets.movielens.features import (
     MovieFolds,
     MovieHistory,
@@ -176,28 +183,32 @@ def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
 
 
 class MovieExchange:
-    """Histories of movies, written once and read unit by unit."""
+    """Histories of movies, written once and read unit by unit.
 
-    def __init__(self, by_movie: Sequence[Path], bounds: IntArray) -> None:
-        """`by_movie` are the files of `Fitted.write_by_movie`, `bounds` those of `cut_movies`."""
+    `moments` are those of the training rows' features.
+    """
+
+    def __init__(
+        self, by_movie: Sequence[Path], bounds: IntArray, staging: Staging, advance: Advance
+    ) -> None:
+        """Compute the histories, range by range.
+
+        `by_movie` are the files of `Fitted.write_by_movie`, `bounds` those of `cut_movies`.
+        """
         self._by_movie = by_movie
         # Row of unit u where range m begins: [units, ranges + 1].
         self._cuts = np.array(
             [np.searchsorted(map_columns(path)["movie"], bounds) for path in by_movie]
         )
         self._histories: list[Path] = []
-
-    def compute(self, staging: Staging, advance: Advance) -> dict[str, Moments]:
-        """Compute the histories range by range; gives moments of the training rows' features."""
-        total: dict[str, Moments] = {}
+        self.moments = defaultdict[str, Moments](Moments)
         for number in range(self._cuts.shape[1] - 1):
             make = partial(self._compute_range, number=number)
             path, facts = staging.scratch(f"movie_past/{number:05d}.arrow", make)
             self._histories.append(path)
             for name, moments in facts.items():
-                total[name] = total.get(name, Moments()) + Moments(**moments)
+                self.moments[name] += Moments(**moments)
             advance(float(np.diff(self._cuts[:, number : number + 2]).sum()))
-        return total
 
     def history(self, unit: int) -> MovieHistory:
         """Histories of the movies of a unit's rows, in the unit's own order."""
@@ -213,7 +224,8 @@ class MovieExchange:
         return MovieHistory(count, mean)
 
     def _compute_range(self, path: Path, number: int) -> Facts:
-        rows = self._gather(number)
+        names = ("movie", "timestamp", "residual", "is_training")
+        rows = gather_columns(self._by_movie, self._cuts[:, number : number + 2], names)
         is_training = rows["is_training"].astype(bool)
         history = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
         write_columns(
@@ -223,15 +235,6 @@ class MovieExchange:
             name: asdict(Moments.of(values[is_training]))
             for name, values in dense_of_movies(history).items()
         }
-
-    def _gather(self, number: int) -> Columns:
-        names = ("movie", "timestamp", "residual", "is_training")
-        pieces: dict[str, list] = {name: [] for name in names}
-        for path, cuts in zip(self._by_movie, self._cuts, strict=True):
-            columns = map_columns(path)
-            for name in names:
-                pieces[name].append(columns[name][cuts[number] : cuts[number + 1]])
-        return {name: np.concatenate(parts) for name, parts in pieces.items()}
 
 
 SplitName = Literal["train", "validation"]
@@ -297,66 +300,61 @@ class Fitted:
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
 
+@dataclass(frozen=True)
 class UnitRows:
-    """Prepared rows of any unit, in the order in which they are written."""
+    """Prepared rows of any unit, in the order in which they are written.
 
-    def __init__(
-        self,
-        fitted: Fitted,
-        exchange: MovieExchange,
-        folds: MovieFolds,
-        moments: Mapping[str, Moments],
-    ) -> None:
-        """`moments` are those of each dense feature over the training rows."""
-        self._fitted = fitted
-        self._exchange = exchange
-        self._folds = folds
-        self._moments = moments
-        self._builder = lru_cache(_UNITS_IN_MEMORY)(self._make_builder)
-        self._order = lru_cache(2 * _UNITS_IN_MEMORY)(self._make_order)
+    `moments` are those of each dense feature over the training rows.
+    """
+
+    fitted: Fitted
+    exchange: MovieExchange
+    folds: MovieFolds
+    moments: Mapping[str, Moments]
+
+    @cached_property
+    def _unit(self) -> Callable[[int], tuple[RowBuilder, dict[SplitName, IntArray]]]:
+        return lru_cache(_UNITS_IN_MEMORY)(self._make_unit)
 
     def build(self, split: SplitName, unit: int, start: int, end: int) -> pa.Table:
         """Rows `[start, end)` of the part of a unit that is in `split`."""
-        return self._builder(unit).build(self._order(split, unit)[start:end])
+        builder, orders = self._unit(unit)
+        return builder.build(orders[split][start:end])
 
-    def _make_order(self, split: SplitName, unit: int) -> IntArray:
-        is_validation = self._builder(unit).ratings.is_validation
-        if split == "validation":
-            return np.flatnonzero(is_validation)
-        # Loaders shuffle within windows of neighbouring rows: neighbours must not share a user.
-        random = np.random.default_rng([_SHUFFLE_SEED, unit])
-        return random.permutation(np.flatnonzero(~is_validation))
-
-    def _make_builder(self, unit: int) -> RowBuilder:
-        fitted = self._fitted
+    def _make_unit(self, unit: int) -> tuple[RowBuilder, dict[SplitName, IntArray]]:
+        fitted = self.fitted
         ratings = fitted.units.load(unit)
         history = fitted.user_history(ratings)
         offset, scale = self._label_units(unit, ratings, history)
         dense = dense_of_users(ratings, history, fitted.catalogue)
-        dense |= dense_of_movies(self._exchange.history(unit))
-        dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
+        dense |= dense_of_movies(self.exchange.history(unit))
+        dense |= self.folds.dense(ratings.movie, fold_of(ratings.user))
         movie_index = fitted.movie_index[ratings.movie]
         numbers: dict[str, NDArray] = {
             "user_id": fitted.user_index[ratings.user],
             "movie_id": movie_index,
-            **{name: self._moments[name].standardise(values) for name, values in dense.items()},
+            **{name: self.moments[name].standardise(values) for name, values in dense.items()},
             "rating": ratings.stars.astype(np.float32),
             "user_mean": offset.astype(np.float32),
             "user_scale": scale.astype(np.float32),
             "timestamp": ratings.timestamp,
         }
-        return RowBuilder(
+        builder = RowBuilder(
             ratings, history, movie_index, fitted.catalogue, numbers, fitted.options.history_length
         )
+        # Loaders shuffle within windows of neighbouring rows: neighbours must not share a user.
+        random = np.random.default_rng([_SHUFFLE_SEED, unit])
+        training = random.permutation(np.flatnonzero(~ratings.is_validation))
+        return builder, {"train": training, "validation": np.flatnonzero(ratings.is_validation)}
 
     def _label_units(
         self, unit: int, ratings: Ratings, history: UserHistory
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
-        overall = self._fitted.statistics.overall
-        if self._fitted.options.user_mean == "past":
+        overall = self.fitted.statistics.overall
+        if self.fitted.options.user_mean == "past":
             return history.user_mean, history_scale(ratings, history, overall)
-        users, training = self._fitted.units.users[unit], ~ratings.is_validation
+        users, training = self.fitted.units.users[unit], ~ratings.is_validation
         user = ratings.user - users.start
         mean, scale = training_mean_and_scale(
             user[training], ratings.stars[training], len(users), overall

@@ -27,7 +27,13 @@ from trainer.datasets.io.csv_reader import (
     timestamp,
 )
 from trainer.datasets.io.journal import Advance, Facts
-from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
+from trainer.datasets.io.staging import (
+    Columns,
+    Staging,
+    gather_columns,
+    map_columns,
+    write_columns,
+)
 from trainer.datasets.movielens.statistics import NEVER, Split, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
@@ -121,7 +127,7 @@ OnDuplicate = Literal["fail", "last"]
 RATING_COLUMNS = (
     integer("userId"),
     integer("movieId"),
-    CsvColumn("rating", "a number", bounds=(0, 5)),
+    CsvColumn("rating", "a number", (0, 5), "a number above 0 and at most 5"),
     timestamp("timestamp"),
 )
 
@@ -158,25 +164,21 @@ def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Bloc
 
 
 def _sorted_by_user(frame: pl.DataFrame) -> Columns:
-    user = frame["userId"].to_numpy()
-    if (user[1:] < user[:-1]).any():
+    stars = pl.col("rating").cast(pl.Float32)
+    rows = frame.select(user="userId", movie="movieId", stars=stars, timestamp="timestamp")
+    if not rows["user"].is_sorted():
         # Stable: of two ratings at the same second the later one in the file stays the later.
-        frame = frame.sort("userId", maintain_order=True)
-    return {
-        "user": frame["userId"].to_numpy(),
-        "movie": frame["movieId"].to_numpy(),
-        "stars": frame["rating"].cast(pl.Float32).to_numpy(),
-        "timestamp": frame["timestamp"].to_numpy(),
-    }
+        rows = rows.sort("user", maintain_order=True)
+    return {column.name: column.to_numpy() for column in rows}
 
 
 def _index(paths: Sequence[Path], has_line_end: bool) -> Blocks:
     users, counts, movies = [], [], []
     for path in paths:
         block = map_columns(path)
-        begins = np.flatnonzero(np.r_[True, block["user"][1:] != block["user"][:-1]])
-        users.append(block["user"][begins])
-        counts.append(np.diff(np.r_[begins, len(block["user"])]))
+        own, num_rows = np.unique(block["user"], return_counts=True)
+        users.append(own)
+        counts.append(num_rows)
         movies.append(pl.Series(block["movie"]).unique().to_numpy())
     distinct, place = np.unique(np.concatenate(users), return_inverse=True)
     rows = np.bincount(place, np.concatenate(counts)).astype(np.int64)
@@ -228,15 +230,9 @@ def write_unit(
 
 
 def _gather(blocks: Blocks, users: range) -> Columns:
-    pieces = []
-    first, last = blocks.users[users.start], blocks.users[users.stop - 1]
-    for path in blocks.paths:
-        block = map_columns(path)
-        start = int(np.searchsorted(block["user"], first))
-        end = int(np.searchsorted(block["user"], last, side="right"))
-        if end > start:
-            pieces.append({name: values[start:end] for name, values in block.items()})
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    ends = (blocks.users[users.start], blocks.users[users.stop - 1] + 1)
+    bounds = [np.searchsorted(map_columns(path)["user"], ends) for path in blocks.paths]
+    return gather_columns(blocks.paths, bounds, ("user", "movie", "stars", "timestamp"))
 
 
 # Taken apart, the words of a block need many times its size.

@@ -32,15 +32,14 @@ Split = Literal["global", "per_user"]
 def earlier_ranges(group: IntArray, time: IntArray) -> tuple[IntArray, IntArray]:
     """Ranges `[start, end)` of the rows of the same group with a strictly smaller time.
 
-    Rows must be sorted by (group, time); both results have one entry per row.
+    Rows must be sorted by (group, time), groups are numbers from 0 on; both results have one entry
+    per row.
     """
     rows = np.arange(len(group), dtype=np.int64)
-    new_group = np.ones(len(group), dtype=bool)
-    new_group[1:] = group[1:] != group[:-1]
-    new_time = new_group.copy()
-    new_time[1:] |= time[1:] != time[:-1]
-    starts = np.maximum.accumulate(np.where(new_group, rows, 0))
-    ends = np.maximum.accumulate(np.where(new_time, rows, 0))
+    is_new = np.diff(group, prepend=-1) != 0
+    is_later = is_new | (np.diff(time, prepend=0) != 0)
+    starts = np.maximum.accumulate(np.where(is_new, rows, 0))
+    ends = np.maximum.accumulate(np.where(is_later, rows, 0))
     return starts, ends
 
 
@@ -56,8 +55,7 @@ def mark_validation(user: IntArray, fraction: float) -> NDArray[np.bool_]:
 
     A user with too few rows for one stays in training.
     """
-    begins = np.flatnonzero(np.r_[True, user[1:] != user[:-1]])
-    counts = np.diff(np.r_[begins, len(user)])
+    _, begins, counts = np.unique(user, return_index=True, return_counts=True)
     first_held_out = begins + counts - (counts * fraction).astype(np.int64)
     return np.arange(len(user)) >= np.repeat(first_held_out, counts)
 

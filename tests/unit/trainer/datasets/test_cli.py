@@ -19,12 +19,15 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
     prepared = invoke(
         *("prepare", "movielens", tmp_path / "csv", tmp_path / "out"),
         *("--split", "global", "--validation-fraction", 0.2, "--history-length", 4),
+        *("--on-duplicate", "last", "--user-mean", "training", "--on-missing-movie", "fail"),
     )
     assert prepared.exit_code == 0
     assert "300" in prepared.stdout
     assert "baseline user movie bias rmse" in prepared.stdout
+    assert "duplicates dropped" in prepared.stdout
     options = load_manifest(tmp_path / "out").options
     assert (options["split"], options["history_length"]) == ("global", 4)
+    assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
     inspected = invoke("inspect", tmp_path / "out")
     assert inspected.exit_code == 0
     assert "history_disliked" in inspected.stdout
@@ -58,6 +61,7 @@ def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):
         (("prepare", "criteo", day, out), f"{day}, line 1: 1 tab-separated columns, not 40"),
         (("inspect", tmp_path / "absent"), "absent is missing"),
         (("prepare", "movielens", tmp_path, out, "--validation-fraction", 1.5), "-fraction"),
+        (("prepare", "movielens", tmp_path, out, "--delimiter", "::"), "one character"),
     ):
         failed = invoke(*command)
         assert failed.exit_code == 2

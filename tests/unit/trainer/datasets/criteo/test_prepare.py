@@ -181,28 +181,28 @@ def test_compressed_files_and_windows_line_ends_give_the_same_rows(days, whole, 
 def test_a_killed_preparation_goes_on_to_the_same_bytes(days, whole, tmp_path, monkeypatch, step):
     out = tmp_path / "out"
     owner, name = (encode.PartitionWriter, "write") if "." in step else (prepare, step)
-    real, calls = getattr(owner, name), []
+    real = getattr(owner, name)
 
-    def killed(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
+    def calls_of(out: Path, last: int = 0) -> int:
+        """Prepare and count the calls of the step; call number `last` is killed."""
+        calls = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, killed)
-        with pytest.raises(KeyboardInterrupt):
+        def counted(*arguments, **options):
+            calls.append(arguments)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, counted)
             prepared(days, out)
+        return len(calls)
+
+    with pytest.raises(KeyboardInterrupt):
+        calls_of(out, 3)
     assert not out.exists()
-    calls.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, lambda *a, **k: calls.append(a) or real(*a, **k))
-        prepared(days, out)
-    again = len(calls)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, lambda *a, **k: calls.append(a) or real(*a, **k))
-        prepared(days, tmp_path / "fresh")
-    assert again == len(calls) - again - 2, "the two parts finished first were made again"
+    # The two parts that were finished first are not made again.
+    assert calls_of(out) == calls_of(tmp_path / "fresh") - 2
     assert digest(out) == digest(whole)
     assert not list(tmp_path.glob(".*partial*"))
 

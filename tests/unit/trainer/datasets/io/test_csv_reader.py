@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.datasets.io.csv_reader import BlockReader, CsvColumn, integer, last_line_end
-from trainer.errors import BadValueError, CorruptFileError
+from trainer.errors import BadValueError, CorruptFileError, DataError
 from trainer.storage import Location
 
 COLUMNS = [integer("userId"), CsvColumn("rating", "a number", (0, 5)), CsvColumn("tag")]
@@ -56,6 +57,32 @@ def test_a_bad_value_is_named_with_its_line_and_column(tmp_path, line, column, v
     assert (error.path, error.place) == (str(path), "line 4")
     assert (error.column, error.value) == (column, value)
     assert repr(value) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"1", "line 4, column 'rating': None is not a number"),
+        (b"1;3;t", "line 4, column 'userId': '1;3;t'"),
+        (b"1,3,t,more", "line 4: more cells than columns: the header has 3.*quoted"),
+        (b"", "line 4: the line is blank"),
+        (b"1,3,Caf\xe9", "line 4, column 'tag': bytes that are not UTF-8"),
+        (b"1\xff,3,t", "line 4, column 'userId': bytes that are not UTF-8"),
+        (b'1,3,"Never closed', "line 4: .*a quote is left"),
+        (b'1,3,5" disk', "line 4: a quote is left open"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named_without_a_librarys_advice(tmp_path, line, message):
+    path = tmp_path / "ratings.csv"
+    path.write_bytes(b"userId,rating,tag\n1,3,ok\n2,4,ok\n" + line + b"\n3,2,ok\n")
+    with pytest.raises(DataError, match=rf"ratings\.csv, {message}") as raised:
+        read_csv(path)
+    assert not re.search("infer_schema|malformed", str(raised.value))
+
+
+def test_a_header_alone_is_refused(tmp_path):
+    with pytest.raises(CorruptFileError, match="has a header but no rows"):
+        read_csv(write(tmp_path, "userId,rating,tag\n\n\n"))
 
 
 def test_a_bad_value_far_down_the_file_is_found_in_one_piece_and_in_blocks(tmp_path):

@@ -105,20 +105,15 @@ FOLD_RATINGS = st.lists(
 )
 
 
-def columns_of(rows) -> tuple[np.ndarray, ...]:
-    user, movie, residual, is_training = (np.array(each) for each in zip(*rows, strict=True))
-    return user, movie, residual, is_training
-
-
 @given(FOLD_RATINGS)
 def test_a_row_sees_training_ratings_by_users_of_other_folds(rows):
-    user, movie, residual, is_training = columns_of(rows)
+    user, movie, residual, is_training = (np.array(each) for each in zip(*rows, strict=True))
     fold = fold_of(user)
-    folds = MovieFolds(NUM_MOVIES)
+    columns = {"movie": movie, "fold": fold, "residual": residual, "is_training": is_training}
     half = len(rows) // 2
-    for part in (slice(0, half), slice(half, None)):
-        folds.add(movie[part], fold[part], residual[part], is_training[part])
-    dense = folds.dense(movie, fold)
+    parts = (slice(0, half), slice(half, None))
+    units = [{name: values[part] for name, values in columns.items()} for part in parts]
+    dense = MovieFolds(units, NUM_MOVIES).dense(movie, fold)
     for row in range(len(rows)):
         others = is_training & (movie == movie[row]) & (fold != fold[row])
         expected = residual[others].sum() / (others.sum() + 5)
@@ -173,13 +168,9 @@ TIMED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, ma
 )
 
 
-def columns(events):
-    return np.array([e[0] for e in events]), np.array([e[1] for e in events])
-
-
 @given(TIMED, st.sampled_from([0.1, 0.25, 0.5]))
 def test_a_split_holds_out_the_last_ratings_of_each_user(events, fraction):
-    user, time = columns(events)
+    user, time = np.array(events).T
     held_out = mark_validation(user, fraction)
     for one in np.unique(user):
         own = user == one

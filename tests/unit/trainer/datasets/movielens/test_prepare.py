@@ -118,17 +118,13 @@ def test_only_tags_from_training_time_become_tokens(tiny, tmp_path):
     tokens = set(raw_ids(tmp_path / "out", "tokens").values())
     assert {"heist", "fun", "ocean's", "night"} <= tokens
     assert "2001" not in tokens
+    # A movie that only validation has seen has no id.
+    assert sorted(raw_ids(tmp_path / "out", "movie_id").values()) == [10, 20, 30]
+    assert load_manifest(tmp_path / "out").vocab_sizes["history_liked"] == 4
     # User 1's validation begins at 400, so the tag at 999 leaves movie 20 without "heist".
     night = rows_of(tmp_path / "out", "train").filter(pl.col("movie_id") == 2)
     words = raw_ids(tmp_path / "out", "tokens")
     assert {words[token] for token in night["tokens"][0]} == {"night", "the"}
-
-
-def test_a_movie_seen_only_in_validation_is_unknown(tiny, tmp_path):
-    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
-    assert rows_of(tmp_path / "out", "validation")["movie_id"].to_list() == [0, 0]
-    assert sorted(raw_ids(tmp_path / "out", "movie_id").values()) == [10, 20, 30]
-    assert load_manifest(tmp_path / "out").vocab_sizes["history_liked"] == 4
 
 
 def test_labels_are_relative_to_the_strictly_earlier_ratings_of_the_user(tiny, tmp_path):

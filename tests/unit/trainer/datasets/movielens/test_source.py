@@ -6,10 +6,8 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from typer.testing import CliRunner
 
 from trainer.data.manifest import load_manifest
-from trainer.datasets.cli import app
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.errors import BadValueError, ColumnError, CorruptFileError
 
@@ -66,39 +64,14 @@ def test_another_delimiter_is_recognised_and_can_be_named(folder, mark, shown):
     assert prepare(folder, delimiter=mark).equals(expected)
 
 
-@pytest.mark.parametrize(
-    ("lines", "kind", "message"),
-    [
-        ([*RATINGS, "3;10;5;100"], BadValueError, "line 10, column 'userId': '3;10;5;100'"),
-        ([*RATINGS, "3,10,5"], BadValueError, "line 10, column 'timestamp': None"),
-        (
-            [*RATINGS[:3], "3,10,5,100,what", *RATINGS[3:]],
-            CorruptFileError,
-            "line 5: more cells than columns: the header has 4",
-        ),
-        (["", ""], CorruptFileError, "has a header but no rows"),
-        ([*RATINGS[:3], "", *RATINGS[3:]], CorruptFileError, "line 5: the line is blank"),
-        (
-            [RATINGS[0], "1,20,1,1700000000000", *RATINGS[2:]],
-            BadValueError,
-            r"line 3, .*whole seconds.*milliseconds\?",
-        ),
-    ],
-)
-def test_a_line_that_is_no_rating_is_named(folder, lines, kind, message):
-    write_ratings(folder, lines)
-    with pytest.raises(kind, match=rf"ratings\.csv.*{message}"):
-        prepare(folder)
-
-
-def test_bytes_that_are_not_utf8_are_named(folder):
-    for name, line, content in (
-        ("ratings.csv", 10, b"3,1\xff,5,100\n"),
-        ("movies.csv", 6, b"50,Caf\xe9 (1999),Drama\n"),
+def test_a_line_that_is_no_rating_is_named(folder):
+    for line, message in (
+        ("3,10,5", "line 10, column 'timestamp': None"),
+        ("1,20,1,1700000000000", r"line 10, .*whole seconds.*milliseconds\?"),
+        ("1,20,5.5,200", "line 10, column 'rating': '5.5' is not a number above 0 and at most 5"),
     ):
-        with (folder / name).open("ab") as file:
-            file.write(content)
-        with pytest.raises(CorruptFileError, match=f"{name}, line {line}, column .* not UTF-8"):
+        write_ratings(folder, [*RATINGS, line])
+        with pytest.raises(BadValueError, match=rf"ratings\.csv, {message}"):
             prepare(folder)
 
 
@@ -165,22 +138,6 @@ def test_byte_order_marks_windows_lines_and_blank_lines_at_the_end_are_understoo
     assert prepare(folder).equals(expected)
 
 
-def test_the_command_takes_the_options_and_shows_what_was_met(folder, tmp_path):
-    write_ratings(folder, [*RATINGS, "2,20,1,2500"])
-    arguments = ["prepare", "movielens", str(folder), str(tmp_path / "o")]
-    arguments += ["--validation-fraction", "0.25"]
-    failed = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert (failed.exit_code, "line 10" in failed.stderr) == (2, True)
-    arguments += ["--on-duplicate", "last", "--user-mean", "training", "--on-missing-movie", "fail"]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.stderr
-    assert "duplicates dropped" in done.stdout
-    options = load_manifest(tmp_path / "o").options
-    assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
-    wrong = CliRunner().invoke(app, [*arguments, "--delimiter", "::"], env={"COLUMNS": "200"})
-    assert (wrong.exit_code, "one character" in wrong.stderr) == (2, True)
-
-
 def write_tags(folder: Path, lines: list[str]) -> None:
     (folder / "tags.csv").write_text("userId,movieId,tag,timestamp\n" + "".join(lines))
 
@@ -192,23 +149,6 @@ def test_ratings_that_end_without_a_line_end_are_told_as_a_download_may_be_cut(f
     path.write_bytes(path.read_bytes()[:-3])
     prepare(folder)
     assert counts(folder)["ratings_last_line_unfinished"] == 1
-
-
-@pytest.mark.parametrize(
-    ("title", "message"),
-    [
-        ('"Never closed', "a quote is left"),
-        ('5" disk', "a quote is left"),
-        ("Good, Bad and Ugly (1966)", "more cells.*quoted"),
-    ],
-)
-def test_a_title_without_its_quotes_is_named_without_a_libraries_advice(folder, title, message):
-    with (folder / "movies.csv").open("a") as file:
-        file.write(f"50,{title},Western\n60,Other,Drama\n")
-    with pytest.raises(CorruptFileError, match=rf"movies\.csv, line 6: {message}") as raised:
-        prepare(folder)
-    assert "infer_schema" not in str(raised.value)
-    assert "malformed" not in str(raised.value)
 
 
 def test_a_tag_that_cannot_be_read_is_named(folder):

@@ -17,7 +17,7 @@ import httpx
 from service.backends.fake import FakeBackend
 from service.client.transport import RetryPolicy
 from tests.harness.processes import die_with_parent
-from tests.harness.wait import scaled, wait_for
+from tests.harness.wait import scaled
 from trainer.protocol.events import EventBatch
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
@@ -31,13 +31,21 @@ SHUTDOWN_TIMEOUT_S = 60
 class ServiceProcess:
     """`python -m service.app` with its state under `home`; it may be killed and started again.
 
-    `settings` are further variables of its environment.
+    `settings` are further variables of its environment. One that `is_killable` ends itself where
+    `kill_at` says.
     """
 
     def __init__(
-        self, home: Path, port: int, settings: Mapping[str, str] = MappingProxyType({})
+        self,
+        home: Path,
+        port: int,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_killable: bool = False,
     ) -> None:
         self.home = home
+        self._is_killable = is_killable
+        self._kill_point = home / "kill-point"
         self._settings = settings
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
@@ -67,40 +75,40 @@ class ServiceProcess:
         }
 
     def start(self) -> None:
-        process = self._start([sys.executable, "-m", "service.app"])
-        deadline = time.monotonic() + scaled(START_TIMEOUT_S)
-        while not self._is_ready():
-            assert process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.05)
-
-    def start_to_be_killed(self, point: str) -> None:
-        """Start one that kills itself at a point, as `tests.harness.killed_service` names them.
-
-        Returns when it is ready or dead.
-        """
-        process = self._start([sys.executable, "-m", "tests.harness.killed_service", point])
-        wait_for(
-            lambda: process.poll() is not None or self._is_ready(),
-            f"a service to be killed {point}",
-            START_TIMEOUT_S,
-        )
-
-    def wait_until_killed(self) -> None:
-        """Wait until the point is reached."""
-        assert self._process.wait(scaled(60.0)) == -signal.SIGKILL, self.log()
-        self._process = None
-
-    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Returns when it is ready, or dead if it is to be killed."""
+        killable = ["tests.harness.killed_service", str(self._kill_point)]
         with (self.home / "service.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", *(killable if self._is_killable else ["service.app"])],
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,
             )
-        return self._process
+        deadline = time.monotonic() + scaled(START_TIMEOUT_S)
+        while not self._is_ready():
+            code = process.poll()
+            if self._is_killable and code == -signal.SIGKILL:
+                return
+            assert code is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def start_if_ended(self) -> None:
+        """Have it live on, or again, whatever was asked before."""
+        self._kill_point.unlink(missing_ok=True)
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+
+    def kill_at(self, point: str) -> None:
+        """Have the process kill itself at a point, as `tests.harness.killed_service` names them."""
+        self._kill_point.write_text(point)
+
+    def start_once_killed(self) -> None:
+        """Start it again when its point is reached."""
+        assert self._process is not None
+        assert self._process.wait(scaled(60.0)) == -signal.SIGKILL, self.log()
+        self.start()
 
     def run_to_the_end(self, **changes: str) -> subprocess.CompletedProcess[str]:
         """A service that is expected to end by itself; `changes` are those of its environment."""
@@ -156,7 +164,7 @@ class ServiceProcess:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz", trust_env=False).is_success
+            return httpx.get(f"{self.url}/readyz", trust_env=False, verify=False).is_success
         except httpx.TransportError:
             return False
 

@@ -199,10 +199,10 @@ def test_a_run_goes_back_to_the_checkpoint_that_was_chosen_and_to_the_same_resul
         torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
 
 
-SLOW_FROM, SLOWDOWN = 12, 30
+SLOW_FROM, SLOWDOWN = 12, 12
 TUNED = (
     *("parallelism.workers=2", "parallelism.shard_group_size=1", "data.batch_size=8"),
-    "parallelism.sync={every_steps: auto, tuner: {max_steps: 5, time_share: 0.75}}",
+    "parallelism.sync={every_steps: auto, tuner: {max_steps: 5, time_share: 0.6}}",
     *("training.max_steps=44", "training.report_every_steps=1", "data.split.validation=null"),
     *("checkpoint.every_steps=40", "checkpoint.keep_last=5", "checkpoint.keep_best=false"),
 )

@@ -39,7 +39,7 @@ SMALL = (
     "training.validate_every_steps=1000",
     f"checkpoint.every_steps={CHECKPOINT_EVERY}",
 )
-LONG = (*SMALL, "training.epochs=4", "training.report_every_steps=1")
+LONG = (*SMALL, "training.epochs=3", "training.report_every_steps=1")
 
 
 def assert_whole(stack: Stack, job: JobDetail) -> None:
@@ -52,39 +52,6 @@ def assert_whole(stack: Stack, job: JobDetail) -> None:
     assert steps == sorted({*range(every, total + 1, every), total})
     rows_per_epoch = load_manifest(Path(job.spec.data.path)).splits["train"].num_rows
     assert job.progress.rows == job.spec.training.epochs * rows_per_epoch
-
-
-@pytest.mark.scenario
-@pytest.mark.timeout(500)
-def test_one_job_outlives_the_deaths_of_a_worker_of_its_driver_and_of_the_service(
-    stack: Stack, small_movielens: Path
-) -> None:
-    job = stack.submit(small_movielens, *LONG)
-    before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
-    os.kill(stack.pid(before_worker, "rank-3"), signal.SIGKILL)
-    wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
-    before_driver = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
-    os.kill(stack.pid(before_driver, "driver"), signal.SIGKILL)
-    wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "a new driver", 120)
-    before_service = stack.wait_for_step(job.id, 5 * CHECKPOINT_EVERY + 5)
-    before = stack.state
-    stack.kill_service()
-    log = stack.files(before_service, 1).log_path("rank-0")
-    size = log.stat().st_size
-    wait_for(lambda: log.stat().st_size > size, "training to go on without the service")
-    stack.up()
-    after = stack.state
-    assert (after.ray, after.url) == (before.ray, before.url), "beside the Ray that lives"
-    ended = stack.wait_for_end(job.id)
-
-    assert_whole(stack, ended)
-    assert ended.num_failures == 2
-    first, second, third = stack.timeline(job.id, "workers_started")
-    assert [run["run_index"] for run in (first, second, third)] == [0, 1, 0]
-    assert second["resumed_step"] >= before_worker.progress.step - CHECKPOINT_EVERY
-    assert third["resumed_step"] >= before_driver.progress.step - CHECKPOINT_EVERY
-    reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
-    assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
 
 
 def test_the_jobs_api_of_ray_answers_with_its_token_only(stack: Stack) -> None:
@@ -236,27 +203,61 @@ def check_what_was_told(stack: Stack, job: JobDetail) -> None:
     assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
-@pytest.mark.timeout(400)
-def test_a_job_is_trained_the_cli_mirrors_it_in_its_exit_code_and_the_next_finds_warm_workers(
+def submitted(stack: Stack, data: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`shardloom submit --wait` of a job."""
+    command = [sys.executable, "-m", "service.cli", "submit", "--wait", str(EXAMPLE_SPEC)]
+    changes = [f"--set={change}" for change in (f"data.path={data}", *overrides)]
+    return subprocess.Popen(
+        [*command, *changes],
+        env=os.environ | {"SHARDLOOM_URL": stack.client.base_url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(600)
+def test_one_job_outlives_worker_driver_and_service_and_the_next_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:
-    def run(data: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "service.cli", "submit", "--wait", str(EXAMPLE_SPEC)]
-        changes = [f"--set={change}" for change in (f"data.path={data}", *SMALL)]
-        environment = os.environ | {"SHARDLOOM_URL": stack.client.base_url}
-        return subprocess.run(
-            [*command, *changes], env=environment, capture_output=True, text=True, check=False
-        )
+    with submitted(stack, small_movielens, *LONG, "name=outlives") as command:
+        job = wait_for(lambda: next(stack.client.iter_jobs(name="outlives"), None), "the job")
+        before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
+        os.kill(stack.pid(before_worker, "rank-3"), signal.SIGKILL)
+        wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
+        before_driver = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+        os.kill(stack.pid(before_driver, "driver"), signal.SIGKILL)
+        wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "a new driver", 120)
+        before_service = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
+        before = stack.state
+        stack.kill_service()
+        log = stack.files(before_service, 1).log_path("rank-0")
+        size = log.stat().st_size
+        wait_for(lambda: log.stat().st_size > size, "training to go on without the service")
+        stack.up()
+        after = stack.state
+        assert (after.ray, after.url) == (before.ray, before.url), "beside the Ray that lives"
+        ended = stack.wait_for_end(job.id)
+        output, messages = command.communicate(timeout=scaled(60))
 
-    good = run(small_movielens)
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert "training completed" in good.stderr
-    check_what_was_told(stack, stack.client.get_job(good.stdout.strip()))
+    assert (command.returncode, output.strip()) == (0, job.id), messages
+    assert "training completed" in messages
+    check_what_was_told(stack, ended)
+    assert ended.num_failures == 2
+    first, second, third = stack.timeline(job.id, "workers_started")
+    assert [run["run_index"] for run in (first, second, third)] == [0, 1, 0]
+    assert second["resumed_step"] >= before_worker.progress.step - CHECKPOINT_EVERY
+    assert third["resumed_step"] >= before_driver.progress.step - CHECKPOINT_EVERY
+    reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
+    assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
+
     wait_for(lambda: len(_idle_workers(stack)) >= 4, "workers for the next job", 60)
     warm = _idle_workers(stack)
-    bad = run(spoiled_movielens)
-    assert bad.returncode == 1
-    assert "part-00000.parquet, row 5, column 'rating'" in bad.stderr
+    with submitted(stack, spoiled_movielens, *SMALL) as command:
+        _, messages = command.communicate(timeout=scaled(180))
+    assert command.returncode == 1
+    assert "part-00000.parquet, row 5, column 'rating'" in messages
     failed = stack.client.get_job(next(stack.client.iter_jobs(statuses=[JobStatus.FAILED])).id)
     assert failed.reason is EndReason.DATA_ERROR
     assert failed.num_attempts == 1

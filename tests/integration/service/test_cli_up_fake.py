@@ -118,16 +118,6 @@ def test_only_the_user_of_its_home_may_use_a_service(shardloom):
     assert token.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_service_without_access_control_says_so(tmp_path):
-    shardloom = Shell(tmp_path / "home", free_port())
-    with if_killed([sys.executable, "-m", "service.cli", "down"], shardloom.environment):
-        assert "login?code" not in shardloom("up", "--detach", "--no-auth").stdout
-        assert httpx.get(f"http://127.0.0.1:{shardloom.port}/v1/jobs").status_code == 200
-        log = (shardloom.home / "logs" / "service.log").read_text()
-        assert "whoever is on this machine may use the service" in log
-        shardloom("down")
-
-
 def test_status_tells_service_and_cluster(shardloom):
     answer = json.loads(shardloom.read("status", "--json"))
     assert answer["service_alive"] is True
@@ -176,13 +166,19 @@ def test_another_stack_on_the_same_port_is_refused(shardloom, tmp_path):
     assert "--port" in done.stderr
 
 
-def test_down_ends_the_service_and_a_second_one_finds_nothing(tmp_path):
+def test_a_service_without_access_control_says_so_and_down_ends_it_once(tmp_path):
     shardloom = Shell(tmp_path / "home", free_port())
-    assert shardloom("up", "--detach").returncode == 0
-    state = StackHome(shardloom.home).read_state()
-    assert state.ray is None
-    assert "service ended" in shardloom("down").stdout
-    assert not is_alive(state.service)
+    with if_killed([sys.executable, "-m", "service.cli", "down"], shardloom.environment):
+        done = shardloom("up", "--detach", "--no-auth")
+        assert done.returncode == 0
+        assert "login?code" not in done.stdout
+        assert httpx.get(f"http://127.0.0.1:{shardloom.port}/v1/jobs").status_code == 200
+        log = (shardloom.home / "logs" / "service.log").read_text()
+        assert "whoever is on this machine may use the service" in log
+        state = StackHome(shardloom.home).read_state()
+        assert state.ray is None
+        assert "service ended" in shardloom("down").stdout
+        assert not is_alive(state.service)
     assert shardloom("down").stdout == "nothing was running\n"
     assert shardloom("status").returncode == 3
 

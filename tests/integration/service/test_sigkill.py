@@ -28,28 +28,32 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service_process import PATIENT, SHUTDOWN_TIMEOUT_S, ServiceProcess
-from tests.harness.wait import scaled, wait_for
+from tests.harness.wait import free_port, scaled, wait_for
 
 WAIT_S = 60.0
 RECORDS = [workers_started(), *[metrics(step, train_loss=1.0 / step) for step in range(1, 9)]]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """On a cluster where attempts run until their driver says otherwise."""
+    home = tmp_path_factory.mktemp("home")
+    with ServiceProcess(home, free_port(), is_killable=True) as started:
+        started.cluster.play("default", Script(("pending", "running")))
+        yield started
+
+
+@pytest.fixture
+def service(shared: ServiceProcess) -> ServiceProcess:
+    """Alive, with the jobs of the tests before, which have ended."""
+    shared.start_if_ended()
+    return shared
 
 
 @pytest.fixture
 def client(service: ServiceProcess) -> Iterator[ShardloomClient]:
     with ShardloomClient(service.url, retry=PATIENT) as opened:
         yield opened
-
-
-def restart_to_be_killed(service: ServiceProcess, point: str) -> None:
-    """Start the service anew, so that it dies at a point of what comes next."""
-    service.kill()
-    service.start_to_be_killed(point)
-
-
-def start_again(service: ServiceProcess) -> None:
-    """Start the service once it was killed at its point."""
-    service.wait_until_killed()
-    service.start()
 
 
 def submit_running(service: ServiceProcess, client: ShardloomClient) -> JobDetail:
@@ -75,7 +79,8 @@ def end(service: ServiceProcess, job: JobDetail) -> None:
 def assert_told_once(service: ServiceProcess, client: ShardloomClient, job: JobDetail) -> None:
     """One attempt, never stopped, and every record of it exactly once."""
     assert client.wait(job.id, timeout_s=scaled(WAIT_S), poll_s=0.05).status is JobStatus.SUCCEEDED
-    assert service.cluster.attempt_ids() == [f"{job.id}-a0"]
+    submitted = [each for each in service.cluster.attempt_ids() if each.startswith(job.id)]
+    assert submitted == [f"{job.id}-a0"]
     record = service.cluster.record(f"{job.id}-a0")
     assert record is not None
     assert record.num_stops == 0
@@ -100,13 +105,15 @@ def assert_told_once(service: ServiceProcess, client: ShardloomClient, job: JobD
 def test_a_kill_around_a_submission_makes_one_attempt(
     service: ServiceProcess, client: ShardloomClient, point: str
 ) -> None:
-    restart_to_be_killed(service, point)
+    before = {each.id for each in client.iter_jobs()}
+    service.kill_at(point)
     with ThreadPoolExecutor(1) as pool:
         # The answer may be lost in the crash: the client asks again with the same key.
-        submitted = pool.submit(client.submit, spec_document(), idempotency_key="once")
-        start_again(service)
+        submitted = pool.submit(client.submit, spec_document(), idempotency_key=point)
+        service.start_once_killed()
         job = submitted.result(scaled(WAIT_S))
-    assert client.submit(spec_document(), idempotency_key="once").id == job.id
+    assert client.submit(spec_document(), idempotency_key=point).id == job.id
+    assert {each.id for each in client.iter_jobs()} - before == {job.id}
     wait_for(
         lambda: [each.submitted_at for each in client.attempts(job.id) if each.submitted_at],
         "the submission to be known",
@@ -121,10 +128,10 @@ def test_a_kill_around_the_commit_of_records_neither_loses_nor_doubles_them(
     service: ServiceProcess, client: ShardloomClient, when: str
 ) -> None:
     job = submit_running(service, client)
-    restart_to_be_killed(service, f"{when} store.append_events")
+    service.kill_at(f"{when} store.append_events")
     with pytest.raises(httpx.TransportError):
         service.post_events(f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4))
-    start_again(service)
+    service.start_once_killed()
     assert service.post_events(f"{job.id}-a0", batch(*RECORDS[4:8], first_seq=4)) == 8
     end(service, job)
     assert_told_once(service, client, job)
@@ -137,8 +144,9 @@ def test_a_kill_around_the_storing_of_an_end_tells_it_once(
     job = submit_running(service, client)
     service.kill()
     end(service, job)
-    service.start_to_be_killed(f"{when} store.update_job")
-    start_again(service)
+    service.kill_at(f"{when} store.update_job")
+    service.start()
+    service.start_once_killed()
     assert_told_once(service, client, job)
 
 
@@ -149,10 +157,10 @@ def test_a_deletion_that_a_kill_cut_off_can_be_asked_for_again_or_is_finished(
     job = submit_running(service, client)
     end(service, job)
     assert_told_once(service, client, job)
-    restart_to_be_killed(service, f"{when} store.delete_job")
+    service.kill_at(f"{when} store.delete_job")
     with pytest.raises(httpx.TransportError):
         httpx.delete(f"{service.url}/v1/jobs/{job.id}", trust_env=False, timeout=scaled(10.0))
-    start_again(service)
+    service.start_once_killed()
     if when == "before":
         assert client.get_job(job.id).status is JobStatus.SUCCEEDED
         httpx.delete(f"{service.url}/v1/jobs/{job.id}", trust_env=False).raise_for_status()
@@ -185,6 +193,16 @@ def test_a_follower_sees_every_line_once_across_a_restart(
     assert seen[-1] == "job_ended"
 
 
+def test_a_port_in_use_is_named_and_exits_non_zero(service: ServiceProcess, tmp_path: Path) -> None:
+    other_home = tmp_path / "other"
+    second = service.run_to_the_end(SHARDLOOM_HOME=str(other_home))
+    assert second.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{service.port}" in second.stderr
+    assert "SHARDLOOM_PORT" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert not other_home.exists()
+
+
 def test_followed_streams_do_not_hold_up_a_shutdown(
     service: ServiceProcess, client: ShardloomClient
 ) -> None:
@@ -197,16 +215,6 @@ def test_followed_streams_do_not_hold_up_a_shutdown(
         next(response.iter_text())
         assert service.terminate() < SHUTDOWN_TIMEOUT_S / 2
     assert "Traceback" not in service.log()
-
-
-def test_a_port_in_use_is_named_and_exits_non_zero(service: ServiceProcess, tmp_path: Path) -> None:
-    other_home = tmp_path / "other"
-    second = service.run_to_the_end(SHARDLOOM_HOME=str(other_home))
-    assert second.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{service.port}" in second.stderr
-    assert "SHARDLOOM_PORT" in second.stderr
-    assert "Traceback" not in second.stderr
-    assert not other_home.exists()
 
 
 def test_a_bad_setting_is_named(tmp_path: Path) -> None:

@@ -43,12 +43,6 @@ class TlsService(ServiceProcess):
         super().__init__(home, port, settings)
         self.url = f"https://127.0.0.1:{port}"
 
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/readyz", trust_env=False, verify=False).is_success
-        except httpx.TransportError:
-            return False
-
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsService]:

@@ -30,20 +30,25 @@ from tests.harness.wait import free_port, scaled, wait_for
 NAME = "hooks.test"
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     settings = {
         "SHARDLOOM_WEBHOOK_ALLOWED_NETWORKS": '["127.0.0.0/8"]',
         "SHARDLOOM_WEBHOOK_POLL_S": "0.05",
     }
-    with ServiceProcess(tmp_path, free_port(), settings) as started:
+    home = tmp_path_factory.mktemp("home")
+    with ServiceProcess(home, free_port(), settings, is_killable=True) as started:
         yield started
 
 
 @pytest.fixture
 def client(service: ServiceProcess) -> Iterator[ShardloomClient]:
+    """Its webhooks go with it: those of a test before would be told of the next one's jobs."""
+    service.start_if_ended()
     with ShardloomClient(service.url) as opened:
         yield opened
+        for hook in opened.webhooks():
+            opened.delete_webhook(hook.id)
 
 
 def _told(stub: HttpStub) -> list[tuple[str, str]]:
@@ -95,11 +100,9 @@ def test_a_delivery_whose_service_died_before_it_was_noted_is_sent_again_with_it
 ) -> None:
     with http_stub() as receiver:
         hook = client.create_webhook(receiver.url, kinds=["job_submitted"])
-        service.kill()
-        service.start_to_be_killed("before webhooks.settle")
+        service.kill_at("before webhooks.settle")
         job = client.submit(spec_document()).id
-        service.wait_until_killed()
-        service.start()
+        service.start_once_killed()
         (delivery,) = client.deliveries(hook.id)
         client.redeliver(hook.id, delivery.id)
         wait_for(lambda: len(receiver.received) == 2, "the second try")

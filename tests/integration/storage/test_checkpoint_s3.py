@@ -220,7 +220,7 @@ def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_
 @pytest.mark.parametrize(
     "rates",
     [
-        {"500": 0.1, "503": 0.1, "slow_down": 0.05},
+        {"500": 0.05, "503": 0.05, "slow_down": 0.05},
         pytest.param({"reset": 0.15, "cut": 0.15}, marks=pytest.mark.slow),
     ],
     ids=["busy", "broken connections"],

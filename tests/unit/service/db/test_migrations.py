@@ -161,7 +161,7 @@ REVISIONS = [
 _JSON = {"spec", "roles", "kinds", "metrics", "data", "latest_metrics", "labels", "membership"}
 
 
-def _row(table: Table, spec: dict[str, Any]) -> dict[str, Any]:
+def _row(table: Table, spec: dict[str, Any], number: int) -> dict[str, Any]:
     """A value in every column of a table, the same key wherever a table refers to another."""
     values: dict[str, Any] = {}
     for column in table.columns:
@@ -169,9 +169,9 @@ def _row(table: Table, spec: dict[str, Any]) -> dict[str, Any]:
         if column.name == "spec":
             values[column.name] = json.dumps(spec)
         elif kind is str:
-            values[column.name] = "{}" if column.name in _JSON else "x"
+            values[column.name] = "{}" if column.name in _JSON else f"x{number}"
         else:
-            values[column.name] = kind(1)
+            values[column.name] = kind(number)
     return values
 
 
@@ -186,23 +186,31 @@ def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
     return {table.name: list(connection.execute(select(table)).all()) for table in tables}
 
 
-@pytest.mark.parametrize("revision", REVISIONS)
-def test_rows_of_every_table_come_through_the_way_up_and_down(
-    database_url: str, revision: str
-) -> None:
+def test_rows_of_every_table_come_through_the_way_up_and_down(database_url: str) -> None:
     spec = queued_job().spec.model_dump(mode="json")
-    with _writing(database_url, revision) as connection:
-        tables = _tables(connection)
-        for table in tables:
-            connection.execute(insert(table), _row(table, spec))
-        before = _rows(connection, tables)
-    with _writing(database_url, "head") as connection:
-        grown = _tables(connection)
-        kept = [grown_from for grown_from in tables if grown_from.name in {t.name for t in grown}]
-        assert _rows(connection, kept) == before
-        command.downgrade(migration_config(connection), revision)
-        assert [table.name for table in _tables(connection)] == [table.name for table in tables]
-        assert _rows(connection, tables) == before
+    stages: list[tuple[list[Table], dict[str, list[Any]]]] = []
+
+    def check(connection: Connection, at: int) -> None:
+        """What its columns held then they hold, beside one row for each later revision."""
+        tables, before = stages[at]
+        now, num_later = _rows(connection, tables), len(stages) - 1 - at
+        for name, held in before.items():
+            assert all(row in now[name] for row in held), name
+            assert len(now[name]) == len(held) + num_later, name
+
+    for number, revision in enumerate(REVISIONS, start=1):
+        with _writing(database_url, revision) as connection:
+            for at in range(len(stages)):
+                check(connection, at)
+            tables = _tables(connection)
+            for table in tables:
+                connection.execute(insert(table), _row(table, spec, number))
+            stages.append((tables, _rows(connection, tables)))
+    for at, revision in reversed([*enumerate(REVISIONS)]):
+        with _writing(database_url) as connection:
+            command.downgrade(migration_config(connection), revision)
+            assert [each.name for each in _tables(connection)] == [t.name for t in stages[at][0]]
+            check(connection, at)
 
 
 def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:

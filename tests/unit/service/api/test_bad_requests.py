@@ -7,12 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from service import errors
 from service.db.jobs import JobStore
 from service.domain.models import Job
 from tests.harness.builders import spec_document
 from tests.harness.service import Api, problem_in
 
 BEYOND_63_BITS = str(2**63)
+# Clients know errors by these; a class of another name would change its code.
+CODES = """
+attempt_not_found backend_unreachable behind_proxy body_too_large checkpoint_not_found
+code_store_full conflict csrf_token delivery_not_found does_not_fit export_being_requested
+export_not_found export_not_ready export_pending export_refused export_unavailable forbidden
+foreign_host foreign_origin idempotency_conflict identity_provider_away invalid_request
+job_at_work job_ended job_not_ended job_not_found job_not_paused job_not_running
+job_unreadable key_not_found layout_unknown lock_lost log_not_found no_plan not_found
+not_signed_in plan_timed_out planner_failed precondition_failed project_not_found
+reconciler_died record_refused request_under_way secret_key_unusable sequence_gap
+stale_version storage_unavailable store_unavailable submission_refused sweep_ended
+sweep_not_ended sweep_not_found too_many_open too_many_requests trace_not_found
+trace_pending version_changed version_unknown webhook_not_found
+"""
 
 
 def _refused(api: Api, query: str = "", **changes: object) -> list[dict[str, str]]:
@@ -23,6 +38,15 @@ def _refused(api: Api, query: str = "", **changes: object) -> list[dict[str, str
 
 def _data(path: object) -> dict[str, object]:
     return {"path": str(path), "label": {"column": "rating"}}
+
+
+def _codes(base: type[errors.ServiceError]) -> set[str]:
+    ours = [each for each in base.__subclasses__() if each.__module__ == errors.__name__]
+    return {each.code for each in ours}.union(*map(_codes, ours))
+
+
+def test_codes_of_errors_stay_as_clients_know_them() -> None:
+    assert _codes(errors.ServiceError) == set(CODES.split())
 
 
 def test_every_fault_of_a_spec_is_named_by_its_path(api: Api) -> None:

@@ -352,7 +352,9 @@ class _Watched:
 class HeartbeatMonitor:
     """Heartbeats of all ranks: silence, hangs, stragglers. Times are seconds of the clock of `now`.
 
-    No progress for `hang_factor` median steps, and at least `min_hang_s`, is a hang.
+    While none is heard none is silent: the network here was away, and once it is mended TCP sends
+    again on each connection at another time, within as long as it was away. No progress for
+    `hang_factor` median steps, and at least `min_hang_s`, is a hang.
     """
 
     def __init__(
@@ -369,8 +371,14 @@ class HeartbeatMonitor:
         self._slow_windows: dict[RankId, int] = {}
         self._window_ends: float | None = None
         self._looked_at: float | None = None
+        self._heard_at = math.inf  # of any rank
 
     def hear(self, rank: RankId, now: float) -> None:
+        away_s = now - self._heard_at
+        if away_s > self._silence_s / 2:
+            for watched in self._ranks.values():
+                watched.heard_at += away_s
+        self._heard_at = now
         self._ranks.setdefault(rank, _Watched(now)).heard_at = now
 
     def busy_rank(self, ranks: Sequence[RankId]) -> RankId:
@@ -400,6 +408,7 @@ class HeartbeatMonitor:
         for watched in self._ranks.values():
             watched.heard_at += slept_s
             watched.since = now
+        self._heard_at = now
         return slept_s
 
     def is_silent(self, rank: RankId, now: float, share: float = 1.0) -> bool:

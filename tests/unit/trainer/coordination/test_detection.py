@@ -36,6 +36,17 @@ def timed(step_time_s: float, local_s: float = 0.0, progress: int = 1) -> Heartb
 STILL = timed(0.0)
 
 
+def test_while_none_is_heard_none_is_silent() -> None:
+    watch = monitor()
+    for rank in (A0, B0):
+        watch.hear(rank, 0.0)
+    watch.hear(A0, 0.8)  # the connection of the other sends again later
+    assert not watch.silent(1.7)
+    for at in (1.2, 1.6):
+        watch.hear(A0, at)
+    assert watch.silent(1.81) == [B0]
+
+
 def test_slow_steps_stretch_the_limit() -> None:
     detector = monitor()
     detector.beat(A0, timed(2.0), 0)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
+from tests.harness.small_model import FusedKernel, shards_of
 from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import apply_difference
+from trainer.parallel.touched_rows import RowBase, RowNumbers, wires
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,3 +40,40 @@ def test_single_rows_are_read_and_moved_as_by_pytorch(
     after = before.clone()
     after[rows] = apply_difference(before[rows], snapshot, mean)
     assert torch.equal(table, after)
+
+
+@torch.no_grad()
+def test_rows_are_saved_before_their_first_change_as_by_pytorch() -> None:
+    """Of tables of two widths, so that each log gets rows of the other, too, in growing batches."""
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    kernel = FusedKernel(
+        [(3000, 8, *place), (5000, 16, *place), (700, 8, *place)],
+        optimizer=EmbOptimType.EXACT_ADAGRAD,
+    )
+    numbers = RowNumbers(shards_of(kernel), torch.device("cuda", 0))
+    tensors = wires(numbers.shards, torch.bfloat16, include_moments=True)
+    bases = RowBase(numbers, tensors)
+    is_saved = torch.zeros(numbers.num_rows, dtype=torch.bool, device="cuda")
+    runs = [
+        (store, rows)
+        for stores, rows in numbers.by_run(numbers.of_bits(~is_saved))
+        for store in stores
+    ]
+    assert all(FlatRows(store.tensor).kernels() for store, _ in runs)
+    expected = [store.read(rows) for store, rows in runs]
+    torch.manual_seed(0)
+    for num_lookups in (1, 3000, 10_000, 50_000):
+        for store, _ in tensors.values():
+            store.tensor.uniform_(-1, 1)
+        for held, (store, rows) in zip(expected, runs, strict=True):
+            held[~is_saved[rows]] = store.read(rows)[~is_saved[rows]]
+        looked_up = torch.randint(0, numbers.num_rows, (num_lookups,), device="cuda")
+        bases.save(0, looked_up)
+        is_saved[looked_up] = True
+    for store, _ in tensors.values():
+        store.tensor.zero_()
+    for held, (store, rows) in zip(expected, runs, strict=True):
+        held[~is_saved[rows]] = 0
+        base = bases.block(store, rows).base
+        assert base is not None
+        assert torch.equal(base, held)

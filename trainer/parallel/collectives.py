@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 # So much is exchanged at a time. Gloo's threads take turns with each chunk, so that small ones cost
 # more; larger ones leave the processor's cache. NCCL is faster with more, and the host launches
 # the kernels of each chunk.
-_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
+_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # While one chunk is on its way to other hosts, the next is summed inside of this one.
 CHUNKS_AT_ONCE = 2
 

@@ -1,8 +1,9 @@
 """Triton kernels that read single rows of a table in HBM, and change them, in one pass over them.
 
 PyTorch's gather is made for long rows: of 256 bytes each it moves a fifth of what HBM gives (H200).
-And what lands would be four operators: gather, subtract, add, scatter. Triton compiles at the first
-use of each width and dtype, within a second.
+And what lands would be four operators: gather, subtract, add, scatter; to save what is looked up
+for the first time, which the host does not know, would be twenty. Triton compiles at the first use
+of each width and dtype, within a second.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ def land(
     Computed in fp32, and rounded once.
     """
     _launch(_land, table, rows, snapshot, mean)
+
+
+def claim(place_of: torch.Tensor, numbers: torch.Tensor, num_claimed: torch.Tensor) -> torch.Tensor:
+    """Give each of `numbers`, int64 [n], that has no place the next one: int32 [n], -1 for others.
+
+    `place_of`, int32 [rows], has the place of each number, -1 where it has none, and `num_claimed`,
+    int64 [], how many have one. Negative numbers get none.
+    """
+    claimed = torch.empty_like(numbers, dtype=torch.int32)
+    grid = (triton.cdiv(numbers.numel(), _PROGRAM_NUMEL),)
+    with torch.cuda.device(numbers.device):
+        _claim[grid](place_of, numbers, num_claimed, claimed, numbers.numel(), _PROGRAM_NUMEL)
+    return claimed
+
+
+def save(table: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy row `rows[i]` of `table` to `out[places[i]]`, of [m, w], where that is not negative."""
+    _launch(_save, table, rows, places, out)
 
 
 def _launch(kernel: Any, table: torch.Tensor, rows: torch.Tensor, *values: torch.Tensor) -> None:
@@ -97,3 +116,41 @@ def _land(
     agreed = tl.load(mean + flat, mask=is_there).to(tl.float32)
     value = (current - then) + agreed
     tl.store(table + place, value.to(table.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _claim(place_of, numbers, num_claimed, claimed, num_numbers, block: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    is_there = index < num_numbers
+    number = tl.load(numbers + index, mask=is_there, other=-1)
+    is_new = number >= 0
+    is_new &= tl.load(place_of + number, mask=is_new, other=0) < 0
+    # Who finds it without a place is the one who gives it one; others see 0 for now.
+    zero = tl.zeros([block], tl.int32)
+    is_new &= tl.atomic_max(place_of + number, zero, mask=is_new) < 0
+    turn = tl.cumsum(is_new.to(tl.int32), 0)
+    first = tl.atomic_add(num_claimed, tl.sum(is_new.to(tl.int64), 0))
+    place = (first + turn - 1).to(tl.int32)
+    tl.store(place_of + number, place, mask=is_new)
+    tl.store(claimed + index, tl.where(is_new, place, -1), mask=is_there)
+
+
+@triton.jit
+def _save(
+    table,
+    rows,
+    places,
+    out,
+    num_rows,
+    stride,
+    width: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_width: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = tl.arange(0, block_width)
+    place = tl.load(places + row, mask=row < num_rows, other=-1).to(tl.int64)
+    number = tl.load(rows + row, mask=place >= 0, other=0)
+    is_there = (place >= 0)[:, None] & (column < width)[None, :]
+    values = tl.load(table + number[:, None] * stride + column[None, :], mask=is_there)
+    tl.store(out + place[:, None] * width + column[None, :], values, mask=is_there)

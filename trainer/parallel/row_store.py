@@ -64,7 +64,7 @@ class FlatRows:
     ) -> torch.Tensor:
         if rows is None:
             return self.tensor if out is None else out.copy_(self.tensor)
-        if kernels := self._kernels(*([] if out is None else [out])):
+        if kernels := self.kernels(*([] if out is None else [out])):
             if out is None:
                 out = self.tensor.new_empty(len(rows), *self.tensor.shape[1:])
             kernels.gather(self.tensor, rows, out)
@@ -86,11 +86,11 @@ class FlatRows:
 
         The arithmetic is that of `trainer.parallel.sync.apply_difference`.
         """
-        if kernels := self._kernels(snapshot, mean):
+        if kernels := self.kernels(snapshot, mean):
             kernels.land(self.tensor, rows, snapshot, mean)
         return kernels is not None
 
-    def _kernels(self, *values: torch.Tensor) -> ModuleType | None:
+    def kernels(self, *values: torch.Tensor) -> ModuleType | None:
         """`trainer.parallel.row_kernels`, where they take single rows of this tensor."""
         kernels = _row_kernels(self.tensor.device) if self.tensor.is_cuda else None
         return kernels if kernels and kernels.can_take(self.tensor, *values) else None

@@ -31,7 +31,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from trainer.parallel.collectives import Block, ReplicaCollectives, run_exchange
 from trainer.parallel.model import TableShard
-from trainer.parallel.row_store import JoinedRows, RowStore
+from trainer.parallel.row_store import FlatRows, JoinedRows, RowStore
 
 # What is not kept is written too, as the host does not know of it: to places of its own, and to as
 # many as this, as a GPU's writes to one place wait for each other.
@@ -272,6 +272,8 @@ class RowLog:
         if not numbers.numel():
             return
         self._make_room(numbers.numel())
+        if source is None and numbers.is_cuda and self._save_by_kernels(numbers):
+            return
         place_of = self._place_of
         shard = torch.searchsorted(self._ends, numbers, right=True)
         is_new = (place_of[numbers] < 0) & self._is_here[shard]
@@ -292,6 +294,22 @@ class RowLog:
             else:
                 rows = source._values[index][source._place_of[wanted].clamp(min=0)]
             values.index_copy_(0, places, rows)
+
+    def _save_by_kernels(self, numbers: torch.Tensor) -> bool:
+        """As `save`, where the Triton kernels can: two launches in the stead of some 30."""
+        placed = [rows.placed(numbers) for rows in self._rows]
+        found = [
+            store.kernels(values) if isinstance(store, FlatRows) else None
+            for (store, _), values in zip(placed, self._values, strict=True)
+        ]
+        if (kernels := found[0]) is None or None in found:
+            return False
+        shard = torch.searchsorted(self._ends, numbers, right=True)
+        wanted = torch.where(self._is_here[shard], numbers, -1)
+        places = kernels.claim(self._place_of, wanted, self._num_saved)
+        for (store, rows), values in zip(placed, self._values, strict=True):
+            kernels.save(store.tensor, rows, places, values)
+        return True
 
     def _make_room(self, num_given: int) -> None:
         """Have places for so many more rows."""

@@ -339,11 +339,13 @@ class HostRecord:
 
 @dataclass
 class _Watched:
-    """A rank, last heard of at `heard_at`; its newest heartbeat has brought nothing since `since`.
+    """A rank, whose last message came at `spoke_at`; its silence counts from `heard_at`, which is
+    later where none was heard. Its newest heartbeat has brought nothing since `since`.
 
     One that only connected has no heartbeat yet, and does not hang.
     """
 
+    spoke_at: float
     heard_at: float
     heartbeat: Heartbeat | None = None
     since: float = 0.0
@@ -379,7 +381,8 @@ class HeartbeatMonitor:
             for watched in self._ranks.values():
                 watched.heard_at += away_s
         self._heard_at = now
-        self._ranks.setdefault(rank, _Watched(now)).heard_at = now
+        watched = self._ranks.setdefault(rank, _Watched(now, now))
+        watched.spoke_at = watched.heard_at = now
 
     def busy_rank(self, ranks: Sequence[RankId]) -> RankId:
         """Of the ranks of a group, the first that does not wait for the others."""
@@ -411,14 +414,15 @@ class HeartbeatMonitor:
         self._heard_at = now
         return slept_s
 
-    def is_silent(self, rank: RankId, now: float, share: float = 1.0) -> bool:
-        """Whether a rank sent no message for this share of the time that it may be silent."""
-        watched = self._ranks.get(rank)
-        return watched is None or now - watched.heard_at > share * self._silence_s
-
     def silent(self, now: float, share: float = 1.0) -> list[RankId]:
         """Ranks without a message for too long, or for a `share` of that."""
-        return [rank for rank in self._ranks if self.is_silent(rank, now, share)]
+        limit_s = share * self._silence_s
+        return [rank for rank, each in self._ranks.items() if now - each.heard_at > limit_s]
+
+    def may_be_cut_off(self, rank: RankId, now: float) -> bool:
+        """Whether no message came from a rank for half of that, even if none came from anybody."""
+        watched = self._ranks.get(rank)
+        return watched is None or now - watched.spoke_at > self._silence_s / 2
 
     def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Hang]:
         """The hangs, at most one per group: its ranks that wait for the hung one hang with it.

@@ -342,9 +342,9 @@ class GroupRegistry:
             for group in self._groups.values():
                 group.vote_due_at += slept_s
 
-    def is_doubtful(self, rank: RankId, now: float) -> bool:
-        """Whether a rank has been silent for so long that its connection may be broken."""
-        return self._monitor.is_silent(rank, now, _DOUBTFUL_SHARE)
+    def may_be_cut_off(self, rank: RankId, now: float) -> bool:
+        """Whether a rank's last message is so old that its connection may be broken."""
+        return self._monitor.may_be_cut_off(rank, now)
 
     def stragglers(self, now: float) -> dict[RankId, Slowness]:
         """The ranks of groups that train which are found to be slow now.

@@ -216,7 +216,7 @@ class Membership:
         One that broke after silence says nothing: that is the network, and the group may come back.
         """
         group = self._groups.find(speaker)
-        if group is None or (is_broken and self._groups.is_doubtful(speaker, now)):
+        if group is None or (is_broken and self._groups.may_be_cut_off(speaker, now)):
             return []
         host = group.ranks[speaker.rank].host
         message = f"rank {speaker.rank} on {host} ended: its connection was closed"

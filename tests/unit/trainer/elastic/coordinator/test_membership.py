@@ -472,6 +472,8 @@ def test_a_connection_that_breaks_after_silence_is_no_end_of_its_rank():
     rank = RankId(1, 0, 0)
     world.now += 0.8
     assert world.membership.on_disconnect(rank, world.now, is_broken=True) == []
+    beat_all(world, 1)  # where nobody was heard until now, its silence counts from here
+    assert world.membership.on_disconnect(rank, world.now, is_broken=True) == []
     beat_all(world)
     world.act(world.membership.on_disconnect(rank, world.now, is_broken=True))
     assert [lost.reason for lost in world.told("group_lost")] == ["connection"]

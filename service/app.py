@@ -6,6 +6,7 @@ is 2 for invalid settings, and 1 where the service cannot start.
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import sys
@@ -330,6 +331,8 @@ def serve(settings: Settings) -> None:
         check_address(settings, has_credentials=can_sign_in)
         logger.info("Shardloom listens on %s", settings.service_url)
         _tell_local_token(settings, security.authenticator.local_token)
+        # Or each full collection would stop all requests to look at all that is imported.
+        gc.freeze()
         server = _Server(server_config(app, settings))
         # uvicorn has shut down in good order when it raises the signal again.
         with suppress(KeyboardInterrupt):

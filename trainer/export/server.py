@@ -16,6 +16,7 @@ Serves the export in DIR until SIGINT or SIGTERM; exits with 1 where it cannot s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -237,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ExportError as error:
         print(f"cannot serve: {error}", file=sys.stderr, flush=True)
         return 1
+    gc.freeze()  # or full collections, of all that torch imports, would hold requests up
     uvicorn.run(app, host=options.host, port=options.port, log_level="info")
     return 0
 

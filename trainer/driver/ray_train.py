@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from trainer import failures, fault_injection
 from trainer.driver.cluster import cluster_answers
-from trainer.driver.preload import WORKER_ENVIRONMENT
+from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
 from trainer.layout.hosts import demand_per_worker
@@ -146,6 +146,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         socket.gethostname(),
     )
     fault_injection.install(worker, rank)
+    import_engine()
     if worker.group:
         from trainer.elastic.group_session import run_group_worker
 

@@ -8,7 +8,6 @@ Both are files of the attempt; `trainer.protocol.requests` says what the mark te
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -109,9 +108,6 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
 def prepare_process(config: WorkerConfig) -> None:
     """Settings of this process, whatever it trains."""
-    # Or a full collection would look at all that is imported, a million objects, for 0.3 s: each
-    # rank at another time, while the others wait for it.
-    gc.freeze()
     torch.set_num_threads(config.spec.resources.threads_per_worker)
     # Of CUDA alone. Each is set, as by torch's defaults products are fp32 and convolutions TF32.
     is_tf32 = config.spec.training.dense_precision == "tf32"

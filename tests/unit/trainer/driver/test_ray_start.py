@@ -58,3 +58,12 @@ def test_processes_that_are_no_workers_preload_nothing() -> None:
     code = "import sys, trainer.driver.preload; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_garbage_collections_leave_out_what_workers_preload() -> None:
+    code = (
+        "import gc; from trainer.driver import preload; preload._ENGINE = ('decimal',); "
+        "preload.import_engine(); print(gc.isenabled(), len(gc.get_objects()) < 100)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "True"]

@@ -24,6 +24,7 @@ JOB = (
     "training.max_steps=24",
     "training.validate_every_steps=6",
     "training.dense_precision=tf32",
+    "parallelism.dense=at_sync",
     "checkpoint.every_steps=8",
     "resources.device=cuda",
 )

@@ -76,6 +76,8 @@ class GroupDataParallelWrapper(DefaultDataParallelWrapper):
         """
         group = self._groups.global_group
         source = dist.get_process_group_ranks(group)[0]
+        # NCCL takes nothing that is on the host, where TorchRec makes some parts of its modules.
+        dmp.module.to(device)
         with torch.no_grad():
             for _, tensor in dense_part(dmp.module):
                 dist.broadcast(tensor, source, group=group)

@@ -6,7 +6,9 @@ That it is exact is in test_sharding_types.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -21,8 +23,9 @@ from tests.harness.small_model import (
     spec_of,
     take_step,
 )
-from trainer.models.networks import build_model
-from trainer.parallel.model import TwoDParallel
+from trainer.models.networks import PairwiseInteraction, build_model
+from trainer.parallel import model as models
+from trainer.parallel.model import GroupDataParallelWrapper, TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import build_parallel_model, sharders
@@ -102,3 +105,18 @@ def test_all_dense_copies_start_equal_even_from_different_seeds() -> None:
     for result in ranks:
         for name, value in result.items():
             assert torch.equal(value, ranks[0][name]), name
+
+
+@patch.object(models.DefaultDataParallelWrapper, "wrap")
+@patch.object(models, "ShardingEnv")
+@patch.object(models, "dist")
+def test_all_of_the_dense_part_is_on_its_device_as_it_is_broadcast(
+    collectives: Mock, _env: Mock, _wrap: Mock
+) -> None:
+    """As NCCL needs it, though TorchRec makes parts of its modules on the host."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), PairwiseInteraction(3))
+    collectives.get_process_group_ranks.return_value = [0]
+    wrapper = GroupDataParallelWrapper(Mock())
+    wrapper.wrap(SimpleNamespace(module=network), Mock(), torch.device("meta"))  # type: ignore[arg-type]
+    sent = [call.args[0].device.type for call in collectives.broadcast.call_args_list]
+    assert sent == ["meta"] * 4

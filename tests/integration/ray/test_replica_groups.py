@@ -111,9 +111,8 @@ def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
     checks = [line for line in driver.log().splitlines() if "node check: " in line]
     for speed in ("matrix products", "memory", "storage", "network"):
         assert [line.count(speed) for line in checks] == [3, 1], checks
-    joined = driver.told(events.GroupJoined)
-    assert {each.how for each in joined} == {"start", "peer_copy"}
-    assert all(each.copied_bytes for each in joined if each.how == "peer_copy")
+    # By then a sync averages all rows, and brings them to who copies: no bytes need be copied.
+    assert {each.how for each in driver.told(events.GroupJoined)} == {"start", "peer_copy"}
 
 
 def test_a_raylet_that_dies_takes_down_its_group_and_nobody_else(

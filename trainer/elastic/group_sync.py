@@ -330,15 +330,19 @@ class CrossGroupProcessGroup:
                     self._check(deadline, "answer")
                 # NCCL's wait is for the stream, and says nothing of errors.
                 if self._device.type == "cuda" and (error := work.exception()):
-                    return _first_line(error)
+                    return self._cause_of(error)
                 work.wait()
                 self._is_stuck = False
         except RuntimeError as error:
-            return str(self._failure("answer")) if self._timer.has_fired else _first_line(error)
+            return self._cause_of(error)
         if self._timer.has_fired:  # what was aborted may look like what succeeded
             return str(self._failure("answer"))
         self._advance()
         return ""
+
+    def _cause_of(self, error: RuntimeError) -> str:
+        """What went wrong with an operation that failed, or was aborted as it took too long."""
+        return str(self._failure("answer")) if self._timer.has_fired else _first_line(error)
 
     def _is_over(self, work: dist.Work) -> bool:
         """Whether `work` has ended, successfully or not; waits a little for it."""

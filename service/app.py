@@ -153,6 +153,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         jobs.router,
         plans.router,
         auth.router,
+        drivers.claims_router,
         drivers.router,
         records.router,
         sweeps.router,
@@ -229,9 +230,19 @@ async def _lifespan(
 def build_app(settings: Settings) -> FastAPI:
     """The app over the store and backend that the settings name; raises `StoreUnavailable`."""
     make_private(settings.home)
+    _check_checkpoint_root(settings)
     _check_run_storage(settings.runs_dir)
     store = JobStore.open(settings.database_url)
     return create_app(settings, store, _backend_of(settings))
+
+
+def _check_checkpoint_root(settings: Settings) -> None:
+    """Raise `ServiceError` where hosts that share no run storage had no place for checkpoints."""
+    if not settings.runs_shared and not isinstance(settings.checkpoint_root, str):
+        raise ServiceError(
+            "SHARDLOOM_RUNS_SHARED=false leaves jobs no place for checkpoints; set "
+            "SHARDLOOM_CHECKPOINT_ROOT to one in object storage, as s3://bucket/checkpoints"
+        )
 
 
 def _check_run_storage(folder: Path) -> None:

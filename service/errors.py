@@ -268,6 +268,23 @@ class SequenceGap(Conflict):
         super().__init__(stream, first_seq, next_seq)
 
 
+class RunsAreShared(Conflict):
+    template = "hosts have run storage mounted here (SHARDLOOM_RUNS_SHARED): nothing is exchanged"
+
+
+class PieceMissing(Conflict):
+    template = "{} goes on at byte {}, not at {}; send it again from its beginning"
+
+
+class NoSuchRunFile(NotFound):
+    template = "{} is no file that hosts exchange with the service, or there is none now"
+
+
+class RunStorageFull(ServiceError):
+    status = 507
+    template = "run storage has less than {:.0%} left; delete jobs, or give it a larger volume"
+
+
 class StaleVersion(Conflict):
     template = "job {} was changed since version {} was read; read again"
 

@@ -79,7 +79,11 @@ class Settings(BaseSettings):
     )
     """SQLAlchemy URL of the store; SQLite under `home` by default."""
     runs_dir: AbsolutePath = Field(default_factory=lambda values: values["home"] / "runs")
-    """Run storage: one folder per job, shared with the cluster."""
+    """Run storage: one folder per job."""
+    runs_shared: bool = True
+    """Whether the cluster's hosts have `runs_dir` mounted at the same path. With `false` it is the
+    disk of this one replica: hosts have a folder of their own there and exchange files with the
+    service, and checkpoints go to object storage (`checkpoint_root`)."""
     backend: Literal["ray_jobs", "kuberay", "fake"] = "ray_jobs"
     """Where attempts run: on a Ray cluster; there or, by KubeRay, on clusters of their own; `fake`
     plays scripts for tests."""

@@ -64,6 +64,13 @@ class MasterKeys:
         is_ours = attempt_id and self._is_mac("attempt-tokens", attempt_id, mac)
         return attempt_id if is_ours else None
 
+    def attempt_code(self, attempt_id: str) -> str:
+        """What the driver of an attempt exchanges for its token, once."""
+        return self._macs("attempt-codes", attempt_id)[0]
+
+    def is_attempt_code(self, attempt_id: str, code: str) -> bool:
+        return self._is_mac("attempt-codes", attempt_id, code)
+
     def ray_token(self, attempt_id: str) -> str:
         """The token of the Ray of an attempt that shares it with no other.
 

@@ -18,10 +18,7 @@ from trainer.spec.job import JobSpec
 
 @dataclass(frozen=True)
 class Submission:
-    """An attempt as a backend needs it; submitting the same id twice must be harmless.
-
-    `code_uris` are archives (file://...zip) that driver and workers have on their module path.
-    """
+    """An attempt as a backend needs it; submitting the same id twice must be harmless."""
 
     attempt_id: str
     job_id: str
@@ -29,7 +26,6 @@ class Submission:
     entrypoint: str
     env: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
-    code_uris: tuple[str, ...] = ()
 
 
 class Backend(Protocol):

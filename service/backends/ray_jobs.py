@@ -57,13 +57,10 @@ class RayJobsBackend(Backend):
         self._http.close()
 
     def submit(self, submission: Submission) -> None:
-        runtime_env: dict[str, Any] = {"env_vars": submission.env}
-        if submission.code_uris:
-            runtime_env["py_modules"] = list(submission.code_uris)
         body = {
             "submission_id": submission.attempt_id,
             "entrypoint": submission.entrypoint,
-            "runtime_env": runtime_env,
+            "runtime_env": {"env_vars": submission.env},
             "metadata": submission.metadata,
         }
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)

@@ -1,7 +1,7 @@
 """Files that the service writes to the folder of a job, and the trash of deleted folders.
 
-Each file appears whole or not at all. Pause requests, rewinds and growth limits are for the driver
-and its workers; `job.json` is for the service itself, should its database be lost
+Each file appears whole or not at all, but for logs. Pause requests, rewinds and growth limits are
+for the driver and its workers; `job.json` is for the service itself, should its database be lost
 (`service.reconciler.recover`). A folder that is to be deleted is renamed first, so that no job has
 it any more; there may be several of one job, where a deletion was cut off and its folder was made
 anew. All functions but `reach` and `update_job_file` raise OSError.
@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,28 @@ from pydantic_core import from_json, to_json
 
 from service.auth.crypto import master_keys_of
 from service.domain.models import Attempt, Job
-from service.errors import reaching_storage
+from service.errors import (
+    NoSuchRunFile,
+    PieceMissing,
+    RunStorageFull,
+    reaching_storage,
+)
+from service.jobs.logs import is_source
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
+from trainer.protocol.log_pump import append, parts_of
+from trainer.protocol.mirror import (
+    comes_from_service,
+    folders_of,
+    goes_to_service,
+    version_of,
+)
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import (
     NotRegular,
+    list_untrusted,
     open_folder,
+    open_untrusted,
     read_untrusted,
     remove_untrusted,
     replace_untrusted,
@@ -39,6 +55,7 @@ from trainer.protocol.untrusted import (
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_SPARE_SHARE = 0.05
 _TRASH_PREFIX = ".deleted-"
 # Earlier versions gave the name no ending.
 _TRASHED = re.compile(rf"{re.escape(_TRASH_PREFIX)}(job-[0-9a-z]{{12}})(\.[0-9a-f]+)?")
@@ -168,6 +185,106 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
         if read_untrusted(path, settings.runs_dir) == data:
             return
     replace_untrusted(path, data, settings.runs_dir)
+
+
+# ---- files that hosts without run storage exchange with us (`trainer.protocol.mirror`)
+
+
+def list_exchanged(settings: Settings, attempt: Attempt) -> dict[str, str]:
+    """Path in the run folder and version of each file that hosts take."""
+    root = run_dir_of(settings, attempt.job_id).root
+    found: dict[str, str] = {}
+    for folder in folders_of(attempt.id):
+        for path in list_untrusted(root / folder, settings.runs_dir):
+            name = str(path.relative_to(root))
+            if comes_from_service(name, attempt.id):
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = version_of(path.lstat())
+    return found
+
+
+def read_exchanged(settings: Settings, attempt: Attempt, name: str) -> bytes:
+    """Content of a file that hosts take; raises `NoSuchRunFile`."""
+    if not comes_from_service(name, attempt.id):
+        raise NoSuchRunFile(name)
+    path = run_dir_of(settings, attempt.job_id).root / name
+    try:
+        return read_untrusted(path, settings.runs_dir, settings.max_body_bytes)
+    except FileNotFoundError:
+        raise NoSuchRunFile(name) from None
+
+
+def keep_piece(
+    settings: Settings, attempt: Attempt, name: str, data: bytes, at: int, total: int
+) -> str | None:
+    """Keep a piece of a file of `total` bytes; the version of the file once it is whole.
+
+    Raises `NoSuchRunFile`, `PieceMissing`, `RunStorageFull`.
+    """
+    _check_room(settings)
+    path = _written_by_hosts(settings, attempt, name)
+    if at == 0 and len(data) == total:
+        replace_untrusted(path, data, settings.runs_dir)
+        return version_of(path.lstat())
+    part = path.with_name(f".{path.name}.part")
+    with open_folder(path.parent, settings.runs_dir, make=True) as folder:
+        with open_untrusted(part, settings.runs_dir, "ab") as file:
+            if at == 0:
+                file.truncate(0)
+            size = file.seek(0, os.SEEK_END)
+            if size != at:
+                raise PieceMissing(name, size, at)
+            file.write(data)
+            file.flush()
+            if at + len(data) < total:
+                return None
+            os.fsync(file.fileno())
+        os.replace(part.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    return version_of(path.lstat())
+
+
+def remove_exchanged(settings: Settings, attempt: Attempt, name: str) -> None:
+    remove_untrusted(_written_by_hosts(settings, attempt, name), settings.runs_dir)
+
+
+_appending = threading.Lock()
+
+
+def append_log(
+    settings: Settings, attempt: Attempt, source: str, data: bytes, at: int | None
+) -> tuple[int, bool]:
+    """Append to a log, unless its end is not at byte `at`; its end, and whether that was done.
+
+    Raises `NoSuchRunFile`, `RunStorageFull`.
+    """
+    if not is_source(source):
+        raise NoSuchRunFile(f"log {source[:40]}")
+    _check_room(settings)
+    log = run_dir_of(settings, attempt.job_id).attempt(attempt.id).log_path(source)
+    with _appending:
+        parts = parts_of(log, list_untrusted(log.parent, settings.runs_dir))
+        end = parts[-1][0] + parts[-1][1].lstat().st_size if parts else 0
+        if at is not None and at != end:
+            return end, False
+        with open_folder(log.parent, settings.runs_dir, make=True):
+            append(log, settings.log_max_bytes, data)
+        return end + len(data), True
+
+
+def _written_by_hosts(settings: Settings, attempt: Attempt, name: str) -> Path:
+    if not goes_to_service(name, attempt.id):
+        raise NoSuchRunFile(name)
+    return run_dir_of(settings, attempt.job_id).root / name
+
+
+def _check_room(settings: Settings) -> None:
+    """Raise `RunStorageFull` where hosts would take what the service itself has to write."""
+    usage = shutil.disk_usage(settings.runs_dir)
+    if usage.free < _SPARE_SHARE * usage.total:
+        raise RunStorageFull(_SPARE_SHARE)
+
+
+# ---- the trash
 
 
 def move_to_trash(settings: Settings, job_id: str) -> None:

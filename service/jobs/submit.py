@@ -156,6 +156,7 @@ def submit_job(
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
     checkpoint_root: Path | str | None = None,
+    runs_shared: bool = True,
     parent: str | None = None,
 ) -> Job:
     """Store a new job, or return the one that the key made.
@@ -175,6 +176,8 @@ def submit_job(
         # From now on it is the job's: another setting later does not part it from its checkpoints.
         checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})
         spec = spec.model_copy(update={"checkpoint": checkpoint})
+    if not runs_shared:
+        check_places(spec)
     check(check_data(spec))
     # To the microsecond, which is as fine as filters by time can name it.
     now = round(time.time(), 6)
@@ -196,6 +199,19 @@ def submit_job(
         actor=actor,
         parent=parent,
     )
+
+
+def check_places(spec: JobSpec) -> None:
+    """Raise `SpecError` for what a job would leave on a disk of one of its hosts."""
+    problems = []
+    if (spec.checkpoint.path or "").split("://")[0] not in _URL_SCHEMES:
+        message = "hosts share no folder here (SHARDLOOM_RUNS_SHARED): name one in object storage"
+        problems.append(FieldProblem("checkpoint.path", "not_shared", message))
+    if spec.sinks.tensorboard is not None:
+        message = "hosts share no folder here (SHARDLOOM_RUNS_SHARED): event files would be lost"
+        problems.append(FieldProblem("sinks.tensorboard", "not_shared", message))
+    if problems:
+        raise SpecError(problems)
 
 
 def keep_secrets(

@@ -39,9 +39,7 @@ def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> Nex
 def submission_of(
     job: Job, attempt: Attempt, following: NextAttempt, settings: Settings
 ) -> Submission:
-    """The driver's command, environment and code for an attempt."""
-    code = following.spec.model.code
-    code_path = run_dir_of(settings, job.id).code_path(code) if code else None
+    """The driver's command and environment for an attempt."""
     avoided = (f"{host}={until:.0f}" for host, until in following.avoided_hosts)
     failures_left = max(0, job.spec.retry.max_failures - job.num_failures)
     optional: dict[str, str] = {}
@@ -54,6 +52,11 @@ def submission_of(
     if has_own:
         # In a Secret. The environment of a Ray job is shown to all who may use the cluster.
         optional["SHARDLOOM_ATTEMPT_TOKEN"] = _token_of(attempt, settings)
+    elif not settings.runs_shared:
+        # For one driver to exchange for the token.
+        optional["SHARDLOOM_ATTEMPT_CODE"] = master_keys_of(settings).attempt_code(attempt.id)
+    if not settings.runs_shared:
+        optional["SHARDLOOM_RUNS_SHARED"] = "false"
     if most:
         optional["SHARDLOOM_CLUSTER_MAX_WORKERS"] = str(most)
     if settings.otlp_endpoint:
@@ -81,7 +84,6 @@ def submission_of(
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
-        code_uris=(code_path.as_uri(),) if code_path else (),
     )
 
 
@@ -96,7 +98,7 @@ def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> None:
     content = spec.model_dump_json(indent=2).encode()
     files = run_dir.attempt(attempt.id)
     replace_untrusted(files.spec_path, content, settings.runs_dir, durable=False)
-    if spec.resources.cluster == "shared":
+    if spec.resources.cluster == "shared" and settings.runs_shared:
         token = _token_of(attempt, settings).encode()
         replace_untrusted(files.token_path, token, settings.runs_dir, mode=0o600, durable=False)
 

@@ -100,6 +100,42 @@ class ClaimSecrets(RequestModel):
     )
 
 
+class ClaimToken(RequestModel):
+    """Body of POST /v1/attempts:claim."""
+
+    attempt_id: str = Field(max_length=64)
+    code: str = Field(min_length=64, max_length=64, description="SHARDLOOM_ATTEMPT_CODE.")
+    claim: str = Field(
+        min_length=32, max_length=128, description="Random text that the driver makes once."
+    )
+
+
+class AttemptToken(ApiModel):
+    """The bearer token of an attempt."""
+
+    token: str
+
+
+class RunFiles(ApiModel):
+    """Files of a run folder that hosts take from the service."""
+
+    current: str | None = Field(description="Id of the job's newest attempt.")
+    files: dict[str, str] = Field(description="Path in the run folder -> version.")
+
+
+class RunFileKept(ApiModel):
+    """Whether a file is in place: its version then, null while pieces are missing."""
+
+    version: str | None
+
+
+class LogKept(ApiModel):
+    """The end of a log in bytes, and whether what was sent is its last part now."""
+
+    end: int
+    taken: bool
+
+
 class AttemptLease(ApiModel):
     """Whether an attempt is the newest of its job and has not ended."""
 

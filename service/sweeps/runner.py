@@ -135,6 +135,7 @@ class SweepRunner:
                     self.keys, self.settings, job_id, self.keys.secrets_of(sweep.id)
                 ),
                 checkpoint_root=self.settings.checkpoint_root,
+                runs_shared=self.settings.runs_shared,
             )
         except (SpecError, IdempotencyConflict) as error:
             # Such as values that are not legal together: the search goes on without them.

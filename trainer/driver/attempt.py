@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
+from typing import Any
 
 import httpx
 
@@ -27,6 +28,7 @@ from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.layout.cost import Cluster
 from trainer.protocol import events
+from trainer.protocol.mirror import MirrorConfig, connect
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 # As long as a service may take to be restarted somewhere else.
 PATIENCE_S = 600.0
 _RETRY_S = 2.0
+POST_TIMEOUT_S = 10.0
 # After a run this long the next failure counts as the first in a row.
 _LONG_RUN_S = 120.0
 
@@ -53,32 +56,59 @@ class AttemptFailed(Exception):
 def fetch_secrets(
     http: httpx.Client,
     url: str,
+    claim: str,
     patience_s: float = PATIENCE_S,
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> SecretEnv:
-    """Claim secrets at a URL of the service, which gives them once; raises `AttemptFailed`."""
-    # The same in every try: an answer may be lost.
-    claim = {"claim": token_urlsafe(32)}
+    """Claim secrets at a URL of the service, which gives them to one claim; raises `AttemptFailed`.
+
+    The claim is the same in every try: an answer may be lost.
+    """
+    answer = _ask_until(http, url, {"claim": claim}, "secrets", patience_s, wait, clock)
+    return SecretEnv(dict(answer["secrets"]))
+
+
+def fetch_token(
+    http: httpx.Client, service_url: str, attempt_id: str, code: str, claim: str
+) -> str:
+    """Exchange the code in a driver's environment for its token; raises `AttemptFailed`.
+
+    Ray shows the environment of a job to all who may use the cluster: a code serves once.
+    """
+    body = {"attempt_id": attempt_id, "code": code, "claim": claim}
+    answer = _ask_until(http, f"{service_url}/v1/attempts:claim", body, "token")
+    return str(answer["token"])
+
+
+def _ask_until(
+    http: httpx.Client,
+    url: str,
+    body: Mapping[str, str],
+    what: str,
+    patience_s: float = PATIENCE_S,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Any:
     give_up_at = clock() + patience_s
     while True:
         try:
-            response = http.post(url, json=claim)
+            response = http.post(url, json=body)
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
         else:
             if response.is_success:
-                return SecretEnv(dict(response.json()["secrets"]))
+                return response.json()
             cause = f"HTTP {response.status_code}"
             if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
-                raise _no_secrets(f"the service refuses the job's secrets ({cause}, see its log)")
+                raise _not_given(f"the service refuses the job's {what} ({cause}, see its log)")
         if clock() >= give_up_at:
-            raise _no_secrets(f"the service does not give the job's secrets ({cause})")
-        logger.warning("waiting for the job's secrets: %s", cause)
+            raise _not_given(f"the service does not give the job's {what} ({cause})")
+        logger.warning("waiting for the job's %s: %s", what, cause)
         wait(_RETRY_S)
 
 
-def _no_secrets(message: str) -> AttemptFailed:
+def _not_given(message: str) -> AttemptFailed:
     return AttemptFailed(Failure(failures.STORAGE_ERROR, message))
 
 
@@ -88,8 +118,9 @@ class DriverContext:
 
     A failure in `end_on` ends the attempt without restarts, as the next attempt will differ. No
     worker is placed on a host in `avoided_hosts` before its time (Unix seconds), if there is room
-    elsewhere. `token` authenticates the attempt to the service, `ca_file` verifies the service. An
-    autoscaling cluster has room for `cluster_max_workers` at most; None for a fixed cluster.
+    elsewhere. `token` authenticates the attempt to the service, `ca_file` verifies the service, and
+    `claim` is this process's alone. An autoscaling cluster has room for `cluster_max_workers` at
+    most; None for a fixed cluster. With `is_mirrored` run storage is the service's alone.
     """
 
     job_id: str
@@ -103,16 +134,19 @@ class DriverContext:
     ca_file: str | None = None
     cluster_max_workers: int | None = None
     secrets: SecretEnv = field(default_factory=SecretEnv)
+    is_mirrored: bool = False
+    claim: str = field(default_factory=partial(token_urlsafe, 32), repr=False)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> DriverContext:
         """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it.
 
-        The token is in a file that is removed once read, or in a variable; raises OSError.
+        The token is in a file that is removed once read, in a variable, or at the service; raises
+        OSError or `AttemptFailed`.
         """
         job_id, attempt_id = env["SHARDLOOM_JOB_ID"], env["SHARDLOOM_ATTEMPT_ID"]
         files = RunDir(Path(env["SHARDLOOM_RUN_DIR"])).attempt(attempt_id)
-        return cls(
+        context = cls(
             job_id=job_id,
             attempt_id=attempt_id,
             run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
@@ -127,14 +161,27 @@ class DriverContext:
             token=env.get("SHARDLOOM_ATTEMPT_TOKEN") or _take_token(files),
             ca_file=env.get("SHARDLOOM_CA_FILE"),
             cluster_max_workers=int(env.get("SHARDLOOM_CLUSTER_MAX_WORKERS", "0")) or None,
+            is_mirrored=env.get("SHARDLOOM_RUNS_SHARED") == "false",
         )
+        code = env.get("SHARDLOOM_ATTEMPT_CODE")
+        if not code or not context.service_url:
+            return context
+        with context.connect(POST_TIMEOUT_S) as http:
+            token = fetch_token(http, context.service_url, attempt_id, code, context.claim)
+        return replace(context, token=token)
 
     def connect(self, timeout_s: float) -> httpx.Client:
         """An HTTP client of the service with the attempt's token."""
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        verify = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
-        # No proxy of the environment: the service is in the same network.
-        return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
+        return connect(self.token, self.ca_file, timeout_s)
+
+    @property
+    def mirror(self) -> MirrorConfig | None:
+        """How each host's copy of the run folder is kept, where they share none."""
+        if not self.is_mirrored or not self.service_url:
+            return None
+        return MirrorConfig(
+            str(self.run_dir), self.attempt_id, self.service_url, self.token, self.ca_file
+        )
 
     @property
     def files(self) -> AttemptDir:
@@ -199,6 +246,7 @@ class Attempt:
             versions=versions_here(),
             token=self.token,
             cluster=vars(self.cluster) if self.cluster else None,
+            mirror=c.mirror,
         )
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:

@@ -26,7 +26,9 @@ from trainer import failures
 from trainer.coordination.detection import ReplacementPolicy
 from trainer.data.inputs import resolve_inputs
 from trainer.driver.attempt import (
+    PATIENCE_S,
     PAUSED_EARLY,
+    POST_TIMEOUT_S,
     Attempt,
     AttemptFailed,
     DriverContext,
@@ -56,6 +58,7 @@ from trainer.layout.hosts import Site, choose_on, demand_per_worker, site_of, wa
 from trainer.layout.layout import LayoutError
 from trainer.layout.plans import PlanSite
 from trainer.protocol import events
+from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import check_versions, installed_versions
@@ -67,7 +70,6 @@ from trainer.spec.job import JobSpec
 from trainer.storage import Location
 
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
-POST_TIMEOUT_S = 10.0
 # The service knows the end by then; the next attempt sends what is left.
 SINK_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
@@ -378,7 +380,7 @@ def with_secrets(context: DriverContext) -> DriverContext:
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
     with context.connect(POST_TIMEOUT_S) as http:
-        secrets = fetch_secrets(http, url)
+        secrets = fetch_secrets(http, url, context.claim)
     os.environ.update(secrets.values)
     return replace(context, secrets=secrets)
 
@@ -422,6 +424,9 @@ def prepare_next_job(context: DriverContext) -> None:
 def main() -> int:
     """Run the attempt that the environment names; the exit code of the Ray job."""
     context = DriverContext.from_env(os.environ)
+    mirror = MirrorThread(context.mirror) if context.mirror else None
+    if mirror:
+        mirror.start(PATIENCE_S)
     start_log(context.files.log_path("driver"))
     logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))
@@ -442,6 +447,8 @@ def main() -> int:
         poster.close(POST_TIMEOUT_S)
     for sink in sinks:
         sink.close(SINK_TIMEOUT_S)
+    if mirror:
+        mirror.close()
     if is_preloading():
         prepare_next_job(context)
     return EXIT_CODES.get(ended.reason, 1)

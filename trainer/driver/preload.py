@@ -24,6 +24,7 @@ _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # The driver reads them; workers get what they need with their configuration.
 _OF_ONE_ATTEMPT = frozenset(
     {
+        "SHARDLOOM_ATTEMPT_CODE",
         "SHARDLOOM_ATTEMPT_ID",
         "SHARDLOOM_AVOIDED_HOSTS",
         "SHARDLOOM_CLUSTER_MAX_WORKERS",

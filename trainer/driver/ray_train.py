@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
 from trainer.layout.hosts import demand_per_worker
+from trainer.protocol.code_archive import CodeError, add_to_path
+from trainer.protocol.mirror import MirrorConfig, serve_host
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import check_driver, unlike_driver, versions_here
 from trainer.protocol.worker_config import WorkerConfig
@@ -135,7 +138,10 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     rank = ray.train.get_context().get_world_rank()
     # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
     host = ray.util.get_node_ip_address()
+    if worker.mirror:
+        follow_run(worker.mirror)
     check_machine(worker, host)
+    add_code(worker)
     let_gloo_use_address(host)
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(
@@ -155,6 +161,25 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         from trainer.training.worker import run_worker
 
         run_worker(worker, host=host)
+
+
+def follow_run(mirror: MirrorConfig) -> None:
+    """Have the files of the run on a host that shares no run storage; raises `WorkerFailure`."""
+    try:
+        serve_host(mirror)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise failures.WorkerFailure(failures.STORAGE_ERROR, str(error)) from error
+
+
+def add_code(worker: WorkerConfig) -> None:
+    """Put the user's code on the module path, if there is any; raises `WorkerFailure`."""
+    if worker.spec.model.code is None:
+        return
+    try:
+        add_to_path(RunDir(worker.run_dir).code_path(worker.spec.model.code))
+    except (OSError, CodeError) as error:
+        message = f"the job's code cannot be unpacked: {error}"
+        raise failures.WorkerFailure(failures.STORAGE_ERROR, message) from error
 
 
 def check_machine(worker: WorkerConfig, host: str) -> None:

@@ -1,9 +1,8 @@
 """A user's code as one archive: how it is packed, what may be in it, how it is unpacked.
 
-An archive is a zip whose files all lie under `code/`; that folder is what goes on the module path.
-(Ray takes one folder that holds everything off by itself, so that it is there on purpose.) Packing
-is deterministic, and the SHA-256 of the bytes is the archive's id: the same code has the same id
-wherever it is packed, and what arrives under an id is what was checked.
+An archive is a zip whose files all lie under `code/`; that folder is what goes on the workers'
+module path. Packing is deterministic, and the SHA-256 of the bytes is the archive's id: the same
+code has the same id wherever it is packed, and what arrives under an id is what was checked.
 
 An archive comes from a user and may be anything. Nothing is unpacked that was not checked: it has
 no absolute paths, no `..`, no links, and bounded numbers and sizes, by what the archive says and by
@@ -15,6 +14,9 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import os
+import secrets
+import shutil
 import stat
 import struct
 import sys
@@ -163,6 +165,26 @@ def unpack(data: bytes, code_id: str, into: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
     return into / PREFIX
+
+
+def add_to_path(archive: Path) -> None:
+    """Unpack the archive `ID.zip` beside it and put it on this process's module path, and on that
+    of the processes that it starts.
+
+    Several processes may, at once. Raises `CodeError` or OSError.
+    """
+    folder = archive.with_suffix("")
+    if not folder.exists():
+        own = archive.with_name(f"{archive.stem}.{secrets.token_hex(4)}")
+        unpack(archive.read_bytes(), archive.stem, own)
+        try:
+            own.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(own)
+    path = str(folder / PREFIX)
+    sys.path.insert(0, path)
+    others = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{path}{os.pathsep}{others}" if others else path
 
 
 def _opened(data: bytes) -> zipfile.ZipFile:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.protocol.mirror import MirrorConfig
 from trainer.spec.job import JobSpec
 
 ACTOR_NAMESPACE = "shardloom"
@@ -48,7 +49,8 @@ class WorkerConfig:
     `cluster` has the fields of a `trainer.layout.cost.Cluster`, where enough is known of the hosts;
     `watch_address` (host:port) is where the driver hears the workers that have no `group`;
     `versions` are those of the driver. With `token` the workers and the coordinator of an attempt
-    prove to each other that they are its own.
+    prove to each other that they are its own. Where hosts share no run storage `mirror` says how
+    this one's copy of the run folder is kept.
     """
 
     spec: JobSpec
@@ -61,6 +63,7 @@ class WorkerConfig:
     versions: Mapping[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
     cluster: Mapping[str, Any] | None = None
+    mirror: MirrorConfig | None = None
 
     @property
     def run_label(self) -> str:

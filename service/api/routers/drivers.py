@@ -1,23 +1,56 @@
-"""Routes for drivers, called with the token of their attempt: events in, secrets out."""
+"""Routes for drivers, called with the token of their attempt: events in, secrets out.
+
+Where hosts share no run storage the files of the run, too (`trainer.protocol.mirror`).
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Query, Request, Response, status
+from fastapi.concurrency import run_in_threadpool
 
-from service.api.deps import ContextDep, PrincipalDep, ThreadRoute
+from service.api.deps import Context, ContextDep, PrincipalDep, ThreadRoute, on_storage
 from service.auth.security import may_read_secrets
 from service.domain.auth import hash_of
-from service.errors import Forbidden
-from service.schemas.admin import AttemptLease, AttemptSecrets, ClaimSecrets
+from service.domain.models import Attempt
+from service.errors import Forbidden, RunsAreShared
+from service.jobs.run_storage import (
+    append_log,
+    keep_piece,
+    list_exchanged,
+    reach,
+    read_exchanged,
+    remove_exchanged,
+)
+from service.schemas.admin import (
+    AttemptLease,
+    AttemptSecrets,
+    AttemptToken,
+    ClaimSecrets,
+    ClaimToken,
+    LogKept,
+    RunFileKept,
+    RunFiles,
+)
 from trainer.protocol.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
 LATE_REPORTS_S = 3600.0
 """Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
+# Of one file that a host sends.
+MAX_FILE_BYTES = 2**50
+_BYTES = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+claims_router = APIRouter(prefix="/v1", tags=["drivers"], route_class=ThreadRoute)
 router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"], route_class=ThreadRoute)
 
 
@@ -40,8 +73,7 @@ def append_events(
 def get_lease(attempt_id: str, context: ContextDep) -> AttemptLease:
     """For a driver that starts: a submission may come after its job has ended or gone on."""
     attempt = context.store.get_attempt(attempt_id)
-    newest = context.store.get_job(attempt.job_id).current_attempt_id
-    return AttemptLease(is_current=newest == attempt_id and attempt.end_reason is None)
+    return AttemptLease(is_current=_is_current(attempt, context))
 
 
 @router.post("/secrets", summary="Secrets for the driver of an attempt")
@@ -63,3 +95,108 @@ def claim_secrets(
         )
     response.headers["Cache-Control"] = "no-store"
     return AttemptSecrets(secrets=context.security.read_secrets(attempt.job_id))
+
+
+# ---- hosts without run storage
+
+
+@claims_router.post("/attempts:claim", summary="Token for the driver of an attempt")
+def claim_token(body: ClaimToken, context: ContextDep, response: Response) -> AttemptToken:
+    """The attempt's token, for the code in its driver's environment.
+
+    Whoever may use the cluster can read that: the first claim gets the token, any other is refused.
+    """
+    keys = context.security.master
+    if context.settings.runs_shared or not keys.is_attempt_code(body.attempt_id, body.code):
+        raise Forbidden("no attempt has this code, or its driver finds its token on run storage")
+    attempt = context.store.get_attempt(body.attempt_id)
+    if not _is_current(attempt, context):
+        raise Forbidden(f"attempt {body.attempt_id} has ended, or another one has followed")
+    if not context.security.keys.claim_secrets(body.attempt_id, hash_of(body.claim)):
+        logger.warning("attempt %s: a second process asks for its token", body.attempt_id)
+        raise Forbidden(
+            f"the token of attempt {body.attempt_id} was given to another process: if that was not "
+            "its driver, somebody else on the cluster has read its code"
+        )
+    response.headers["Cache-Control"] = "no-store"
+    return AttemptToken(token=keys.attempt_token(body.attempt_id))
+
+
+def get_exchanging(attempt_id: str, context: ContextDep) -> Attempt:
+    """The attempt whose hosts exchange files; raises `RunsAreShared`, or `Forbidden` once over."""
+    if context.settings.runs_shared:
+        raise RunsAreShared
+    attempt = context.store.get_attempt(attempt_id)
+    if attempt.ended_at is not None and time.time() - attempt.ended_at > LATE_REPORTS_S:
+        raise Forbidden(f"attempt {attempt_id} has long ended")
+    return attempt
+
+
+AttemptDep = Annotated[Attempt, Depends(get_exchanging)]
+
+
+@router.get("/files", summary="Files of the run that hosts take")
+@on_storage()
+def list_files(attempt: AttemptDep, context: ContextDep) -> RunFiles:
+    current = context.store.get_job(attempt.job_id).current_attempt_id
+    return RunFiles(current=current, files=list_exchanged(context.settings, attempt))
+
+
+@router.get("/files/{path:path}", summary="A file of the run", response_class=Response)
+@on_storage()
+def read_file(path: str, attempt: AttemptDep, context: ContextDep) -> Response:
+    content = read_exchanged(context.settings, attempt, path)
+    return Response(content, media_type="application/octet-stream")
+
+
+@router.put("/files/{path:path}", summary="Take a piece of a file of the run", openapi_extra=_BYTES)
+async def put_file(
+    request: Request,
+    path: str,
+    attempt: AttemptDep,
+    context: ContextDep,
+    at: Annotated[int, Query(ge=0, le=MAX_FILE_BYTES, description="Where the piece begins.")],
+    total: Annotated[int, Query(ge=0, le=MAX_FILE_BYTES, description="Size of the file, bytes.")],
+) -> RunFileKept:
+    """The file is in place once its last piece is there; 409 where one is missing."""
+    keep = partial(
+        keep_piece, context.settings, attempt, path, await request.body(), at=at, total=total
+    )
+
+    def check_and_keep() -> str | None:
+        if not _is_current(attempt, context) and not path.startswith(f"attempts/{attempt.id}/"):
+            raise Forbidden(f"attempt {attempt.id} does not have the run folder any more")
+        return reach(context.settings, keep)
+
+    return RunFileKept(version=await run_in_threadpool(check_and_keep))
+
+
+@router.delete("/files/{path:path}", summary="Remove a file of the run", status_code=204)
+@on_storage()
+def remove_file(path: str, attempt: AttemptDep, context: ContextDep) -> None:
+    remove_exchanged(context.settings, attempt, path)
+
+
+@router.post("/logs/{source}", summary="Append to a log", openapi_extra=_BYTES)
+async def post_log(
+    request: Request,
+    source: str,
+    attempt: AttemptDep,
+    context: ContextDep,
+    response: Response,
+    at: Annotated[
+        int | None, Query(ge=0, le=MAX_FILE_BYTES, description="Where the log has to end.")
+    ] = None,
+) -> LogKept:
+    """409 where the log ends elsewhere: another host wrote it too, or an answer was lost."""
+    piece = await request.body()
+    keep = partial(append_log, context.settings, attempt, source, piece, at)
+    end, is_taken = await run_in_threadpool(reach, context.settings, keep)
+    if not is_taken:
+        response.status_code = status.HTTP_409_CONFLICT
+    return LogKept(end=end, taken=is_taken)
+
+
+def _is_current(attempt: Attempt, context: Context) -> bool:
+    newest = context.store.get_job(attempt.job_id).current_attempt_id
+    return newest == attempt.id and attempt.end_reason is None

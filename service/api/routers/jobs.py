@@ -136,6 +136,7 @@ def _create(
         ),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
+        runs_shared=context.settings.runs_shared,
         parent=parent,
     )
     context.wake()

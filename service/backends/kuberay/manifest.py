@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from service.backends.base import Submission
@@ -310,8 +309,6 @@ def rayjob_of(
     }
     if resources.deadline_s:
         job["activeDeadlineSeconds"] = resources.deadline_s
-    if submission.code_uris:
-        job["runtimeEnvYAML"] = yaml.safe_dump({"py_modules": list(submission.code_uris)})
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RayJob", "metadata": metadata, "spec": job}
 
 

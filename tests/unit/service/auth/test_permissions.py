@@ -98,7 +98,9 @@ def test_viewers_change_nothing_and_submitters_jobs_their_code_and_sweeps_alone(
     own = {
         "/login",
         "/logout",
-        *(f"/v1/attempts/{{attempt_id}}/{x}" for x in ("events", "secrets")),
+        "/v1/attempts:claim",
+        *(f"/v1/attempts/{{attempt_id}}/{x}" for x in ("events", "secrets", "logs/{source}")),
+        "/v1/attempts/{attempt_id}/files/{path:path}",
     }
     assert changed_by(Role.VIEWER) == own
     theirs = ("/v1/jobs", "/v1/sweeps")

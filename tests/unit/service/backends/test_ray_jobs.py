@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -41,26 +40,23 @@ def _fails(error: type[httpx.TransportError]) -> Handler:
     return handler
 
 
-def test_a_submission_carries_id_entrypoint_environment_token_and_code() -> None:
+def test_a_submission_carries_id_entrypoint_environment_and_token() -> None:
     seen: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         return httpx.Response(200, json={"submission_id": "job-1-a0"})
 
-    backend, uri = _backend(handler, auth_token="secret"), "file:///runs/job-1/code/ab.zip"
-    backend.submit(SUBMISSION)
-    backend.submit(replace(SUBMISSION, code_uris=(uri,)))
-    assert {str(request.url) for request in seen} == {"http://ray:8265/api/jobs/"}
-    assert {request.headers["Authorization"] for request in seen} == {"Bearer secret"}
-    plain, with_code = (json.loads(request.content) for request in seen)
-    assert plain == {
+    _backend(handler, auth_token="secret").submit(SUBMISSION)
+    (request,) = seen
+    assert str(request.url) == "http://ray:8265/api/jobs/"
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert json.loads(request.content) == {
         "submission_id": "job-1-a0",
         "entrypoint": "python -m trainer.driver",
         "runtime_env": {"env_vars": {"A": "b"}},
         "metadata": {"k": "v"},
     }
-    assert with_code["runtime_env"] == {"env_vars": {"A": "b"}, "py_modules": [uri]}
 
 
 def test_a_repeated_submission_is_accepted() -> None:

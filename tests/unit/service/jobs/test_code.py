@@ -17,7 +17,6 @@ from service.errors import CodeStoreFull
 from service.jobs.code_archives import keep_code
 from service.jobs.run_storage import run_dir_of
 from service.reconciler.housekeeping import Housekeeper
-from service.reconciler.submission import plan_attempt, submission_of
 from service.schemas.jobs import CodeOut
 from service.settings import Settings
 from tests.harness.builders import spec_document
@@ -156,18 +155,13 @@ def test_a_plan_of_a_module_is_made_without_its_code(api: Api, code: str) -> Non
         assert answer.json()["sharding_groups"]
 
 
-def test_a_job_has_a_copy_of_its_code_and_the_cluster_is_told_where(
-    api: Api, archive: bytes, code: str
-) -> None:
+def test_a_job_has_a_copy_of_its_code(api: Api, archive: bytes, code: str) -> None:
     job_id = submit(api, code)
     api.poll()
     job = api.store.get_job(job_id)
     assert job.status is JobStatus.STARTING
     path = run_dir_of(api.settings, job_id).code_path(code)
     assert path.read_bytes() == archive
-    attempt = api.store.get_attempt(f"{job_id}-a0")
-    following = plan_attempt(api.store, job, attempt, 0.0)
-    assert submission_of(job, attempt, following, api.settings).code_uris == (path.as_uri(),)
 
 
 def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes, code: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import sys
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.protocol import code_archive
-from trainer.protocol.code_archive import CodeError, check, id_of, pack, unpack
+from trainer.protocol.code_archive import CodeError, add_to_path, check, id_of, pack, unpack
 
 
 @pytest.fixture
@@ -187,3 +188,24 @@ def test_code_that_would_take_the_place_of_what_is_there_is_refused_before_it_is
             check(zip_of((f"code/{name}", b"")))
         harmless = zip_of((f"code/mine/{name}", b""), ("code/random.txt", b""))
         assert check(harmless).num_files == 2
+
+
+def test_code_on_the_module_path_is_unpacked_once_for_all_processes_of_a_host(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = pack(folder)
+    archive = tmp_path / "code" / f"{id_of(data)}.zip"
+    archive.parent.mkdir()
+    archive.write_bytes(data)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    for _ in range(2):
+        add_to_path(archive)
+    unpacked = archive.with_suffix("") / "code"
+    assert sys.path == [str(unpacked)] * 2
+    assert os.environ["PYTHONPATH"].endswith(f"{unpacked}{os.pathsep}before")
+    assert {path.name for path in archive.parent.iterdir()} == {archive.name, archive.stem}
+    archive.with_suffix("").rename(tmp_path / "moved")
+    archive.write_bytes(data + b" ")
+    with pytest.raises(CodeError, match="changed or cut short"):
+        add_to_path(archive)

@@ -43,18 +43,16 @@ class Service:
 
     def fetch(self) -> SecretEnv:
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
-            return fetch_secrets(http, URL, 10.0, self.wait, lambda: self.now)
+            return fetch_secrets(http, URL, "c" * 43, 10.0, self.wait, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:
-    services = Service(0, 503, 429, 200), Service(200)
-    for service in services:
-        assert service.fetch().values == {"PASSWORD": "hunter2"}
-        assert len(service.bodies) == 1
-    assert services[0].bodies != services[1].bodies
+    service = Service(0, 503, 429, 200)
+    assert service.fetch().values == {"PASSWORD": "hunter2"}
+    assert len(service.bodies) == 1
 
 
 def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +58,6 @@ def _bounds(rayjob: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 def test_examples_give_rayjobs_that_are_valid(variant: str) -> None:
     device = "cpu" if variant == "dev" else "cuda"
     sent = submission(min_workers=4, max_workers=8, device=device, queue="ads", deadline_s=60)
-    sent = replace(sent, code_uris=("file:///runs/job/code/a.zip",))
     made = rayjob_of(sent, ray_cluster(variant), OPTIONS)
     crd_validator("rayjobs.ray.io", "v1").validate(made)
     made["metadata"]["uid"] = "1-2-3"
@@ -132,13 +130,6 @@ def test_a_template_whose_run_storage_is_on_no_volume_isolates_nothing_and_is_re
     bare = template(group("cpu", "4"))
     with pytest.raises(SubmissionRefused, match="no volume of the cluster template"):
         rayjob_of(submission(), bare, replace(OPTIONS, ray_token_of=str))
-
-
-def test_user_code_comes_as_a_runtime_environment() -> None:
-    odd = 'file:///runs/a%20b/it\'s "code".zip'
-    made = rayjob_of(replace(submission(), code_uris=(odd,)), template(), OPTIONS)
-    assert yaml.safe_load(made["spec"]["runtimeEnvYAML"]) == {"py_modules": [odd]}
-    assert "runtimeEnvYAML" not in _made()["spec"]
 
 
 def test_a_head_that_forgets_its_driver_is_not_made_again() -> None:

@@ -1,0 +1,315 @@
+"""Files of a run between the service and hosts that share no run storage with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from service.app import build_app
+from service.errors import ServiceError
+from service.jobs import run_storage
+from service.jobs.run_storage import run_dir_of
+from service.settings import Settings
+from tests.harness.builders import spec_document
+from tests.harness.service import TINY_DATA, Guarded, GuardedApps, problem_in, replace_attempt
+from trainer.protocol import mirror
+from trainer.protocol.log_pump import append
+from trainer.protocol.mirror import Mirror, MirrorConfig
+from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
+
+CHECKPOINTS = "s3://bucket/checkpoints"
+
+
+@pytest.fixture
+def house(open_guarded: GuardedApps) -> Guarded:
+    return open_guarded(runs_shared=False, checkpoint_root=CHECKPOINTS)
+
+
+@pytest.fixture
+def job(house: Guarded) -> str:
+    """A job whose first attempt was submitted."""
+    job_id = house.submit("submitter")
+    house.poll()
+    house.keys["driver"] = house.security.master.attempt_token(f"{job_id}-a0")
+    return job_id
+
+
+class Host:
+    """A host of the first attempt with a disk of its own."""
+
+    def __init__(self, house: Guarded, job: str, disk: Path) -> None:
+        token = {"Authorization": f"Bearer {house.keys['driver']}"}
+        self.http = TestClient(house.http.app, base_url=str(house.http.base_url), headers=token)
+        self.run = RunDir(disk / job)
+        self.files.root.mkdir(parents=True)
+        self.files.logs_dir.mkdir()
+        self.restart()
+
+    @property
+    def files(self) -> AttemptDir:
+        return self.run.attempt(f"{self.run.root.name}-a0")
+
+    def restart(self) -> None:
+        """Another process exchanges from now on."""
+        url = str(self.http.base_url)
+        config = MirrorConfig(str(self.run.root), self.files.root.name, url, "")
+        self.mirror = Mirror(config, self.http)
+
+    def exchange(self) -> None:
+        self.mirror.exchange()
+
+    def log(self, source: str, text: str, max_bytes: int = 2**20) -> None:
+        append(self.files.log_path(source), max_bytes, text.encode())
+
+    @contextmanager
+    def losing(self, method: str) -> Iterator[None]:
+        """The service carries out requests of a method, and no answer of it arrives."""
+        request = self.http.request
+
+        def lose(verb: str, *args: Any, **options: Any) -> httpx.Response:
+            answer = request(verb, *args, **options)
+            if verb == method:
+                raise httpx.ReadError("lost")
+            return answer
+
+        with mock.patch.object(self.http, "request", lose):
+            yield
+
+
+@pytest.fixture
+def host(house: Guarded, job: str, tmp_path: Path) -> Host:
+    return Host(house, job, tmp_path / "disk")
+
+
+@pytest.fixture
+def kept(house: Guarded, job: str) -> RunDir:
+    """The run folder as the service has it."""
+    return run_dir_of(house.settings, job)
+
+
+def attempt_of(run: RunDir) -> AttemptDir:
+    return run.attempt(f"{run.root.name}-a0")
+
+
+def test_requests_reach_the_hosts_and_are_withdrawn_there(host: Host, kept: RunDir) -> None:
+    host.exchange()
+    spec = attempt_of(kept).spec_path.read_bytes()
+    assert host.files.spec_path.read_bytes() == spec
+    assert not attempt_of(kept).token_path.exists()
+    write_whole(attempt_of(kept).pause_request_path, b"{}")
+    write_whole(kept.rewind_path, b'{"checkpoint": "x"}')
+    host.exchange()
+    assert host.files.pause_request_path.exists()
+    assert host.run.rewind_path.read_bytes() == b'{"checkpoint": "x"}'
+    attempt_of(kept).pause_request_path.unlink()
+    host.exchange()
+    assert not host.files.pause_request_path.exists()
+    # What a host does to them is not the service's.
+    host.run.rewind_path.unlink()
+    host.exchange()
+    assert kept.rewind_path.exists()
+
+
+def test_what_hosts_tell_one_another_goes_by_the_service(
+    house: Guarded, job: str, host: Host, kept: RunDir, tmp_path: Path
+) -> None:
+    # Left by an attempt before, which ran here.
+    write_whole(host.run.skipped_rows_path, b"old")
+    write_whole(kept.skipped_rows_path, b"[1]")
+    other = Host(house, job, tmp_path / "other")
+    for each in (host, other):
+        each.exchange()
+    assert host.run.skipped_rows_path.read_bytes() == b"[1]"
+    write_whole(other.run.skipped_rows_path, b"[1, 2]")
+    write_whole(host.files.stop_request_path, b"stop")
+    for each in (host, other, host):
+        each.exchange()
+    assert host.run.skipped_rows_path.read_bytes() == b"[1, 2]"
+    assert other.files.stop_request_path.read_bytes() == b"stop"
+    other.files.stopping_path(0).touch()
+    for each in (other, host):
+        each.exchange()
+    assert host.files.stopping_path(0).exists()
+
+
+def test_a_log_that_moves_to_another_host_goes_on_and_nothing_comes_twice(
+    house: Guarded, job: str, host: Host, kept: RunDir, tmp_path: Path
+) -> None:
+    log, other = attempt_of(kept).log_path("rank-0"), Host(house, job, tmp_path / "other")
+    host.log("rank-0", "one\n")
+    host.exchange()
+    host.log("rank-0", "two\n")
+    with host.losing("POST"), pytest.raises(httpx.ReadError):
+        host.exchange()
+    host.exchange()
+    other.log("rank-0", "three\n")
+    other.exchange()
+    host.restart()
+    host.log("rank-0", "four\n")
+    host.exchange()
+    assert log.read_text() == "one\ntwo\nthree\nfour\n"
+
+
+def test_a_log_whose_middle_is_dropped_before_it_was_sent_goes_on_behind_it(
+    host: Host, kept: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PIECE_BYTES", 100)
+    for number in range(400):
+        host.log("driver", f"line {number:05d}\n", 2000)
+        if number == 100:
+            host.exchange()
+    host.exchange()
+    lines = attempt_of(kept).log_path("driver").read_text().splitlines()
+    assert lines[:101] == [f"line {number:05d}" for number in range(101)]
+    assert lines[-50:] == [f"line {number:05d}" for number in range(350, 400)]
+    assert len(lines) < 400
+
+
+def test_a_file_in_pieces_appears_whole_and_its_marker_last(
+    host: Host, kept: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PIECE_BYTES", 1000)
+    export = host.run.exports_dir / "x-00000000" / "artifact"
+    export.mkdir(parents=True)
+    table = os.urandom(4500)
+    (export / "EXPORT.json").write_text("{}")
+    (export / "tables.bin").write_bytes(table)
+    (export / "empty").touch()
+    with host.losing("PUT"), pytest.raises(httpx.ReadError):
+        host.exchange()
+    there = kept.exports_dir / "x-00000000" / "artifact"
+    assert not (there / "EXPORT.json").exists()
+    host.exchange()
+    assert (there / "tables.bin").read_bytes() == table
+    assert sorted(path.name for path in there.iterdir()) == ["EXPORT.json", "empty", "tables.bin"]
+
+
+def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(
+    house: Guarded, job: str, host: Host, kept: RunDir
+) -> None:
+    host.exchange()
+    assert host.run.lock_owner() is None
+    replace_attempt(house.store, job)
+    write_whole(host.run.skipped_rows_path, b"[9]")
+    host.log("driver", "last words\n")
+    with pytest.raises(OSError, match="does not have the run folder"):
+        host.exchange()
+    assert host.run.lock_owner() == f"{job}-a1"
+    assert not kept.skipped_rows_path.exists()
+    ended = replace(house.store.get_attempt(f"{job}-a0"), ended_at=1.0)
+    house.store.update_job(house.store.get_job(job), attempt=ended)
+    url = f"/v1/attempts/{job}-a0/files"
+    assert problem_in(house.send("GET", url, "driver"), 403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "job.json",
+        "run.lock",
+        "rewind.json",
+        "attempts/ATTEMPT/token",
+        "attempts/ATTEMPT/spec.json",
+        "attempts/job-000000000000-a0/stop-request.json",
+        "attempts/ATTEMPT/traces/../../../job.json.gz",
+        "exports/x-00000000/../../job.json",
+        "sinks/%2e%2e%2fjob.json",
+        "/etc/passwd",
+    ],
+)
+def test_hosts_write_what_is_theirs_and_no_more(house: Guarded, job: str, path: str) -> None:
+    url = f"/v1/attempts/{job}-a0/files/{path.replace('ATTEMPT', f'{job}-a0')}"
+    where = {"at": 0, "total": 1}
+    for answer in (
+        house.send("PUT", url, "driver", content=b"x", params=where),
+        house.send("DELETE", url, "driver"),
+    ):
+        assert answer.status_code in (404, 403, 405), answer.text
+    assert "root:" not in house.send("GET", url, "driver").text
+
+
+def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
+    house: Guarded, job: str
+) -> None:
+    base = f"/v1/attempts/{job}-a0"
+    for name in ("..%2Fjob", "mlflow", "rank-1@000000000000005"):
+        answer = house.send("POST", f"{base}/logs/{name}", "driver", content=b"x")
+        assert answer.status_code == 404
+    url, where = f"{base}/files/exports/x-00000000/a", {"at": 5, "total": 9}
+    answer = house.send("PUT", url, "driver", content=b"xxxx", params=where)
+    assert "at byte 0, not at 5" in problem_in(answer, 409, "piece_missing")["detail"]
+
+
+def test_a_full_disk_is_kept_for_what_the_service_writes(
+    house: Guarded, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = mock.Mock(free=4, total=100)
+    monkeypatch.setattr(run_storage.shutil, "disk_usage", lambda path: usage)
+    answer = house.send("POST", f"/v1/attempts/{job}-a0/logs/driver", "driver", content=b"x")
+    assert "less than 5%" in problem_in(answer, 507, "run_storage_full")["detail"]
+
+
+def test_a_code_gives_its_token_to_one_process(house: Guarded, job: str) -> None:
+    record = house.backend.record(f"{job}-a0")
+    assert record is not None
+    assert house.keys["driver"] not in str(record)
+    code = house.security.master.attempt_code(f"{job}-a0")
+    assert code in str(record)
+    body = {"attempt_id": f"{job}-a0", "code": code, "claim": "c" * 43}
+    for _ in range(2):  # an answer may be lost
+        answer = house.send("POST", "/v1/attempts:claim", json=body)
+        assert answer.json() == {"token": house.keys["driver"]}
+        assert answer.headers["cache-control"] == "no-store"
+    secrets = f"/v1/attempts/{job}-a0/secrets"
+    assert house.send("POST", secrets, "driver", json={"claim": "c" * 43}).status_code == 200
+    for change in ({"claim": "d" * 43}, {"code": "0" * 64}, {"attempt_id": f"{job}-a1"}):
+        answer = house.send("POST", "/v1/attempts:claim", json=body | change)
+        problem_in(answer, 403, "forbidden")
+    replace_attempt(house.store, job)
+    problem_in(house.send("POST", "/v1/attempts:claim", json=body), 403, "forbidden")
+
+
+def test_on_shared_storage_nothing_is_exchanged(open_guarded: GuardedApps) -> None:
+    house = open_guarded()
+    job = house.submit("submitter")
+    house.poll()
+    house.keys["driver"] = house.security.master.attempt_token(f"{job}-a0")
+    answer = house.send("GET", f"/v1/attempts/{job}-a0/files", "driver")
+    problem_in(answer, 409, "runs_are_shared")
+    code = house.security.master.attempt_code(f"{job}-a0")
+    body = {"attempt_id": f"{job}-a0", "code": code, "claim": "c" * 43}
+    problem_in(house.send("POST", "/v1/attempts:claim", json=body), 403, "forbidden")
+
+
+def test_what_a_job_would_leave_on_a_disk_of_a_host_is_refused(
+    house: Guarded, tmp_path: Path
+) -> None:
+    document = spec_document(sinks={"tensorboard": {}})
+    document["checkpoint"] = {**document.get("checkpoint", {}), "path": str(TINY_DATA)}
+    answer = house.send("POST", "/v1/jobs", "root", json={"spec": document})
+    problem = problem_in(answer, 422, "invalid_spec")
+    assert {each["path"] for each in problem["fields"]} == {
+        "checkpoint.path",
+        "sinks.tensorboard",
+    }
+    stored = house.store.get_job(house.submit("submitter"))
+    assert stored.spec.checkpoint.path == CHECKPOINTS
+    settings = Settings(home=tmp_path / "other", backend="fake", runs_shared=False)
+    with pytest.raises(ServiceError, match="SHARDLOOM_CHECKPOINT_ROOT"):
+        build_app(settings)
+
+
+def test_a_config_shows_no_token() -> None:
+    config = MirrorConfig("/runs/job-1", "job-1-a0", "http://service", "sla_secret")
+    assert "secret" not in repr(config)
+    assert "sla_secret" not in json.dumps(str(config))

@@ -26,7 +26,6 @@ from trainer import failures
 from trainer.coordination.detection import ReplacementPolicy
 from trainer.data.inputs import resolve_inputs
 from trainer.driver.attempt import (
-    PATIENCE_S,
     PAUSED_EARLY,
     POST_TIMEOUT_S,
     Attempt,
@@ -426,7 +425,7 @@ def main() -> int:
     context = DriverContext.from_env(os.environ)
     mirror = MirrorThread(context.mirror) if context.mirror else None
     if mirror:
-        mirror.start(PATIENCE_S)
+        mirror.start()
     start_log(context.files.log_path("driver"))
     logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))
@@ -447,8 +446,11 @@ def main() -> int:
         poster.close(POST_TIMEOUT_S)
     for sink in sinks:
         sink.close(SINK_TIMEOUT_S)
-    if mirror:
+    if mirror and poster:
+        # Waits for a service that is away, which finds nothing of this on its own disk.
         mirror.close()
+        poster.post_new()
+        mirror.remove()
     if is_preloading():
         prepare_next_job(context)
     return EXIT_CODES.get(ended.reason, 1)

@@ -8,7 +8,8 @@ goes both ways. Drivers and workers read and write files as they do on shared st
 
 The driver's host is served by a thread of the driver, any other by a process (`serve_host`) that
 lives as long as the attempt has a worker there. The service being away stops nobody: what is new
-waits on the host's disk. A host that is lost takes with it what its last seconds brought.
+waits on the host's disk. What the service has of an attempt that is over is removed there. A host
+that is lost takes with it what its last seconds brought.
 
     GET    /v1/attempts/ID/files          what the service has for hosts: path -> version
     GET    /v1/attempts/ID/files/PATH     one of these
@@ -26,6 +27,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,8 +51,8 @@ INTERVAL_S = 1.0
 _LONGEST_INTERVAL_S = 60.0
 _TIMEOUT_S = 10.0
 PIECE_BYTES = 1 << 20
-# How long a host that has no more workers tries to reach the service.
-_LINGER_S = 60.0
+# How long a host that is done tries to reach the service.
+PATIENCE_S = 600.0
 _START_S = 60.0
 _NAME = r"[A-Za-z0-9][\w.@-]{0,200}"
 _FROM_SERVICE = re.compile(
@@ -65,8 +67,8 @@ _FROM_HOSTS = re.compile(
     rf"attempts/ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_NAME}/){{0,4}}{_NAME}"
 )
 _FOLDERS = ("", "code", "sinks", "attempts/ATTEMPT", "attempts/ATTEMPT/traces")
-# The marker of an export: what is there before it does not count.
-_LAST = "EXPORT.json"
+# What says that all else is there: to readers of an export, and to workers that start.
+_LAST = ("EXPORT.json", "resolved-spec.json")
 
 
 def comes_from_service(path: str, attempt_id: str) -> bool:
@@ -125,6 +127,10 @@ class TooManyRequests(OSError):
     """The service wants to be asked less often."""
 
 
+class Refused(OSError):
+    """The service does not take a request, and never will."""
+
+
 class Mirror:
     """Exchanges what has changed on this host or at the service, each time `exchange` is called."""
 
@@ -155,9 +161,15 @@ class Mirror:
             write_whole(RunDir(self._root).lock_path, owner)
         ours = dict(self._ours())
         paths = set(theirs) | set(ours) | set(self._alike)
+        problem: OSError | None = None
         for path in sorted(paths, key=lambda path: (path.endswith(_LAST), path)):
-            self._exchange_file(path, ours.get(path), theirs.get(path))
+            try:
+                self._exchange_file(path, ours.get(path), theirs.get(path))
+            except (Refused, FileNotFoundError) as error:  # of this file alone
+                problem = error
         self._send_logs()
+        if problem is not None:
+            raise problem
 
     def _ours(self) -> Iterator[tuple[str, str]]:
         """Path and version of each file here that both sides may have."""
@@ -249,11 +261,11 @@ class Mirror:
         accepted: tuple[int, ...] = (),
     ) -> httpx.Response:
         response = self._client.request(method, self._url + path, content=content, params=query)
-        if response.status_code == 429:
-            raise TooManyRequests(f"{method} {path}: {response.text[:200]}")
-        if not response.is_success and response.status_code not in accepted:
-            raise OSError(f"{method} {path}: HTTP {response.status_code}: {response.text[:200]}")
-        return response
+        status = response.status_code
+        if response.is_success or status in accepted:
+            return response
+        kind = {429: TooManyRequests}.get(status, Refused if response.is_client_error else OSError)
+        raise kind(f"{method} {path}: HTTP {status}: {response.text[:200]}")
 
 
 def _read_chain(log: Path, listing: list[Path], offset: int) -> tuple[int, bytes] | None:
@@ -270,44 +282,58 @@ class MirrorThread:
     """Exchanges again and again, in a thread of the driver, for the driver's host."""
 
     def __init__(self, config: MirrorConfig) -> None:
-        config.files.root.mkdir(parents=True, exist_ok=True)
+        self._files = config.files
         self._lock = _locked(config.files.root / "mirror.lock")
         self._mirror = Mirror(config, config.connect())
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
-    def start(self, patience_s: float) -> None:
+    def start(self) -> None:
         """Take what the service has for this attempt, then go on; raises OSError after a while."""
-        give_up_at = time.monotonic() + patience_s
-        while (error := _tried(self._mirror)) is not None:
-            if time.monotonic() > give_up_at:
-                raise OSError(f"the service does not give the files of the run: {error}")
-            time.sleep(INTERVAL_S)
+        if (error := _exchange_once(self._mirror)) is not None:
+            raise OSError(f"the service does not give the files of the run: {error}")
         self._thread.start()
 
     def close(self) -> None:
-        """Exchange a last time, as long as the service answers."""
+        """Exchange a last time; waits for a service that is away."""
         self._stopping.set()
         self._thread.join()
+        _exchange_once(self._mirror)
+
+    def remove(self) -> None:
+        """Remove this host's copy of what the service has of the attempt now."""
+        _remove_copy(self._files)
+        self._lock.close()
 
     def _run(self) -> None:
         _exchange_until(self._mirror, self._stopping.wait)
-        self._lock.close()
+
+
+def _exchange_once(mirror: Mirror) -> Exception | None:
+    """Exchange, again while the service is away; what was wrong in the end."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while error := _tried(mirror):
+        if isinstance(error, Refused) or time.monotonic() > give_up_at:
+            break
+        time.sleep(INTERVAL_S)
+    return error
+
+
+def _remove_copy(files: AttemptDir) -> None:
+    shutil.rmtree(files.root, ignore_errors=True)
+    shutil.rmtree(RunDir(files.root.parents[1]).exports_dir, ignore_errors=True)
 
 
 def _exchange_until(mirror: Mirror, wait: Callable[[float], bool]) -> None:
-    """Exchange until `wait` (given seconds) is true, and a last time after that."""
+    """Exchange until `wait` (given seconds) is true."""
     interval_s, is_away = INTERVAL_S, False
-    while True:
-        is_over = wait(interval_s)
+    while not wait(interval_s):
         error = _tried(mirror)
         if error is not None and not is_away:
             logger.warning("files of the run wait on this host for now: %s", error)
         is_away = error is not None
         is_slowed = isinstance(error, TooManyRequests)
         interval_s = min(_LONGEST_INTERVAL_S, 2 * interval_s) if is_slowed else INTERVAL_S
-        if is_over:
-            return
 
 
 def _tried(mirror: Mirror) -> Exception | None:
@@ -328,7 +354,6 @@ def serve_host(config: MirrorConfig) -> None:
     Returns once the driver's files are here; raises OSError where they do not come.
     """
     files = config.files
-    files.root.mkdir(parents=True, exist_ok=True)
     # Shared by all workers here, and free when the last one has ended, however it ended.
     _held.append(_locked(files.root / "workers.lock", fcntl.LOCK_SH))
     command = [sys.executable, "-m", "trainer.protocol.mirror"]
@@ -347,20 +372,29 @@ _held: list[IO[bytes]] = []
 
 
 def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> IO[bytes]:
-    """A file that is locked until it is closed; waits for it."""
+    """A file that is locked until it is closed; waits for it, and raises OSError.
+
+    Whoever held it before may have removed it, with its folder.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+        fcntl.flock(file, kind)
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        file.close()
+
+
+def _lock_if_free(path: Path) -> IO[bytes] | None:
+    """A file that is locked until it is closed; None where some process has locked it."""
     file = path.open("ab")
-    fcntl.flock(file, kind)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
     return file
-
-
-def _is_held(path: Path) -> bool:
-    """Whether some process has locked a file."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def main() -> None:
@@ -374,29 +408,39 @@ def main() -> None:
     files = config.files
     workers = files.root / "workers.lock"
     with _locked(files.root / "mirror.lock"):
-        if not _is_held(workers):
-            return
-        from trainer.protocol.outbox import OutboxPoster
+        if (alone := _lock_if_free(workers)) is None:
+            _serve(config, workers)
+            alone = _lock_if_free(workers)
+        if alone is not None:
+            _remove_copy(files)
+            alone.close()
 
-        client = config.connect()
-        mirror = Mirror(config, client)
-        url = f"{config.service_url}/v1/attempts/{config.attempt_id}/events"
-        poster = OutboxPoster(files, client, url)
-        poster.start()
 
-        def wait(seconds: float) -> bool:
-            time.sleep(seconds)
-            return not _is_held(workers)
+def _serve(config: MirrorConfig, workers: Path) -> None:
+    """Keep this host's copy until no worker holds the lock, and all was sent."""
+    from trainer.protocol.outbox import OutboxPoster
 
-        is_alone = False
-        while not is_alone:
-            _exchange_until(mirror, wait)
-            give_up_at = time.monotonic() + _LINGER_S
-            # Once more: the last words of a process are written after its end.
-            while is_alone := wait(INTERVAL_S):
-                if _tried(mirror) is None or time.monotonic() > give_up_at:
-                    break
-        poster.close(_LINGER_S)
+    client = config.connect()
+    mirror = Mirror(config, client)
+    url = f"{config.service_url}/v1/attempts/{config.attempt_id}/events"
+    poster = OutboxPoster(config.files, client, url)
+    poster.start()
+
+    def is_over(wait_s: float) -> bool:
+        time.sleep(wait_s)
+        lock = _lock_if_free(workers)
+        if lock is not None:
+            lock.close()
+        return lock is not None
+
+    _tried(mirror)
+    is_last = False
+    while not is_last:
+        _exchange_until(mirror, is_over)
+        # The last words of a process are written after its end.
+        is_last = is_over(INTERVAL_S)
+    _exchange_once(mirror)
+    poster.close(_TIMEOUT_S)
 
 
 if __name__ == "__main__":

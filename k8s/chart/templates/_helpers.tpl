@@ -87,6 +87,22 @@ capabilities:
 - name: runs
   persistentVolumeClaim:
     claimName: {{ .Values.storage.runs.existingClaim | default "shardloom-runs" }}
+{{- include "shardloom.dataClaim" . }}
+{{- end }}
+
+{{- /* Of hosts, whose run storage may be a disk of their own. */}}
+{{- define "shardloom.hostVolumes" -}}
+{{- with .Values.storage.runs }}
+{{- if .shared }}
+{{- include "shardloom.claims" $ }}
+{{- else }}
+- {name: runs, emptyDir: {sizeLimit: {{ .hostGiB }}Gi}}
+{{- include "shardloom.dataClaim" $ }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "shardloom.dataClaim" }}
 {{- if .Values.storage.data.enabled }}
 - name: data
   persistentVolumeClaim:

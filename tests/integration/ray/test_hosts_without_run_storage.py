@@ -41,6 +41,7 @@ class Site:
     service: Machine
     hosts: tuple[Machine, Machine]
     runs: Path
+    attached: dict[str, str]
     user: dict[str, str]
 
     def shardloom(self, *arguments: str) -> str:
@@ -49,6 +50,10 @@ class Site:
     def show(self, job: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.shardloom("show", job, "--json"))
         return found
+
+    def run_on_head(self, *command: str) -> int:
+        """Exit code of a command on the driver's host."""
+        return self.service.hosts.start(self.hosts[0].index, command, self.runs.parent).wait()
 
     def events(self, job: str, kind: str) -> list[dict[str, Any]]:
         found = json.loads(self.shardloom("events", job, "--json"))
@@ -90,7 +95,7 @@ def site(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             service.shardloom("up", "--detach", **attached)
             url = f"http://{service.address}:8700"
             user = {"SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key}
-            yield Site(service, (head, other), runs, user)
+            yield Site(service, (head, other), runs, attached, user)
 
 
 def _slow_until(release: Path) -> Fault:
@@ -103,7 +108,8 @@ def _slow_until(release: Path) -> Fault:
 def test_a_job_is_paused_resumed_followed_and_exported(site: Site, small_movielens: Path) -> None:
     changes = (f"data.path={small_movielens}", *CHANGES)
     options = [word for change in changes for word in ("--set", change)]
-    job = site.shardloom("submit", "examples/movielens.yaml", *options).strip()
+    spec = ("--code", "examples/code", "examples/movielens-module.yaml")
+    job = site.shardloom("submit", *spec, *options).strip()
     wait_for(lambda: site.show(job)["progress"]["step"] >= 20, "step 20", limit_s=240)
     site.shardloom("pause", job)
     wait_for(lambda: site.show(job)["status"] == "PAUSED", "a pause", limit_s=120)
@@ -123,7 +129,7 @@ def test_a_job_is_paused_resumed_followed_and_exported(site: Site, small_moviele
     ]
 
 
-def test_a_group_whose_host_is_lost_leaves_the_other_one_training(
+def test_a_lost_group_and_a_service_that_is_away_cost_a_job_nothing(
     site: Site, small_movielens: Path
 ) -> None:
     release = site.runs.parent / "release"
@@ -145,7 +151,14 @@ def test_a_group_whose_host_is_lost_leaves_the_other_one_training(
     wait_for(lambda: site.show(job)["progress"]["step"] >= 8, "step 8", limit_s=120)
     site.hosts[1].end_ray()
     wait_for(lambda: site.events(job, "group_lost"), "a loss", limit_s=120)
+
+    # The service is away as the job ends, and finds nothing of that on a disk of its own.
+    site.service.shardloom("down")
     release.touch()
+    log = str(RunDir(site.runs / job).attempt(f"{job}-a0").log_path("driver"))
+    wait_for(lambda: not site.run_on_head("grep", "-q", "attempt ended", log), "the end", 120)
+    site.service.shardloom("up", "--detach", **site.attached)
     assert "SUCCEEDED" in site.shardloom("follow", job)
     logs = {log.stem for log in RunDir(site.runs / job).attempt(f"{job}-a0").logs_dir.iterdir()}
     assert {"coordinator", "driver", "group-0-rank-0", "group-1-rank-0"} <= logs
+    wait_for(lambda: site.run_on_head("ls", log), "its copy is removed there")

@@ -29,6 +29,7 @@ from tests.unit.k8s.rendering import (
     chart,
     every_variant,
     objects_of,
+    of_kind,
     one,
     ray_cluster,
 )
@@ -142,6 +143,8 @@ def test_a_namespace_of_an_isolated_project_has_what_its_clusters_refer_to() -> 
         if each["metadata"]["name"] == "shardloom-runs"
     }
     assert volumes == {"ads-training": "ads-runs", "maps-training": "maps-runs"}
+    (alone,) = of_kind(build("bucket+isolated"), "PersistentVolumeClaim")
+    assert alone["metadata"]["namespace"] == "shardloom"
 
 
 # ---- values
@@ -172,10 +175,11 @@ def _isolated(projects: Manifest) -> Manifest:
         ({"ray": {"groups": [{"name": "g"}, {"name": "g"}]}}, "ray.groups: two are called g"),
         ({"storage": {"runs": {"enabled": False}}}, "run storage is always a volume"),
         ({"storage": {"runs": {"accessMode": "ReadWriteOnce"}}}, "is a volume of one machine"),
+        ({"storage": {"runs": {"shared": False}}}, "gives the volume to one pod alone"),
         ({"ingress": {"enabled": True}}, "at '/ingress/host': minLength"),
         ({"gateway": {"enabled": True, "host": "a.b"}}, "at '/gateway/parentRefs': minItems"),
         ({"service": {"settings": {"PORT": "1"}}}, "at '/service/settings'"),
-        (_isolated({"ads": {"namespace": "a"}}), "/projects/ads': missing property 'runsVolume'"),
+        (_isolated({"ads": {"namespace": "a", "dataVolume": "d"}}), "ads has no runsVolume"),
         (_isolated({"ads": {"namespace": "a", "runsVolume": "r"}}), "ads has no dataVolume"),
         (_isolated({"ads": _ADS | {"namespace": "shardloom"}}), "shardloom, which is another's"),
         (_isolated({"ads": _ADS, "maps": _ADS}), "maps has the namespace a, which is another's"),

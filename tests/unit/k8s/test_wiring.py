@@ -104,6 +104,7 @@ def test_the_settings_fit_the_service_and_ray(
 
 @every_variant
 def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
+    is_shared = settings_of(variant).get("SHARDLOOM_RUNS_SHARED") != "false"
     for pod in pods(variant):
         if pod.component not in ("service", "ray-head", "ray-worker"):
             continue
@@ -115,7 +116,12 @@ def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
         }
         whose = "their" if "theirs" in variant else "shardloom"
         data = {} if variant.startswith("bucket") else {"/var/lib/shardloom/data": f"{whose}-data"}
-        assert claims == {settings_of(variant)["SHARDLOOM_RUNS_DIR"]: f"{whose}-runs", **data}
+        runs = settings_of(variant)["SHARDLOOM_RUNS_DIR"]
+        if is_shared or pod.component == "service":
+            assert claims == {runs: f"{whose}-runs", **data}
+        else:
+            assert claims == data
+            assert runs in {each["mountPath"] for each in pod.containers[0]["volumeMounts"]}
         user = pod.spec["securityContext"]
         assert (user["runAsUser"], user["fsGroup"]) == (1000, 1000), "files are of one user"
     (container,) = pods(variant, "service")[0].containers
@@ -145,7 +151,8 @@ def test_everything_that_is_referred_to_is_there(variant: str) -> None:
         account = pod.spec.get("serviceAccountName")
         assert account is None or ("ServiceAccount", account) in names
     claims = _references(manifests, "persistentVolumeClaim")
-    assert len(claims) >= 3 or "own-only" in variant
+    num_pods = 1 if variant.startswith("bucket") else 3
+    assert len(claims) >= num_pods or "own-only" in variant
     made = [claim["claimName"] for claim in claims if "theirs" not in variant]
     assert all(("PersistentVolumeClaim", name) in names for name in made)
     (config,) = _references(manifests, "configMapRef")
@@ -299,11 +306,14 @@ def test_hosts_have_what_their_network_and_runtime_ask_for() -> None:
     assert annotations["k8s.v1.cni.cncf.io/networks"] == "rail0"
 
 
-def test_all_that_lasts_may_lie_in_a_bucket() -> None:
+def test_with_a_bucket_no_volume_is_shared() -> None:
     assert settings_of("bucket")["SHARDLOOM_CHECKPOINT_ROOT"] == "s3://ads/checkpoints"
     assert "SHARDLOOM_CHECKPOINT_ROOT" not in settings_of("gpu")
     (runs,) = of_kind(build("bucket"), "PersistentVolumeClaim")
-    assert runs["spec"]["storageClassName"] == "s3-files", "of redis' own: in the StatefulSet"
+    assert runs["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert "ReadWriteMany" not in str(build("bucket"))
+    service = one(build("bucket"), "Deployment", "shardloom")["spec"]
+    assert (service["replicas"], service["strategy"]) == (1, {"type": "Recreate"})
     for account in of_kind(build("bucket"), "ServiceAccount"):
         role = account["metadata"]["annotations"].get("eks.amazonaws.com/role-arn")
         assert role or account["metadata"]["name"] == "shardloom-secrets"

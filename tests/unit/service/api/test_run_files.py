@@ -120,6 +120,23 @@ def test_requests_reach_the_hosts_and_are_withdrawn_there(host: Host, kept: RunD
     assert kept.rewind_path.exists()
 
 
+def test_what_workers_wait_for_comes_after_all_that_they_read(
+    house: Guarded, job: str, host: Host, kept: RunDir, tmp_path: Path
+) -> None:
+    for path in (kept.rewind_path, kept.code_path("a" * 64), kept.sink_path("mlflow")):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    write_whole(host.files.resolved_spec_path, b"{}")
+    host.exchange()
+    other = Host(house, job, tmp_path / "other")
+    taken: list[Path] = []
+    take = mirror.write_whole
+    with mock.patch.object(mirror, "write_whole", lambda p, c: (taken.append(p), take(p, c))):
+        other.exchange()
+    assert taken[-1] == other.files.resolved_spec_path
+    assert len(taken) == 5
+
+
 def test_what_hosts_tell_one_another_goes_by_the_service(
     house: Guarded, job: str, host: Host, kept: RunDir, tmp_path: Path
 ) -> None:
@@ -206,6 +223,7 @@ def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(
         host.exchange()
     assert host.run.lock_owner() == f"{job}-a1"
     assert not kept.skipped_rows_path.exists()
+    assert attempt_of(kept).log_path("driver").read_text() == "last words\n"
     ended = replace(house.store.get_attempt(f"{job}-a0"), ended_at=1.0)
     house.store.update_job(house.store.get_job(job), attempt=ended)
     url = f"/v1/attempts/{job}-a0/files"

@@ -272,10 +272,6 @@ class RunsAreShared(Conflict):
     template = "hosts have run storage mounted here (SHARDLOOM_RUNS_SHARED): nothing is exchanged"
 
 
-class PieceMissing(Conflict):
-    template = "{} goes on at byte {}, not at {}; send it again from its beginning"
-
-
 class NoSuchRunFile(NotFound):
     template = "{} is no file that hosts exchange with the service, or there is none now"
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import errors
 from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, refuse
 from service.auth.authenticator import Credentials
-from service.auth.permissions import RULES
+from service.auth.permissions import CLAIM_PATH, RULES
 from service.auth.permissions import Scope as RuleScope
 from service.auth.security import Security
 from service.domain.auth import LOCAL, AuditRecord, Principal
@@ -170,7 +170,9 @@ class AuthenticationMiddleware:
         if is_public and scope["method"] in SAFE_METHODS:
             return
         if is_public:
-            self._limit(self._sign_ins, _remote(scope))
+            # All drivers of a cluster start at one address.
+            limiter = self._attempts if scope["path"] == CLAIM_PATH else self._sign_ins
+            self._limit(limiter, _remote(scope))
             principal = LOCAL if self._settings.auth == "none" else None
         else:
             principal = await self._signed_in(connection)

@@ -195,6 +195,7 @@ _DELIVER = Rule(Scope.ATTEMPT)
 UNLISTED = _ADMINISTER
 """The rule of a route without an entry."""
 _JOB = "/v1/jobs/{job}"
+CLAIM_PATH = "/v1/attempts:claim"
 _FILES = "/v1/attempts/{attempt_id}/files"
 _SWEEP = "/v1/sweeps/{sweep_id}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
@@ -240,10 +241,11 @@ RULES: Mapping[tuple[str, str], Rule] = {
     **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     # The code in its body lets in.
-    ("POST", "/v1/attempts:claim"): _PUBLIC,
+    ("POST", CLAIM_PATH): _PUBLIC,
     ("GET", "/v1/attempts/{attempt_id}/files"): _DELIVER,
     **{(method, f"{_FILES}/{{path:path}}"): _DELIVER for method in ("GET", "PUT", "DELETE")},
     ("POST", "/v1/attempts/{attempt_id}/logs/{source}"): _DELIVER,
+    ("POST", "/v1/attempts/{attempt_id}/outbox/{stream}"): _DELIVER,
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
     ("GET", "/v1/attempts/{attempt_id}/lease"): _DELIVER,
     ("POST", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),

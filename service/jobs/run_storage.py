@@ -28,22 +28,26 @@ from service.auth.crypto import master_keys_of
 from service.domain.models import Attempt, Job
 from service.errors import (
     NoSuchRunFile,
-    PieceMissing,
     RunStorageFull,
     reaching_storage,
 )
 from service.jobs.logs import is_source
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
+from trainer.protocol.events import STREAM_PATTERN
 from trainer.protocol.log_pump import append, parts_of
 from trainer.protocol.mirror import (
+    PIECE_BYTES,
     comes_from_service,
     folders_of,
     goes_to_service,
+    is_small,
+    is_stream,
     version_of,
 )
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import (
+    MAX_DOCUMENT_BYTES,
     NotRegular,
     list_untrusted,
     open_folder,
@@ -190,8 +194,11 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
 # ---- files that hosts without run storage exchange with us (`trainer.protocol.mirror`)
 
 
-def list_exchanged(settings: Settings, attempt: Attempt) -> dict[str, str]:
-    """Path in the run folder and version of each file that hosts take."""
+def list_exchanged(settings: Settings, attempt: Attempt, *, streams: bool) -> dict[str, str]:
+    """Path in the run folder and version of each file that hosts take.
+
+    With `streams` also those of records, of all attempts, whose version is their size.
+    """
     root = run_dir_of(settings, attempt.job_id).root
     found: dict[str, str] = {}
     for folder in folders_of(attempt.id):
@@ -200,32 +207,47 @@ def list_exchanged(settings: Settings, attempt: Attempt) -> dict[str, str]:
             if comes_from_service(name, attempt.id):
                 with contextlib.suppress(FileNotFoundError):
                     found[name] = version_of(path.lstat())
+    for each in list_untrusted(root / "attempts", settings.runs_dir) if streams else ():
+        for path in list_untrusted(each / "outbox", settings.runs_dir):
+            name = str(path.relative_to(root))
+            if is_stream(name):
+                found[name] = str(path.lstat().st_size)
     return found
 
 
-def read_exchanged(settings: Settings, attempt: Attempt, name: str) -> bytes:
-    """Content of a file that hosts take; raises `NoSuchRunFile`."""
-    if not comes_from_service(name, attempt.id):
+def read_exchanged(settings: Settings, attempt: Attempt, name: str, at: int) -> bytes:
+    """A file that hosts take, or a piece of a stream of records; raises `NoSuchRunFile`."""
+    if not (comes_from_service(name, attempt.id) or is_stream(name)):
         raise NoSuchRunFile(name)
     path = run_dir_of(settings, attempt.job_id).root / name
     try:
-        return read_untrusted(path, settings.runs_dir, settings.max_body_bytes)
+        if not is_stream(name):
+            return read_untrusted(path, settings.runs_dir, settings.max_body_bytes)
+        with open_untrusted(path, settings.runs_dir) as file:
+            file.seek(at)
+            return file.read(PIECE_BYTES)
     except FileNotFoundError:
         raise NoSuchRunFile(name) from None
 
 
 def keep_piece(
     settings: Settings, attempt: Attempt, name: str, data: bytes, at: int, total: int
-) -> str | None:
-    """Keep a piece of a file of `total` bytes; the version of the file once it is whole.
+) -> tuple[str | None, int]:
+    """Keep a piece of a file of `total` bytes, where the last one ended.
 
-    Raises `NoSuchRunFile`, `PieceMissing`, `RunStorageFull`.
+    Returns the version of the file once it is whole, and how many bytes of it are there. Raises
+    `NoSuchRunFile`, `RunStorageFull`.
     """
-    _check_room(settings)
     path = _written_by_hosts(settings, attempt, name)
+    if not is_small(name, attempt.id) or total > MAX_DOCUMENT_BYTES:
+        _check_room(settings)
+    if name.startswith("exports/") and path.name != "request.json":
+        export = run_dir_of(settings, attempt.job_id).exports_dir / name.split("/")[1]
+        if not (export / "request.json").exists():
+            raise NoSuchRunFile(name)  # deleted meanwhile
     if at == 0 and len(data) == total:
         replace_untrusted(path, data, settings.runs_dir)
-        return version_of(path.lstat())
+        return version_of(path.lstat()), total
     part = path.with_name(f".{path.name}.part")
     with open_folder(path.parent, settings.runs_dir, make=True) as folder:
         with open_untrusted(part, settings.runs_dir, "ab") as file:
@@ -233,14 +255,14 @@ def keep_piece(
                 file.truncate(0)
             size = file.seek(0, os.SEEK_END)
             if size != at:
-                raise PieceMissing(name, size, at)
+                return None, size
             file.write(data)
             file.flush()
             if at + len(data) < total:
-                return None
+                return None, at + len(data)
             os.fsync(file.fileno())
         os.replace(part.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    return version_of(path.lstat())
+    return version_of(path.lstat()), total
 
 
 def remove_exchanged(settings: Settings, attempt: Attempt, name: str) -> None:
@@ -264,10 +286,30 @@ def append_log(
     with _appending:
         parts = parts_of(log, list_untrusted(log.parent, settings.runs_dir))
         end = parts[-1][0] + parts[-1][1].lstat().st_size if parts else 0
-        if at is not None and at != end:
+        if at not in (None, end) or not data:
             return end, False
         with open_folder(log.parent, settings.runs_dir, make=True):
             append(log, settings.log_max_bytes, data)
+        return end + len(data), True
+
+
+def append_stream(
+    settings: Settings, attempt: Attempt, stream: str, data: bytes, at: int | None
+) -> tuple[int, bool]:
+    """Append to a stream of records, as `append_log` does to a log."""
+    path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).stream_path(stream)
+    if not re.fullmatch(STREAM_PATTERN, stream):
+        raise NoSuchRunFile(f"stream {stream[:40]}")
+    _check_room(settings)
+    with (
+        _appending,
+        open_folder(path.parent, settings.runs_dir, make=True),
+        open_untrusted(path, settings.runs_dir, "ab") as file,
+    ):
+        end = file.tell()
+        if at not in (None, end) or not data:
+            return end, False
+        file.write(data)
         return end + len(data), True
 
 
@@ -279,8 +321,10 @@ def _written_by_hosts(settings: Settings, attempt: Attempt, name: str) -> Path:
 
 def _check_room(settings: Settings) -> None:
     """Raise `RunStorageFull` where hosts would take what the service itself has to write."""
-    usage = shutil.disk_usage(settings.runs_dir)
-    if usage.free < _SPARE_SHARE * usage.total:
+    found = os.statvfs(settings.runs_dir)
+    # Some file systems do not count their files.
+    files_left = found.f_favail / found.f_files if found.f_files else 1.0
+    if min(found.f_bavail / found.f_blocks, files_left) < _SPARE_SHARE:
         raise RunStorageFull(_SPARE_SHARE)
 
 

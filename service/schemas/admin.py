@@ -127,10 +127,11 @@ class RunFileKept(ApiModel):
     """Whether a file is in place: its version then, null while pieces are missing."""
 
     version: str | None
+    size: int = Field(description="Bytes that are there: where the next piece begins.")
 
 
 class LogKept(ApiModel):
-    """The end of a log in bytes, and whether what was sent is its last part now."""
+    """The end of a log or stream in bytes, and whether what was sent is its last part now."""
 
     end: int
     taken: bool

@@ -27,8 +27,8 @@ from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.layout.cost import Cluster
-from trainer.protocol import events
-from trainer.protocol.mirror import MirrorConfig, connect
+from trainer.protocol import events, mirror
+from trainer.protocol.mirror import PATIENCE_S, MirrorConfig, connect
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
@@ -37,10 +37,9 @@ from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
-# As long as a service may take to be restarted somewhere else.
-PATIENCE_S = 600.0
 _RETRY_S = 2.0
 POST_TIMEOUT_S = 10.0
+_MIRROR_S = 3 * mirror.INTERVAL_S
 # After a run this long the next failure counts as the first in a row.
 _LONG_RUN_S = 120.0
 
@@ -321,5 +320,7 @@ def run_with_restarts(
             )
         if not will_restart:
             return outcome
-        wait(failures.restart_delay_s(num_in_a_row))
+        delay_s = failures.restart_delay_s(num_in_a_row)
+        # For the last files of the workers' hosts to arrive at the others.
+        wait(max(delay_s, _MIRROR_S) if attempt.context.is_mirrored else delay_s)
     raise AssertionError("counting does not end")

@@ -41,6 +41,7 @@ from trainer.protocol.events import (
     StragglerFound,
     WorkersStarted,
 )
+from trainer.protocol.mirror import PATIENCE_S
 from trainer.protocol.outbox import read_batch
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 
@@ -473,7 +474,11 @@ class JobRunner:
     def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
         if failure is None:
             self._num_without_room = 0
-            if not self.attempt.context.files.stopping_path(run_index).exists():
+            files = self.attempt.context.files
+            if self.attempt.context.is_mirrored and not self._await_mark(run_index):
+                message = "the workers ended, and how has not been told: is the service away?"
+                return Failure(failures.STORAGE_ERROR, message)
+            if not files.stopping_path(run_index).exists():
                 return None
             return PAUSED if self._cause == failures.PAUSED else Restart()
         if failure.reason == failures.NO_ROOM:
@@ -487,6 +492,14 @@ class JobRunner:
         if host and (exclusion := self.record.fail(host, time.time())):
             self.attempt.writer.write(exclusion)
         return failure
+
+    def _await_mark(self, run_index: int) -> bool:
+        """Whether the mark of workers that ended well comes from their host, by the service."""
+        files, until = self.attempt.context.files, self.clock() + PATIENCE_S
+        marks = files.stopping_path(run_index), files.completed_path(run_index)
+        while not (found := any(mark.exists() for mark in marks)) and self.clock() < until:
+            self.wait(_POLL_S)
+        return found
 
     def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -420,12 +421,24 @@ def prepare_next_job(context: DriverContext) -> None:
         logger.warning("no workers were started for the next job: %s", error)
 
 
+def start_mirror(context: DriverContext) -> MirrorThread | None:
+    """Have the files of the run here, where hosts share no run storage; raises OSError."""
+    if context.mirror is None or context.mirror.is_of_service:
+        return None
+    mirror = MirrorThread(context.mirror)
+    mirror.start()
+    return mirror
+
+
 def main() -> int:
     """Run the attempt that the environment names; the exit code of the Ray job."""
-    context = DriverContext.from_env(os.environ)
-    mirror = MirrorThread(context.mirror) if context.mirror else None
-    if mirror:
-        mirror.start()
+    try:
+        context = DriverContext.from_env(os.environ)
+        mirror = start_mirror(context)
+    except (AttemptFailed, OSError) as error:
+        # For Ray's log of this driver, the only one that there is yet.
+        print(f"the driver cannot start: {error}", file=sys.stderr)
+        return 1
     start_log(context.files.log_path("driver"))
     logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))
@@ -439,18 +452,20 @@ def main() -> int:
         ended = end_attempt(context, writer, sinks)
     except Evicted as eviction:
         logger.warning("the driver is evicted: %s", eviction)
+        if mirror:
+            mirror.close(patience_s=0.0)
         return EXIT_EVICTED
     logger.info("attempt ended: %s: %s", ended.reason, ended.message)
+    if mirror:
+        # First what a job that has ended is expected to have, as its export.
+        mirror.flush()
     writer.write(ended)
     if poster:
         poster.close(POST_TIMEOUT_S)
     for sink in sinks:
         sink.close(SINK_TIMEOUT_S)
-    if mirror and poster:
-        # Waits for a service that is away, which finds nothing of this on its own disk.
+    if mirror:
         mirror.close()
-        poster.post_new()
-        mirror.remove()
     if is_preloading():
         prepare_next_job(context)
     return EXIT_CODES.get(ended.reason, 1)

@@ -138,7 +138,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     rank = ray.train.get_context().get_world_rank()
     # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
     host = ray.util.get_node_ip_address()
-    if worker.mirror:
+    if worker.mirror and not worker.mirror.is_of_service:
         follow_run(worker.mirror)
     check_machine(worker, host)
     add_code(worker)

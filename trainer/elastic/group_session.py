@@ -50,7 +50,7 @@ from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
 from trainer.protocol import requests
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
 from trainer.training.loss import NON_FINITE_ADVICE
@@ -583,7 +583,7 @@ class GroupSession(Session):
             self.save_checkpoint(is_best=False)
         self.checkpoints.wait()
         if self.checkpoints.newest_commit == self.state.commit:
-            worker.mark_stopping(self.config)
+            worker.leave_mark(self.config, AttemptDir.stopping_path)
 
     def report(self) -> None:
         """Send metrics and progress. Collective over the group, which waits for them.

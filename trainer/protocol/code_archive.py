@@ -179,8 +179,10 @@ def add_to_path(archive: Path) -> None:
         unpack(archive.read_bytes(), archive.stem, own)
         try:
             own.rename(folder)
-        except OSError:  # another process was faster
+        except OSError:
             shutil.rmtree(own)
+            if not folder.exists():  # or another process was faster
+                raise
     path = str(folder / PREFIX)
     sys.path.insert(0, path)
     others = os.environ.get("PYTHONPATH", "")

@@ -2,20 +2,22 @@
 
 Where hosts and service share no file system (`SHARDLOOM_RUNS_SHARED=false`), every host has the run
 folder at the same path on a disk of its own. One process of each keeps it alike, by HTTP, with the
-token of the attempt: requests come from the service, logs, traces and exports go there, event
-records are posted, and what the hosts tell one another by files (a request to stop, rows to skip)
-goes both ways. Drivers and workers read and write files as they do on shared storage.
+token of the attempt: requests come from the service, logs, event records, traces and exports go
+there, and what the hosts tell one another by files (a request to stop, rows to skip) goes both
+ways. Drivers and workers read and write files as they do on shared storage.
 
-The driver's host is served by a thread of the driver, any other by a process (`serve_host`) that
-lives as long as the attempt has a worker there. The service being away stops nobody: what is new
-waits on the host's disk. What the service has of an attempt that is over is removed there. A host
-that is lost takes with it what its last seconds brought.
+The driver's host is served by a thread of the driver, which also takes the event records of the
+others, any other by a process (`serve_host`) that lives as long as the attempt has a worker there.
+The service being away stops nobody: what is new waits on the host's disk. Once the service has all
+of an attempt that is over, it is removed there. A host that is lost takes with it what its last
+seconds brought.
 
     GET    /v1/attempts/ID/files          what the service has for hosts: path -> version
-    GET    /v1/attempts/ID/files/PATH     one of these
+    GET    /v1/attempts/ID/files/PATH     one of these, from a byte on
     PUT    /v1/attempts/ID/files/PATH     a piece of a file; the last one puts it in place
     DELETE /v1/attempts/ID/files/PATH
-    POST   /v1/attempts/ID/logs/SOURCE    bytes to append to a log
+    POST   /v1/attempts/ID/logs/SOURCE    bytes to append to a log, which several hosts may write
+    POST   /v1/attempts/ID/outbox/STREAM  bytes to append to a stream of records, which one writes
 
 Standard library only at import: the process beside each worker waits without more.
 """
@@ -36,8 +38,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
@@ -49,43 +52,53 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 # While the service asks for fewer requests: each host of a large job is one that asks.
 _LONGEST_INTERVAL_S = 60.0
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 PIECE_BYTES = 1 << 20
-# How long a host that is done tries to reach the service.
+# How long a host that starts or is done tries to reach the service: it may be started elsewhere.
 PATIENCE_S = 600.0
-_START_S = 60.0
 _NAME = r"[A-Za-z0-9][\w.@-]{0,200}"
-_FROM_SERVICE = re.compile(
+_FROM_SERVICE = (
     r"rewind\.json|secret-names\.json|code/[0-9a-f]{64}\.zip|"
-    r"attempts/ATTEMPT/(spec|pause-request|resize-request|growth-limit|trace-request)\.json"
+    r"ATTEMPT/(spec|pause-request|resize-request|growth-limit|trace-request)\.json"
 )
-_BOTH_WAYS = re.compile(
+_BOTH_WAYS = (
     rf"skipped-rows\.json|sinks/{_NAME}\.json|"
-    r"attempts/ATTEMPT/((resolved-spec|stop-request|save-request)\.json|stopping-\d{1,9})"
+    r"ATTEMPT/((resolved-spec|stop-request|save-request)\.json|(stopping|completed)-\d{1,6})"
 )
-_FROM_HOSTS = re.compile(
-    rf"attempts/ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_NAME}/){{0,4}}{_NAME}"
-)
-_FOLDERS = ("", "code", "sinks", "attempts/ATTEMPT", "attempts/ATTEMPT/traces")
+_FROM_HOSTS = rf"ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_NAME}/){{0,4}}{_NAME}"
+_STREAM = re.compile(rf"attempts/{_NAME}/outbox/{_NAME}\.jsonl")
 # What says that all else is there: to readers of an export, and to workers that start.
 _LAST = ("EXPORT.json", "resolved-spec.json")
 
 
+@lru_cache
+def _pattern(kinds: str, attempt_id: str) -> re.Pattern[str]:
+    return re.compile(kinds.replace("ATTEMPT", f"attempts/{re.escape(attempt_id)}"))
+
+
 def comes_from_service(path: str, attempt_id: str) -> bool:
     """Whether hosts take the file at `path` of a run folder from the service."""
-    general = path.replace(f"attempts/{attempt_id}/", "attempts/ATTEMPT/", 1)
-    return bool(_FROM_SERVICE.fullmatch(general) or _BOTH_WAYS.fullmatch(general))
+    return bool(_pattern(f"{_FROM_SERVICE}|{_BOTH_WAYS}", attempt_id).fullmatch(path))
 
 
 def goes_to_service(path: str, attempt_id: str) -> bool:
     """Whether hosts may write the file at `path` of a run folder."""
-    general = path.replace(f"attempts/{attempt_id}/", "attempts/ATTEMPT/", 1)
-    return bool(_FROM_HOSTS.fullmatch(general) or _BOTH_WAYS.fullmatch(general))
+    return bool(_pattern(f"{_FROM_HOSTS}|{_BOTH_WAYS}", attempt_id).fullmatch(path))
 
 
-def folders_of(attempt_id: str) -> Iterator[str]:
-    """Folders of a run folder whose files are exchanged; exports have folders below them."""
-    return (each.replace("ATTEMPT", attempt_id) for each in _FOLDERS)
+def is_small(path: str, attempt_id: str) -> bool:
+    """Whether hosts tell one another something by this file."""
+    return bool(_pattern(_BOTH_WAYS, attempt_id).fullmatch(path))
+
+
+def is_stream(path: str) -> bool:
+    """Whether this is a stream of event records, of whichever attempt."""
+    return bool(_STREAM.fullmatch(path))
+
+
+def folders_of(attempt_id: str) -> tuple[str, ...]:
+    """Folders with files that hosts take."""
+    return ("", "code", "sinks", f"attempts/{attempt_id}")
 
 
 def version_of(status: os.stat_result) -> str:
@@ -107,8 +120,13 @@ class MirrorConfig:
     def files(self) -> AttemptDir:
         return RunDir(Path(self.run_dir)).attempt(self.attempt_id)
 
+    @property
+    def is_of_service(self) -> bool:
+        """Whether this host's folder is the service's own: its machine may be a host of Ray."""
+        return RunDir(Path(self.run_dir)).job_path.exists()
+
     def connect(self) -> httpx.Client:
-        return connect(self.token, self.ca_file, _TIMEOUT_S)
+        return connect(self.token, self.ca_file, TIMEOUT_S)
 
 
 def connect(token: str, ca_file: str | None, timeout_s: float) -> httpx.Client:
@@ -127,53 +145,87 @@ class TooManyRequests(OSError):
     """The service wants to be asked less often."""
 
 
-class Refused(OSError):
-    """The service does not take a request, and never will."""
+class NotTaken(OSError):
+    """The service does not take this file for now; others it may."""
+
+
+class Refused(NotTaken):
+    """The service does not take this file, and never will."""
 
 
 class Mirror:
-    """Exchanges what has changed on this host or at the service, each time `exchange` is called."""
+    """Exchanges what has changed on this host or at the service, each time `exchange` is called.
 
-    def __init__(self, config: MirrorConfig, client: httpx.Client) -> None:
+    With `takes_streams` this host gets the event records of all others.
+    """
+
+    def __init__(
+        self, config: MirrorConfig, client: httpx.Client, *, takes_streams: bool = False
+    ) -> None:
         self._root = Path(config.run_dir)
         self._attempt_id = config.attempt_id
         self._files = config.files
         self._client = client
         self._url = f"{config.service_url}/v1/attempts/{config.attempt_id}"
+        self._takes_streams = takes_streams
+        self._lock = threading.Lock()
         # path -> versions here and at the service when they were alike.
         self._alike: dict[str, tuple[str | None, str | None]] = {}
-        # Log source -> bytes that the service has, and by how much its log is longer.
-        self._sent: dict[str, tuple[int, int | None]] = {}
-        self._sent_path = self._files.root / "sent-logs.json"
+        # path -> version here, and how many bytes of it the service has.
+        self._begun: dict[str, tuple[str, int]] = {}
+        # path of another host's stream -> how many bytes of it are here.
+        self.taken: dict[str, int] = {}
+        # Log or stream -> bytes that the service has, and by how much its log is longer.
+        self._sent: dict[str, tuple[int, int]] = {}
+        # Log -> size of the piece whose answer is missing.
+        self._unanswered: dict[str, int] = {}
+        self._sent_path = self._files.root / "sent.json"
         with suppress(OSError, ValueError):
             # Of an earlier process on this host.
-            self._sent = {
-                k: (v[0], v[1]) for k, v in json.loads(self._sent_path.read_bytes()).items()
-            }
+            found = json.loads(self._sent_path.read_bytes())
+            self._sent = {name: (sent, ahead) for name, (sent, ahead) in found.items()}
 
     def exchange(self) -> None:
         """Make both sides alike; raises OSError, or `httpx.HTTPError` where nobody answers."""
-        answer = self._ask("GET", "/files").json()
-        theirs: dict[str, str] = answer["files"]
-        if answer["current"] not in (None, self._attempt_id):
-            # As on shared storage: another attempt has the run folder, and this one ends.
-            owner = json.dumps({"name": answer["current"]}).encode()
-            write_whole(RunDir(self._root).lock_path, owner)
-        ours = dict(self._ours())
-        paths = set(theirs) | set(ours) | set(self._alike)
-        problem: OSError | None = None
+        with self._lock:
+            answer = self._ask("GET", "/files", query={"streams": self._takes_streams}).json()
+            self._note_owner(answer["current"])
+            sent = dict(self._sent)
+            try:
+                problems = [*self._exchange_files(answer["files"]), *self._send_growing()]
+            finally:
+                if self._sent != sent:
+                    with suppress(OSError):
+                        write_whole(self._sent_path, json.dumps(self._sent).encode())
+        if problems:
+            raise problems[0]
+
+    def _note_owner(self, attempt_id: str | None) -> None:
+        """As on shared storage: where another attempt has the run folder, this one ends."""
+        run = RunDir(self._root)
+        if attempt_id not in (None, self._attempt_id, run.lock_owner()):
+            write_whole(run.lock_path, json.dumps({"name": attempt_id}).encode())
+
+    def _exchange_files(self, theirs: dict[str, str]) -> list[OSError]:
+        """Exchange each file that has changed; what went wrong with single ones."""
+        ours, problems = dict(self._ours()), list[OSError]()
+        paths = {path for path in theirs if not is_stream(path)} | set(ours) | set(self._alike)
         for path in sorted(paths, key=lambda path: (path.endswith(_LAST), path)):
+            if problems and path.endswith(_LAST):
+                continue
             try:
                 self._exchange_file(path, ours.get(path), theirs.get(path))
-            except (Refused, FileNotFoundError) as error:  # of this file alone
-                problem = error
-        self._send_logs()
-        if problem is not None:
-            raise problem
+            except (NotTaken, FileNotFoundError) as error:
+                problems.append(error)
+        for path in theirs:
+            if is_stream(path):
+                self._take_stream(path, int(theirs[path]))
+        return problems
 
     def _ours(self) -> Iterator[tuple[str, str]]:
         """Path and version of each file here that both sides may have."""
         folders = [self._root / each for each in folders_of(self._attempt_id)]
+        folders += [self._files.traces_dir]
         folders += [path for path in self._root.glob("exports/x-*/**") if path.is_dir()]
         for folder in folders:
             with suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -194,7 +246,7 @@ class Mirror:
         if may_send and here != was_here and not (is_new and there is not None):
             there = self._send(path, here)
         elif may_take and (there != was_there or (is_new and not may_send)):
-            here = self._take(path, there)
+            here, there = self._take(path, there)
         else:
             return
         self._alike[path] = (here, there)
@@ -204,76 +256,133 @@ class Mirror:
         if here is None:
             self._ask("DELETE", f"/files/{path}")
             return None
+        begun, at = self._begun.pop(path, ("", 0))
+        at = at if begun == here else 0
         with (self._root / path).open("rb") as file:
-            total, at, version = os.fstat(file.fileno()).st_size, 0, None
-            while version is None:
+            total = os.fstat(file.fileno()).st_size
+            while True:
+                self._begun[path] = (here, at)
+                file.seek(at)
                 piece = file.read(min(PIECE_BYTES, total - at))
-                if at + len(piece) < total and not piece:
-                    raise OSError(f"{path} became shorter while it was sent")
-                where = {"at": at, "total": total}
-                version = self._ask("PUT", f"/files/{path}", piece, where).json()["version"]
-                at += len(piece)
-        return str(version)
+                answer = self._put(path, piece, {"at": at, "total": total})
+                if answer["version"] is not None:
+                    del self._begun[path]
+                    return str(answer["version"])
+                if not piece or answer["size"] <= at:
+                    self._begun[path] = (here, 0)
+                    raise NotTaken(f"{path} was changed, here or there, while it was sent")
+                at = answer["size"]
 
-    def _take(self, path: str, there: str | None) -> str | None:
-        """Put the service's file in place, or remove ours; its version here."""
+    def _put(self, path: str, piece: bytes, where: dict[str, Any]) -> Any:
+        """What the service says to a piece of a file, once it is not too busy."""
+        give_up_at = time.monotonic() + _LONGEST_INTERVAL_S
+        while True:
+            try:
+                return self._ask("PUT", f"/files/{path}", piece, where).json()
+            except TooManyRequests:
+                if time.monotonic() > give_up_at:
+                    raise
+            time.sleep(INTERVAL_S)
+
+    def _take(self, path: str, there: str | None) -> tuple[str | None, str | None]:
+        """Put the service's file in place, or remove ours; the versions here and there."""
         target = self._root / path
-        if there is None:
+        answer = self._ask("GET", f"/files/{path}", accepted=(404,)) if there else None
+        if answer is None or not answer.is_success:
             target.unlink(missing_ok=True)
-            return None
-        answer = self._ask("GET", f"/files/{path}")
+            return None, None
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, answer.content)
-        return version_of(target.stat())
+        return version_of(target.stat()), there
 
-    def _send_logs(self) -> None:
-        before = dict(self._sent)
-        try:
-            listing = sorted(self._files.logs_dir.glob("*.log"))
-            for log in listing:
-                if "@" not in log.stem:
-                    self._send_log(log, listing)
-        finally:
-            if self._sent != before:
-                with suppress(OSError):
-                    write_whole(self._sent_path, json.dumps(self._sent).encode())
+    def _take_stream(self, path: str, size: int) -> None:
+        """Append what is new of a stream that another host writes."""
+        target = self._root / path
+        if path not in self.taken and target.exists():
+            return
+        at = self.taken.setdefault(path, 0)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while at < size:
+            piece = self._ask("GET", f"/files/{path}", query={"at": at}).content
+            if not piece:
+                return
+            with target.open("ab") as file:
+                file.write(piece)
+            at = self.taken[path] = at + len(piece)
 
-    def _send_log(self, log: Path, listing: list[Path]) -> None:
+    def _send_growing(self) -> list[OSError]:
+        """Send what is new of logs and streams; what went wrong with single ones."""
+        problems: list[OSError] = []
+        logs = sorted(self._files.logs_dir.glob("*.log"))
+        sends = [partial(self._send_log, log, logs) for log in logs if "@" not in log.stem]
+        for path in self._files.stream_paths():
+            if str(path.relative_to(self._root)) not in self.taken:
+                sends.append(partial(self._send_stream, path))
+        for send in sends:
+            try:
+                send()
+            except (NotTaken, FileNotFoundError) as error:
+                problems.append(error)
+        return problems
+
+    def _send_stream(self, path: Path) -> None:
+        name = f"outbox/{path.stem}"
+        sent, _ = self._sent.get(name, (0, 0))
+        while piece := _read_piece(path, sent):
+            answer = self._ask("POST", f"/{name}", piece, {"at": sent}, accepted=(409,)).json()
+            # Nobody else writes it: what the service has already is this.
+            sent = answer["end"]
+            self._sent[name] = (sent, 0)
+
+    def _send_log(self, log: Path, parts: list[Path]) -> None:
         """Send what is new of one log, of which the service may have parts of other hosts."""
-        sent, ahead = self._sent.get(log.stem, (0, None))
-        while found := _read_chain(log, listing, sent):
+        name = f"logs/{log.stem}"
+        if name not in self._sent:
+            self._sent[name] = (0, self._ask("POST", f"/{name}", b"").json()["end"])
+        sent, ahead = self._sent[name]
+        while found := _read_chain(log, parts, sent, self._unanswered.get(name, PIECE_BYTES)):
             sent, piece = found
-            at = {} if ahead is None else {"at": sent + ahead}
-            answer = self._ask("POST", f"/logs/{log.stem}", piece, at, accepted=(409,)).json()
+            self._unanswered[name] = len(piece)
+            where = {"at": sent + ahead}
+            answer = self._ask("POST", f"/{name}", piece, where, accepted=(409,)).json()
+            del self._unanswered[name]
             end: int = answer["end"]
-            if answer["taken"] or (ahead is not None and end == sent + ahead + len(piece)):
+            if answer["taken"] or end == sent + ahead + len(piece):
                 # Taken now, or before, and the answer was lost.
                 sent += len(piece)
             ahead = end - sent
-            self._sent[log.stem] = (sent, ahead)
+            self._sent[name] = (sent, ahead)
 
     def _ask(
         self,
         method: str,
         path: str,
         content: bytes | None = None,
-        query: dict[str, int] | None = None,
+        query: dict[str, Any] | None = None,
         accepted: tuple[int, ...] = (),
     ) -> httpx.Response:
         response = self._client.request(method, self._url + path, content=content, params=query)
         status = response.status_code
         if response.is_success or status in accepted:
             return response
-        kind = {429: TooManyRequests}.get(status, Refused if response.is_client_error else OSError)
+        kinds = {429: TooManyRequests, 507: NotTaken}
+        kind = kinds.get(status, Refused if response.is_client_error else OSError)
         raise kind(f"{method} {path}: HTTP {status}: {response.text[:200]}")
 
 
-def _read_chain(log: Path, listing: list[Path], offset: int) -> tuple[int, bytes] | None:
+def _read_piece(path: Path, at: int, max_bytes: int = PIECE_BYTES) -> bytes:
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(max_bytes)
+
+
+def _read_chain(
+    log: Path, parts: list[Path], offset: int, max_bytes: int
+) -> tuple[int, bytes] | None:
     """The next piece of a log from a byte offset on, and where it begins; None at the end."""
-    for start, path in parts_of(log, listing):
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(max(0, offset - start))
-            if piece := file.read(PIECE_BYTES):
+    for start, path in parts_of(log, parts):
+        with suppress(FileNotFoundError):
+            if piece := _read_piece(path, max(0, offset - start), max_bytes):
                 return max(start, offset), piece
     return None
 
@@ -284,44 +393,41 @@ class MirrorThread:
     def __init__(self, config: MirrorConfig) -> None:
         self._files = config.files
         self._lock = _locked(config.files.root / "mirror.lock")
-        self._mirror = Mirror(config, config.connect())
+        self._mirror = Mirror(config, config.connect(), takes_streams=True)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
         """Take what the service has for this attempt, then go on; raises OSError after a while."""
-        if (error := _exchange_once(self._mirror)) is not None:
+        # Of an attempt before that was cut off here.
+        shutil.rmtree(_exports_of(self._files), ignore_errors=True)
+        if (error := self.flush()) is not None:
             raise OSError(f"the service does not give the files of the run: {error}")
         self._thread.start()
 
-    def close(self) -> None:
-        """Exchange a last time; waits for a service that is away."""
+    def flush(self, patience_s: float = PATIENCE_S) -> Exception | None:
+        """Exchange, again while the service is away; what was wrong in the end."""
+        return _exchange_once(self._mirror, patience_s)
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Exchange a last time, and remove this host's copy of what the service has now."""
         self._stopping.set()
         self._thread.join()
-        _exchange_once(self._mirror)
-
-    def remove(self) -> None:
-        """Remove this host's copy of what the service has of the attempt now."""
-        _remove_copy(self._files)
+        if _is_done(self.flush(patience_s)):
+            for path in self._mirror.taken:
+                shutil.rmtree((self._files.root.parents[1] / path).parents[1], ignore_errors=True)
+            _remove_copy(self._files)
         self._lock.close()
 
     def _run(self) -> None:
         _exchange_until(self._mirror, self._stopping.wait)
 
 
-def _exchange_once(mirror: Mirror) -> Exception | None:
-    """Exchange, again while the service is away; what was wrong in the end."""
-    give_up_at = time.monotonic() + PATIENCE_S
-    while error := _tried(mirror):
-        if isinstance(error, Refused) or time.monotonic() > give_up_at:
-            break
+def _exchange_once(mirror: Mirror, patience_s: float = PATIENCE_S) -> Exception | None:
+    give_up_at = time.monotonic() + patience_s
+    while not _is_done(error := _tried(mirror)) and time.monotonic() < give_up_at:
         time.sleep(INTERVAL_S)
     return error
-
-
-def _remove_copy(files: AttemptDir) -> None:
-    shutil.rmtree(files.root, ignore_errors=True)
-    shutil.rmtree(RunDir(files.root.parents[1]).exports_dir, ignore_errors=True)
 
 
 def _exchange_until(mirror: Mirror, wait: Callable[[float], bool]) -> None:
@@ -345,10 +451,27 @@ def _tried(mirror: Mirror) -> Exception | None:
     return None
 
 
+def _is_done(error: Exception | None) -> bool:
+    """Whether the service has all that it will ever take."""
+    return error is None or isinstance(error, Refused)
+
+
+def _exports_of(files: AttemptDir) -> Path:
+    return RunDir(files.root.parents[1]).exports_dir
+
+
+def _remove_copy(files: AttemptDir) -> None:
+    shutil.rmtree(files.root, ignore_errors=True)
+    shutil.rmtree(_exports_of(files), ignore_errors=True)
+    with suppress(OSError):  # another attempt is here
+        files.root.parent.rmdir()
+        shutil.rmtree(files.root.parents[1], ignore_errors=True)
+
+
 # ---- hosts without the driver
 
 
-def serve_host(config: MirrorConfig) -> None:
+def serve_host(config: MirrorConfig, patience_s: float = PATIENCE_S) -> None:
     """In a worker: have this host's copy kept until the host has no more workers of the attempt.
 
     Returns once the driver's files are here; raises OSError where they do not come.
@@ -361,7 +484,7 @@ def serve_host(config: MirrorConfig) -> None:
     subprocess.run(
         command, input=json.dumps(asdict(config)).encode(), stdout=subprocess.DEVNULL, check=True
     )
-    give_up_at = time.monotonic() + _START_S
+    give_up_at = time.monotonic() + patience_s
     while not files.resolved_spec_path.exists():
         if time.monotonic() > give_up_at:
             raise OSError(f"no files of the run came from {config.service_url}")
@@ -388,6 +511,7 @@ def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> IO[bytes]:
 
 def _lock_if_free(path: Path) -> IO[bytes] | None:
     """A file that is locked until it is closed; None where some process has locked it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -398,40 +522,34 @@ def _lock_if_free(path: Path) -> IO[bytes] | None:
 
 
 def main() -> None:
-    """Keep the copy of this host, one process after another: each waits for the one before."""
+    """Keep the copy of this host, until no worker is there; one process waits to go on after it."""
     config = MirrorConfig(**json.loads(sys.stdin.buffer.read()))
     if os.fork():
         os._exit(0)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    files = config.files
-    workers = files.root / "workers.lock"
-    with _locked(files.root / "mirror.lock"):
-        if (alone := _lock_if_free(workers)) is None:
-            _serve(config, workers)
-            alone = _lock_if_free(workers)
-        if alone is not None:
-            _remove_copy(files)
-            alone.close()
+    root = config.files.root
+    if (turn := _lock_if_free(root / "next-mirror.lock")) is None:
+        return
+    with _locked(root / "mirror.lock"):
+        turn.close()
+        is_done = _serve(config, root / "workers.lock")
+        alone = _lock_if_free(root / "workers.lock")
+        if is_done and alone is not None:
+            _remove_copy(config.files)
 
 
-def _serve(config: MirrorConfig, workers: Path) -> None:
-    """Keep this host's copy until no worker holds the lock, and all was sent."""
-    from trainer.protocol.outbox import OutboxPoster
-
-    client = config.connect()
-    mirror = Mirror(config, client)
-    url = f"{config.service_url}/v1/attempts/{config.attempt_id}/events"
-    poster = OutboxPoster(config.files, client, url)
-    poster.start()
+def _serve(config: MirrorConfig, workers: Path) -> bool:
+    """Keep this host's copy until no worker holds the lock; whether the service has all then."""
+    mirror = Mirror(config, config.connect())
 
     def is_over(wait_s: float) -> bool:
         time.sleep(wait_s)
-        lock = _lock_if_free(workers)
-        if lock is not None:
-            lock.close()
-        return lock is not None
+        if (lock := _lock_if_free(workers)) is None:
+            return False
+        lock.close()
+        return True
 
     _tried(mirror)
     is_last = False
@@ -439,8 +557,7 @@ def _serve(config: MirrorConfig, workers: Path) -> None:
         _exchange_until(mirror, is_over)
         # The last words of a process are written after its end.
         is_last = is_over(INTERVAL_S)
-    _exchange_once(mirror)
-    poster.close(_TIMEOUT_S)
+    return _is_done(_exchange_once(mirror))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ RUN_DIR/                         one per job
     growth-limit.json            while it exists the attempt grows no further: {"max_workers"}
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
     save-request.json            the leading group shall save: {"run_index", "number"}
-    stopping-0                   workers of that run index do so
+    stopping-0, completed-0      how workers of that run index ended: so, or with all trained
     pause-request.json           while it exists the attempt shall save and end: {"id"}
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """
@@ -106,6 +106,10 @@ class AttemptDir:
     def stopping_path(self, run_index: int) -> Path:
         """Mark of workers that stop because they were asked to."""
         return self.root / f"stopping-{run_index}"
+
+    def completed_path(self, run_index: int) -> Path:
+        """Mark of workers that have trained to the end."""
+        return self.root / f"completed-{run_index}"
 
     def trace_path(self, trace_id: str, rank: int) -> Path:
         """Trace of one rank; `trace_id` is `spec` for what the spec asks for."""

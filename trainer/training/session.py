@@ -24,6 +24,7 @@ import torch.distributed as dist
 from trainer.checkpoint.files import RowOrder
 from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainState
 from trainer.checkpoint.resume import restore
+from trainer.checkpoint.save_load import of_first
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
 from trainer.coordination.sync_tuner import Observation, SyncTuner
@@ -681,7 +682,8 @@ class Session:
                 self.note("info", found.message)
             else:
                 logger.info("%s", found.message)
-        skipped = SkippedRows.read(RunDir(self.config.run_dir).skipped_rows_path)
+        path = RunDir(self.config.run_dir).skipped_rows_path
+        skipped = of_first(lambda: SkippedRows.read(path), self.checkpoints.group)
         before, num_rows = self.state.position, self.shape.num_rows
         after = without(before, skipped)
         self.state.rows_skipped += after.rows_done(num_rows) - before.rows_done(num_rows)

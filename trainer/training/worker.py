@@ -2,16 +2,18 @@
 
     driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
     rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
+    rank 0 ──► completed-RUN_INDEX                          when all is trained
 
-Both are files of the attempt; `trainer.protocol.requests` says what the mark tells the driver.
+They are files of the attempt; `trainer.protocol.requests` says what the mark tells the driver.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from trainer.layout.layout import Layout, LayoutError
 from trainer.models.user_module import users_error
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.planner import PlanError
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.training.session import Session
@@ -59,6 +61,8 @@ def train(session: Session) -> dict[str, float]:
         session.speed.restart()
         if not session.is_finished:
             _take_steps(session)
+        if session.is_finished:
+            leave_mark(session.config, AttemptDir.completed_path)
     finally:
         session.close()
     return session.final_metrics
@@ -83,7 +87,7 @@ def _take_steps(session: Session) -> None:
             session.land_report()  # which may say that a stop is wanted: one save is enough
         must_stop = session.is_asked_to_stop
         if must_stop:
-            mark_stopping(session.config)
+            leave_mark(session.config, AttemptDir.stopping_path)
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if session.is_finished or must_stop:
@@ -127,11 +131,10 @@ def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGro
     return build_groups(layout, device, timeout_s, host)
 
 
-def mark_stopping(config: WorkerConfig) -> None:
-    """Rank 0 leaves the mark by which the driver knows that these workers have saved and stop."""
+def leave_mark(config: WorkerConfig, path: Callable[[AttemptDir, int], Path]) -> None:
+    """Rank 0 leaves the mark by which the driver knows how these workers ended well."""
     if dist.get_rank() == 0:
-        files = RunDir(config.run_dir).attempt(config.attempt_id)
-        files.stopping_path(config.run_index).touch()
+        path(RunDir(config.run_dir).attempt(config.attempt_id), config.run_index).touch()
 
 
 @contextmanager

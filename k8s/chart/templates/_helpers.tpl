@@ -83,10 +83,15 @@ capabilities:
       {{- end }}
 {{- end }}
 
+{{- /* Another claim where the service has it alone: the access mode of one that is there stays. */}}
+{{- define "shardloom.runsClaim" -}}
+{{- .Values.storage.runs.existingClaim | default (ternary "shardloom-runs" "shardloom-service-runs" .Values.storage.runs.shared) }}
+{{- end }}
+
 {{- define "shardloom.claims" -}}
 - name: runs
   persistentVolumeClaim:
-    claimName: {{ .Values.storage.runs.existingClaim | default "shardloom-runs" }}
+    claimName: {{ include "shardloom.runsClaim" . }}
 {{- include "shardloom.dataClaim" . }}
 {{- end }}
 

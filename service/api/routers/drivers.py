@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from service.domain.models import Attempt
 from service.errors import Forbidden, RunsAreShared
 from service.jobs.run_storage import (
     append_log,
+    append_stream,
     keep_piece,
     list_exchanged,
     reach,
@@ -37,6 +39,7 @@ from service.schemas.admin import (
     RunFileKept,
     RunFiles,
 )
+from service.settings import Settings
 from trainer.protocol.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
@@ -133,19 +136,29 @@ def get_exchanging(attempt_id: str, context: ContextDep) -> Attempt:
 
 
 AttemptDep = Annotated[Attempt, Depends(get_exchanging)]
+AtDep = Annotated[
+    int | None, Query(ge=0, le=MAX_FILE_BYTES, description="Where it has to end, in bytes.")
+]
 
 
 @router.get("/files", summary="Files of the run that hosts take")
 @on_storage()
-def list_files(attempt: AttemptDep, context: ContextDep) -> RunFiles:
+def list_files(attempt: AttemptDep, context: ContextDep, streams: bool = False) -> RunFiles:
+    """With `streams` also those of records, of all attempts, whose version is their size."""
     current = context.store.get_job(attempt.job_id).current_attempt_id
-    return RunFiles(current=current, files=list_exchanged(context.settings, attempt))
+    found = list_exchanged(context.settings, attempt, streams=streams)
+    return RunFiles(current=current, files=found)
 
 
 @router.get("/files/{path:path}", summary="A file of the run", response_class=Response)
 @on_storage()
-def read_file(path: str, attempt: AttemptDep, context: ContextDep) -> Response:
-    content = read_exchanged(context.settings, attempt, path)
+def read_file(
+    path: str,
+    attempt: AttemptDep,
+    context: ContextDep,
+    at: Annotated[int, Query(ge=0, le=MAX_FILE_BYTES, description="Of a stream of records.")] = 0,
+) -> Response:
+    content = read_exchanged(context.settings, attempt, path, at)
     return Response(content, media_type="application/octet-stream")
 
 
@@ -158,22 +171,23 @@ async def put_file(
     at: Annotated[int, Query(ge=0, le=MAX_FILE_BYTES, description="Where the piece begins.")],
     total: Annotated[int, Query(ge=0, le=MAX_FILE_BYTES, description="Size of the file, bytes.")],
 ) -> RunFileKept:
-    """The file is in place once its last piece is there; 409 where one is missing."""
-    keep = partial(
-        keep_piece, context.settings, attempt, path, await request.body(), at=at, total=total
-    )
+    """The file is in place once its last piece is there. A piece that begins elsewhere than at
+    the end of the one before is left out, as `size` says."""
+    piece = await request.body()
+    keep = partial(keep_piece, context.settings, attempt, path, piece, at=at, total=total)
 
-    def check_and_keep() -> str | None:
-        if not _is_current(attempt, context) and not path.startswith(f"attempts/{attempt.id}/"):
-            raise Forbidden(f"attempt {attempt.id} does not have the run folder any more")
+    def check_and_keep() -> tuple[str | None, int]:
+        _check_writes(attempt, path, context)
         return reach(context.settings, keep)
 
-    return RunFileKept(version=await run_in_threadpool(check_and_keep))
+    version, size = await run_in_threadpool(check_and_keep)
+    return RunFileKept(version=version, size=size)
 
 
 @router.delete("/files/{path:path}", summary="Remove a file of the run", status_code=204)
 @on_storage()
 def remove_file(path: str, attempt: AttemptDep, context: ContextDep) -> None:
+    _check_writes(attempt, path, context)
     remove_exchanged(context.settings, attempt, path)
 
 
@@ -184,17 +198,48 @@ async def post_log(
     attempt: AttemptDep,
     context: ContextDep,
     response: Response,
-    at: Annotated[
-        int | None, Query(ge=0, le=MAX_FILE_BYTES, description="Where the log has to end.")
-    ] = None,
+    at: AtDep = None,
 ) -> LogKept:
     """409 where the log ends elsewhere: another host wrote it too, or an answer was lost."""
     piece = await request.body()
-    keep = partial(append_log, context.settings, attempt, source, piece, at)
+    return await _append(append_log, context, attempt, source, piece, at, response)
+
+
+@router.post("/outbox/{stream}", summary="Append to a stream of records", openapi_extra=_BYTES)
+async def post_stream(
+    request: Request,
+    stream: str,
+    attempt: AttemptDep,
+    context: ContextDep,
+    response: Response,
+    at: AtDep = None,
+) -> LogKept:
+    """409 where the stream ends elsewhere. Its records count once they come by `/events`, or with
+    the end of the attempt."""
+    piece = await request.body()
+    return await _append(append_stream, context, attempt, stream, piece, at, response)
+
+
+async def _append(
+    append: Callable[[Settings, Attempt, str, bytes, int | None], tuple[int, bool]],
+    context: Context,
+    attempt: Attempt,
+    name: str,
+    piece: bytes,
+    at: int | None,
+    response: Response,
+) -> LogKept:
+    keep = partial(append, context.settings, attempt, name, piece, at)
     end, is_taken = await run_in_threadpool(reach, context.settings, keep)
-    if not is_taken:
+    if piece and not is_taken:
         response.status_code = status.HTTP_409_CONFLICT
     return LogKept(end=end, taken=is_taken)
+
+
+def _check_writes(attempt: Attempt, path: str, context: Context) -> None:
+    """Raise `Forbidden` for what is the run's where another attempt has it."""
+    if not path.startswith(f"attempts/{attempt.id}/") and not _is_current(attempt, context):
+        raise Forbidden(f"attempt {attempt.id} does not have the run folder any more")
 
 
 def _is_current(attempt: Attempt, context: Context) -> bool:

@@ -27,7 +27,6 @@ from typing import Any
 
 import httpx
 import urllib3
-import yaml
 from kubernetes import client
 
 from tests.harness.kube.cluster import KubeCluster, RealCluster
@@ -167,7 +166,6 @@ class RayJobRequest:
 
     job_id: str
     entrypoint: str
-    runtime_env: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
 
@@ -185,11 +183,10 @@ class RealRay:
 
     def submit(self, request: RayJobRequest) -> None:
         """Start a job; what the pods would have in their environment becomes its runtime env."""
-        variables = {**request.env, **request.runtime_env.get("env_vars", {})}
         body = {
             "entrypoint": request.entrypoint,
             "submission_id": request.job_id,
-            "runtime_env": {**request.runtime_env, "env_vars": variables},
+            "runtime_env": {"env_vars": request.env},
             "metadata": request.metadata,
         }
         self._call("POST", "/api/jobs/", json=body).raise_for_status()
@@ -495,7 +492,6 @@ class RayJobOperator:
         return RayJobRequest(
             job_id=job["status"]["jobId"],
             entrypoint=spec.get("entrypoint", ""),
-            runtime_env=yaml.safe_load(spec.get("runtimeEnvYAML") or "{}"),
             metadata=spec.get("metadata", {}),
             env=self.clusters.env_of(cluster),
         )

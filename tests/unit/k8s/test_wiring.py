@@ -118,7 +118,8 @@ def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
         data = {} if variant.startswith("bucket") else {"/var/lib/shardloom/data": f"{whose}-data"}
         runs = settings_of(variant)["SHARDLOOM_RUNS_DIR"]
         if is_shared or pod.component == "service":
-            assert claims == {runs: f"{whose}-runs", **data}
+            claim = f"{whose}-runs" if is_shared else "shardloom-service-runs"
+            assert claims == {runs: claim, **data}
         else:
             assert claims == data
             assert runs in {each["mountPath"] for each in pod.containers[0]["volumeMounts"]}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,7 @@ from tests.harness.builders import spec_document
 from tests.harness.service import TINY_DATA, Guarded, GuardedApps, problem_in, replace_attempt
 from trainer.protocol import mirror
 from trainer.protocol.log_pump import append
-from trainer.protocol.mirror import Mirror, MirrorConfig
+from trainer.protocol.mirror import Mirror, MirrorConfig, NotTaken, Refused
 from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
 
 CHECKPOINTS = "s3://bucket/checkpoints"
@@ -47,7 +49,10 @@ def job(house: Guarded) -> str:
 class Host:
     """A host of the first attempt with a disk of its own."""
 
-    def __init__(self, house: Guarded, job: str, disk: Path) -> None:
+    def __init__(
+        self, house: Guarded, job: str, disk: Path, *, takes_streams: bool = False
+    ) -> None:
+        self.takes_streams = takes_streams
         token = {"Authorization": f"Bearer {house.keys['driver']}"}
         self.http = TestClient(house.http.app, base_url=str(house.http.base_url), headers=token)
         self.run = RunDir(disk / job)
@@ -63,7 +68,7 @@ class Host:
         """Another process exchanges from now on."""
         url = str(self.http.base_url)
         config = MirrorConfig(str(self.run.root), self.files.root.name, url, "")
-        self.mirror = Mirror(config, self.http)
+        self.mirror = Mirror(config, self.http, takes_streams=self.takes_streams)
 
     def exchange(self) -> None:
         self.mirror.exchange()
@@ -168,13 +173,42 @@ def test_a_log_that_moves_to_another_host_goes_on_and_nothing_comes_twice(
     host.log("rank-0", "two\n")
     with host.losing("POST"), pytest.raises(httpx.ReadError):
         host.exchange()
+    # Longer than what was sent, as it goes again.
+    host.log("rank-0", "and more\n")
     host.exchange()
     other.log("rank-0", "three\n")
     other.exchange()
     host.restart()
     host.log("rank-0", "four\n")
     host.exchange()
-    assert log.read_text() == "one\ntwo\nthree\nfour\n"
+    assert log.read_text() == "one\ntwo\nand more\nthree\nfour\n"
+
+
+def test_records_of_all_hosts_reach_the_service_and_the_driver_s_host(
+    house: Guarded, job: str, host: Host, kept: RunDir, tmp_path: Path
+) -> None:
+    driver = Host(house, job, tmp_path / "driver", takes_streams=True)
+    for each, name in ((driver, "driver"), (host, "workers-0")):
+        path = each.files.stream_path(name)
+        path.parent.mkdir()
+        path.write_text(f"{name} 1\n")
+    earlier = kept.attempt("job-0-a0").stream_path("workers-9")
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("before\n")
+    for each in (host, driver):
+        each.exchange()
+    with host.files.stream_path("workers-0").open("a") as file:
+        file.write("workers-0 2\n")
+    with host.losing("POST"), pytest.raises(httpx.ReadError):
+        host.exchange()
+    for each in (host, driver):
+        each.exchange()
+    whole = "workers-0 1\nworkers-0 2\n"
+    assert attempt_of(kept).stream_path("workers-0").read_text() == whole
+    assert driver.files.stream_path("workers-0").read_text() == whole
+    assert driver.run.attempt("job-0-a0").stream_path("workers-9").read_text() == "before\n"
+    assert attempt_of(kept).stream_path("driver").read_text() == "driver 1\n"
+    assert not host.files.stream_path("driver").exists(), "of no use there"
 
 
 def test_a_log_whose_middle_is_dropped_before_it_was_sent_goes_on_behind_it(
@@ -198,6 +232,8 @@ def test_a_file_in_pieces_appears_whole_and_its_marker_last(
     monkeypatch.setattr(mirror, "PIECE_BYTES", 1000)
     export = host.run.exports_dir / "x-00000000" / "artifact"
     export.mkdir(parents=True)
+    (export.parent / "request.json").write_text("{}")
+    host.exchange()
     table = os.urandom(4500)
     (export / "EXPORT.json").write_text("{}")
     (export / "tables.bin").write_bytes(table)
@@ -209,6 +245,12 @@ def test_a_file_in_pieces_appears_whole_and_its_marker_last(
     host.exchange()
     assert (there / "tables.bin").read_bytes() == table
     assert sorted(path.name for path in there.iterdir()) == ["EXPORT.json", "empty", "tables.bin"]
+    # Deleted at the service while it is made here: nothing of it comes back.
+    shutil.rmtree(there.parent)
+    (export / "tables.bin").write_bytes(table[1:])
+    with pytest.raises(Refused):
+        host.exchange()
+    assert not there.parent.exists()
 
 
 def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(
@@ -219,8 +261,10 @@ def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(
     replace_attempt(house.store, job)
     write_whole(host.run.skipped_rows_path, b"[9]")
     host.log("driver", "last words\n")
-    with pytest.raises(OSError, match="does not have the run folder"):
+    with pytest.raises(Refused, match="does not have the run folder"):
         host.exchange()
+    answer = house.send("DELETE", f"/v1/attempts/{job}-a0/files/skipped-rows.json", "driver")
+    problem_in(answer, 403, "forbidden")
     assert host.run.lock_owner() == f"{job}-a1"
     assert not kept.skipped_rows_path.exists()
     assert attempt_of(kept).log_path("driver").read_text() == "last words\n"
@@ -263,18 +307,45 @@ def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
     for name in ("..%2Fjob", "mlflow", "rank-1@000000000000005"):
         answer = house.send("POST", f"{base}/logs/{name}", "driver", content=b"x")
         assert answer.status_code == 404
-    url, where = f"{base}/files/exports/x-00000000/a", {"at": 5, "total": 9}
+        answer = house.send("POST", f"{base}/outbox/{name.upper()}", "driver", content=b"x")
+        assert answer.status_code == 404
+    url, where = f"{base}/files/attempts/{job}-a0/traces/a.json.gz", {"at": 5, "total": 9}
     answer = house.send("PUT", url, "driver", content=b"xxxx", params=where)
-    assert "at byte 0, not at 5" in problem_in(answer, 409, "piece_missing")["detail"]
+    assert answer.json() == {"version": None, "size": 0}
 
 
-def test_a_full_disk_is_kept_for_what_the_service_writes(
-    house: Guarded, job: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full", [{"f_bavail": 4}, {"f_favail": 4}])
+def test_a_full_disk_is_kept_for_what_service_and_hosts_tell_one_another(
+    host: Host, kept: RunDir, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]
 ) -> None:
-    usage = mock.Mock(free=4, total=100)
-    monkeypatch.setattr(run_storage.shutil, "disk_usage", lambda path: usage)
-    answer = house.send("POST", f"/v1/attempts/{job}-a0/logs/driver", "driver", content=b"x")
-    assert "less than 5%" in problem_in(answer, 507, "run_storage_full")["detail"]
+    found = SimpleNamespace(f_bavail=50, f_blocks=100, f_favail=50, f_files=100)
+    monkeypatch.setattr(run_storage.os, "statvfs", lambda path: found)
+    vars(found).update(full)
+    host.log("driver", "waits\n")
+    host.files.traces_dir.mkdir()
+    (host.files.traces_dir / "spec-rank0.json.gz").write_bytes(b"waits")
+    write_whole(host.files.stop_request_path, b"stop")
+    with pytest.raises(NotTaken, match="less than 5%"):
+        host.exchange()
+    assert attempt_of(kept).stop_request_path.read_bytes() == b"stop"
+    vars(found).update(dict.fromkeys(full, 50))
+    host.exchange()
+    assert attempt_of(kept).log_path("driver").read_text() == "waits\n"
+    assert (attempt_of(kept).traces_dir / "spec-rank0.json.gz").exists()
+
+
+def test_what_is_withdrawn_while_it_is_read_is_gone(host: Host, kept: RunDir) -> None:
+    write_whole(attempt_of(kept).pause_request_path, b"{}")
+    ask = host.mirror._ask
+
+    def withdraw(method: str, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith("pause-request.json"):
+            attempt_of(kept).pause_request_path.unlink()
+        return ask(method, path, *args, **options)
+
+    with mock.patch.object(host.mirror, "_ask", withdraw):
+        host.exchange()
+    assert not host.files.pause_request_path.exists()
 
 
 def test_a_code_gives_its_token_to_one_process(house: Guarded, job: str) -> None:

@@ -99,7 +99,10 @@ def test_viewers_change_nothing_and_submitters_jobs_their_code_and_sweeps_alone(
         "/login",
         "/logout",
         "/v1/attempts:claim",
-        *(f"/v1/attempts/{{attempt_id}}/{x}" for x in ("events", "secrets", "logs/{source}")),
+        *(
+            f"/v1/attempts/{{attempt_id}}/{x}"
+            for x in ("events", "secrets", "logs/{source}", "outbox/{stream}")
+        ),
         "/v1/attempts/{attempt_id}/files/{path:path}",
     }
     assert changed_by(Role.VIEWER) == own

@@ -350,6 +350,23 @@ def test_a_straggler_is_left_at_a_restart_from_a_checkpoint_where_others_have_ro
     assert not world.told(events.Resized)
 
 
+def test_where_hosts_share_nothing_the_mark_of_how_workers_ended_is_waited_for(
+    world: World,
+) -> None:
+    context = replace(world.attempt.context, is_mirrored=True)
+    world.runner = world.runner_of(replace(world.attempt, context=context))
+    files = world.files
+    world.plot = [(3, world.end()), (20, files.completed_path(0).touch)]
+    assert world.runner.run_once(0) is None
+    assert world.now >= 20
+    world.plot = [(40, world.end()), (50, files.stopping_path(1).touch)]
+    assert isinstance(world.runner.run_once(1), Restart)
+    world.plot = [(70, world.end())]
+    ended = world.runner.run_once(2)
+    assert isinstance(ended, Failure)
+    assert ended.reason == failures.STORAGE_ERROR
+
+
 def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> None:
     asked = world.files.pause_request_path
     # Workers that complete training meanwhile have completed.

@@ -27,7 +27,7 @@ from trainer.driver.attempt import (
     run_with_restarts,
 )
 from trainer.driver.cluster import hosts_of, kill_workers, shortage
-from trainer.driver.main import choose_layout
+from trainer.driver.main import choose_layout, start_mirror
 from trainer.failures import Failure
 from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, site_of
@@ -145,6 +145,15 @@ def test_a_pause_is_no_loss_and_is_followed_by_no_other_life(attempt: Attempt) -
     ended, indices, _ = run(attempt, [PAUSED])
     assert (ended, indices) == (PAUSED, [0])
     assert not attempt.context.files.stream_path("driver").exists()
+
+
+def test_on_the_service_s_own_machine_no_copy_of_its_folder_is_kept(tmp_path: Path) -> None:
+    more = {"RUNS_SHARED": "false", "SERVICE_URL": "http://127.0.0.1:1", "ATTEMPT_TOKEN": "sla_x"}
+    context = DriverContext.from_env(environment(tmp_path, **more))
+    assert context.mirror is not None
+    assert not context.mirror.is_of_service
+    (tmp_path / "job.json").touch()
+    assert start_mirror(context) is None
 
 
 def test_hosts_to_avoid_and_reasons_to_end_on_come_by_the_environment(tmp_path: Path) -> None:

@@ -162,10 +162,17 @@ readOnly: true
 {{- if gt (int $group.minHosts) (int $group.maxHosts) }}
 {{- fail (printf "ray.groups: %s has minHosts %v, more than its maxHosts %v" .name $group.minHosts $group.maxHosts) }}
 {{- end }}
+{{- if eq .name "head" }}
+{{- fail "ray.groups: head is the name of the head" }}
+{{- end }}
 {{- if has .name $names }}
 {{- fail (printf "ray.groups: two are called %s" .name) }}
 {{- end }}
 {{- $names = append $names .name }}
+{{- $ownGiB := add $group.tmpGiB (ternary 0 $.Values.storage.runs.hostGiB $.Values.storage.runs.shared) }}
+{{- if and $group.diskGiB (lt (int $group.diskGiB) (int $ownGiB)) }}
+{{- fail (printf "ray.groups: %s has a diskGiB of %v, which does not hold its tmpGiB (and, without shared run storage, storage.runs.hostGiB): %v" .name $group.diskGiB $ownGiB) }}
+{{- end }}
 {{- $groups = append $groups $group }}
 {{- end }}
 {{- dict "groups" $groups | toJson }}

@@ -172,6 +172,7 @@ LET_GO = "shardloom.io/let-go"
 SECRET = "shardloom.io/secret"
 SELECTOR = f"{MANAGED_BY}={MANAGER}"
 QUEUE = "kueue.x-k8s.io/queue-name"
+VOLCANO_QUEUE = "volcano.sh/queue-name"
 ELASTIC = "kueue.x-k8s.io/elastic-job"
 # Of KubeRay: a head that is lost is not made again, empty, to start the driver a second time.
 _NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
@@ -292,6 +293,8 @@ def rayjob_of(
     if not _outlives_its_head(spec):
         spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
         metadata["annotations"][_NO_SECOND_HEAD] = "true"
+    if VOLCANO_QUEUE in (labels := template.get("metadata", {}).get("labels") or {}):
+        metadata["labels"][VOLCANO_QUEUE] = labels[VOLCANO_QUEUE]
     if queue:
         metadata["labels"][QUEUE] = queue
         if spec["enableInTreeAutoscaling"]:

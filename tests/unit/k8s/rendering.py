@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "embedded": {"ray": {"faultTolerance": "embedded", "embedded": {"storageClass": "ssd"}}},
-    "owner": {"storage": {"setOwner": True}},
+    "owner": {"storage": {"setOwner": True}, "backup": {"enabled": True}},
     "theirs": {
         "images": {
             "service": {"digest": "sha256:" + "0" * 64},
@@ -106,16 +106,9 @@ VARIANTS = [
 GPU_VARIANTS = tuple(each for each in VARIANTS if not each.startswith("dev"))
 # The variant that has all of ours beside queues of the platform.
 FULL = "gpu+own"
-# Those that `make test` checks by schemas; together they have nearly all that the others have.
-_FIRST = ("dev", FULL, "gpu+theirs", "multi-rack+kueue", "spot+volcano")
-_MARKED = [
-    pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow) for name in VARIANTS
-]
 
-every_variant = pytest.mark.parametrize("variant", _MARKED)
-every_gpu_variant = pytest.mark.parametrize(
-    "variant", [each for each in _MARKED if each.values[0] in GPU_VARIANTS]
-)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_gpu_variant = pytest.mark.parametrize("variant", GPU_VARIANTS)
 
 
 @cache

@@ -87,6 +87,11 @@ def test_kueue_admits_the_head_and_every_host(variant: str) -> None:
     for pod in ray:
         if pod.component == "ray-worker":
             assert queue.admit(pod, pod.replicas) == first[pod.owner]
+    if "+own" in variant:
+        # Jobs' own clusters: as many as there are hosts, beside the shared one.
+        (head,) = [pod for pod in ray if pod.component == "ray-head"]
+        num_hosts = sum(pod.replicas for pod in ray if pod.component == "ray-worker")
+        assert queue.admit(head, num_hosts) == first[head.owner]
     # Without it Kueue would suspend the whole cluster whenever a host is added.
     assert cluster["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
+from deploy.chart import CHART
 from service.app import check_address
 from service.backends.kuberay.first_secrets import PARTS
 from service.jobs.actions import merged
@@ -100,6 +102,118 @@ def test_the_settings_fit_the_service_and_ray(
         limits = worker.containers[0]["resources"]["limits"]
         most += worker.replicas * parse_quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
     assert settings.cluster_max_workers == most
+
+
+# Texts that stand nowhere else, in every place that takes one.
+_MARKED_VALUES: dict[str, Any] = {
+    "images": {
+        "registry": "mark.example/1",
+        "postgresql": "mark-2",
+        "redis": "mark-3",
+        "pullSecrets": ["mark-4"],
+    },
+    "secrets": {
+        "database": "mark-5",
+        "service": "mark-6",
+        "rayToken": "mark-7",
+        "firstKey": "mark-8",
+        "redis": "mark-9",
+        "objectStore": "mark-10",
+        "metricsKey": "mark-11",
+    },
+    "serviceAccounts": {
+        "service": {"annotations": {"mark-12": "x"}},
+        "rayHead": {"annotations": {"mark-13": "x"}},
+        "rayWorker": {"annotations": {"mark-14": "x"}},
+    },
+    "service": {
+        "nodeSelector": {"mark-15": "x"},
+        "tolerations": [{"key": "mark-16", "operator": "Exists"}],
+        "settings": {"SHARDLOOM_OIDC_ISSUER": "mark-17"},
+    },
+    "storage": {
+        "runs": {"storageClass": "mark-18", "sizeGiB": 1019},
+        "data": {"storageClass": "mark-20", "sizeGiB": 1021},
+        "roots": ["s3://mark-22"],
+        "checkpointRoot": "s3://mark-23",
+    },
+    "postgresql": {"enabled": True, "storageClass": "mark-24", "sizeGiB": 1025},
+    "backup": {
+        "enabled": True,
+        "schedule": "1 2 3 4 *",
+        "storageClass": "mark-26",
+        "sizeGiB": 1027,
+    },
+    "prepare": {"nodeSelector": {"mark-28": "x"}},
+    "ray": {
+        "redis": {"storageClass": "mark-29", "sizeGiB": 1030},
+        "head": {
+            "nodeSelector": {"mark-31": "x"},
+            "env": {"MARK_32": "x"},
+            "tolerations": [{"key": "mark-33", "operator": "Exists"}],
+        },
+        "groups": [
+            {
+                "name": "gpu",
+                "minHosts": 34,
+                "maxHosts": 35,
+                "nodeSelector": {"mark-36": "x"},
+                "tolerations": [{"key": "mark-37", "operator": "Exists"}],
+                "spread": [{"label": "mark-38", "required": True}],
+            }
+        ],
+    },
+    "ingress": {
+        "enabled": True,
+        "className": "mark-39",
+        "host": "mark-40.example",
+        "tlsSecret": "mark-41",
+        "annotations": {"mark-42": "x"},
+    },
+    "monitoring": {"enabled": True, "labels": {"mark-43": "x"}},
+    "networkPolicies": {
+        "namespaces": {"ingress": ["mark-44"], "monitoring": ["mark-45"], "kuberay": ["mark-46"]},
+        "dns": {"ports": [1047], "to": [{"podSelector": {"matchLabels": {"mark-48": "x"}}}]},
+        "outside": [{"cidr": "10.49.0.0/16"}],
+        "ports": {"objectStore": [1050], "kubernetes": [1051]},
+    },
+}
+
+
+def _marks(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        return [mark for item in node.items() for each in item for mark in _marks(each)]
+    if isinstance(node, list):
+        return [mark for each in node for mark in _marks(each)]
+    return [str(node)] if re.search(r"mark.|^10\d\d$|^10\.|1 2 3|^3[45]$", str(node), re.I) else []
+
+
+def test_each_value_reaches_an_object() -> None:
+    made = objects_of(merged(values("gpu+own"), _MARKED_VALUES))
+    found = str(made)
+    marks = _marks(_MARKED_VALUES)
+    assert len(marks) > 45
+    assert [mark for mark in marks if mark not in found] == []
+    gateway = {
+        "ingress": {"enabled": False},
+        "gateway": {
+            "enabled": True,
+            "host": "mark-1.example",
+            "parentRefs": [{"name": "mark-2"}],
+            "requestTimeout": "1003s",
+            "sessionPersistence": {"sessionName": "mark-4"},
+        },
+    }
+    (route,) = of_kind(objects_of(merged(values("gpu"), gateway)), "HTTPRoute")
+    assert [mark for mark in _marks(gateway) if mark not in str(route)] == []
+
+
+def test_the_chart_takes_the_settings_that_there_are() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    (pattern,) = schema["properties"]["service"]["properties"]["settings"]["patternProperties"]
+    read_elsewhere = {"STORAGE_RETRY_S", "STORAGE_TIMEOUT_S"}
+    ours = {name.upper() for name in Settings.model_fields} | read_elsewhere
+    assert set(pattern.removeprefix("^SHARDLOOM_(").removesuffix(")$").split("|")) == ours
 
 
 @every_variant
@@ -365,8 +479,11 @@ def test_volumes_are_given_to_the_user_of_the_pods_where_the_driver_does_not() -
     # A Job cannot be changed: with another image it is another Job.
     later = objects_of(merged(values("gpu+owner"), {"images": {"service": {"tag": "2"}}}))
     assert pod.owner not in [each.owner for each in pods_of(later)]
-    user, *folders = container["command"][1:]
-    assert user == "1000:1000" and {m["mountPath"] for m in container["volumeMounts"]} == {*folders}
+    script = container["command"][-1].split("\n")
+    assert script[:2] == ["chown 1000:1000 /runs /data", "chown 999:999 /backup"]
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts == {"/runs", "/data", "/backup"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
 
 
 def test_streams_stay_open_and_a_gateway_that_knows_no_timeouts_takes_the_route() -> None:

@@ -24,7 +24,7 @@ from service.backends.kuberay.manifest import (
 from service.errors import SubmissionRefused
 from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
 from tests.harness.kuberay import ATTEMPT, OPTIONS, group, spec_of, submission, template
-from tests.unit.k8s.rendering import GPU_VARIANTS, ray_cluster
+from tests.unit.k8s.rendering import every_variant, ray_cluster
 
 needs_crds = pytest.mark.skipif(
     not CRD_FOLDER.exists(),
@@ -47,16 +47,9 @@ def _bounds(rayjob: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 
 @needs_crds
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "dev",
-        GPU_VARIANTS[0],
-        *(pytest.param(variant, marks=pytest.mark.slow) for variant in GPU_VARIANTS[1:]),
-    ],
-)
+@every_variant
 def test_examples_give_rayjobs_that_are_valid(variant: str) -> None:
-    device = "cpu" if variant == "dev" else "cuda"
+    device = "cpu" if variant.startswith("dev") else "cuda"
     sent = submission(min_workers=4, max_workers=8, device=device, queue="ads", deadline_s=60)
     made = rayjob_of(sent, ray_cluster(variant), OPTIONS)
     crd_validator("rayjobs.ray.io", "v1").validate(made)
@@ -130,6 +123,14 @@ def test_a_template_whose_run_storage_is_on_no_volume_isolates_nothing_and_is_re
     bare = template(group("cpu", "4"))
     with pytest.raises(SubmissionRefused, match="no volume of the cluster template"):
         rayjob_of(submission(), bare, replace(OPTIONS, ray_token_of=str))
+
+
+def test_a_template_in_a_volcano_queue_gives_jobs_the_same_queue() -> None:
+    queued = template()
+    queued.setdefault("metadata", {})["labels"] = {"volcano.sh/queue-name": "shardloom"}
+    made = rayjob_of(submission(), queued, OPTIONS)
+    assert made["metadata"]["labels"]["volcano.sh/queue-name"] == "shardloom"
+    assert "volcano.sh/queue-name" not in _made()["metadata"]["labels"]
 
 
 def test_a_head_that_forgets_its_driver_is_not_made_again() -> None:

@@ -464,8 +464,8 @@ def main() -> int:
         poster.close(POST_TIMEOUT_S)
     for sink in sinks:
         sink.close(SINK_TIMEOUT_S)
-    if mirror:
-        mirror.close()
     if is_preloading():
         prepare_next_job(context)
+    if mirror:
+        mirror.close()
     return EXIT_CODES.get(ended.reason, 1)

@@ -399,8 +399,12 @@ class MirrorThread:
 
     def start(self) -> None:
         """Take what the service has for this attempt, then go on; raises OSError after a while."""
-        # Of an attempt before that was cut off here.
+        # Of an attempt before that was cut off here: the service has what it will ever have.
         shutil.rmtree(_exports_of(self._files), ignore_errors=True)
+        for other in self._files.root.parent.iterdir():
+            if other != self._files.root and (lock := _lock_if_free(other / "mirror.lock")):
+                shutil.rmtree(other, ignore_errors=True)
+                lock.close()
         if (error := self.flush()) is not None:
             raise OSError(f"the service does not give the files of the run: {error}")
         self._thread.start()

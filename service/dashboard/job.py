@@ -127,14 +127,14 @@ class JobPage:
             ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
             ui.label("/")
             ui.label(self._snapshot.job.name)
-            ui.element("span").classes("grow")
-            job_id = self._snapshot.job.id
-            link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}", "small")
-            if may_submit(self._rest):
-                link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}", "small")
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._panel(ActionsPanel)
+            with ui.element("div").classes("course-buttons"):
+                job_id = self._snapshot.job.id
+                link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
+                if may_submit(self._rest):
+                    link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}")
+                self._panel(ActionsPanel)
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
         self._panel(PlacementPanel)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 import socket
 import sys
 import time
@@ -333,6 +334,9 @@ def serve(settings: Settings) -> None:
     # A request that comes back from the database waits this long for a thread that computes, and
     # does so many times: at Python's own 5 ms that adds up to most of an answer's time.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # Streams and downloads hold descriptors; what is usual (1024) is for programs that use select.
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, 1 << 16)), most))
     with bind(settings.host, settings.port) as listener:
         app = build_app(settings)
         security: Security = app.state.context.security

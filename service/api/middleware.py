@@ -275,7 +275,7 @@ def takes_key_here(method: str, path: str) -> bool:
 
     `POST /v1/jobs` and `:clone` store their keys with the jobs, and drivers number their events.
     """
-    is_elsewhere = path == "/v1/jobs" or path.endswith(":clone") or path.startswith("/v1/attempts/")
+    is_elsewhere = path == "/v1/jobs" or path.endswith(":clone") or path.startswith("/v1/attempts")
     return method == "POST" and path.startswith("/v1/") and not is_elsewhere
 
 

@@ -19,6 +19,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from pydantic_core import from_json, to_json
 from service.auth.crypto import master_keys_of
 from service.domain.models import Attempt, Job
 from service.errors import (
+    InvalidRequest,
     NoSuchRunFile,
     RunStorageFull,
     reaching_storage,
@@ -56,10 +58,12 @@ from trainer.protocol.untrusted import (
     remove_untrusted,
     replace_untrusted,
 )
+from trainer.spec.base import FieldProblem
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_SPARE_SHARE = 0.05
+# Of the disk: what hosts leave free, and what they leave free by what they tell one another.
+_SPARE_SHARE, _SPARE_SHARE_OF_TOLD = 0.05, 0.02
 _TRASH_PREFIX = ".deleted-"
 # Earlier versions gave the name no ending.
 _TRASHED = re.compile(rf"{re.escape(_TRASH_PREFIX)}(job-[0-9a-z]{{12}})(\.[0-9a-f]+)?")
@@ -194,6 +198,10 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
 # ---- files that hosts without run storage exchange with us (`trainer.protocol.mirror`)
 
 
+# One piece after another: a request whose time was over may still be at work.
+_writing = threading.Lock()
+
+
 def list_exchanged(settings: Settings, attempt: Attempt, *, streams: bool) -> dict[str, str]:
     """Path in the run folder and version of each file that hosts take.
 
@@ -211,7 +219,8 @@ def list_exchanged(settings: Settings, attempt: Attempt, *, streams: bool) -> di
         for path in list_untrusted(each / "outbox", settings.runs_dir):
             name = str(path.relative_to(root))
             if is_stream(name):
-                found[name] = str(path.lstat().st_size)
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = str(path.lstat().st_size)
     return found
 
 
@@ -239,8 +248,11 @@ def keep_piece(
     `NoSuchRunFile`, `RunStorageFull`.
     """
     path = _written_by_hosts(settings, attempt, name)
-    if not is_small(name, attempt.id) or total > MAX_DOCUMENT_BYTES:
-        _check_room(settings)
+    is_told = is_small(name, attempt.id) and total <= MAX_DOCUMENT_BYTES
+    _check_room(settings, _SPARE_SHARE_OF_TOLD if is_told else _SPARE_SHARE)
+    if at + len(data) > total:
+        problem = FieldProblem("total", "size", "the piece goes beyond the end of the file")
+        raise InvalidRequest([problem])
     if name.startswith("exports/") and path.name != "request.json":
         export = run_dir_of(settings, attempt.job_id).exports_dir / name.split("/")[1]
         if not (export / "request.json").exists():
@@ -249,7 +261,7 @@ def keep_piece(
         replace_untrusted(path, data, settings.runs_dir)
         return version_of(path.lstat()), total
     part = path.with_name(f".{path.name}.part")
-    with open_folder(path.parent, settings.runs_dir, make=True) as folder:
+    with _writing, open_folder(path.parent, settings.runs_dir, make=True) as folder:
         with open_untrusted(part, settings.runs_dir, "ab") as file:
             if at == 0:
                 file.truncate(0)
@@ -269,9 +281,6 @@ def remove_exchanged(settings: Settings, attempt: Attempt, name: str) -> None:
     remove_untrusted(_written_by_hosts(settings, attempt, name), settings.runs_dir)
 
 
-_appending = threading.Lock()
-
-
 def append_log(
     settings: Settings, attempt: Attempt, source: str, data: bytes, at: int | None
 ) -> tuple[int, bool]:
@@ -283,13 +292,14 @@ def append_log(
         raise NoSuchRunFile(f"log {source[:40]}")
     _check_room(settings)
     log = run_dir_of(settings, attempt.job_id).attempt(attempt.id).log_path(source)
-    with _appending:
+    with _writing:
         parts = parts_of(log, list_untrusted(log.parent, settings.runs_dir))
         end = parts[-1][0] + parts[-1][1].lstat().st_size if parts else 0
         if at not in (None, end) or not data:
             return end, False
         with open_folder(log.parent, settings.runs_dir, make=True):
-            append(log, settings.log_max_bytes, data)
+            opened = partial(open_untrusted, within=settings.runs_dir, mode="ab")
+            append(log, settings.log_max_bytes, data, opened)
         return end + len(data), True
 
 
@@ -302,7 +312,7 @@ def append_stream(
         raise NoSuchRunFile(f"stream {stream[:40]}")
     _check_room(settings)
     with (
-        _appending,
+        _writing,
         open_folder(path.parent, settings.runs_dir, make=True),
         open_untrusted(path, settings.runs_dir, "ab") as file,
     ):
@@ -319,13 +329,13 @@ def _written_by_hosts(settings: Settings, attempt: Attempt, name: str) -> Path:
     return run_dir_of(settings, attempt.job_id).root / name
 
 
-def _check_room(settings: Settings) -> None:
+def _check_room(settings: Settings, spare_share: float = _SPARE_SHARE) -> None:
     """Raise `RunStorageFull` where hosts would take what the service itself has to write."""
     found = os.statvfs(settings.runs_dir)
     # Some file systems do not count their files.
     files_left = found.f_favail / found.f_files if found.f_files else 1.0
-    if min(found.f_bavail / found.f_blocks, files_left) < _SPARE_SHARE:
-        raise RunStorageFull(_SPARE_SHARE)
+    if min(found.f_bavail / max(1, found.f_blocks), files_left) < spare_share:
+        raise RunStorageFull(spare_share)
 
 
 # ---- the trash

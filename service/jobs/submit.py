@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -23,7 +25,7 @@ from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ManifestError
-from trainer.protocol.untrusted import read_untrusted
+from trainer.protocol.untrusted import MAX_ENTRIES, read_untrusted
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
@@ -86,11 +88,20 @@ def _place_problem(
         return FieldProblem(field, "unreadable_path", message)
 
 
+def _has_rows(folder: Path) -> bool:
+    """Whether there are Parquet files among the first of a folder, which may hold any number."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(each.name.endswith(".parquet") for each in islice(entries, MAX_ENTRIES))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | None:
     """What is wrong with prepared data; otherwise the spec with its table sizes is appended."""
     path = spec.data.path
     manifest = Path(path) / _MANIFEST_NAME
-    has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
+    has_rows = _has_rows(Path(path) / spec.data.split.train)
     # A folder of Parquet files that `shardloom data prepare` did not make has no manifest.
     if has_rows and not manifest.exists():
         return _unknown_size(spec)

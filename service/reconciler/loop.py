@@ -121,6 +121,7 @@ _MAX_NEW_LEASES = 64
 # it ever ran.
 _OBSERVE_ALL_FROM = 16
 _NUM_URGENT_THREADS = 4
+_CLUSTERS = ("shared", "own")
 # A pass takes far less where the database and the cluster answer.
 _SCHEDULING_S = 0.2
 # What is cut off is found again by the next start.
@@ -167,9 +168,13 @@ class Reconciler:
         self._woken = threading.Event()
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
-        self._pool = executor(settings.reconcile_threads, "reconcile")
+        # By `resources.cluster`: where one kind does not answer the other is looked after.
+        num_threads = settings.reconcile_threads
+        self._pools = {each: executor(num_threads, f"reconcile-{each}") for each in _CLUSTERS}
+        self._observers = {each: executor(1, f"observe-{each}") for each in _CLUSTERS}
         self._urgent = executor(_NUM_URGENT_THREADS, "reconcile-urgent")
-        self._observer = executor(1, "observe")
+        # Jobs that are in there already, which keep their turn.
+        self._hurried: set[str] = set()
         self._scheduler = executor(1, "schedule")
         self._scheduled: Future[list[Job] | None] | None = None
         self._apart: list[threading.Thread] = []
@@ -199,7 +204,8 @@ class Reconciler:
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join()
-        for executor in (self._scheduler, self._observer, self._urgent, self._pool):
+        others = *self._observers.values(), self._urgent, *self._pools.values()
+        for executor in (self._scheduler, *others):
             executor.shutdown(cancel_futures=True)
         self._queue.close()
         for thread in self._apart:
@@ -256,7 +262,7 @@ class Reconciler:
         for job_id, index in self._store.attempts_to_collect(self._clock()):
             name = f"{job_id}, late records of attempt {index}"
             if name not in self._busy:
-                late = self._pool.submit(self._outboxes.collect_late, job_id, index)
+                late = self._pools["shared"].submit(self._outboxes.collect_late, job_id, index)
                 self._busy[name] = late
                 late.add_done_callback(partial(self._release, name))
         if self._housekeeper.take_due():
@@ -291,28 +297,34 @@ class Reconciler:
 
     def _begin(self, due: Sequence[Job]) -> None:
         """Let jobs be reconciled that are not already; those with a request of a user first."""
-        observed = []
+        observed: dict[str, list[Job]] = {each: [] for each in _CLUSTERS}
         for job in due:
             is_requested = job.cancel_requested or job.pause_requested
             waiting = self._busy.get(job.id)
-            if is_requested and waiting is not None:
+            if is_requested and waiting is not None and job.id not in self._hurried:
                 waiting.cancel()  # Succeeds where it has not begun, and is made anew below.
             with self._beginning:
                 doing = self._busy.get(job.id, _NOTHING)
                 if doing is not _NOTHING and not (is_requested and doing is None):
                     continue
                 self._begun[job.id] = job.version
-                if is_requested or job.current_attempt_id is None:
-                    pool = self._urgent if is_requested else self._pool
-                    self._submit_job(pool, job.id, _NOTHING_SEEN)
+                if is_requested:
+                    self._hurried.add(job.id)
+                    self._submit_job(self._urgent, job.id, _NOTHING_SEEN)
+                elif job.current_attempt_id is None:
+                    self._submit_job(self._pool_of(job), job.id, _NOTHING_SEEN)
                 else:
-                    observed.append(job)
-        if len(observed) < _OBSERVE_ALL_FROM:
-            for job in observed:
-                self._submit_job(self._pool, job.id, _NOTHING_SEEN)
-            return
-        self._busy |= dict.fromkeys(job.id for job in observed)
-        self._observer.submit(self._observe_all, observed)
+                    observed[job.spec.resources.cluster].append(job)
+        for cluster, jobs in observed.items():
+            if len(jobs) < _OBSERVE_ALL_FROM:
+                for job in jobs:
+                    self._submit_job(self._pool_of(job), job.id, _NOTHING_SEEN)
+                continue
+            self._busy |= dict.fromkeys(job.id for job in jobs)
+            self._observers[cluster].submit(self._observe_all, jobs)
+
+    def _pool_of(self, job: Job) -> ThreadPoolExecutor:
+        return self._pools[job.spec.resources.cluster]
 
     def _observe_all(self, jobs: Sequence[Job]) -> None:
         seen = _NOTHING_SEEN
@@ -330,7 +342,7 @@ class Reconciler:
                 if is_running and self._settled.get(job.id) == job.version:
                     del self._busy[job.id]
                 else:
-                    self._submit_job(self._pool, job.id, seen)
+                    self._submit_job(self._pool_of(job), job.id, seen)
 
     def _submit_job(
         self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]
@@ -341,6 +353,7 @@ class Reconciler:
 
     def _release(self, job_id: str, future: Future[None]) -> None:
         self._busy.pop(job_id, None)
+        self._hurried.discard(job_id)
         _log_failure(f"job {job_id}: reconciling failed", future)
 
     # ---- one job

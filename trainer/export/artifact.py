@@ -18,9 +18,9 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
@@ -67,6 +67,7 @@ FEATURES = "features.json"
 REPORT = "report.json"
 README = "README.md"
 VOCABULARIES = "vocabularies"
+_MAX_FILES = 512
 
 
 class Manifest(BaseModel, extra="forbid"):
@@ -79,7 +80,8 @@ class Manifest(BaseModel, extra="forbid"):
     quantize: Quantization
     created: float
     versions: dict[str, str]
-    files: dict[str, FileRecord]
+    # Each is opened at once for a download, and job code may have written this.
+    files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]
 
     @property
     def size_bytes(self) -> int:

@@ -20,8 +20,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
 _CHUNK_BYTES = 1 << 16
 # The first part and the last three of a log stay.
@@ -41,23 +42,29 @@ def parts_of(log: Path, files: Iterable[Path] | None = None) -> list[tuple[int, 
     return sorted(found)
 
 
-def append(log: Path, max_bytes: int, data: bytes) -> None:
+def _open(path: Path) -> IO[bytes]:
+    return path.open("ab", buffering=0)
+
+
+def append(
+    log: Path, max_bytes: int, data: bytes, opened: Callable[[Path], IO[bytes]] = _open
+) -> None:
     """Write at the end of a chain; raises OSError if storage fails.
 
-    Several processes may, as an old one drains while a new one starts.
+    Several processes may, as an old one drains while a new one starts. `opened` opens to append.
     """
-    with log.open("ab") as lock:
+    with opened(log) as lock:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         # The log is there: it was opened.
         offset, path = parts_of(log)[-1]
-        size = path.stat().st_size if path.exists() else 0
+        size = path.lstat().st_size if path.exists() else 0
         if size >= max(1, max_bytes // _NUM_PARTS):
             path = log.with_name(f"{log.stem}@{offset + size:0{_OFFSET_DIGITS}d}.log")
             # A new part is about to begin: of those there, the first and the last two stay.
             for _, part in parts_of(log)[1 : -(_NUM_PARTS - 2)]:
                 part.unlink(missing_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with opened(path) as file:
             while data:
                 data = data[file.write(data) or 0 :]
 

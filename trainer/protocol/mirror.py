@@ -62,8 +62,8 @@ _FROM_SERVICE = (
     r"ATTEMPT/(spec|pause-request|resize-request|growth-limit|trace-request)\.json"
 )
 _BOTH_WAYS = (
-    rf"skipped-rows\.json|sinks/{_NAME}\.json|"
-    r"ATTEMPT/((resolved-spec|stop-request|save-request)\.json|(stopping|completed)-\d{1,6})"
+    r"skipped-rows\.json|sinks/(mlflow|opentelemetry|tensorboard)\.json|"
+    r"ATTEMPT/((resolved-spec|stop-request|save-request)\.json|(stopping|completed)-\d{1,4})"
 )
 _FROM_HOSTS = rf"ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_NAME}/){{0,4}}{_NAME}"
 _STREAM = re.compile(rf"attempts/{_NAME}/outbox/{_NAME}\.jsonl")

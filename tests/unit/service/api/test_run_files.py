@@ -312,6 +312,8 @@ def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
     url, where = f"{base}/files/attempts/{job}-a0/traces/a.json.gz", {"at": 5, "total": 9}
     answer = house.send("PUT", url, "driver", content=b"xxxx", params=where)
     assert answer.json() == {"version": None, "size": 0}
+    beyond = house.send("PUT", url, "driver", content=b"xxxx", params={"at": 0, "total": 3})
+    problem_in(beyond, 422, "invalid_request")
 
 
 @pytest.mark.parametrize("full", [{"f_bavail": 4}, {"f_favail": 4}])
@@ -332,6 +334,24 @@ def test_a_full_disk_is_kept_for_what_service_and_hosts_tell_one_another(
     host.exchange()
     assert attempt_of(kept).log_path("driver").read_text() == "waits\n"
     assert (attempt_of(kept).traces_dir / "spec-rank0.json.gz").exists()
+
+
+@pytest.mark.parametrize("place", ["logs/driver.log", "outbox/driver.jsonl"])
+def test_a_pipe_or_a_link_in_the_place_of_a_log_holds_nobody(
+    house: Guarded, job: str, kept: RunDir, place: str
+) -> None:
+    # The service's machine may be a host of Ray: jobs can write to its folder then.
+    path = attempt_of(kept).root / place
+    path.parent.mkdir()
+    url = f"/v1/attempts/{job}-a0/{place.rpartition('.')[0]}"
+    secret = house.settings.home / "secret-key"
+    before = secret.read_bytes()
+    for make in (os.mkfifo, lambda at: at.symlink_to(secret)):
+        make(path)
+        assert house.send("POST", url, "driver", content=b"x").status_code == 503
+        path.unlink()
+    assert secret.read_bytes() == before
+    assert house.send("POST", url, "driver", content=b"x").json() == {"end": 1, "taken": True}
 
 
 def test_what_is_withdrawn_while_it_is_read_is_gone(host: Host, kept: RunDir) -> None:
@@ -361,6 +381,8 @@ def test_a_code_gives_its_token_to_one_process(house: Guarded, job: str) -> None
         assert answer.headers["cache-control"] == "no-store"
     secrets = f"/v1/attempts/{job}-a0/secrets"
     assert house.send("POST", secrets, "driver", json={"claim": "c" * 43}).status_code == 200
+    keyed = {"Idempotency-Key": "again"}
+    assert house.send("POST", "/v1/attempts:claim", json=body, headers=keyed).status_code == 200
     for change in ({"claim": "d" * 43}, {"code": "0" * 64}, {"attempt_id": f"{job}-a1"}):
         answer = house.send("POST", "/v1/attempts:claim", json=body | change)
         problem_in(answer, 403, "forbidden")

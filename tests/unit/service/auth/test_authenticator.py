@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from service.api.routers import drivers
 from service.auth.authenticator import Authenticator, Credentials
 from service.auth.crypto import FILE_NAME, MasterKeys, master_keys_of
+from service.backends.fake import Script
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.tables import audit_log
@@ -360,6 +361,10 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     assert house.send("POST", path, "driver", **claim).json()["detail"].startswith("attempt")
     other = house.submit("submitter")
     house.poll()
+    assert house.send("POST", f"/v1/jobs/{job['id']}:cancel", "root").status_code == 202
+    house.backend.play(attempt_id, Script(("failed",)))
+    house.poll(3)
+    assert house.send("GET", lease, "driver").json() == {"is_current": False}
     path = f"/v1/attempts/{other}-a0/secrets"
     assert house.send("POST", path, "driver", **claim).status_code == 403
     assert house.send("GET", "/v1/jobs", "driver").status_code == 403

@@ -27,7 +27,7 @@ def _num_polls_as(house: House, replica: str) -> int:
     settings = house.settings.model_copy(update={"replica_id": replica})
     reconciler = replace(house, settings=settings).reconciler()
     reconciler._dispatch()
-    reconciler._pool.shutdown()
+    reconciler._pools["shared"].shutdown()
     return int(reconciler._telemetry.reconcile_s._sum.get() > 0)
 
 

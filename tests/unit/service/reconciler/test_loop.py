@@ -397,6 +397,37 @@ def test_one_that_is_stuck_holds_nobody_up_for_good() -> None:
 # ---- the loop waits for nobody
 
 
+def test_a_cancel_keeps_its_turn_behind_those_that_hang(house: House) -> None:
+    reconciler = house.reconciler()
+    release, ran = threading.Event(), list[str]()
+
+    def reconcile(job_id: str, seen: object) -> None:
+        ran.append(job_id)
+        if not ran.count(last.id):
+            release.wait(scaled(60))
+
+    # Older ones are looked at first, in each pass.
+    jobs = [
+        store_attempt(house.store, queued_job(now=house.now + n), JobStatus.RUNNING)[0]
+        for n in range(9)
+    ]
+    last = jobs[-1]
+    requested = [replace(job, cancel_requested=True) for job in jobs]
+    reconciler.reconcile = reconcile  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            reconciler._begin(requested)
+        assert len(ran) == 4
+        waiting = reconciler._busy[last.id]
+        assert waiting is not None
+        for _ in range(3):
+            reconciler._begin(requested)
+        assert reconciler._busy[last.id] is waiting
+    finally:
+        release.set()
+        reconciler.close()
+
+
 def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
     house: House,
 ) -> None:
@@ -424,6 +455,14 @@ def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
         began = time.monotonic()
         wait_for(lambda: house.record(healthy).num_stops, "the stop of the healthy job")
         assert time.monotonic() - began < scaled(5)
+        # Nor does it wait for jobs of another kind of cluster.
+        own = house.submit("running")
+        spec = own.spec.model_copy(
+            update={"resources": own.spec.resources.model_copy(update={"cluster": "own"})}
+        )
+        house.store.update_job(replace(house.store.get_job(own.id), spec=spec))
+        reconciler.wake()
+        wait_for(lambda: house.store.get_job(own.id).current_attempt_id, "a start of its own")
     finally:
         release.set()
         reconciler.close()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState, Progress
 from service.jobs.logs import LogPosition
 from service.settings import Settings
+from service.storage import in_time
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -324,6 +326,11 @@ def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
     body = api.http.get("/readyz").json()
     assert body["cluster"]["reachable"] is True
     assert body["storage"] == {"runs": "writable", "hanging": {}}
+    mount, release = Path("/mnt/nfs/data"), threading.Event()
+    with pytest.raises(TimeoutError):
+        in_time(mount, release.wait, 0.05)
+    assert api.http.get("/readyz").json()["storage"]["hanging"] == {"/mnt/nfs": 1}
+    release.set()
     api.backend.set_down(True)
     shutil.rmtree(api.settings.runs_dir)
     api.settings.runs_dir.write_text("no folder")

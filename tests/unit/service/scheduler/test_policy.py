@@ -147,6 +147,10 @@ def test_workers_that_want_gpus_fit_where_gpus_are_free() -> None:
     )
     assert decide([wants], capacity=cluster(16)).starts == []
     assert len(decide([wants], capacity=cluster(16, gpus=2)).starts) == 1
+    # By itself a job takes GPUs where there are enough for its fewest workers.
+    elastic = queued_job(parallelism={"workers": {"min": 2, "max": 4}, "shard_group_size": 1})
+    for num_gpus, demand in ((1, (1.0, 0.0)), (2, (1.0, 1.0))):
+        assert cluster(16, gpus=num_gpus).demand_of(elastic) == demand
 
 
 # ---- quotas

@@ -318,5 +318,6 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
             port=int(port),
             attempt_dir=attempt,
             token=config.token,
+            num_stores=spec.parallelism.group_size,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 from collections.abc import Collection
@@ -47,18 +48,31 @@ def lease_book_of(spec: JobSpec) -> LeaseBook:
     )
 
 
-class CoordinatorActor(Coordinator):
-    """The coordinator of an actor process, whose log lies with those of the ranks."""
+class CoordinatorActor:
+    """The coordinator of an actor process, whose log lies with those of the ranks.
+
+    Every job of the cluster can call it: without the attempt's token one learns its address alone.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
         prepare_process()
         # Ray restarts the process, and what it knew comes back with the ranks.
-        super().__init__(config, on_crash=lambda: os._exit(1))
-        logger.info("the coordinator listens at %s", self.address)
+        self._coordinator = Coordinator(config, on_crash=lambda: os._exit(1))
+        self._token = config.token
+        logger.info("the coordinator listens at %s", self.get_address())
 
     def get_address(self) -> str:
-        return self.address
+        return self._coordinator.address
+
+    def call(self, token: bytes, method: str, *args: Any) -> Any:
+        """Call a method of the coordinator; raises PermissionError without the attempt's token."""
+        if not hmac.compare_digest(token, self._token):
+            raise PermissionError(
+                f"{method} was refused: this token is of another attempt, and only the driver of "
+                "the coordinator's own may steer it"
+            )
+        return getattr(self._coordinator, method)(*args)
 
 
 class RayCoordinator:
@@ -69,13 +83,14 @@ class RayCoordinator:
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
         """Start it and wait until it listens; raises a Ray error when it does not."""
+        self._token = attempt.token
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
             book=lease_book_of(attempt.spec),
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
-            token=attempt.token,
+            token=self._token,
             num_stores=attempt.spec.parallelism.group_size,
         )
         actor_class: Any = ray.remote(CoordinatorActor)
@@ -92,23 +107,27 @@ class RayCoordinator:
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""
         try:
-            status: CoordinatorStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S)
+            status: CoordinatorStatus = ray.get(self._call("status"), timeout=_ANSWER_S)
         except RayError as error:
             logger.warning("the coordinator does not answer: %s", error)
             return None
         return status
 
     def expect(self, groups: Collection[int]) -> None:
-        self._actor.expect.remote(list(groups))
+        self._call("expect", list(groups))
 
     def retire(self, group: int, cause: str) -> None:
-        self._actor.retire.remote(group, cause)
+        self._call("retire", group, cause)
 
     def promote(self, group: int) -> None:
-        self._actor.promote.remote(group)
+        self._call("promote", group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        self._actor.drop.remote(group, incarnation, reason)
+        self._call("drop", group, incarnation, reason)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A reference to what the coordinator will answer."""
+        return self._actor.call.remote(self._token, method, *args)
 
     def stop(self) -> None:
         ray.kill(self._actor, no_restart=True)

@@ -103,8 +103,7 @@ class Need:
     tables with optimizer state. `worker_table_bytes` is how much of S one worker can hold, and
     `whole_table_bytes` lists the tables that cannot be split. `links_bytes_per_s` is what one
     worker gets inside a host and between hosts; B is the former where every shard has its copies on
-    one host. `are_groups_independent` is False where settings tie the sharding groups together
-    between syncs.
+    one host. `tied_by` says which setting, if any, ties the sharding groups together between syncs.
     """
 
     hosts: tuple[int, ...]
@@ -117,7 +116,11 @@ class Need:
     worker_table_bytes: int | None = None
     whole_table_bytes: tuple[int, ...] = ()
     links_bytes_per_s: tuple[float, float] | None = None
-    are_groups_independent: bool = True
+    tied_by: str = ""
+
+    @property
+    def are_groups_independent(self) -> bool:
+        return not self.tied_by
 
     @property
     def is_size_known(self) -> bool:
@@ -201,6 +204,7 @@ def need_of(
         if spec.table_bytes:  # syncs hold part of the tables once more
             sync_bytes = sum(map(spec.sync_bytes, spec.embedding_tables))
             room_bytes = room_bytes * spec.table_bytes // (spec.table_bytes + sync_bytes)
+    ties = [f"parallelism.{field} {why}" for field, why in parallelism.independence_obstacles]
     return Need(
         hosts=tuple(hosts),
         min_workers=parallelism.min_workers,
@@ -212,7 +216,7 @@ def need_of(
         worker_table_bytes=room_bytes,
         whole_table_bytes=spec.whole_table_bytes,
         links_bytes_per_s=links_bytes_per_s,
-        are_groups_independent=not parallelism.independence_obstacles,
+        tied_by=ties[0] if ties else "",
     )
 
 
@@ -315,6 +319,8 @@ def _reason(need: Need, choice: Choice) -> str:
     groups = _counted(layout.num_replicas, "group")
     workers, hosts = _counted(layout.shard_group_size, "worker"), _counted(choice.num_hosts, "host")
     why = f"{_size_reason(need, choice)}; {_placement_reason(need, choice)}"
+    if need.tied_by and layout.placement == "inter_host" and layout.num_replicas > 1:
+        why += f"; the failure domain is the whole job, as {need.tied_by}"
     return f"{groups} of {workers} on {hosts}: {why}"
 
 

@@ -263,7 +263,7 @@ class ParallelismSpec(SpecModel):
         """(field, why) of settings that tie the sharding groups together between syncs."""
         sync, ties = self.sync, []
         if self.dense == "every_step":
-            ties.append(("dense", "averages gradients over all groups at each step"))
+            ties.append(("dense", "averages gradients over all groups at each step; use at_sync"))
         if sync.overlap_steps not in (0, sync.every_steps):
             why = "waits between two syncs for averages; overlap with all of every_steps"
             ties.append(("sync.overlap", why))

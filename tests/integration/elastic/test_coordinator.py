@@ -18,8 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 import uvloop
 
 from tests.harness.processes import die_with_parent
@@ -52,15 +54,18 @@ from trainer.coordination.messages import (
     RoundResult,
     Vote,
 )
+from trainer.driver import coordinator_actor
 from trainer.driver.attempt import Attempt, DriverContext
+from trainer.driver.coordinator_actor import CoordinatorActor, RayCoordinator
 from trainer.driver.job_runner import HangMonitor
+from trainer.elastic import group_session
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import write_whole
-from trainer.protocol.worker_config import WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, WorkerConfig
 
 _NUM_RANKS = 2
 EPOCHS, ROWS, ROWS_PER_LEASE = 2, 400, 5
@@ -161,7 +166,8 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         recovery_grace_s=scaled(20),
     )
     book = WrittenBook(folder / "commits.jsonl")
-    return Coordinator(CoordinatorConfig(policy, book, folder, TOKEN, port=port))
+    config = CoordinatorConfig(policy, book, folder, TOKEN, port=port, num_stores=_NUM_RANKS)
+    return Coordinator(config)
 
 
 class WrittenBook(LeaseBook):
@@ -339,6 +345,40 @@ def test_who_has_not_proven_the_token_fences_nobody_and_votes_on_nothing(tmp_pat
         assert all(each.result(scaled(30)).committed for each in votes)
 
 
+def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_call(
+    small_movielens: Path, tmp_path: Path, monkeypatch
+):
+    actors: list[CoordinatorActor] = []
+
+    def start_actor(config: CoordinatorConfig) -> Mock:
+        actors.append(actor := CoordinatorActor(config))
+        return Mock(get_address=Mock(remote=actor.get_address), call=Mock(remote=actor.call))
+
+    for name in ("ray", "start_log", "prepare_process"):
+        monkeypatch.setattr(coordinator_actor, name, Mock())
+    ray: Any = coordinator_actor.ray
+    ray.util.get_node_ip_address.return_value = "127.0.0.1"
+    ray.remote.return_value.options.return_value.remote = start_actor
+    ray.get = lambda answer, timeout: answer
+    attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
+    driver, (actor,) = RayCoordinator(attempt, 0), actors
+    member = CoordinatorClient(identity(0), actor.get_address, _NEVER_S, TOKEN)
+    try:
+        welcome = member.join("initial", "seed-0", Ledger(), "")
+        assert len(set(welcome.stores)) == attempt.spec.parallelism.group_size > 1
+        for step in (("status",), ("expect", []), ("retire", 0, "drain"), ("drop", 0, 0, "hang")):
+            with pytest.raises(PermissionError, match="of another attempt"):
+                actor.call(bytes(32), *step)
+        found = driver.status()
+        assert found and [group.group for group in found.groups] == [0]
+        driver.drop(0, 0, "hang")
+        found = driver.status()
+        assert found and not found.groups
+    finally:
+        member.close()
+        actor._coordinator.stop()
+
+
 def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("trainer.coordination.client._LOST_AFTER_S", scaled(0.5))
     coordinator = start(0, _NEVER_S, 1, tmp_path)
@@ -490,13 +530,16 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
         with coordinating(port, 2, tmp_path):
             ends = [pool.submit(life.run) for life in lives]
             wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
+            lives[0].member.store().set("seat", "taken")
+            seen = [life.member.store().check(["seat"]) for life in lives]
         with coordinating(port, 2, tmp_path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
-            assert not lives[1].member.store().check(["seat"]), "ranks know the new store"
+            assert not lives[0].member.store().check(["seat"]), "ranks know the new store"
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
     for agent in agents:
         agent.close()
+    assert seen == [True, False, True, False], "a store for each shard"
     assert {verdict.ledger.rows_trained for verdict in verdicts} == {EPOCHS * ROWS}
     assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert not events_of(tmp_path, "group_lost")
@@ -549,19 +592,24 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
         assert not members[0].vote(vote).committed
 
 
-def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "broken", ["Membership.on_arrive", "Coordinator._delete_old_keys", "_delete_keys"]
+)
+def test_a_coordinator_with_an_error_in_it_ends_for_another_one(
+    tmp_path: Path, monkeypatch, broken: str
+):
     has_crashed = threading.Event()
     config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path, TOKEN)
     coordinator = Coordinator(config, on_crash=has_crashed.set)
     member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, TOKEN)
-    monkeypatch.setattr(coordinator._membership, "on_arrive", lambda *_: [][0])
     try:
         member.join("initial", "seed-0", Ledger(), "")
+        monkeypatch.setattr(f"trainer.elastic.coordinator.server.{broken}", lambda *_: [][0])
         with ThreadPoolExecutor(1) as pool:
             arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
             assert has_crashed.wait(scaled(30))
             member.close()
-            assert isinstance(arrival.exception(), CoordinatorLost)
+            assert isinstance(arrival.exception(), CoordinatorLost | None)
     finally:
         coordinator.stop()
 
@@ -653,6 +701,35 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     (found,) = [read_record(line, now=0.0) for line in lines]
     assert isinstance(found, HangFound)
     assert (found.rank, found.phase) == (1, "train")
+
+
+def hang_in_training(log: Path, address: str) -> None:
+    """A process of the first rank of a group, as on Ray, but that it joins and stands still."""
+    die_with_parent()
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+
+    def join_and_hang(config: Any, client: CoordinatorClient, host: str) -> None:
+        client.join("initial", "seed-0", Ledger(), "")
+        threading.Event().wait()
+
+    group_session.locate, group_session.run_group = lambda _: address, join_and_hang  # type: ignore
+    recovery = SimpleNamespace(heartbeat_timeout_s=_NEVER_S)
+    config: Any = SimpleNamespace(spec=SimpleNamespace(recovery=recovery), token=TOKEN)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group_session.run_group_worker(config, GroupConfig(0, 0, "coordinator"), "127.0.0.2")
+
+
+def test_a_rank_of_a_group_that_is_given_up_logs_its_stacks_as_it_ends(tmp_path: Path) -> None:
+    coordinator, log = start(0, _NEVER_S, 1, tmp_path), tmp_path / "rank.log"
+    args = (log, coordinator.address)
+    rank = FORK_SERVER.Process(target=hang_in_training, args=args, daemon=True)
+    rank.start()
+    wait_until(lambda: coordinator.status().groups, "it joins", 60)
+    coordinator.drop(0, 0, "hang")
+    assert exit_codes([rank]) == [70]
+    assert "in join_and_hang" in log.read_text()
+    coordinator.stop()
 
 
 def test_a_worker_that_has_ended_does_not_end_its_peers(

@@ -62,6 +62,7 @@ def _sync_with_weights(groups: Groups) -> dict[str, Any]:
     result, _ = life.exchange(2 * WEIGHTS[group], num_leases=2)
     assert result.committed
     found["hashes"] = life.hashes
+    found["progress"] = life.member.heartbeats()[0].progress
     found["num_row_tensors"] = len(life.training.model.table_shards()) * 2
     life.end()
     return found
@@ -149,6 +150,10 @@ def test_what_is_trained_while_the_means_are_formed_is_kept_on_top_of_them(
         mean = pairwise_mean(torch.stack([mine, other]).view(2, -1), WEIGHTS).view_as(mine)
         mean = torch.where(mine == other, mine, mean)
         assert torch.equal(after, apply_difference(before, mine, mean))
+
+
+def test_each_exchange_is_progress_that_the_heartbeats_tell(weighted: list[dict[str, Any]]) -> None:
+    assert all(rank["progress"] > len(rank["hashes"]) for rank in weighted)
 
 
 def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:

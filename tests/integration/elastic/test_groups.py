@@ -23,7 +23,7 @@ from trainer.checkpoint.save_load import list_committed
 from trainer.fault_injection import Fault
 from trainer.protocol import requests
 from trainer.protocol.events import Metrics, SyncIntervalChanged
-from trainer.protocol.requests import StopRequest
+from trainer.protocol.requests import SaveRequest, StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import SecretEnv, WorkerConfig
 
@@ -173,9 +173,12 @@ def _pause(config: WorkerConfig, tmp_path: Path) -> int:
         commit = harness.commit
         files = RunDir(config.run_dir).attempt(config.attempt_id)
         files.root.mkdir(parents=True, exist_ok=True)
+        requests.ask_to_save(files, SaveRequest(run_index=0, number=1))
+        folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
+        harness.wait_for(lambda: list_committed(folder), 60, "a checkpoint that was asked for")
         requests.ask(files, StopRequest(run_index=0, cause=failures.PAUSED))
         harness.wait_for(lambda: files.stopping_path(0).exists(), 60, "a checkpoint for the pause")
-    saved = list_committed(checkpoints_of(config.run_dir, config.spec.checkpoint.path))[-1]
+    saved = list_committed(folder)[-1]
     assert saved.commit.commit >= commit > 0
     return saved.commit.commit
 

@@ -246,6 +246,7 @@ def _join_while_others_train(groups: Groups, sync: dict[str, Any]) -> dict[str, 
 
 def _stay(life: Life) -> dict[str, Any]:
     """Train until the second life of group 2 has; group 1 dies in the middle of its copying."""
+    _add_buffers(life)
     life.join()
     num_heard = num_trained = 0
     while num_trained < 3 and not (life.group == 1 and num_heard == 4):
@@ -254,7 +255,19 @@ def _stay(life: Life) -> dict[str, Any]:
         num_heard += standing == "listening"
         num_trained += standing == "current"
     life.end()
-    return {"hashes": life.hashes}
+    return {"hashes": life.hashes, "buffers": _buffers(life)}
+
+
+def _add_buffers(life: Life) -> None:
+    """A joiner does not begin with those of the others."""
+    is_joiner = life.group == 2
+    life.training.model.module.register_buffer("mean", torch.tensor(0.25 + is_joiner))
+    life.training.model.module.register_buffer("count", torch.tensor(7 + is_joiner))
+
+
+def _buffers(life: Life) -> list[float]:
+    module = life.training.model.module
+    return [module.mean.item(), module.count.item()]
 
 
 def _join_and_train(life: Life) -> dict[str, Any]:
@@ -265,6 +278,7 @@ def _join_and_train(life: Life) -> dict[str, Any]:
     chunks = threading.Semaphore(0)
     LiveCopy.next_chunk = _one_of(chunks)  # type: ignore[method-assign]
     life.spoil()
+    _add_buffers(life)
     life.join_late()
     donors, num_commits, num_trained = set(), 0, 0
     while num_trained < 3:
@@ -275,7 +289,8 @@ def _join_and_train(life: Life) -> dict[str, Any]:
             donors.add(life.sync._joiner._copy.donor)
             num_commits += 1
     life.end()
-    return {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
+    found = {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
+    return found | {"buffers": _buffers(life)}
 
 
 @pytest.mark.parametrize(
@@ -295,3 +310,4 @@ def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_
         assert life["num_commits"] >= 8, "the others trained on meanwhile"
         assert len(life["hashes"]) >= 3
         assert set(life["hashes"]) < set(found[0]["hashes"])
+        assert life["buffers"] == found[0]["buffers"] == [0.25, 7]

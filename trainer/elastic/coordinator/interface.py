@@ -37,7 +37,7 @@ class MembershipPolicy:
 
     The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
-    voted `vote_timeout_s` after the first vote on its shard, or that makes no progress for longer
+    voted `vote_timeout_s` after the first group of the round, or that makes no progress for longer
     than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). With
     `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
     coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.

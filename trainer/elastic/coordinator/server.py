@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -254,7 +254,7 @@ class Coordinator:
         self._epoch_s = time.time() - time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._is_stopping = asyncio.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._generation = 0
         self._started: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
@@ -340,16 +340,22 @@ class Coordinator:
             await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
             for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
                 await asyncio.sleep(0)
-            self._take(lambda: self._membership.tick(self._now()))
-            self._delete_old_keys()
+            self._take(self._step)
+
+    def _step(self) -> Iterable[Effect]:
+        self._delete_old_keys()
+        return self._membership.tick(self._now())
 
     def _take(self, step: Callable[[], Iterable[Effect]]) -> None:
         """Take a step of the membership and act on it; an error there ends the coordinator."""
         try:
             self._act(step())
         except Exception as error:
-            self._error = self._error or error
-            self._is_stopping.set()
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._is_stopping.set()
 
     def _delete_old_keys(self) -> None:
         """Delete what older generations left in the stores, whose ranks may be one behind."""
@@ -358,7 +364,13 @@ class Coordinator:
             return
         self._generation = newest
         for store in self._stores:
-            self._writing.submit(_delete_keys, store, newest - 1)
+            deleting = self._writing.submit(_delete_keys, store, newest - 1)
+            deleting.add_done_callback(self._check_deletion)
+
+    def _check_deletion(self, done: Future[None]) -> None:
+        """On the other thread: where a store fails no group can meet in it either."""
+        if error := done.exception():
+            self._loop.call_soon_threadsafe(self._end, error)
 
     def challenge(self, connection: _Unproven) -> Challenge:
         """A connection was accepted; what it must prove."""

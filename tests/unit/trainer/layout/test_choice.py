@@ -36,7 +36,7 @@ def needs(draw: st.DrawFn) -> Need:
         table_bytes=draw(st.none() | st.integers(0, 40)),
         worker_table_bytes=draw(st.none() | st.integers(0, 20)),
         links_bytes_per_s=draw(st.none() | st.just((8.0, 4.0))),
-        are_groups_independent=draw(st.booleans()),
+        tied_by=draw(st.sampled_from(["", "a setting"])),
     )
 
 
@@ -165,7 +165,7 @@ def test_the_price_is_that_of_the_paper() -> None:
         ),
         # What ties the groups together makes them one job again.
         (
-            need(2, 2, placement="inter_host", are_groups_independent=False),
+            need(2, 2, placement="inter_host", tied_by="a setting"),
             (4, 2, "inter_host", "job"),
         ),
     ],
@@ -189,6 +189,22 @@ def test_the_reason_names_the_numbers() -> None:
         ),
     ):
         assert choose(wanted).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("sync={every_steps: 4, overlap: 2}", "parallelism.sync.overlap waits between two syncs"),
+        ("dense=every_step", "parallelism.dense averages gradients over all groups at each step"),
+    ],
+)
+def test_a_setting_that_makes_the_job_one_failure_domain_is_named(setting: str, told: str) -> None:
+    asked = ("parallelism.placement=inter_host", "parallelism.shard_group_size=2")
+    spread = choose(need_of(movielens(*asked), [2, 2]))
+    tied = choose(need_of(movielens(*asked, f"parallelism.{setting}"), [2, 2]))
+    assert (spread.failure_domain, tied.failure_domain) == ("replica_group", "job")
+    assert f"the failure domain is the whole job, as {told}" in tied.reason
+    assert "failure domain" not in spread.reason
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
 from tests.unit.trainer.spec.test_spec import changed
 from trainer import failures
 from trainer.checkpoint.manager import SaveStanding, TrainState
+from trainer.coordination.client import LOCATE_S, finding_s
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Arrive,
@@ -397,6 +399,19 @@ def test_a_coordinator_that_hears_nobody_gives_nobody_up():
     assert any("are fine" in note.message for note in world.told("note"))
     world.run_to_commit(3)
     assert not world.told("group_lost")
+
+
+def test_all_are_given_up_when_the_coordinator_has_heard_nobody_for_as_long_as_a_hang_takes():
+    world = running(min_hang_s=60.0)
+    beat_all(world)
+    for _ in range(300):  # a suspicion begins with the first time-out
+        tick(world, 0.2)
+    assert not world.told("group_lost")
+    for _ in range(10):
+        tick(world, 0.2)
+    assert [(lost.group, lost.reason) for lost in world.told("group_lost")] == [
+        (group, "silent") for group in range(3)
+    ]
 
 
 def test_two_of_three_that_stay_silent_are_lost_but_not_at_once():
@@ -823,6 +838,22 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     assert world.groups[2].is_fenced
 
 
+def test_all_have_the_time_to_come_back_that_finding_a_restarted_coordinator_takes():
+    policy = MembershipPolicy.of(changed(), 3)
+    grace_s = finding_s(policy.heartbeat_timeout_s)
+    assert grace_s > 2 * LOCATE_S
+    world = running(recovery_grace_s=policy.recovery_grace_s)
+    world.start_coordinator()
+    world.hung.add(2)
+    world.exchange(5)
+    for _ in range(10):
+        world.wait(0.099 * grace_s)
+    assert world.status.phase == "recovering"
+    world.hung.clear()
+    world.run_to_commit(4)
+    assert not any(group.is_fenced for group in world.lives())
+
+
 def test_who_comes_back_too_late_is_fenced():
     world = running()
     world.start_coordinator()
@@ -1108,6 +1139,23 @@ def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable(
     session.saves = SaveStanding(saved_step=43)
     session._read_requests(torch.tensor([1.0]), torch.empty(0))
     assert not session.is_checkpoint_step()
+
+
+def test_a_result_that_leaves_one_copy_of_four_causes_a_save_and_scales_moments() -> None:
+    session: Any = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 42)
+    session.spec.parallelism.moment_scale, session.spec.parallelism.num_replicas = "auto", 4
+    session.spec.training.accumulate_steps = 1
+    for name in ("optimizers", "tuner", "quarantine", "_stream", "_loader"):
+        setattr(session, name, Mock())
+    session._leases, session._num_copies = deque(), 0
+    session.group = SimpleNamespace(group=0)
+    for num_copies, is_due in ((4, False), (1, True)):
+        copies = [SimpleNamespace(standing="current")] * num_copies
+        listener = SimpleNamespace(standing="listening")
+        session.group_sync = SimpleNamespace(members=[*copies, listener])
+        session._take(RoundResult(committed=True, ledger=session.ledger, leader=0))
+        session.optimizers.set_share.assert_called_with(num_copies / 4)
+        assert session.is_checkpoint_step() is is_due
 
 
 @pytest.mark.parametrize(("step", "may_lead"), [(41, False), (46, True), (97, True)])

@@ -10,6 +10,7 @@ anew. All functions but `reach` and `update_job_file` raise OSError.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -43,7 +44,6 @@ from trainer.protocol.mirror import (
     comes_from_service,
     folders_of,
     goes_to_service,
-    is_small,
     is_stream,
     version_of,
 )
@@ -198,8 +198,12 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
 # ---- files that hosts without run storage exchange with us (`trainer.protocol.mirror`)
 
 
-# One piece after another: a request whose time was over may still be at work.
-_writing = threading.Lock()
+# Of a file one piece after another: a request whose time was over may still be at work.
+_writing = [threading.Lock() for _ in range(64)]
+
+
+def _lock_of(path: Path) -> threading.Lock:
+    return _writing[hash(path) % len(_writing)]
 
 
 def list_exchanged(settings: Settings, attempt: Attempt, *, streams: bool) -> dict[str, str]:
@@ -248,7 +252,8 @@ def keep_piece(
     `NoSuchRunFile`, `RunStorageFull`.
     """
     path = _written_by_hosts(settings, attempt, name)
-    is_told = is_small(name, attempt.id) and total <= MAX_DOCUMENT_BYTES
+    # What hosts tell one another.
+    is_told = comes_from_service(name, attempt.id) and total <= MAX_DOCUMENT_BYTES
     _check_room(settings, _SPARE_SHARE_OF_TOLD if is_told else _SPARE_SHARE)
     if at + len(data) > total:
         problem = FieldProblem("total", "size", "the piece goes beyond the end of the file")
@@ -261,7 +266,7 @@ def keep_piece(
         replace_untrusted(path, data, settings.runs_dir)
         return version_of(path.lstat()), total
     part = path.with_name(f".{path.name}.part")
-    with _writing, open_folder(path.parent, settings.runs_dir, make=True) as folder:
+    with _lock_of(path), open_folder(path.parent, settings.runs_dir, make=True) as folder:
         with open_untrusted(part, settings.runs_dir, "ab") as file:
             if at == 0:
                 file.truncate(0)
@@ -270,9 +275,9 @@ def keep_piece(
                 return None, size
             file.write(data)
             file.flush()
+            os.fsync(file.fileno())
             if at + len(data) < total:
                 return None, at + len(data)
-            os.fsync(file.fileno())
         os.replace(part.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     return version_of(path.lstat()), total
 
@@ -292,14 +297,15 @@ def append_log(
         raise NoSuchRunFile(f"log {source[:40]}")
     _check_room(settings)
     log = run_dir_of(settings, attempt.job_id).attempt(attempt.id).log_path(source)
-    with _writing:
+    with _lock_of(log):
         parts = parts_of(log, list_untrusted(log.parent, settings.runs_dir))
         end = parts[-1][0] + parts[-1][1].lstat().st_size if parts else 0
         if at not in (None, end) or not data:
             return end, False
         with open_folder(log.parent, settings.runs_dir, make=True):
             opened = partial(open_untrusted, within=settings.runs_dir, mode="ab")
-            append(log, settings.log_max_bytes, data, opened)
+            # A job that holds the lock of its log keeps none of us waiting.
+            append(log, settings.log_max_bytes, data, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return end + len(data), True
 
 
@@ -312,7 +318,7 @@ def append_stream(
         raise NoSuchRunFile(f"stream {stream[:40]}")
     _check_room(settings)
     with (
-        _writing,
+        _lock_of(path),
         open_folder(path.parent, settings.runs_dir, make=True),
         open_untrusted(path, settings.runs_dir, "ab") as file,
     ):

@@ -39,7 +39,7 @@ from trainer.spec.job import JobSpec
 logger = logging.getLogger(__name__)
 _RETRY_S = 2.0
 POST_TIMEOUT_S = 10.0
-_MIRROR_S = 3 * mirror.INTERVAL_S
+MIRROR_S = 3 * mirror.INTERVAL_S
 # After a run this long the next failure counts as the first in a row.
 _LONG_RUN_S = 120.0
 
@@ -322,5 +322,5 @@ def run_with_restarts(
             return outcome
         delay_s = failures.restart_delay_s(num_in_a_row)
         # For the last files of the workers' hosts to arrive at the others.
-        wait(max(delay_s, _MIRROR_S) if attempt.context.is_mirrored else delay_s)
+        wait(max(delay_s, MIRROR_S) if attempt.context.is_mirrored else delay_s)
     raise AssertionError("counting does not end")

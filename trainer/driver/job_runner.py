@@ -23,7 +23,7 @@ from typing import Literal
 from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import WATCH_SILENCE_S
-from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
+from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host, fill_hosts, kill_on
 from trainer.driver.ray_train import TrainRun
@@ -499,6 +499,8 @@ class JobRunner:
         marks = files.stopping_path(run_index), files.completed_path(run_index)
         while not (found := any(mark.exists() for mark in marks)) and self.clock() < until:
             self.wait(_POLL_S)
+        # The last records of workers that save as they stop come after their mark.
+        self.wait(MIRROR_S)
         return found
 
     def _await_lost_host(self, failure: Failure) -> Failure:

@@ -450,22 +450,22 @@ def main() -> int:
     sinks = open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer)
     try:
         ended = end_attempt(context, writer, sinks)
+        logger.info("attempt ended: %s: %s", ended.reason, ended.message)
+        if mirror:
+            # First what a job that has ended is expected to have, as its export.
+            mirror.flush()
+        writer.write(ended)
+        if poster:
+            poster.close(POST_TIMEOUT_S)
+        for sink in sinks:
+            sink.close(SINK_TIMEOUT_S)
+        if is_preloading():
+            prepare_next_job(context)
+        if mirror:
+            mirror.close()
     except Evicted as eviction:
         logger.warning("the driver is evicted: %s", eviction)
         if mirror:
             mirror.close(patience_s=0.0)
         return EXIT_EVICTED
-    logger.info("attempt ended: %s: %s", ended.reason, ended.message)
-    if mirror:
-        # First what a job that has ended is expected to have, as its export.
-        mirror.flush()
-    writer.write(ended)
-    if poster:
-        poster.close(POST_TIMEOUT_S)
-    for sink in sinks:
-        sink.close(SINK_TIMEOUT_S)
-    if is_preloading():
-        prepare_next_job(context)
-    if mirror:
-        mirror.close()
     return EXIT_CODES.get(ended.reason, 1)

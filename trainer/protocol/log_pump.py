@@ -47,15 +47,20 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def append(
-    log: Path, max_bytes: int, data: bytes, opened: Callable[[Path], IO[bytes]] = _open
+    log: Path,
+    max_bytes: int,
+    data: bytes,
+    opened: Callable[[Path], IO[bytes]] = _open,
+    lock_kind: int = fcntl.LOCK_EX,
 ) -> None:
     """Write at the end of a chain; raises OSError if storage fails.
 
-    Several processes may, as an old one drains while a new one starts. `opened` opens to append.
+    Several processes may, as an old one drains while a new one starts. `opened` opens to append;
+    who must not wait for the others gives LOCK_NB to `lock_kind`.
     """
     with opened(log) as lock:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, lock_kind)
         # The log is there: it was opened.
         offset, path = parts_of(log)[-1]
         size = path.lstat().st_size if path.exists() else 0

@@ -41,6 +41,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
@@ -65,7 +66,9 @@ _BOTH_WAYS = (
     r"skipped-rows\.json|sinks/(mlflow|opentelemetry|tensorboard)\.json|"
     r"ATTEMPT/((resolved-spec|stop-request|save-request)\.json|(stopping|completed)-\d{1,4})"
 )
-_FROM_HOSTS = rf"ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_NAME}/){{0,4}}{_NAME}"
+# Files of an export have names of the user's.
+_ANY = r"[^/.\0][^/\0]{0,200}"
+_FROM_HOSTS = rf"ATTEMPT/traces/{_NAME}\.json\.gz|exports/x-[0-9a-f]{{8}}/({_ANY}/){{0,16}}{_ANY}"
 _STREAM = re.compile(rf"attempts/{_NAME}/outbox/{_NAME}\.jsonl")
 # What says that all else is there: to readers of an export, and to workers that start.
 _LAST = ("EXPORT.json", "resolved-spec.json")
@@ -84,11 +87,6 @@ def comes_from_service(path: str, attempt_id: str) -> bool:
 def goes_to_service(path: str, attempt_id: str) -> bool:
     """Whether hosts may write the file at `path` of a run folder."""
     return bool(_pattern(f"{_FROM_HOSTS}|{_BOTH_WAYS}", attempt_id).fullmatch(path))
-
-
-def is_small(path: str, attempt_id: str) -> bool:
-    """Whether hosts tell one another something by this file."""
-    return bool(_pattern(_BOTH_WAYS, attempt_id).fullmatch(path))
 
 
 def is_stream(path: str) -> bool:
@@ -192,23 +190,34 @@ class Mirror:
             self._note_owner(answer["current"])
             sent = dict(self._sent)
             try:
-                problems = [*self._exchange_files(answer["files"]), *self._send_growing()]
+                # A file that says that records are there, as the mark of an end, comes after them.
+                ours = dict(self._ours())
+                problems = [
+                    *self._send_growing(),
+                    *self._exchange_files(ours, answer["files"]),
+                ]
             finally:
                 if self._sent != sent:
                     with suppress(OSError):
                         write_whole(self._sent_path, json.dumps(self._sent).encode())
         if problems:
-            raise problems[0]
+            raise min(problems, key=lambda problem: isinstance(problem, Refused))
 
     def _note_owner(self, attempt_id: str | None) -> None:
         """As on shared storage: where another attempt has the run folder, this one ends."""
         run = RunDir(self._root)
-        if attempt_id not in (None, self._attempt_id, run.lock_owner()):
+        owner = run.lock_owner()
+        if attempt_id not in (None, self._attempt_id, owner):
             write_whole(run.lock_path, json.dumps({"name": attempt_id}).encode())
+        elif attempt_id == self._attempt_id and owner not in (None, attempt_id):
+            run.lock_path.unlink(missing_ok=True)  # what was noted for an attempt before
 
-    def _exchange_files(self, theirs: dict[str, str]) -> list[OSError]:
+    def _exchange_files(self, ours: dict[str, str], theirs: dict[str, str]) -> list[OSError]:
         """Exchange each file that has changed; what went wrong with single ones."""
-        ours, problems = dict(self._ours()), list[OSError]()
+        problems: list[OSError] = []
+        for path in theirs:
+            if is_stream(path):
+                self._take_stream(path, int(theirs[path]))
         paths = {path for path in theirs if not is_stream(path)} | set(ours) | set(self._alike)
         for path in sorted(paths, key=lambda path: (path.endswith(_LAST), path)):
             if problems and path.endswith(_LAST):
@@ -217,9 +226,6 @@ class Mirror:
                 self._exchange_file(path, ours.get(path), theirs.get(path))
             except (NotTaken, FileNotFoundError) as error:
                 problems.append(error)
-        for path in theirs:
-            if is_stream(path):
-                self._take_stream(path, int(theirs[path]))
         return problems
 
     def _ours(self) -> Iterator[tuple[str, str]]:
@@ -307,6 +313,7 @@ class Mirror:
             if not piece:
                 return
             with target.open("ab") as file:
+                file.truncate(at)  # where a piece before was cut off
                 file.write(piece)
             at = self.taken[path] = at + len(piece)
 
@@ -342,12 +349,13 @@ class Mirror:
         sent, ahead = self._sent[name]
         while found := _read_chain(log, parts, sent, self._unanswered.get(name, PIECE_BYTES)):
             sent, piece = found
+            is_again = name in self._unanswered
             self._unanswered[name] = len(piece)
             where = {"at": sent + ahead}
             answer = self._ask("POST", f"/{name}", piece, where, accepted=(409,)).json()
             del self._unanswered[name]
             end: int = answer["end"]
-            if answer["taken"] or end == sent + ahead + len(piece):
+            if answer["taken"] or (is_again and end == sent + ahead + len(piece)):
                 # Taken now, or before, and the answer was lost.
                 sent += len(piece)
             ahead = end - sent
@@ -361,12 +369,15 @@ class Mirror:
         query: dict[str, Any] | None = None,
         accepted: tuple[int, ...] = (),
     ) -> httpx.Response:
-        response = self._client.request(method, self._url + path, content=content, params=query)
+        url = self._url + quote(path)
+        response = self._client.request(method, url, content=content, params=query)
         status = response.status_code
         if response.is_success or status in accepted:
             return response
+        # Of the service itself, not of something that stands before it.
+        is_ours = response.headers.get("content-type", "").startswith("application/problem+json")
         kinds = {429: TooManyRequests, 507: NotTaken}
-        kind = kinds.get(status, Refused if response.is_client_error else OSError)
+        kind = kinds.get(status, Refused if response.is_client_error and is_ours else OSError)
         raise kind(f"{method} {path}: HTTP {status}: {response.text[:200]}")
 
 
@@ -395,16 +406,13 @@ class MirrorThread:
         self._lock = _locked(config.files.root / "mirror.lock")
         self._mirror = Mirror(config, config.connect(), takes_streams=True)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        work = partial(_exchange_until, self._mirror, self._stopping.wait)
+        self._thread = threading.Thread(target=work, name="mirror", daemon=True)
 
     def start(self) -> None:
         """Take what the service has for this attempt, then go on; raises OSError after a while."""
-        # Of an attempt before that was cut off here: the service has what it will ever have.
-        shutil.rmtree(_exports_of(self._files), ignore_errors=True)
-        for other in self._files.root.parent.iterdir():
-            if other != self._files.root and (lock := _lock_if_free(other / "mirror.lock")):
-                shutil.rmtree(other, ignore_errors=True)
-                lock.close()
+        _remove_others(self._files)
+        shutil.rmtree(RunDir(self._files.root.parents[1]).exports_dir, ignore_errors=True)
         if (error := self.flush()) is not None:
             raise OSError(f"the service does not give the files of the run: {error}")
         self._thread.start()
@@ -418,13 +426,8 @@ class MirrorThread:
         self._stopping.set()
         self._thread.join()
         if _is_done(self.flush(patience_s)):
-            for path in self._mirror.taken:
-                shutil.rmtree((self._files.root.parents[1] / path).parents[1], ignore_errors=True)
             _remove_copy(self._files)
         self._lock.close()
-
-    def _run(self) -> None:
-        _exchange_until(self._mirror, self._stopping.wait)
 
 
 def _exchange_once(mirror: Mirror, patience_s: float = PATIENCE_S) -> Exception | None:
@@ -460,16 +463,24 @@ def _is_done(error: Exception | None) -> bool:
     return error is None or isinstance(error, Refused)
 
 
-def _exports_of(files: AttemptDir) -> Path:
-    return RunDir(files.root.parents[1]).exports_dir
-
-
 def _remove_copy(files: AttemptDir) -> None:
+    """Remove what the service has now, unless workers are left here: who serves them does then."""
+    if (alone := _lock_if_free(files.root / "workers.lock")) is None:
+        return
+    _remove_others(files)
     shutil.rmtree(files.root, ignore_errors=True)
-    shutil.rmtree(_exports_of(files), ignore_errors=True)
+    alone.close()
     with suppress(OSError):  # another attempt is here
         files.root.parent.rmdir()
         shutil.rmtree(files.root.parents[1], ignore_errors=True)
+
+
+def _remove_others(files: AttemptDir) -> None:
+    """Remove what attempts left here that nobody serves: the service has what it will ever have."""
+    for other in files.root.parent.iterdir():
+        if other != files.root and (lock := _lock_if_free(other / "mirror.lock")):
+            shutil.rmtree(other, ignore_errors=True)
+            lock.close()
 
 
 # ---- hosts without the driver
@@ -538,9 +549,7 @@ def main() -> None:
         return
     with _locked(root / "mirror.lock"):
         turn.close()
-        is_done = _serve(config, root / "workers.lock")
-        alone = _lock_if_free(root / "workers.lock")
-        if is_done and alone is not None:
+        if _serve(config, root / "workers.lock"):
             _remove_copy(config.files)
 
 
@@ -556,11 +565,9 @@ def _serve(config: MirrorConfig, workers: Path) -> bool:
         return True
 
     _tried(mirror)
-    is_last = False
-    while not is_last:
-        _exchange_until(mirror, is_over)
-        # The last words of a process are written after its end.
-        is_last = is_over(INTERVAL_S)
+    _exchange_until(mirror, is_over)
+    # The last words of a process are written after its end.
+    time.sleep(INTERVAL_S)
     return _is_done(_exchange_once(mirror))
 
 

@@ -61,10 +61,10 @@ def train(session: Session) -> dict[str, float]:
         session.speed.restart()
         if not session.is_finished:
             _take_steps(session)
-        if session.is_finished:
-            leave_mark(session.config, AttemptDir.completed_path)
     finally:
         session.close()
+    if session.is_finished:
+        leave_mark(session.config, AttemptDir.completed_path)
     return session.final_metrics
 
 

@@ -45,6 +45,7 @@ from trainer.protocol.events import EventAck, EventBatch
 logger = logging.getLogger(__name__)
 LATE_REPORTS_S = 3600.0
 """Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
+COLLECT_AFTER_S = 10.0
 # Of one file that a host sends.
 MAX_FILE_BYTES = 2**50
 _BYTES = {
@@ -217,7 +218,12 @@ async def post_stream(
     """409 where the stream ends elsewhere. Its records count once they come by `/events`, or with
     the end of the attempt."""
     piece = await request.body()
-    return await _append(append_stream, context, attempt, stream, piece, at, response)
+    kept = await _append(append_stream, context, attempt, stream, piece, at, response)
+    if attempt.ended_at is not None and kept.taken:
+        # Its records were collected: once more, when the others of these may be here, too.
+        due = time.time() + COLLECT_AFTER_S
+        await run_in_threadpool(context.store.set_collection, attempt.id, due)
+    return kept
 
 
 async def _append(

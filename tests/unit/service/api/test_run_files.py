@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -238,19 +239,62 @@ def test_a_file_in_pieces_appears_whole_and_its_marker_last(
     (export / "EXPORT.json").write_text("{}")
     (export / "tables.bin").write_bytes(table)
     (export / "empty").touch()
+    # As a column of the user's may be called.
+    (export / "vocabularies").mkdir()
+    (export / "vocabularies" / "_user id=1.parquet").write_bytes(b"v")
     with host.losing("PUT"), pytest.raises(httpx.ReadError):
         host.exchange()
     there = kept.exports_dir / "x-00000000" / "artifact"
     assert not (there / "EXPORT.json").exists()
     host.exchange()
     assert (there / "tables.bin").read_bytes() == table
-    assert sorted(path.name for path in there.iterdir()) == ["EXPORT.json", "empty", "tables.bin"]
+    names = {path.name for path in there.rglob("*")}
+    assert names == {
+        *("EXPORT.json", "empty", "tables.bin", "vocabularies", "_user id=1.parquet"),
+    }
     # Deleted at the service while it is made here: nothing of it comes back.
     shutil.rmtree(there.parent)
     (export / "tables.bin").write_bytes(table[1:])
     with pytest.raises(Refused):
         host.exchange()
     assert not there.parent.exists()
+
+
+def test_what_is_refused_for_good_hides_nothing_that_is_only_late(
+    host: Host, kept: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = host.run.exports_dir / "x-00000000"
+    export.mkdir(parents=True)
+    (export / "of-no-request").touch()
+    host.log("driver", "late\n")
+    full = SimpleNamespace(f_bavail=4, f_blocks=100, f_favail=50, f_files=100)
+    monkeypatch.setattr(run_storage.os, "statvfs", lambda path: full)
+    with pytest.raises(NotTaken) as late:
+        host.exchange()
+    assert not isinstance(late.value, Refused), "the copy would be removed"
+    full.f_bavail = 50
+    with pytest.raises(Refused):
+        host.exchange()
+    assert attempt_of(kept).log_path("driver").read_text() == "late\n"
+
+
+def test_what_was_noted_of_another_attempt_is_forgotten_by_the_next(host: Host) -> None:
+    write_whole(host.run.lock_path, json.dumps({"name": "job-000000000000-a7"}).encode())
+    host.exchange()
+    assert host.run.lock_owner() is None
+
+
+def test_records_that_come_after_the_end_are_collected_once_more(
+    house: Guarded, job: str, host: Host
+) -> None:
+    attempt = house.store.get_attempt(f"{job}-a0")
+    house.store.update_job(house.store.get_job(job), attempt=replace(attempt, ended_at=time.time()))
+    path = host.files.stream_path("workers-0")
+    path.parent.mkdir()
+    path.write_text("{}\n")
+    host.exchange()
+    due = house.store.attempts_to_collect(time.time() + 60)
+    assert due == [(job, 0)]
 
 
 def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(

@@ -1,7 +1,8 @@
 """`shardloom data prepare --on cluster ...`: the command as a Job in Kubernetes, and followed.
 
 The Job is a copy of the CronJob that the chart makes (image, volumes, rights, resources), with the
-arguments of the command. It outlives the CLI: the same command finds it while it runs.
+arguments of the command. It outlives the CLI: the same command finds it while it runs, and
+`shardloom data prepare --on cluster --job NAME` shows the log of one that has ended.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ _EXIT_BAD_DATA = 2
 
 @dataclass(frozen=True)
 class ClusterCommand:
-    """A `shardloom data` command for the cluster: its own arguments, and the chart's namespace."""
+    """A `shardloom data` command for the cluster: its own arguments, and the chart's namespace.
+
+    With `job` it follows the Job of that name.
+    """
 
     arguments: list[str]
     namespace: str
+    job: str = ""
 
 
 def cluster_command(arguments: Sequence[str]) -> ClusterCommand | None:
@@ -59,6 +64,7 @@ def cluster_command(arguments: Sequence[str]) -> ClusterCommand | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--on")
     parser.add_argument("--namespace")
+    parser.add_argument("--job", default="")
     try:
         given, rest = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
@@ -72,7 +78,7 @@ def cluster_command(arguments: Sequence[str]) -> ClusterCommand | None:
                 f"below {_DATA_FOLDER}"
             )
     namespace = given.namespace or os.environ.get("SHARDLOOM_KUBERAY_NAMESPACE") or "shardloom"
-    return ClusterCommand(rest, namespace)
+    return ClusterCommand(rest, namespace, given.job)
 
 
 def run(command: ClusterCommand) -> None:
@@ -89,7 +95,7 @@ def run(command: ClusterCommand) -> None:
     name = ""
     try:
         api = KubeApi.open(_kubeconfig(), command.namespace, _TIMEOUT_S)
-        name = _start(api, command)
+        name = command.job or _start(api, command)
         reason = _follow(api, name)
     except KeyboardInterrupt:
         if not name:

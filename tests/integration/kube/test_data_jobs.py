@@ -124,6 +124,22 @@ def test_a_command_becomes_a_job_of_the_charts_making_and_its_log_is_followed(jo
     assert code["onExitCodes"]["values"] == [2], "bad data is not tried again"
 
 
+def test_the_log_of_a_job_that_has_ended_is_shown_by_its_name(jobs: Jobs) -> None:
+    def run(job: Manifest) -> None:
+        jobs.add_pod(job, {"phase": "Succeeded"}, "reading: 99 %")
+        jobs.end(job, "Complete")
+
+    with jobs.doing(run):
+        assert jobs.prepare("--on", "cluster", *COMMAND).exit_code == 0
+    (job,) = jobs.all()
+    name = job["metadata"]["name"]
+    again = jobs.prepare("--on", "cluster", "--job", name)
+    assert (again.exit_code, again.stdout.splitlines()) == (0, ["reading: 99 %"])
+    assert len(jobs.all()) == 1
+    missing = jobs.prepare("--on", "cluster", "--job", "none")
+    assert (missing.exit_code, "none" in missing.output) == (2, True)
+
+
 def test_a_job_that_runs_is_followed_again_and_one_that_ended_is_not(jobs: Jobs) -> None:
     for is_first in (True, False):
         with jobs.doing(lambda job: jobs.end(job, "Complete")):

@@ -510,30 +510,25 @@ _held: list[IO[bytes]] = []
 
 
 def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> IO[bytes]:
-    """A file that is locked until it is closed; waits for it, and raises OSError.
+    """A file that is locked until it is closed; raises OSError.
 
     Whoever held it before may have removed it, with its folder.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-        fcntl.flock(file, kind)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), path.open("ab") as file:
+            fcntl.flock(file, kind)
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                return file
-        file.close()
+                # Another descriptor of the same lock: this one is closed here.
+                return os.fdopen(os.dup(file.fileno()), "ab")
 
 
 def _lock_if_free(path: Path) -> IO[bytes] | None:
-    """A file that is locked until it is closed; None where some process has locked it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab")
+    """As `_locked`, without waiting; None where some process has locked it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
         return None
-    return file
 
 
 def main() -> None:

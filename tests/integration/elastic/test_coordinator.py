@@ -470,8 +470,12 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
         commit = coordinator.status().ledger.commit
         wait_until(lambda: coordinator.status().ledger.commit > commit + 1, "the others train on")
         pause_s = time.monotonic() - killed
+        # Or the others would have trained all rows before it is there.
+        groups.signal(0, 0, signal.SIGSTOP)
         assert sorted(exit_codes(groups.ranks[2])) == [-signal.SIGKILL, FENCED]
         groups.start(2, incarnation=1)
+        wait_until(lambda: standing(coordinator, 2, 1), "it is there")
+        groups.signal(0, 0, signal.SIGCONT)
         wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
         assert [exit_codes(groups.ranks[group]) for group in range(3)] == [[0, 0]] * 3
         assert coordinator.status().has_finished

@@ -172,7 +172,7 @@ class Mirror:
         # path -> version here, and how many bytes of it the service has.
         self._begun: dict[str, tuple[str, int]] = {}
         # path of another host's stream -> how many bytes of it are here.
-        self.taken: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
         # Log or stream -> bytes that the service has, and by how much its log is longer.
         self._sent: dict[str, tuple[int, int]] = {}
         # Log -> size of the piece whose answer is missing.
@@ -304,9 +304,9 @@ class Mirror:
     def _take_stream(self, path: str, size: int) -> None:
         """Append what is new of a stream that another host writes."""
         target = self._root / path
-        if path not in self.taken and target.exists():
+        if path not in self._taken and target.exists():
             return
-        at = self.taken.setdefault(path, 0)
+        at = self._taken.setdefault(path, 0)
         target.parent.mkdir(parents=True, exist_ok=True)
         while at < size:
             piece = self._ask("GET", f"/files/{path}", query={"at": at}).content
@@ -315,7 +315,7 @@ class Mirror:
             with target.open("ab") as file:
                 file.truncate(at)  # where a piece before was cut off
                 file.write(piece)
-            at = self.taken[path] = at + len(piece)
+            at = self._taken[path] = at + len(piece)
 
     def _send_growing(self) -> list[OSError]:
         """Send what is new of logs and streams; what went wrong with single ones."""
@@ -323,7 +323,7 @@ class Mirror:
         logs = sorted(self._files.logs_dir.glob("*.log"))
         sends = [partial(self._send_log, log, logs) for log in logs if "@" not in log.stem]
         for path in self._files.stream_paths():
-            if str(path.relative_to(self._root)) not in self.taken:
+            if str(path.relative_to(self._root)) not in self._taken:
                 sends.append(partial(self._send_stream, path))
         for send in sends:
             try:
@@ -372,10 +372,11 @@ class Mirror:
         url = self._url + quote(path)
         response = self._client.request(method, url, content=content, params=query)
         status = response.status_code
-        if response.is_success or status in accepted:
-            return response
         # Of the service itself, not of something that stands before it.
-        is_ours = response.headers.get("content-type", "").startswith("application/problem+json")
+        kind_of_body = response.headers.get("content-type", "")
+        is_ours = kind_of_body.startswith(("application/problem+json", "application/json"))
+        if response.is_success or (status in accepted and is_ours):
+            return response
         kinds = {429: TooManyRequests, 507: NotTaken}
         kind = kinds.get(status, Refused if response.is_client_error and is_ours else OSError)
         raise kind(f"{method} {path}: HTTP {status}: {response.text[:200]}")

@@ -717,7 +717,7 @@ def hang_in_training(log: Path, address: str) -> None:
         client.join("initial", "seed-0", Ledger(), "")
         threading.Event().wait()
 
-    group_session.locate, group_session.run_group = lambda _: address, join_and_hang  # type: ignore
+    vars(group_session).update(locate=lambda _: address, run_group=join_and_hang)
     recovery = SimpleNamespace(heartbeat_timeout_s=_NEVER_S)
     config: Any = SimpleNamespace(spec=SimpleNamespace(recovery=recovery), token=TOKEN)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

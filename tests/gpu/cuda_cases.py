@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -25,6 +27,7 @@ from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.harness.small_model import Case, form_groups, make_batch, rank_device, spec_of
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.checkpoint.state_dict import state_to_save
+from trainer.elastic.group_sync import CrossGroupProcessGroup, ReplicaRank
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
@@ -200,6 +203,22 @@ def _build_both(
         for mine, theirs in pairs:
             theirs.copy_(mine)
     return ours, stock
+
+
+def exchange_between_groups(num_rounds: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What ranks that are groups of their own get of each other: by all-to-all, all-gather."""
+    index, size = dist.get_rank(), dist.get_world_size()
+    replica, device = ReplicaRank(1, 0, index, size), rank_device()
+    group = CrossGroupProcessGroup(replica, _get_default_store(), device, 60.0, lambda: False)
+    found = []
+    for round_ in range(num_rounds):
+        parts = torch.arange(4.0 * size, device=device) + 100 * index + 1000 * round_
+        swapped, gathered = torch.empty_like(parts), parts.clone()
+        group.all_to_all(swapped, parts)
+        group.all_gather(gathered)
+        found.append((swapped.cpu(), gathered.cpu()))
+    group.drop()
+    return found
 
 
 def _dmp_collection(

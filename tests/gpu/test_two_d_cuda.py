@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cuda_cases import SyncMode, compare, compare_pipelined, host_waits, world_sizes
+from tests.gpu.cuda_cases import (
+    SyncMode,
+    compare,
+    compare_pipelined,
+    exchange_between_groups,
+    host_waits,
+    world_sizes,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
@@ -65,6 +72,17 @@ def test_pipelined_steps_equal_plain_ones(sharding: str, precision: DensePrecisi
 def _largest(ranks: list[list[dict[str, float]]]) -> dict[str, float]:
     """Of what was compared, the largest gap of any rank and step; minus infinity for nothing."""
     return {name: max(gap[name] for gaps in ranks for gap in gaps) for name in ("weight", "state")}
+
+
+def test_groups_exchange_by_calls_of_nccl_none_of_which_blocks() -> None:
+    ours, theirs = run_ranks(exchange_between_groups, 2, 3, backend="nccl")
+    for round_, (mine, others) in enumerate(zip(ours, theirs, strict=True)):
+        sent = [torch.arange(8.0) + 100 * index + 1000 * round_ for index in (0, 1)]
+        for index, (swapped, gathered) in enumerate((mine, others)):
+            assert torch.equal(swapped, torch.cat([each.view(2, 4)[index] for each in sent]))
+            assert torch.equal(
+                gathered, torch.cat([each.view(2, 4)[at] for at, each in enumerate(sent)])
+            )
 
 
 def test_the_host_waits_no_oftener_in_our_steps_than_in_those_of_torchrec() -> None:

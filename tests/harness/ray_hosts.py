@@ -97,9 +97,11 @@ class RayHosts:
             "--max-worker-port=0",
             "--disable-usage-stats",
         ]
+        # NCCL, too, takes it for a host of its own: two ranks may use one GPU then.
+        environment = self.environment | {"NCCL_HOSTID": address}
         with self._output(address).open("wb") as output:
             self.nodes[address] = subprocess.Popen(
-                command, env=self.environment, stdout=output, stderr=subprocess.STDOUT
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def kill(self, address: str) -> None:

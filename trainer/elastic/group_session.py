@@ -235,12 +235,22 @@ class GroupSession(Session):
         interval.sums[0] += loss * batch.weight.sum()
         if self.loss_weighting.is_on:
             interval.sums[1] += self.loss_weighting.total
+        if self._is_syncing and interval.num_steps == self.spec.parallelism.sync.overlap_steps:
+            self._land_sync()
         self.tracer.end_step(step)
+
+    def _land_sync(self) -> None:
+        """Apply the averages that were formed during the first steps of this lease."""
+        before_s = self._sync_s
+        with self._waiting():
+            self.group_sync.land()
+        self._interval.train_s -= self._sync_s - before_s
 
     def sync_groups(self) -> None:
         """Sync what was trained with the other groups. Collective over all ranks of all groups.
 
-        Where the sync may overlap, it is ended when the next lease is trained.
+        Where the sync may overlap, its averages are applied while the next lease is trained, and
+        it is ended after that.
         """
         if self._is_syncing:
             self._end_sync()

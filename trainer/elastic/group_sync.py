@@ -7,9 +7,10 @@ trained stays trained, and the next round covers it, with the groups that are le
 
 Where the coordinator lets a group overlap (`Round.overlaps`), its ranks wait for the others and for
 the union of the touched rows, take a snapshot of these, and train on; a thread forms the averages
-of the snapshots and votes. After the next lease the ranks wait for the verdict and apply the
-averages as `trainer.parallel.sync` does: mean + (current - snapshot). Until then a copy holds more
-than was committed: a group that saves, validates or is copied from does not overlap.
+of the snapshots and votes. After `sync.overlap` steps, or the next lease if that is over before,
+the ranks wait for the verdict and apply the averages as `trainer.parallel.sync` does: mean +
+(current - snapshot). A copy holds more than was committed then: a group that saves, validates or is
+copied from does not overlap.
 
 With `sync.dtype` bf16 or fp16 the change since the last commit travels: its state is the base, on
 which all copies agree, also after rounds that failed. A listener has no base until its copy is
@@ -303,7 +304,10 @@ class CrossGroupProcessGroup:
         self._complete(lambda backend: backend._allgather_base(out, part))
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
-        self._complete(lambda backend: backend.alltoall_base(out, parts, [], []))
+        # Without sizes torch takes ncclAlltoAll, and for a failure that it is still in progress.
+        size = self.replica.size
+        sizes = [len(out) // size] * size
+        self._complete(lambda backend: backend.alltoall_base(out, parts, sizes, sizes))
 
     def _complete(self, start: Callable[[Any], dist.Work]) -> None:
         # The operation holds the sockets open: no frame of the error's traceback may hold it.
@@ -416,7 +420,7 @@ class Attempt:
     `ended` their bases. `checksums` are those of its vote. `measured` are the sums over all
     validation rows, where the round joins them.
     `error` says why this rank could not go through with it, `suspects` names the groups that it
-    could not reach, and who `gave_up` was told to.
+    could not reach, and who `gave_up` was told to. `is_settled` says that the `result` is applied.
     """
 
     round: Round
@@ -432,6 +436,7 @@ class Attempt:
     suspects: tuple[int, ...] = ()
     gave_up: bool = False
     result: RoundResult | None = None
+    is_settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -469,7 +474,7 @@ class GroupSync:
         self.measured: torch.Tensor | None = None
         self._check = check
         self.is_always_exact = spec.is_always_exact and check is None
-        # Where a sync overlaps with all of the next interval its means are one sync late anyway.
+        # The means of a sync that overlaps are late anyway.
         is_late = spec.optimizer_state == "delayed" and bool(spec.overlap)
         self._averages_state = spec.optimizer_state == "every" or is_late
         self._delayed: DelayedMoments | None = None
@@ -535,6 +540,12 @@ class GroupSync:
         return True
 
     @torch.no_grad()
+    def land(self) -> None:
+        """Apply the averages of a sync that overlaps, before it is ended."""
+        if self._attempt and not self._attempt.is_settled:
+            self._settle(self._attempt)
+
+    @torch.no_grad()
     def end(self, make_arrival: MakeArrival) -> tuple[RoundResult, SyncReport]:
         """End the sync that was begun, and apply it. Collective over all ranks of all groups.
 
@@ -545,12 +556,10 @@ class GroupSync:
         attempt, self._attempt = self._attempt, None
         assert attempt, "a sync is begun first"
         while True:
-            if self._await_verdict:
-                self._await_verdict()
-                self._await_verdict = None
-            else:
-                self._decide(attempt)
-            result = self._settle(attempt)
+            if not attempt.is_settled:
+                self._settle(attempt)
+            result = attempt.result
+            assert result, "it is settled"
             is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
             if is_over or is_demoted or attempt.round.overlaps:
@@ -632,9 +641,14 @@ class GroupSync:
         )
         attempt.result = self._client.vote(vote)
 
-    def _settle(self, attempt: Attempt) -> RoundResult:
-        """Apply what was averaged if all agreed; else it stays touched."""
-        result = attempt.result
+    def _settle(self, attempt: Attempt) -> None:
+        """Wait for the verdict. Apply what was averaged if all agreed; else it stays touched."""
+        if self._await_verdict:
+            self._await_verdict()
+            self._await_verdict = None
+        else:
+            self._decide(attempt)
+        result, attempt.is_settled = attempt.result, True
         assert result, "a verdict was waited for"
         self.measured = attempt.measured if result.committed else None
         if result.committed:
@@ -651,7 +665,6 @@ class GroupSync:
             self._stop_listening()
         elif self._joiner and result.standing == "initial":
             self._joiner.restart()
-        return result
 
     def _attend(self, round_: Round, is_copied: bool) -> None:
         """Copy from the donor of the round where this group listens, else stop copying."""

@@ -204,7 +204,6 @@ def need_of(
         if spec.table_bytes:  # syncs hold part of the tables once more
             sync_bytes = sum(map(spec.sync_bytes, spec.embedding_tables))
             room_bytes = room_bytes * spec.table_bytes // (spec.table_bytes + sync_bytes)
-    ties = [f"parallelism.{field} {why}" for field, why in parallelism.independence_obstacles]
     return Need(
         hosts=tuple(hosts),
         min_workers=parallelism.min_workers,
@@ -216,7 +215,7 @@ def need_of(
         worker_table_bytes=room_bytes,
         whole_table_bytes=spec.whole_table_bytes,
         links_bytes_per_s=links_bytes_per_s,
-        tied_by=ties[0] if ties else "",
+        tied_by=parallelism.tied_by,
     )
 
 

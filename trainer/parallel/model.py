@@ -27,6 +27,7 @@ Only calls in training are compiled; a validation would compile all again, in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -81,7 +82,9 @@ class GroupDataParallelWrapper(DefaultDataParallelWrapper):
         with torch.no_grad():
             for _, tensor in dense_part(dmp.module):
                 dist.broadcast(tensor, source, group=group)
-        group_env = ShardingEnv.from_process_group(self._groups.sharding_group)
+        # `ShardingEnv.from_process_group` would form one more group, of ranks 0 to L - 1.
+        group_env = copy(env)
+        group_env.process_group = self._groups.sharding_group
         super().wrap(dmp, group_env, device)
 
 

@@ -252,22 +252,17 @@ class ParallelismSpec(SpecModel):
         if self.survive is not None:
             return "replica_group"
         is_single = self.shard_group_size != "auto" and self.num_replicas == 1
-        if is_single or self.placement == "intra_host" or self.independence_obstacles:
+        if is_single or self.placement == "intra_host" or self.tied_by:
             return "job"
         if self.placement == "auto":
             raise ValueError("parallelism.placement is still 'auto'")
         return "replica_group" if self.num_replicas > 1 else "job"
 
     @property
-    def independence_obstacles(self) -> list[tuple[str, str]]:
-        """(field, why) of settings that tie the sharding groups together between syncs."""
-        sync, ties = self.sync, []
-        if self.dense == "every_step":
-            ties.append(("dense", "averages gradients over all groups at each step; use at_sync"))
-        if sync.overlap_steps not in (0, sync.every_steps):
-            why = "waits between two syncs for averages; overlap with all of every_steps"
-            ties.append(("sync.overlap", why))
-        return ties
+    def tied_by(self) -> str:
+        """The setting that ties the sharding groups together between syncs, and why; or empty."""
+        why = "dense every_step averages gradients over all groups at each step; use at_sync"
+        return why if self.dense == "every_step" else ""
 
     @property
     def dense_policy(self) -> Literal["every_step", "at_sync"]:
@@ -326,8 +321,8 @@ class ParallelismSpec(SpecModel):
                 "be survived; use inter_host or auto",
                 "placement",
             )
-        for field, why in self.independence_obstacles:
-            raise problem("survive", f"survive needs independent groups, but this {why}", field)
+        if self.tied_by:
+            raise problem("survive", f"it needs independent groups, but {self.tied_by}", "dense")
         size = 1 if self.shard_group_size == "auto" else self.group_size
         most, needed = self.world_size // size, self.survive.hosts + 1
         if most < needed:
@@ -351,12 +346,11 @@ class ParallelismSpec(SpecModel):
                 "workers / shard_group_size is 1: a spare copies its state from another group, and "
                 "there is none; remove it, or raise workers"
             )
-        elif self.independence_obstacles or not (self.survive or self.placement == "inter_host"):
-            ties = [f"{field} {text}" for field, text in self.independence_obstacles]
+        elif self.tied_by or not (self.survive or self.placement == "inter_host"):
             why = (
                 "only where each sharding group is a failure domain can a spare take the place of "
-                f"one ({ties[0] if ties else f'placement is {self.placement}'}); remove it, or "
-                f"{'change that' if ties else 'use placement inter_host'}"
+                f"one ({self.tied_by or f'placement is {self.placement}'}); remove it, or "
+                f"{'change that' if self.tied_by else 'use placement inter_host'}"
             )
         elif most is not None and self.spares > most:
             why = (

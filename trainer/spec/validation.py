@@ -332,8 +332,8 @@ def check_settings(spec: JobSections) -> None:
             raise problem(
                 "no_effect",
                 f"only independent sharding groups {what}, but all workers of this job restart "
-                "together (placement intra_host, one copy, dense every_step or overlap with less "
-                "than every_steps); remove it, or use placement inter_host",
+                "together (placement intra_host, one copy or dense every_step); remove it, or use "
+                "placement inter_host",
                 path,
             )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:

@@ -29,7 +29,7 @@ CHECKED = "parallelism.divergence_check={every_syncs: 1}"
 PLAIN = ["parallelism.sync={every_steps: 2}"]
 OVERLAP = ["parallelism.sync={every_steps: 2, overlap: 2}"]
 HALF = ["parallelism.sync={every_steps: 2, dtype: bf16}"]
-HALF_OVERLAP = ["parallelism.sync={every_steps: 2, dtype: bf16, overlap: 2}", CHECKED]
+HALF_OVERLAP = ["parallelism.sync={every_steps: 2, dtype: bf16, overlap: true}", CHECKED]
 NEVER = ["parallelism.sync={every_steps: 2, optimizer_state: never}", CHECKED]
 DELAYED = ["parallelism.sync={every_steps: 2, optimizer_state: delayed}"]
 SYNCS = (OVERLAP, PLAIN, HALF_OVERLAP, HALF, NEVER, DELAYED)

@@ -68,16 +68,22 @@ def _sync_with_weights(groups: Groups) -> dict[str, Any]:
     return found
 
 
-def _train_ahead(life: Life, num_rows: int) -> tuple[Any, ...]:
-    """States at the beginning of a sync, before its end and after it, and how it ended."""
+def _train_ahead(life: Life, num_rows: int, lands: bool = False) -> tuple[Any, ...]:
+    """States at the beginning of a sync, before and after its averages are applied, and how it
+    ended; where it `lands` another step is trained before it ends.
+    """
     life.train()
     snapshot = life.state()
     assert life.begin(num_rows, may_overlap=True)
     life.train()
     before = life.state()
+    if lands:
+        life.sync.land()
+        after = life.state()
+        life.train()
     result, _ = life.finish()
     life.hashes.pop(life.ledger.commit, None)  # it holds more than what is committed
-    return snapshot, before, life.state(), result
+    return snapshot, before, after if lands else life.state(), result
 
 
 def _fail_once(life: Life) -> list[list[torch.Tensor]]:
@@ -177,10 +183,11 @@ def _sync_changes(groups: Groups, sync: dict[str, Any]) -> dict[str, Any]:
             _fail_once(life)
         life.exchange(WEIGHTS[group], needs_exact=name == "exact")
         found[name] = (agreed, before, agreed := life.state())
-    snapshot, before, after, _ = _train_ahead(life, WEIGHTS[group])
+    snapshot, before, after, _ = _train_ahead(life, WEIGHTS[group], lands=True)
     agreed = [new - (b - a) for a, b, new in zip(snapshot, before, after, strict=True)]
     _fail_once(life)
-    *_, before, result = _train_ahead(life, WEIGHTS[group])
+    *_, result = _train_ahead(life, WEIGHTS[group], lands=True)
+    before = life.state()
     assert not result.committed
     life.exchange(2 * WEIGHTS[group], num_leases=2)
     found["after_failure"] = (agreed, before, life.state())

@@ -159,10 +159,8 @@ parallelism.sync={{every_steps: auto, tuner: {{time_share: 1}}}}
 parallelism.sync.every_steps=never => parallelism.sync.every_steps - 
 {EVERY}; parallelism.dense=at_sync; parallelism.sync={{every_steps: auto, tuner: {{min_steps: 6}}}}
     => parallelism.sync.tuner.min_steps accumulate_steps
-{SURVIVE}; parallelism.sync={{every_steps: auto, overlap: true}}
-    => parallelism.sync.overlap survive overlap with all of every_steps
 parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spares=1
-    => parallelism.spares spares dense averages gradients
+    => parallelism.spares spares dense every_step averages
 parallelism.shard_group_size=4; parallelism.sync.every_steps=auto
     => parallelism.sync single_replica one copy
 parallelism.sync.full_above=1.5 => parallelism.sync.full_above less_than_equal
@@ -180,7 +178,7 @@ parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
     => parallelism.survive.hosts survive 4 worker(s) make 1 of 4; raise workers to 8
 parallelism.spares=1 => parallelism.spares spares placement is intra_host); remove
 parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spares=1
-    => parallelism.spares spares dense averages gradients
+    => parallelism.spares spares dense every_step averages
 parallelism.placement=inter_host; parallelism.shard_group_size=4; parallelism.spares=1
     => parallelism.spares spares there is none; remove it
 parallelism.placement=inter_host; parallelism.spares=3
@@ -189,8 +187,6 @@ parallelism.spares=-1 => parallelism.spares greater_than_equal
 {AUTO}; parallelism.survive={{hosts: 4}} => parallelism.survive.hosts survive make 4 of 1
 {SURVIVE}; parallelism.placement=intra_host => parallelism.placement survive inter_host
 {SURVIVE}; parallelism.dense=every_step => parallelism.dense survive independent
-{SURVIVE}; parallelism.sync={{every_steps: 2, overlap: true}}
-    => parallelism.sync.overlap survive independent
 {ROWS}=-1 => {ROWS} -
 {ROWS}=99999999999999 => {ROWS} -
 {MANY}20000 => {ROWS} table_too_large sharding group of 2 workers

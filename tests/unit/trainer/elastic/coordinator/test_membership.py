@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -1168,6 +1168,23 @@ def test_the_leader_trains_ahead_only_where_nothing_may_be_due_after_the_sync(
     assert session._may_overlap is not may_lead
     session.is_leader = False
     assert session._may_overlap is (step != 97), "all measure what all hold at the end"
+
+
+def test_averages_are_applied_when_the_steps_are_over_that_the_sync_overlaps_with() -> None:
+    session: Any = leader(LeaderProgress(), 8)
+    session.spec.training.accumulate_steps, session._sync_s = 1, 0.0
+    session.phases, session.tracer, session.group_sync = MagicMock(), Mock(), Mock()
+    session.loss_weighting = SimpleNamespace(is_on=False)
+    session.run_step = Mock(return_value=torch.tensor(0.5))
+    session._interval = Interval(torch.zeros(2))
+    batch: Any = SimpleNamespace(weight=torch.ones(8), quarantined=Mock(total=lambda: 0))
+    landed = []
+    for session._is_syncing in (True, False):
+        session._interval.num_steps = 0
+        for _ in range(6):
+            session._train_batch(batch, is_last=False)
+            landed.append(session.group_sync.land.call_count)
+    assert landed == [0, 0, 0, *[1] * 9]
 
 
 def test_a_validation_is_due_once_for_each_leader_and_before_anything_is_saved() -> None:

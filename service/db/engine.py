@@ -14,10 +14,10 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from alembic import command
@@ -43,13 +43,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from service.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
-_MAX_TRIES = 4
 _WRITE_LOCK_TIMEOUT_S = 10.0
 # serialization_failure and deadlock_detected
 _CONFLICTS = frozenset({"40001", "40P01"})
@@ -145,19 +143,10 @@ def _unavailable(error: DBAPIError | PoolTimeout) -> StoreUnavailable:
     )
 
 
-def repeated(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Retry a method of one transaction that the database undid because of another one."""
-
-    @functools.wraps(method)
-    def run(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        for _ in range(_MAX_TRIES - 1):
-            try:
-                return method(*args, **kwargs)
-            except TransactionConflict:
-                continue
-        return method(*args, **kwargs)
-
-    return run
+# Retries a method of one transaction that the database undid because of another one.
+repeated = retry(
+    retry=retry_if_exception_type(TransactionConflict), stop=stop_after_attempt(4), reraise=True
+)
 
 
 def insert_for(dialect: Dialect, table: Table) -> sqlite.Insert | postgresql.Insert:

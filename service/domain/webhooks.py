@@ -7,13 +7,13 @@ HMAC-SHA256 of `ID.TIMESTAMP.BODY` under the secret, and drops a `webhook-id` th
 from __future__ import annotations
 
 import base64
-import hashlib
-import hmac
 import json
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+
+import standardwebhooks
 
 from service.domain.models import TimelineEvent
 
@@ -24,7 +24,6 @@ _GROWTH = 4.0
 # Half of a delay is fixed, the rest random, so that retries do not arrive together.
 _FIXED_SHARE = 0.5
 MAX_DEAD_IN_A_ROW = 5
-_SECRET_PREFIX = "whsec_"
 _SECRET_BYTES = 32
 _HTTP_GONE = 410
 
@@ -161,28 +160,21 @@ def _message(kind: str, time: float, data: dict[str, object]) -> str:
 
 def new_secret() -> str:
     """A fresh secret, shown once: `whsec_` and 32 random bytes in base64."""
-    return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
+    return f"whsec_{base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()}"
 
 
 def new_webhook_id() -> str:
     return f"wh-{secrets.token_hex(8)}"
 
 
-def signature(secret: str, message_id: str, timestamp: int, body: str) -> str:
-    """The value of `webhook-signature` for a message sent at `timestamp` (Unix seconds)."""
-    key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
-    signed = f"{message_id}.{timestamp}.{body}".encode()
-    digest = hmac.new(key, signed, hashlib.sha256).digest()
-    return f"v1,{base64.b64encode(digest).decode()}"
-
-
 def headers_of(delivery: Delivery, secret: str, now: float) -> dict[str, str]:
     """Headers of a try at `now` (Unix seconds); `secret` is decrypted."""
-    timestamp = int(now)
+    sent_at = datetime.fromtimestamp(int(now), UTC)
+    signer = standardwebhooks.Webhook(secret)
     return {
         "content-type": "application/json",
         "user-agent": "shardloom-webhooks/1",
         "webhook-id": delivery.message_id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": signature(secret, delivery.message_id, timestamp, delivery.body),
+        "webhook-timestamp": str(int(now)),
+        "webhook-signature": signer.sign(delivery.message_id, sent_at, delivery.body),
     }

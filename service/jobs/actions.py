@@ -13,10 +13,11 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
+
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from service import errors
 from service.auth.permissions import is_allowed, roots_of
@@ -56,7 +57,6 @@ from trainer.spec.parse import check_depth, set_values
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
 _TRIAL_LABELS = ("sweep", "trial")
-_Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
 
@@ -290,15 +290,13 @@ def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
         logger.info("job %s was not deleted after all: it has its files again", job_id)
 
 
-def retry_if_stale(change: Callable[[], _Result]) -> _Result:
-    """Call `change`, which reads a job and writes it, again while others write the job meanwhile.
-
-    Raises the `StaleVersion` of the last try.
-    """
-    for _ in range(_MAX_TRIES - 1):
-        with suppress(errors.StaleVersion):
-            return change()
-    return change()
+# Calls what reads a job and writes it again while others write the job meanwhile; raises the
+# `StaleVersion` of the last try.
+retry_if_stale = retry(
+    retry=retry_if_exception_type(errors.StaleVersion),
+    stop=stop_after_attempt(_MAX_TRIES),
+    reraise=True,
+)
 
 
 def _check_version(job: Job, wanted: frozenset[int] | None) -> None:
@@ -322,7 +320,7 @@ def _change(
             return job
         return store.update_job(decision.job, timeline=decision.timeline)
 
-    return retry_if_stale(attempt)
+    return retry_if_stale(attempt)()
 
 
 # ---- resize and drain
@@ -451,7 +449,7 @@ def _ask(
             store.update_job(job, timeline=[event])
         return _place(store, run_dir, job)
 
-    return retry_if_stale(attempt)
+    return retry_if_stale(attempt)()
 
 
 def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:

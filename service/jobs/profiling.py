@@ -80,7 +80,7 @@ def request_trace(
             raise StorageUnavailable(str(error)) from error
         return request
 
-    return retry_if_stale(attempt)
+    return retry_if_stale(attempt)()
 
 
 def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
@@ -96,7 +96,7 @@ def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -
         store.update_job(job, timeline=[event])
 
     with contextlib.suppress(StaleVersion):
-        retry_if_stale(attempt)
+        retry_if_stale(attempt)()
 
 
 def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:

@@ -85,10 +85,6 @@ class WebhookSender:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def finish(self) -> None:
-        """Wait for the tries in flight."""
-        await asyncio.gather(*self._tasks)
-
     async def _deliver(self, claimed: Claimed) -> None:
         delivery = claimed.delivery
         try:

@@ -18,6 +18,7 @@ import urllib3
 import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
+from kubernetes.watch.watch import iter_resp_lines
 
 from service.backends.kuberay.manifest import Manifest
 from service.errors import BackendUnreachable
@@ -152,7 +153,7 @@ class KubeApi:
         timeout = (self._timeout_s, duration_s + self._timeout_s)
         path = resource.path(self.namespace)
         with self._answer("watch", resource, path, query=query, timeout=timeout) as response:
-            yield _events(response)
+            yield (json.loads(line) for line in iter_resp_lines(response) if line.strip())
 
     def log(self, pod: str, since: str = "") -> Iterator[tuple[str, str]]:
         """(Time, line) of the log of a pod's only container until it ends, with `since` from there.
@@ -165,8 +166,8 @@ class KubeApi:
         # It is silent for as long as the container is.
         timeout = (self._timeout_s, _LOG_SILENCE_S)
         with self._answer("get", _LOGS, path, query=query, timeout=timeout) as response:
-            for line in _lines(response):
-                time_text, _, text = line.decode(errors="replace").partition(" ")
+            for line in iter_resp_lines(response):
+                time_text, _, text = line.partition(" ")
                 if time_text > since:
                     yield time_text, text
 
@@ -278,15 +279,3 @@ def _object(data: bytes | str | None) -> Manifest:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _events(response: urllib3.HTTPResponse) -> Iterator[Manifest]:
-    return (json.loads(line) for line in _lines(response) if line.strip())
-
-
-def _lines(response: urllib3.HTTPResponse) -> Iterator[bytes]:
-    """Lines as they arrive; what is cut off at the end is none."""
-    rest = b""
-    for part in response.stream(amt=None, decode_content=False):
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines

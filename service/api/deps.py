@@ -38,13 +38,14 @@ from service.auth.permissions import (
     rule_of,
 )
 from service.auth.security import Security
-from service.backends.base import Backend, ClusterWatch, hosts_for
+from service.backends.base import Backend, ClusterWatch, check_cluster, hosts_for
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
 from service.domain.models import Job
+from service.jobs.code_archives import check_code
 from service.jobs.export_runner import ExportRunner
 from service.jobs.planning import GroupPlanner, check_fit
 from service.jobs.run_storage import reach
@@ -55,6 +56,7 @@ from service.schemas.jobs import JobDetail
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
 from trainer.layout.hosts import Site, site_of
+from trainer.protocol.run_dir import RunDir
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
@@ -149,6 +151,19 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
             problems.append(FieldProblem(name, "foreign_run", message))
     if problems:
         raise SpecError(problems)
+
+
+def check_spec(
+    spec: JobSpec, principal: Principal, context: Context, source: RunDir | None = None
+) -> None:
+    """Check project, paths, cluster and code of a spec before anything is made of it.
+
+    `source` is as of `check_code`. Raises `SpecError`, `Forbidden` and `StorageUnavailable`.
+    """
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    check_cluster(context.backend, spec)
+    check_code(context.settings, spec, source)
 
 
 def _job_of(field: str, path: str, settings: Settings) -> str | None:

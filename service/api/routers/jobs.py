@@ -19,8 +19,7 @@ from service.api.deps import (
     ThreadRoute,
     VersionsDep,
     check_fits,
-    check_paths,
-    check_project,
+    check_spec,
     most_workers,
     on_storage,
     with_etag,
@@ -28,13 +27,12 @@ from service.api.deps import (
 from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
-from service.backends.base import check_cluster, hosts_for
+from service.backends.base import hosts_for
 from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
-from service.domain.auth import Principal, Role
+from service.domain.auth import Principal
 from service.domain.models import Job, JobStatus
 from service.errors import reaching_storage
 from service.jobs import actions
-from service.jobs.code_archives import check_code
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, keep_secrets, submit_job
 from service.schemas.common import Page
@@ -94,10 +92,7 @@ def submit(
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
     spec = validate_spec(body.spec)
-    check_project(principal, spec.project, Role.SUBMITTER)
-    check_paths(spec, principal, context.settings, context.store)
-    check_code(context.settings, spec)
-    check_cluster(context.backend, spec)
+    check_spec(spec, principal, context)
     if dry_run:
         sized = check_data(spec)
         response.status_code = status.HTTP_200_OK
@@ -280,10 +275,7 @@ def clone(
     spec = actions.cloned_spec(job, body.set, body.patch, body.name)
     with reaching_storage("the paths of the spec: "):
         spec = without_lost_place(spec, job.spec, roots_of(context.settings))
-    check_project(principal, spec.project, Role.SUBMITTER)
-    check_paths(spec, principal, context.settings, context.store)
-    check_cluster(context.backend, spec)
-    check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    check_spec(spec, principal, context, run_dir_of(context.settings, job.id))
     made = _create(
         spec, body.secrets, idempotency_key, principal, context, parent=job.id, force=force
     )

@@ -15,16 +15,13 @@ from service.api.deps import (
     PrincipalDep,
     ThreadRoute,
     check_fits,
-    check_paths,
     check_project,
+    check_spec,
     current_rule,
 )
 from service.api.views import sweep_detail, sweep_summary
-from service.backends.base import check_cluster
-from service.domain.auth import Role
 from service.domain.sweeps import EarlyStopping, Sweep, new_sweep_id
 from service.errors import SweepNotFound
-from service.jobs.code_archives import check_code
 from service.jobs.submit import check_data, with_table_sizes
 from service.schemas.common import Page
 from service.schemas.sweeps import CreateSweep, SweepDetail, SweepSummary
@@ -64,10 +61,7 @@ def create_sweep(
     Trials are jobs named NAME-0, NAME-1, ... with the labels `sweep` and `trial`.
     """
     spec = validate_spec(body.spec)
-    check_project(principal, spec.project, Role.SUBMITTER)
-    check_paths(spec, principal, context.settings, context.store)
-    check_code(context.settings, spec)
-    check_cluster(context.backend, spec)
+    check_spec(spec, principal, context)
     check_data(spec)
     stopping = body.early_stopping
     sweep = Sweep(

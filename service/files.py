@@ -28,13 +28,11 @@ def write_private(path: Path, text: str) -> None:
     write_whole(path, text.encode(), mode=0o600)
 
 
-def create_once(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a new file atomically, unless another process was first."""
+def create_once(path: Path, text: str) -> None:
+    """Write a new private file atomically, unless another process was first."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    write_private(draft, text)
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
         with suppress(FileExistsError):
             os.link(draft, path)
     finally:

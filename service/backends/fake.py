@@ -22,6 +22,7 @@ from service.backends.base import Backend, Submission
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from trainer.layout.hosts import HostFacts
+from trainer.protocol.untrusted import replace_untrusted
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,4 @@ class FakeBackend(Backend):
 
 def _write(path: Path, document: dict[str, object] | list[dict[str, object]]) -> None:
     """Replace a file in one step: the other process never reads half of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document))
-    partial.replace(path)
+    replace_untrusted(path, json.dumps(document).encode(), path.parent, durable=False)

@@ -30,6 +30,7 @@ from service.client.errors import (
     UnexpectedAnswer,
     error_of_response,
 )
+from service.network import is_loopback
 from service.schemas.common import Page
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -169,14 +170,13 @@ class Connection:
             raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
-        # A proxy from the environment has no business between us and our own machine.
-        is_loopback = url.host in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
             base_url=url,
             auth=_KeyAuth(self.base_url, api_key),
             timeout=timeout_s,
             transport=transport,
-            trust_env=not is_loopback,
+            # A proxy from the environment has no business between us and our own machine.
+            trust_env=not is_loopback(url.host),
             verify=tls_context() if url.scheme == "https" else True,
         )
 

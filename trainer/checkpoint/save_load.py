@@ -416,9 +416,12 @@ def assign_writes(live: DefaultSavePlanner, group: dist.ProcessGroup) -> SavePla
 def run(task: Callable[[], Result], *, beside: bool) -> Future[Result]:
     """Run `task` now, or in a thread; a future with its result or error."""
     future: Future[Result] = Future()
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def fulfil() -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # or a new thread takes memory of GPU 0, too
             future.set_result(task())
         except BaseException as error:  # DCP's are BaseExceptions; whoever asks raises it again
             future.set_exception(error)

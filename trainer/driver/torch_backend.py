@@ -95,6 +95,9 @@ def _join(config: ProcessGroupConfig, rank: int, size: int, address: str, port: 
 
     let_gloo_use_address(ray.util.get_node_ip_address())
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    # When a peer between the groups is lost, torch would dump what it remembers and end this
+    # process minutes later. Whoever gives up logs it (`CoordinatorClient`).
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     _set_torch_distributed_env_vars()
     _setup_torch_process_group(config.backend, rank, size, "env://", config.timeout_s)
 

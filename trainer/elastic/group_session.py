@@ -43,7 +43,7 @@ from trainer.coordination.messages import (
 from trainer.coordination.sync_tuner import Observation
 from trainer.data.batches import Batch, LeaseBatches
 from trainer.data.position import position_of
-from trainer.elastic.group_sync import GroupSync
+from trainer.elastic.group_sync import GroupSync, limit_nccl
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Part, reduce_parts
@@ -661,7 +661,9 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> Non
         num_ranks=dist.get_world_size(),
         host=host,
     )
-    timeout_s = config.spec.recovery.heartbeat_timeout_s
+    recovery = config.spec.recovery
+    limit_nccl(recovery.exchange_timeout_s)
+    timeout_s = recovery.heartbeat_timeout_s
     with connect(identity, lambda: locate(group.actor_name), timeout_s, config.token) as client:
         client.on_refusal = end_process
         run_group(config, client, host)

@@ -166,12 +166,19 @@ class AbortTimer:
             self._abort()
 
 
-def new_nccl(
-    store: dist.Store, replica: ReplicaRank, device: torch.device, timeout_s: float
-) -> Nccl:
-    """A backend none of whose calls blocks for good, and which never ends this process."""
-    # How long a call waits for NCCL; torch reads it once.
+def limit_nccl(timeout_s: float) -> None:
+    """Let no call on a non-blocking communicator wait for NCCL for longer; in whole seconds.
+
+    Torch reads it in the first collective of the process.
+    """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+
+
+def new_nccl(store: dist.Store, replica: ReplicaRank) -> Nccl:
+    """A backend none of whose calls blocks for good, and which never ends this process.
+
+    `limit_nccl` comes before.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER  # the exchange's own limit counts, at which it is aborted
     options.config.blocking = 0
@@ -210,11 +217,12 @@ class CrossGroupProcessGroup:
         self._is_aborted = is_aborted
         self._is_stuck = False  # an abandoned operation is still pending
         self._is_dropped = False
+        self._launching = threading.Lock()
         own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
         self._keys = own_keys
         self._meet(own_keys, address)
         self._backend: Gloo | Nccl | None = None
-        self._timer = AbortTimer(self._abort, lambda: self._is_given_up)
+        self._timer = AbortTimer(lambda: self._abort(self._backend), lambda: self._is_given_up)
         self._form(own_keys)
 
     def _meet(self, store: dist.Store, address: str) -> None:
@@ -251,7 +259,7 @@ class CrossGroupProcessGroup:
         timeout, replica = timedelta(seconds=self._timeout_s), self.replica
         try:
             if self._device.type == "cuda":
-                self._backend = new_nccl(store, replica, self._device, self._timeout_s)
+                self._backend = new_nccl(store, replica)
                 self._connect(self._backend)
             else:
                 self._backend = self._formed(
@@ -328,7 +336,8 @@ class CrossGroupProcessGroup:
         try:
             with self._timer.until(deadline):
                 self._is_stuck = True
-                work = start(backend)
+                with self._launching:
+                    work = start(backend)
                 del backend  # it may be dropped meanwhile
                 while not self._is_over(work):
                     self._check(deadline, "answer")
@@ -339,7 +348,8 @@ class CrossGroupProcessGroup:
                 self._is_stuck = False
         except RuntimeError as error:
             return self._cause_of(error)
-        if self._timer.has_fired:  # what was aborted may look like what succeeded
+        # What was aborted may look like what succeeded.
+        if self._timer.has_fired or self._is_dropped:
             return str(self._failure("answer"))
         self._advance()
         return ""
@@ -382,7 +392,7 @@ class CrossGroupProcessGroup:
         self._backend = None
         if held[0] is None:
             return
-        aborting = threading.Thread(target=held[0].abort, name="abort", daemon=True)
+        aborting = threading.Thread(target=self._abort, args=held, name="abort", daemon=True)
         aborting.start()
         aborting.join(_ABORT_S)
         if self._is_stuck or aborting.is_alive():
@@ -391,10 +401,18 @@ class CrossGroupProcessGroup:
         else:
             held.clear()
 
-    def _abort(self) -> None:
-        backend = self._backend
-        if backend is not None:
+    def _abort(self, backend: Gloo | Nccl | None) -> None:
+        """End what the backend does, but not while it is being told: torch looks at what NCCL frees
+        then. That ends by itself (`limit_nccl`).
+        """
+        if backend is None:
+            return
+        is_free = self._launching.acquire(timeout=self._timeout_s + _ABORT_S)
+        try:
             backend.abort()
+        finally:
+            if is_free:
+                self._launching.release()
 
 
 def _can_connect(address: str) -> bool:
@@ -605,6 +623,8 @@ class GroupSync:
 
         @torch.no_grad()
         def run() -> None:
+            if self._stream:
+                torch.cuda.set_device(self._device)  # or this thread takes memory of GPU 0, too
             with torch.cuda.stream(self._stream) if self._stream else nullcontext():
                 task()
 

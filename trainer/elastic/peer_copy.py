@@ -230,6 +230,8 @@ class DonorServer:
     def __init__(self, identity: Identity, pieces: Sequence[Piece], token: bytes) -> None:
         self._identity = identity
         self._pieces = pieces
+        on_gpu = (piece.tensor.device for piece in pieces if piece.tensor.is_cuda)
+        self._device = next(on_gpu, torch.device("cpu"))
         self._server = AuthenticatedServer("donor", identity.host, token, self._answer)
 
     @property
@@ -248,22 +250,24 @@ class DonorServer:
             rank=self._identity.rank,
             pieces=layout_of(self._pieces),
         )
+        stream = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # or this thread takes memory of GPU 0, too
+            stream = torch.cuda.Stream()
         with connection.makefile("rb") as requests:
             connection.sendall(header.model_dump_json().encode() + b"\n")
             while len(request := requests.read(_CHUNK_REQUEST.size)) == _CHUNK_REQUEST.size:
-                connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request))))
+                connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request)), stream))
 
-    def _read(self, chunk: Chunk) -> memoryview:
+    def _read(self, chunk: Chunk, stream: torch.cuda.Stream | None) -> memoryview:
         """The rows of `chunk` as they are, perhaps half written. On CPU not even a copy."""
         rows = self._pieces[chunk.piece].rows(chunk)
-        device = rows.tensor.device
-        if device.type != "cuda":
+        if stream is None:
             return _bytes_of(rows.read().contiguous())
         # On a stream of its own: neither the copy nor the training waits for the other. But forward
         # passes move cached rows, which must not happen while one is read.
         is_cached = isinstance(rows, CachedRows)
-        own = torch.cuda.default_stream if is_cached else torch.cuda.Stream
-        with torch.cuda.stream(own(device)):
+        with torch.cuda.stream(torch.cuda.default_stream() if is_cached else stream):
             return _bytes_of(rows.read().cpu())
 
 

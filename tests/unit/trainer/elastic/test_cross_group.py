@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness.wait import scaled
-from trainer.elastic import group_sync
+from trainer.elastic import group_session, group_sync
 from trainer.elastic.group_sync import (
     CrossGroupProcessGroup,
     ExchangeError,
     ReplicaRank,
     new_nccl,
 )
+from trainer.spec.training import RecoverySpec
 
 CPU = torch.device("cpu")
 
@@ -142,6 +146,7 @@ def exchange(group: CrossGroupProcessGroup) -> None:
 def test_whatever_call_of_nccl_fails_or_hangs_the_group_is_not_formed_and_aborted(
     monkeypatch: pytest.MonkeyPatch, call: str, how: str
 ) -> None:
+    monkeypatch.setattr(group_sync, "_ABORT_S", 0.01)
     fake = FakeNccl(call, how)
     with pytest.raises(ExchangeError, match="no replica group was formed"):
         form_fake(monkeypatch, fake, timeout_s=0.1)
@@ -153,6 +158,7 @@ def test_whatever_call_of_nccl_fails_or_hangs_the_group_is_not_formed_and_aborte
 def test_whatever_call_of_nccl_fails_or_hangs_an_exchange_fails_in_time(
     monkeypatch: pytest.MonkeyPatch, call: str, how: str
 ) -> None:
+    monkeypatch.setattr(group_sync, "_ABORT_S", 0.01)
     fake = FakeNccl()
     group = form_fake(monkeypatch, fake, timeout_s=0.1)
     exchange(group)
@@ -167,7 +173,7 @@ def test_whatever_call_of_nccl_fails_or_hangs_an_exchange_fails_in_time(
     assert fake.aborted.is_set()
 
 
-@pytest.mark.parametrize("call", ["connect", "start", "complete", "wait"])
+@pytest.mark.parametrize("call", ["connect", "complete", "wait"])
 def test_who_is_told_to_give_up_leaves_a_call_of_nccl_that_hangs(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -175,6 +181,28 @@ def test_who_is_told_to_give_up_leaves_a_call_of_nccl_that_hangs(
     with pytest.raises(ExchangeError, match="given up") as failed:
         form_fake(monkeypatch, fake, 1e6, is_aborted=fake.has_begun.is_set)
     assert failed.value.gave_up
+
+
+def test_nccl_is_not_aborted_while_it_takes_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_sync, "_ABORT_S", 0.01)
+    fake, has_begun, may_end = FakeNccl(), threading.Event(), threading.Event()
+    group = form_fake(monkeypatch, fake, timeout_s=20.0)
+
+    def start(*_: object) -> FakeNccl:
+        has_begun.set()
+        may_end.wait()
+        return fake
+
+    fake._allgather_base = start  # type: ignore[method-assign]
+    with ThreadPoolExecutor() as pool:
+        exchanging = pool.submit(exchange, group)
+        has_begun.wait()
+        group.drop()
+        assert not fake.aborted.is_set(), "torch looks at what an abort frees"
+        may_end.set()
+        assert fake.aborted.wait(20)
+        error = exchanging.exception()
+    assert isinstance(error, ExchangeError), "what was aborted is no success"
 
 
 def test_an_abort_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +252,35 @@ def test_torch_never_ends_the_process_for_the_sake_of_a_free_group(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setenv(name, "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
-    new_nccl(dist.HashStore(), ReplicaRank(1, 0, 0, 1), torch.device("cuda", 0), 20.0)
+    new_nccl(dist.HashStore(), ReplicaRank(1, 0, 0, 1))
     ((options, environment),) = made
     assert options.config.blocking == 0
     assert options._timeout > timedelta(hours=1), "the exchange's own limit comes first"
     assert environment[name] == environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert os.environ[name] == "3", "groups that nobody watches keep torch's watchdog"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+def test_how_long_nccl_may_block_is_said_before_the_first_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+    monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(group_session, "run_group", Mock())
+    config: Any = SimpleNamespace(
+        spec=SimpleNamespace(recovery=RecoverySpec(exchange_timeout_s=2.5)), token=b""
+    )
+    group: Any = SimpleNamespace(group=0, incarnation=0, actor_name="")
+    said = []
+
+    @contextmanager
+    def connect(*_: object) -> Iterator[Any]:
+        said.append(os.environ[name])
+        yield Mock()
+
+    monkeypatch.setattr(group_session, "connect", connect)
+    group_session.run_group_worker(config, group, "host")
+    assert said == ["3"]

@@ -73,7 +73,9 @@ def _attack():
 
     for target in (flip, knock):
         threading.Thread(target=target, daemon=True).start()
-    sys.stderr.write("y" * (32 << 20) + chr(10))
+    for _ in range(1024):
+        sys.stderr.write("y" * (1 << 20))  # one line of a GiB
+    sys.stderr.write(chr(10))
 
 
 _attack()

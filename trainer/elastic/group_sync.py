@@ -91,6 +91,7 @@ _DEVICE_POLL_S = 0.0002
 _PROBE_S = 1.0
 _PROBES_AT_ONCE = 32
 _ABORT_S = 1.0
+_CONNECT_S = 30.0  # at least, for NCCL to form a group, which may be of hundreds of hosts
 # Read as a backend is made: else torch's watchdog ends the process at an error of a peer, or when
 # an abort takes long.
 _UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -167,11 +168,12 @@ class AbortTimer:
 
 
 def limit_nccl(timeout_s: float) -> None:
-    """Let no call on a non-blocking communicator wait for NCCL for longer; in whole seconds.
+    """Let no call on a non-blocking communicator wait for NCCL for good.
 
-    Torch reads it in the first collective of the process.
+    Nor for longer than forming a group may take. Torch reads it in the process's first collective.
     """
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+    limit_s = math.ceil(max(timeout_s, _CONNECT_S))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(limit_s))
 
 
 def new_nccl(store: dist.Store, replica: ReplicaRank) -> Nccl:
@@ -292,13 +294,14 @@ class CrossGroupProcessGroup:
 
     def _connect(self, backend: Nccl) -> None:
         """Connect the ranks now: the first exchange would wait for that."""
-        with self._timer.until(time.monotonic() + self._timeout_s):
+        limit_s = max(self._timeout_s, _CONNECT_S)
+        with self._timer.until(time.monotonic() + limit_s):
             backend.eager_connect_single_device(self._device)
         if self._timer.has_fired:
             raise self._failure("connect")
         options = dist.BarrierOptions()
         options.device_ids = [self._device.index or 0]
-        if problem := self._problem_of(lambda backend: backend.barrier(options)):
+        if problem := self._problem_of(lambda backend: backend.barrier(options), limit_s):
             raise ExchangeError(problem)
 
     def size(self) -> int:
@@ -319,7 +322,7 @@ class CrossGroupProcessGroup:
 
     def _complete(self, start: Callable[[Any], dist.Work]) -> None:
         # The operation holds the sockets open: no frame of the error's traceback may hold it.
-        if problem := self._problem_of(start):
+        if problem := self._problem_of(start, self._timeout_s):
             gave_up = self._is_given_up
             raise ExchangeError(
                 f"an exchange between the copies failed: {problem}",
@@ -327,12 +330,12 @@ class CrossGroupProcessGroup:
                 gave_up=gave_up,
             )
 
-    def _problem_of(self, start: Callable[[Any], dist.Work]) -> str:
+    def _problem_of(self, start: Callable[[Any], dist.Work], limit_s: float) -> str:
         """Run an operation to its end; returns its error, empty if there is none."""
         backend = self._backend
         if backend is None:
             return "the group was dropped meanwhile"
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + limit_s
         try:
             with self._timer.until(deadline):
                 self._is_stuck = True
@@ -380,9 +383,8 @@ class CrossGroupProcessGroup:
         if self._is_given_up:
             message = "the round was given up, since a group was lost or is too slow"
             return ExchangeError(message, gave_up=True)
-        return ExchangeError(
-            f"some rank did not {verb} within {self._timeout_s:g} s (recovery.exchange_timeout_s)"
-        )
+        limit = f"recovery.exchange_timeout_s is {self._timeout_s:g} s"
+        return ExchangeError(f"some rank did not {verb} in time ({limit})")
 
     def drop(self) -> None:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
@@ -407,7 +409,7 @@ class CrossGroupProcessGroup:
         """
         if backend is None:
             return
-        is_free = self._launching.acquire(timeout=self._timeout_s + _ABORT_S)
+        is_free = self._launching.acquire(timeout=max(self._timeout_s, _CONNECT_S) + _ABORT_S)
         try:
             backend.abort()
         finally:

@@ -216,10 +216,10 @@ class RecoverySpec(SpecModel):
 
     A group silent for `heartbeat_timeout_s` is lost. Where its processes end it is missed at once,
     so this is about hosts that vanish; a rank that computes may be unable to send for over a
-    second. One operation of a sync takes at most
-    `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
-    at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
-    straggler; with `replace_stragglers` its workers move, once, to a host that has room for them,
+    second. One operation of a sync takes at most `exchange_timeout_s`; NCCL has 30 s to form a
+    group, if that is not more. Workers that get nothing done for `hang_factor` times the median
+    step, and at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is
+    a straggler; with `replace_stragglers` its workers move, once, to a host that has room for them,
     and the slow host is left out as one that fails. A start waits `start_grace_s` for hosts and
     groups that are missing. A host with `exclude_host_after` failures is left out for
     `exclude_host_s`. With `min_node_speed` hosts are checked before workers are placed on them

@@ -52,11 +52,11 @@ from trainer.driver.run_lock import hold_run
 from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.export.requests import export_on_success
 from trainer.failures import Failure
-from trainer.layout.choice import Choice, choose, need_of
+from trainer.layout.choice import Choice
 from trainer.layout.cost import ClusterError
 from trainer.layout.hosts import Site, choose_on, demand_per_worker, site_of, wants_gpu
 from trainer.layout.layout import LayoutError
-from trainer.layout.plans import PlanSite
+from trainer.layout.plans import PlanSite, why_not_held
 from trainer.protocol import events
 from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
@@ -120,8 +120,9 @@ def choose_layout(
         except LayoutError as error:
             if is_layout_given(spec):
                 return None
-            reason = failures.NO_ROOM if is_possible(spec, site) else failures.BAD_SPEC
-            if reason == failures.BAD_SPEC or waited_s >= grace_s:
+            is_hopeless = why_not_held(spec, site.worker_bytes) is not None
+            if is_hopeless or waited_s >= grace_s:
+                reason = failures.BAD_SPEC if is_hopeless else failures.NO_ROOM
                 raise AttemptFailed(Failure(reason, str(error))) from None
             if not waited_s:
                 report(f"{error}; waiting up to {grace_s:.0f} s for more")
@@ -148,18 +149,6 @@ def await_host(
         if context.is_pause_wanted:
             raise AttemptFailed(PAUSED_EARLY)
         wait(_POLL_S)
-
-
-def is_possible(spec: JobSpec, site: Site) -> bool:
-    """Whether more hosts would help, each as large as the largest of these or the whole job."""
-    survived = spec.parallelism.survive.hosts if spec.parallelism.survive else 0
-    num_workers = spec.parallelism.world_size
-    roomy = [num_workers] * (survived + num_workers)
-    try:
-        choose(need_of(spec, roomy, site.worker_bytes))
-    except LayoutError:
-        return False
-    return True
 
 
 def layout_chosen(choice: Choice) -> events.LayoutChosen:

@@ -412,7 +412,6 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
         ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
         device=cluster.device,
         memory_bytes=spec.resources.memory_bytes_per_worker or free_bytes,
-        host_memory_bytes=0,
         memory_bytes_per_s=cluster.hbm_bytes_per_s,
         intra_host_bytes_per_s=cluster.intra_host_bytes_per_s,
         inter_host_bytes_per_s=cluster.inter_host_bytes_per_s,
@@ -561,7 +560,7 @@ def does_fit(spec: JobSpec, site: PlanSite, check: Callable[[], None] = lambda: 
     return any(each.fits for each in found.candidates)
 
 
-def why_not_held(spec: JobSpec, worker_bytes: int) -> str | None:
+def why_not_held(spec: JobSpec, worker_bytes: int | None) -> str | None:
     """Why workers of that memory hold the tables in no group that the spec allows, however many
     hosts there are; None where they do, which is the least that a job needs to start."""
     parallelism = spec.parallelism

@@ -84,16 +84,16 @@ def pump(log: Path, max_bytes: int) -> None:
             os.write(2, data)
 
 
-def main() -> None:
-    """Let the parent go on at once, and copy as a process that nobody waits for."""
+def detach() -> None:
+    """Let the parent go on at once; this goes on as a process that nobody waits for or ends."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    # What ends the process is told by the end of its pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pump(Path(sys.argv[1]), int(sys.argv[2]))
 
 
 if __name__ == "__main__":
-    main()
+    detach()
+    # The end of the pipe tells of the end of the process that is served.
+    pump(Path(sys.argv[1]), int(sys.argv[2]))

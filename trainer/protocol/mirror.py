@@ -30,7 +30,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -43,7 +42,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from trainer.protocol.log_pump import parts_of
+from trainer.protocol.log_pump import detach, parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
 
 if TYPE_CHECKING:
@@ -535,11 +534,7 @@ def _lock_if_free(path: Path) -> IO[bytes] | None:
 def main() -> None:
     """Keep the copy of this host, until no worker is there; one process waits to go on after it."""
     config = MirrorConfig(**json.loads(sys.stdin.buffer.read()))
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    detach()
     root = config.files.root
     if (turn := _lock_if_free(root / "next-mirror.lock")) is None:
         return

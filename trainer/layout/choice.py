@@ -119,10 +119,6 @@ class Need:
     tied_by: str = ""
 
     @property
-    def are_groups_independent(self) -> bool:
-        return not self.tied_by
-
-    @property
     def is_size_known(self) -> bool:
         """Whether it can be told which groups hold the tables."""
         return self.table_bytes is not None and self.worker_table_bytes is not None
@@ -269,7 +265,7 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
     """The layouts of groups of `size` with as many workers as there are, or may be."""
     most_groups = need.max_workers // size
     # What a lost host takes down is the same as `ParallelismSpec.failure_domain`.
-    if placement == "inter_host" and most_groups > 1 and need.are_groups_independent:
+    if placement == "inter_host" and most_groups > 1 and not need.tied_by:
         for hosts in packings(need.hosts, size, most_groups):
             layout = Layout(size * len(hosts), size, placement)
             yield _priced(need, layout, hosts, "replica_group")

@@ -105,7 +105,7 @@ def test_a_refusal_means_that_no_placement_of_whole_groups_would_do(need: Need) 
     try:
         choose(need)
     except LayoutError:
-        can_be_groups = need.are_groups_independent and need.placement != "intra_host"
+        can_be_groups = not need.tied_by and need.placement != "intra_host"
         for size in range(1, need.max_workers + 1):
             fits = need.shard_group_size in (None, size) and need.holds_tables(size)
             most = need.max_workers // size
@@ -268,6 +268,5 @@ def test_a_spec_says_what_it_needs() -> None:
     assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
     cached = movielens(limit, "parallelism.planner.compute_kernel=auto")
     assert need_of(cached, [4]).worker_table_bytes is None, "host memory holds tables as well"
-    assert found.are_groups_independent
-    tied = need_of(movielens("parallelism.dense=every_step"), [4])
-    assert not tied.are_groups_independent
+    assert not found.tied_by
+    assert need_of(movielens("parallelism.dense=every_step"), [4]).tied_by

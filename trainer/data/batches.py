@@ -8,7 +8,6 @@ and evict others.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -160,12 +159,14 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
 StepType = TypeVar("StepType", bound=Step)
 
 
-class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
+class _ReadAhead(Iterator[tuple[Batch, StepType]]):
     """Batches of one rank, all of `data.batch_size` rows, made ahead by one thread.
 
     Gives (batch, its step). A context manager, or call `close`. A fault found while reading is
     raised to the consumer at the batch that it spoils.
     """
+
+    _steps: Iterator[StepType]
 
     def __init__(
         self,
@@ -194,9 +195,9 @@ class _ReadAhead(ABC, Iterator[tuple[Batch, StepType]]):
         self._ahead: deque[tuple[StepType, Future[Batch]]] = deque()
         self._stripes: Stripes | None = None
 
-    @abstractmethod
     def _next(self) -> StepType | None:
         """The step after all that were asked for so far; None where there is none."""
+        return next(self._steps, None)
 
     def _read_ahead(self) -> None:
         while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
@@ -270,9 +271,6 @@ class TrainBatches(_ReadAhead[Step]):
         self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()
 
-    def _next(self) -> Step | None:
-        return next(self._steps, None)
-
 
 @dataclass(frozen=True)
 class LeaseStep(Step):
@@ -341,6 +339,3 @@ class ValidationBatches(_ReadAhead[Step]):
         super().__init__(source, spec, rank, world_size, pin=pin, shuffle=False)
         self._steps = steps_from(START, self.shape, epochs=1)
         self._read_ahead()
-
-    def _next(self) -> Step | None:
-        return next(self._steps, None)

@@ -21,13 +21,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.driver.cluster import Host
+from trainer.driver.cluster import NODE_ID_LABEL, Host
 from trainer.protocol import events
 
 logger = logging.getLogger(__name__)
 # The autoscaler goes through all requests at each update; further ones follow later.
 MAX_PENDING = 64
-_NODE_ID_LABEL = "ray.io/node-id"
 _PLACED = "CREATED"
 # GCS answers one driver after another, and each polls several times a second.
 _FRESH_S = 2.0
@@ -140,7 +139,7 @@ class RayAutoscaler:
         from ray.util.placement_group import placement_group
 
         bundles = bundles_of(wanted, self._demand)
-        elsewhere = {_NODE_ID_LABEL: f"!in({','.join(sorted(node_ids))})"}
+        elsewhere = {NODE_ID_LABEL: f"!in({','.join(sorted(node_ids))})"}
         group = placement_group(
             bundles,
             strategy="STRICT_PACK" if wanted.on_one_host else "PACK",
@@ -152,7 +151,7 @@ class RayAutoscaler:
         """Reserve next to nothing on a node, so that it is not idle; the id to withdraw."""
         from ray.util.placement_group import placement_group
 
-        there = [{_NODE_ID_LABEL: node_id}]
+        there = [{NODE_ID_LABEL: node_id}]
         group = placement_group([_FOOTHOLD], bundle_label_selector=there)
         self._footholds[group.id.hex()] = group
         return str(group.id.hex())

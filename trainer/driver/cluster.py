@@ -19,6 +19,7 @@ from typing import Any
 from trainer.layout.hosts import HostFacts, hosts_by_address, num_that_fit
 
 logger = logging.getLogger(__name__)
+NODE_ID_LABEL = "ray.io/node-id"
 _CONNECT_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.5
 

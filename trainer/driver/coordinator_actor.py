@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
+from trainer.driver.cluster import NODE_ID_LABEL
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
@@ -26,7 +27,6 @@ from trainer.storage import Location
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 _START_S = 60.0
-_NODE_ID_LABEL = "ray.io/node-id"
 
 
 def lease_book_of(spec: JobSpec) -> LeaseBook:
@@ -100,7 +100,7 @@ class RayCoordinator:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=8,
-            label_selector={_NODE_ID_LABEL: ray.get_runtime_context().get_node_id()},
+            label_selector={NODE_ID_LABEL: ray.get_runtime_context().get_node_id()},
         ).remote(config)
         ray.get(self._actor.get_address.remote(), timeout=_START_S)
 

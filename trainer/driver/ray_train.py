@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from trainer import failures, fault_injection
-from trainer.driver.cluster import cluster_answers
+from trainer.driver.cluster import NODE_ID_LABEL, cluster_answers
 from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
@@ -35,7 +35,6 @@ from trainer.protocol.worker_config import WorkerConfig
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 CLUSTER_LOSS_GRACE_S = 3.0
-_NODE_ID_LABEL = "ray.io/node-id"
 # Ray's messages of dead nodes and of processes that ended unexpectedly.
 _NODE_DIED_SIGNS = ("its node has died", "the node is dead", "node died")
 _NODE_IP = re.compile(r"(?:node_ip='|\bip: )(?P<host>[^'\s]+)")
@@ -286,7 +285,7 @@ def _trainer(run: TrainRun) -> Any:
             num_workers=run.num_workers,
             use_gpu=run.use_gpu,
             resources_per_worker=demand_per_worker(spec, run.use_gpu),
-            label_selector=[{_NODE_ID_LABEL: each} for each in run.node_ids] or None,
+            label_selector=[{NODE_ID_LABEL: each} for each in run.node_ids] or None,
         ),
         run_config=RunConfig(
             name=run.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from tests.harness.clock import FakeClock
 from trainer.driver.drain_node import drain
 
 ALIVE, DEAD = 0, 1
@@ -26,23 +27,13 @@ class Gcs:
         return True, ""
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 def node(state, address=HOST, *, is_head_node=False):
     return SimpleNamespace(state=state, node_manager_address=address, is_head_node=is_head_node)
 
 
 def drained(gcs, grace_s=10.0):
-    clock = Clock()
-    return drain(gcs, HOST, grace_s, clock, clock.sleep), clock.now - Clock.now
+    clock = FakeClock(1000.0)
+    return drain(gcs, HOST, grace_s, clock, clock.sleep), sum(clock.slept)
 
 
 def test_an_answer_that_leaves_the_node_out_does_not_end_the_wait():

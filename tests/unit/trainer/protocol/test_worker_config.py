@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.harness.builders import spec
+from tests.harness.clock import FakeClock
 from tests.unit.trainer.driver.scripted import attempt_in
 from trainer import failures
 from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
@@ -31,7 +32,6 @@ class Service:
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
-        self.now = 0.0
         self.bodies: set[bytes] = set()
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -42,11 +42,9 @@ class Service:
         return httpx.Response(status, json={"secrets": {"PASSWORD": "hunter2"}})
 
     def fetch(self) -> SecretEnv:
+        clock = FakeClock()
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
-            return fetch_secrets(http, URL, "c" * 43, 10.0, self.wait, lambda: self.now)
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
+            return fetch_secrets(http, URL, "c" * 43, 10.0, clock.sleep, clock)
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:

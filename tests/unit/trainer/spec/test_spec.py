@@ -177,8 +177,6 @@ parallelism.survive={{hosts: 2}} => parallelism.survive.hosts survive workers to
 parallelism.shard_group_size=4; parallelism.survive={{hosts: 1}}
     => parallelism.survive.hosts survive 4 worker(s) make 1 of 4; raise workers to 8
 parallelism.spares=1 => parallelism.spares spares placement is intra_host); remove
-parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spares=1
-    => parallelism.spares spares dense every_step averages
 parallelism.placement=inter_host; parallelism.shard_group_size=4; parallelism.spares=1
     => parallelism.spares spares there is none; remove it
 parallelism.placement=inter_host; parallelism.spares=3

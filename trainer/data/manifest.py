@@ -131,8 +131,7 @@ def load_manifest(folder: Location | Path) -> Manifest:
     `ManifestError`, `CorruptFileError` or `StorageError`.
     """
     folder = Location.parse(folder)
-    path = folder / MANIFEST_NAME
-    manifest = parse_manifest(path.read_bytes(), str(path))
+    manifest = read_manifest(folder / MANIFEST_NAME)
     sizes = folder.sizes_bytes()
     for split in manifest.splits.values():
         for entry in split.files:
@@ -145,7 +144,7 @@ def contents_in(data: Location, folder: Location) -> dict[str, FileContents]:
     path = data / MANIFEST_NAME
     if not path.exists():
         return {}
-    manifest = parse_manifest(path.read_bytes(), str(path))
+    manifest = read_manifest(path)
     files = ((data / e.path, e) for split in manifest.splits.values() for e in split.files)
     return {file.name: entry for file, entry in files if file.parent.path == folder.path}
 
@@ -166,10 +165,10 @@ def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
     return len(manifest.files)
 
 
-def parse_manifest(content: bytes, path: str) -> Manifest:
-    """The manifest of the file `path`, which is only named; raises `ManifestError`."""
+def read_manifest(path: Location) -> Manifest:
+    """The manifest as it is written, its files unseen; raises `ManifestError`."""
     try:
-        return Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -21,7 +21,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_footer
+from trainer.data.manifest import MANIFEST_NAME, Manifest, read_footer, read_manifest
 from trainer.data.parquet import is_data_file
 from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
@@ -269,7 +269,7 @@ def find_data(texts: Sequence[str]) -> list[DataSet]:
         location = Location.parse(text)
         path = location / MANIFEST_NAME
         if location.is_dir() and path.exists():
-            found.append(_prepared(location, parse_manifest(path.read_bytes(), str(path))))
+            found.append(_prepared(location, read_manifest(path)))
         else:
             found += _raw(location)
     return found

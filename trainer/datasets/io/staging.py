@@ -35,8 +35,8 @@ from trainer.data.manifest import (
     Manifest,
     SplitEntry,
     VocabularyEntry,
-    parse_manifest,
     read_footer,
+    read_manifest,
     write_manifest,
 )
 from trainer.datasets.io.journal import (
@@ -376,7 +376,7 @@ def _old_files(out: Location) -> list[str]:
     if not path.exists():
         return []
     try:
-        manifest = parse_manifest(path.read_bytes(), str(path))
+        manifest = read_manifest(path)
     except ManifestError as error:
         raise OutputExistsError(
             f"{path} is no manifest of ours ({error}); choose another folder, or delete this one"

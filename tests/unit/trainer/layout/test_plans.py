@@ -34,6 +34,11 @@ def compared(spec: JobSpec) -> Comparison:
     return Comparer(spec, PlanSite.of_profile(CLUSTER, spec)).result()
 
 
+def on_one_rank(spec: JobSpec) -> tuple[TablePlacement, ...]:
+    rest = {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": (0,)}
+    return tuple(TablePlacement(name=table.name, **rest) for table in spec.embedding_tables)
+
+
 def shape(candidate: Candidate) -> tuple[Any, ...]:
     return candidate.world_size, candidate.shard_group_size, candidate.placement
 
@@ -101,13 +106,7 @@ def test_workers_are_foretold_what_was_planned_for_them_a_tuned_interval_too() -
     comparer = Comparer(spec, PlanSite.of_profile(CLUSTER, spec))
     option = next(each for each in comparer.result().options if each.candidate.num_replicas == 2)
     load = RankLoad(tables_bytes=GIB, sync_bytes=1, lookup_bytes=1.0)
-    tables = tuple(
-        TablePlacement(
-            name=each.name, sharding_type="table_wise", compute_kernel="fused", ranks=(0,)
-        )
-        for each in spec.embedding_tables
-    )
-    plan = GroupPlan(tables=tables, ranks=(load,) * 4)
+    plan = GroupPlan(tables=on_one_rank(spec), ranks=(load,) * 4)
     comparer.add(option.topology, plan)
     layout, mode = option.choice.layout, spec.parallelism.sync.mode
     expected = next(
@@ -196,14 +195,8 @@ def test_a_plan_of_torchrec_decides_memory_and_balance_of_the_layouts_with_such_
     option = next(
         each for each in comparer.result().options if each.candidate.shard_group_size == 4
     )
-    tables = tuple(
-        TablePlacement(
-            name=table.name, sharding_type="table_wise", compute_kernel="fused", ranks=(0,)
-        )
-        for table in spec.embedding_tables
-    )
     heavy = RankLoad(tables_bytes=70 * GIB, lookup_bytes=8.0, output_bytes=1.0, sync_bytes=1)
-    plan = GroupPlan(tables=tables, ranks=(heavy, *[RankLoad()] * 3))
+    plan = GroupPlan(tables=on_one_rank(spec), ranks=(heavy, *[RankLoad()] * 3))
     comparer.add(option.topology, plan)
     found = [
         each.candidate for each in comparer.result().options if each.topology == option.topology

@@ -302,7 +302,6 @@ class LeaseBatches(_ReadAhead[LeaseStep]):
         pin: bool = False,
         on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rank` of the `num_ranks` ranks of a group."""
         super().__init__(source, spec, rank, num_ranks, pin=pin, on_slow_read=on_slow_read)
         self._planned: deque[LeaseStep] = deque()
 

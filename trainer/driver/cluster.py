@@ -42,7 +42,6 @@ class Host:
 
 
 def num_gpus() -> float:
-    """GPUs of the whole cluster."""
     import ray
 
     return float(ray.cluster_resources().get("GPU", 0))

@@ -460,7 +460,6 @@ class JobRunner:
         capacity.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _kill(self) -> None:
-        """Kill workers that hang."""
         processes = self.hang_monitor.processes
         for host in self.read_hosts():
             if host.address in processes:

@@ -277,7 +277,6 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
 def _start_check(
     attempt: Attempt, new: Sequence[Host], hosts: Sequence[Host]
 ) -> Future[dict[str, Check]]:
-    """Check the `new` of all `hosts` in a thread."""
     folder = Location.parse(attempt.spec.checkpoint.path or attempt.context.run_dir)
     work = partial(check_hosts, new, hosts, folder, use_gpu=attempt.use_gpu)
     return in_thread(work, "node check")

@@ -81,7 +81,6 @@ class _ProcessGroup(Backend):
         ray.get(joins)  # type: ignore[arg-type]
 
     def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        """Let the workers leave it."""
         leaves = worker_group.execute_async(_leave, destroy_process_group=len(worker_group) > 1)
         with suppress(GetTimeoutError):  # who does not leave in time is ended all the same
             ray.get(leaves, timeout=_LEAVE_TIMEOUT_S)  # type: ignore[arg-type]

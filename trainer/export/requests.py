@@ -270,7 +270,6 @@ def _remove_tree(path: Path) -> None:
 
 
 def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
-    """The export with that id; None if the job has none."""
     return next((each for each in list_exports(run_dir) if each.id == export_id), None)
 
 

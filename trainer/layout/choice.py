@@ -421,7 +421,6 @@ def _counted(number: int, what: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """A size in binary units."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

@@ -87,7 +87,6 @@ class RowNumbers:
         return Rows(bits.nonzero().view(-1), bounds)
 
     def none(self) -> Rows:
-        """No rows."""
         numbers = torch.empty(0, dtype=torch.int64, device=self.device)
         return Rows(numbers, [0] * (len(self.runs) + 1))
 

@@ -155,6 +155,19 @@ def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
     return [*own, *(each for child in module.children() for each in stored_buffers(child))]
 
 
+def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks of `group` the mean of each stored buffer, or the first rank's where it is no
+    floating-point number: each rank has its own, of the rows that it saw. Collective.
+    """
+    first = dist.get_process_group_ranks(group)[0]
+    for buffer in stored_buffers(module):
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer, group=group)
+            buffer.div_(dist.get_world_size(group))
+        else:
+            dist.broadcast(buffer, first, group=group)
+
+
 class MeshShardingEnv(ShardingEnv2D):
     """ShardingEnv2D that finds a rank's shard in the mesh instead of computing it.
 

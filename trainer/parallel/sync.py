@@ -166,8 +166,9 @@ class ReplicaSync(Sync):
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
         self._base, self._touched = watched(self._numbers, spec)
-        if self._touched:
-            # Rows whose moments differ between replicas as the policy does not average them.
+        # Rows whose moments differ between replicas as the policy does not average them.
+        self._stale: torch.Tensor | None = None
+        if self._touched and spec.optimizer_state == "never":
             self._stale = torch.zeros_like(self._touched.bits)
         self._background: SyncThread | None = None
         if spec.overlap or spec.optimizer_state == "delayed":
@@ -242,6 +243,7 @@ class ReplicaSync(Sync):
         self._pending = self._pending_moments = None
         if self._touched:
             self._touched.clear()
+        if self._stale is not None:
             self._stale.zero_()
         self._base.renew()
 
@@ -274,7 +276,7 @@ class ReplicaSync(Sync):
         if self._touched is None:
             return None
         unite(self._touched.bits, self._replicas)
-        if self._spec.optimizer_state == "never":
+        if self._stale is not None:
             self._stale |= self._touched.bits
         rows = self._numbers.of_bits(self._touched.bits)
         self._touched.clear()
@@ -285,10 +287,11 @@ class ReplicaSync(Sync):
 
     def _take_stale(self, rows: Rows | None) -> Rows | None:
         """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
-        if rows is not None and self._spec.optimizer_state == "never":
+        if self._stale is None:
+            return rows
+        if rows is not None:
             rows = self._numbers.of_bits(self._stale)
-        if self._touched:
-            self._stale.zero_()
+        self._stale.zero_()
         return rows
 
     def _report(self, rows: Rows | None) -> SyncReport:

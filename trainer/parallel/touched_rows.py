@@ -332,7 +332,7 @@ class RowLog:
         values = self._values[self._tensors[store.tensor.data_ptr()]]
         places = self._place_of[numbers]
         saved = values.index_select(0, places.clamp(min=0))
-        return torch.where((places >= 0)[:, None], saved, live)
+        return torch.where((places >= 0)[:, None], saved, live, out=live)
 
     def agree(self, block: Block) -> None:
         """Take the bases of a block for what its rows held, where they are saved."""

@@ -140,8 +140,10 @@ class JobSections(SpecModel):
         adds 1 to both, what the copies last agreed on; of touched rows 2: saved before they change,
         and gathered for the exchange; 3 where such groups overlap: what was saved is kept in case
         the round fails.
-        Buffers of the chunks that are under way and marks of touched rows are left to
-        `planner.storage_reservation`.
+        Each row has a mark of 1 byte where touched ones are averaged, another one where moments may
+        differ between the copies (`never`, or such groups), and in half precision the place of what
+        was saved, 4 bytes, twice where such groups overlap. Buffers of the chunks that are under
+        way are left to `planner.storage_reservation`.
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
         parallelism, optimizer = self.parallelism, self.optimizer.sparse
@@ -157,9 +159,15 @@ class JobSections(SpecModel):
         of_state = half + 2 if sync.optimizer_state == "delayed" else of_weights
         weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]
         state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
+        mark_bytes = 0
+        if not is_full:
+            place_bytes = 4 * (of_rows - 1) if half else 0
+            mark_bytes = 1 + (votes or sync.optimizer_state == "never") + place_bytes
+        marks_bytes = table.num_embeddings * mark_bytes
         if votes and sync.optimizer_state == "never":
-            return num_rows * of_weights * weight_bytes + table.num_embeddings * state_bytes
-        return num_rows * (of_weights * weight_bytes + of_state * state_bytes)
+            rows_bytes = num_rows * of_weights * weight_bytes
+            return rows_bytes + table.num_embeddings * state_bytes + marks_bytes
+        return num_rows * (of_weights * weight_bytes + of_state * state_bytes) + marks_bytes
 
     def kernel_of(self, table: EmbeddingTableSpec) -> ComputeKernel:
         """Where the weights of a table are to be, as far as that is not for the planner to say."""

@@ -71,8 +71,11 @@ _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
-# AUC counts rows in bins of one width in sign(x) log(1 + |x|), which reach up to so much.
-_AUC_BINS, _AUC_LIMIT = 2**14, 16.0
+# AUC counts rows in bins of one width in sign(x) log(1 + 1000 |x|), which reach up to so much: 0.3 %
+# of a score, and near 0 a millionth.
+_AUC_BINS, _AUC_FACTOR, _AUC_LIMIT = 2**14, 1000.0, 23.0
+# Rows whose outputs are kept until the metrics see them.
+_MAX_KEPT_ROWS = 2**20
 # Labels went through their normalisation and back in float32.
 _LABEL_TOLERANCE = 1e-5
 
@@ -80,8 +83,8 @@ _LABEL_TOLERANCE = 1e-5
 class TaskMeter:
     """Loss and metrics of all tasks, over all ranks, since the last `compute`.
 
-    A step only keeps its outputs; the metrics see them all at once at the report, and their sums
-    travel together. `state` and `load_state` carry what came in since the last report over to
+    A step only keeps its outputs; the metrics see them all at once at the report, or when they are
+    very many, and their sums travel together. `state` and `load_state` carry what came in since the last report over to
     another run, at any number of ranks.
 
     The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
@@ -92,6 +95,7 @@ class TaskMeter:
         self, tasks: Sequence[TaskSpec], batch_size: int, device: torch.device | None = None
     ) -> None:
         self._kept: list[tuple[torch.Tensor, ...]] = []
+        self._num_kept = 0  # rows
         # Sums of weighted losses and of weights that the metrics have taken in.
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
         self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
@@ -113,6 +117,9 @@ class TaskMeter:
         values = outputs * batch.label_scale + batch.label_offset
         scores = torch.where(self._is_binary, outputs, values)
         self._kept.append((scores, labels, batch.weight, weighted_loss[None]))
+        self._num_kept += len(scores)
+        if self._num_kept >= _MAX_KEPT_ROWS:
+            self._update_metrics()
 
     def compute(self, prefix: str) -> dict[str, float]:
         """As `part`, by itself. Collective."""
@@ -190,6 +197,7 @@ class TaskMeter:
             return
         scores, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
         self._kept.clear()
+        self._num_kept = 0
         predictions = torch.where(self._is_binary, torch.sigmoid(scores), scores)
         self._losses += torch.stack([losses.double().sum(), weights.double().sum()])
         for k, task in enumerate(self._tasks.values()):
@@ -270,7 +278,7 @@ class _TaskMetrics:
 
 def _bins_of(scores: torch.Tensor) -> torch.Tensor:
     """The bin of each score: a higher one is in no lower bin."""
-    places = scores.double().nan_to_num()
+    places = _AUC_FACTOR * scores.double().nan_to_num()
     places = places.sign() * places.abs().log1p() + _AUC_LIMIT
     return (places * (_AUC_BINS / (2 * _AUC_LIMIT))).long().clamp(0, _AUC_BINS - 1)
 

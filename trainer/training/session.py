@@ -46,6 +46,7 @@ from trainer.parallel import sharding
 from trainer.parallel.collectives import Part, PendingParts, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.model import share_buffers
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import group_plan_of
 from trainer.parallel.sharding import build_parallel_model
@@ -606,6 +607,7 @@ class Session:
         with self.off_the_clock(), rows as held_out:
             self.synchronise()
             self.sync.finish()
+            share_buffers(self.model.module, self.groups.global_group)
             self.model.eval()
             for batch, _ in self.pipeline.over(held_out):
                 self.heartbeat.enter("validation", self.state.step)
@@ -652,6 +654,7 @@ class Session:
             self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
             if not (self.sync.is_exact and self._synced_step == self.state.step):
                 self.sync.flush()
+            share_buffers(self.model.module, self.groups.global_group)
             self._move_interval()
             self._check_divergence()
             if self.spec.parallelism.sync.is_tuned:

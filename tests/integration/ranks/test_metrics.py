@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.ranks import run_ranks
 from trainer.data.batches import Batch
 from trainer.spec.model import TaskSpec
+from trainer.training import metrics
 from trainer.training.metrics import _AUC_BINS, TaskMeter, _auc_of, _bins_of
 
 NUM_BATCHES, BATCH_SIZE = 3, 16
@@ -40,13 +42,15 @@ def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def measure(loss: str) -> list[dict[str, float]]:
-    """Two reports of this rank's meter."""
+    """Two reports of this rank's meter; of the second one it keeps few outputs."""
     task = TaskSpec(name="t", loss=loss)
     meter = TaskMeter([task], BATCH_SIZE)
     reports = []
-    for report in range(2):
-        for step in range(NUM_BATCHES):
-            _take_in(meter, report * NUM_BATCHES + step, loss)
+    for report, max_kept in enumerate((metrics._MAX_KEPT_ROWS, 2 * BATCH_SIZE)):
+        with patch.object(metrics, "_MAX_KEPT_ROWS", max_kept):
+            for step in range(NUM_BATCHES):
+                _take_in(meter, report * NUM_BATCHES + step, loss)
+        assert len(meter._kept) == (NUM_BATCHES, 1)[report]
         reports.append(meter.compute("train"))
     return reports
 
@@ -174,7 +178,9 @@ def test_metrics_of_several_tasks_weigh_rows_and_carry_the_task_in_their_name() 
         assert values[name] == pytest.approx(value.item(), abs=tolerance), name
 
 
-@pytest.mark.parametrize(("center", "spread"), [(-4.0, 1.0), (0.0, 0.05), (3e4, 1e4)])
+@pytest.mark.parametrize(
+    ("center", "spread"), [(-4.0, 1.0), (0.0, 0.05), (0.003, 0.001), (3e4, 1e4)]
+)
 def test_auc_from_bins_is_that_of_all_pairs(center: float, spread: float) -> None:
     generator = torch.Generator().manual_seed(3)
     is_positive = torch.rand(20_000, generator=generator) < 0.1

@@ -28,6 +28,7 @@ from trainer.data.manifest import load_manifest
 from trainer.errors import DataError
 from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
+from trainer.parallel.model import stored_buffers
 from trainer.parallel.touched_rows import TouchedRows
 from trainer.protocol import requests
 from trainer.protocol.events import Divergence, Metrics, Note, RowsQuarantined, RowsSkipped
@@ -236,18 +237,20 @@ def train_scaled(config: WorkerConfig) -> dict[str, Any]:
         "num_averages": num_averages,
         "best": session.state.best,
         "dense": dense_parameters(session.model),
+        "buffers": torch.cat([each.flatten() for each in stored_buffers(session.model.module)]),
     }
 
 
+@pytest.mark.parametrize("dense", ["at_sync", "every_step"])
 def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
-    small_movielens: Path, tmp_path: Path
+    small_movielens: Path, tmp_path: Path, dense: str
 ) -> None:
     config = make_config(
         small_movielens,
         tmp_path,
         f"model={{module: '{__name__}:Scaled', tasks: [{{name: rating, loss: mse}}]}}",
         "parallelism.sync={every_steps: 4, mode: full}",
-        "parallelism.dense=at_sync",
+        f"parallelism.dense={dense}",
         "parallelism.divergence_check={every_syncs: 1, action: fail}",
         "training.max_steps=8",
         "training.report_every_steps=4",
@@ -259,6 +262,8 @@ def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
     assert len({rank["best"] for rank in ranks}) == 1
     for rank in ranks[1:]:
         torch.testing.assert_close(rank["dense"], ranks[0]["dense"], atol=0, rtol=0)
+        # All ranks measure one model.
+        torch.testing.assert_close(rank["buffers"], ranks[0]["buffers"], atol=0, rtol=0)
 
 
 def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_left(

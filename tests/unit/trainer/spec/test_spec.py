@@ -417,25 +417,28 @@ def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "num_copies"),
+    ("sync", "num_copies", "mark_bytes"),
     [
         # Four workers look up 4 x 25 of 1000 rows in a step.
-        ("{mode: touched_rows}", 0),
-        ("{mode: touched_rows, overlap: true, every_steps: 3}", 0.3 * 2),
-        ("{mode: touched_rows, overlap: true, every_steps: 6}", 2),
-        ("{mode: touched_rows, dtype: bf16}", 0.1 * 2),
-        ("{mode: touched_rows, overlap: true, dtype: bf16, every_steps: 50}", 4),
-        ("{mode: touched_rows, optimizer_state: delayed}", 0.1 * 2 * 4 / 36),
-        ("{mode: full, dtype: bf16}", 1),
-        ("{every_steps: auto, overlap: true, tuner: {max_steps: 3}}", 0.2 * 2),
-        ("{every_steps: auto, overlap: true, tuner: {max_steps: 8}}", 2),
-        ("{mode: full, overlap: true}", 2),
-        ("{mode: full, overlap: true, dtype: fp16}", 3),
+        ("{mode: touched_rows}", 0, 1),
+        ("{mode: touched_rows, overlap: true, every_steps: 3}", 0.3 * 2, 1),
+        ("{mode: touched_rows, overlap: true, every_steps: 6}", 2, 1),
+        ("{mode: touched_rows, dtype: bf16}", 0.1 * 2, 5),
+        ("{mode: touched_rows, overlap: true, dtype: bf16, every_steps: 50}", 4, 5),
+        ("{mode: touched_rows, optimizer_state: delayed}", 0.1 * 2 * 4 / 36, 1),
+        ("{mode: touched_rows, optimizer_state: never}", 0, 2),
+        ("{mode: full, dtype: bf16}", 1, 0),
+        ("{every_steps: auto, overlap: true, tuner: {max_steps: 3}}", 0.2 * 2, 1),
+        ("{every_steps: auto, overlap: true, tuner: {max_steps: 8}}", 2, 1),
+        ("{mode: full, overlap: true}", 2, 0),
+        ("{mode: full, overlap: true, dtype: fp16}", 3, 0),
     ],
 )
-def test_what_a_sync_holds_beside_the_tables_counts_as_memory(sync: str, num_copies: float) -> None:
+def test_what_a_sync_holds_beside_the_tables_counts_as_memory(
+    sync: str, num_copies: float, mark_bytes: int
+) -> None:
     # One table of 36 000 bytes for each of (1 + copies), over groups of two workers less 15 %.
-    needed = int((1 + num_copies) * 36_000 / 2 / 0.85)
+    needed = int(((1 + num_copies) * 36_000 + mark_bytes * 1000) / 2 / 0.85)
     table = [f"{ROWS}=1000", f"parallelism.sync={sync}", "data.batch_size=25"]
     assert changed(*table, f"resources.memory_bytes_per_worker={needed + 1}")
     problems = refusal(*table, f"resources.memory_bytes_per_worker={needed - 10}")
@@ -445,7 +448,7 @@ def test_what_a_sync_holds_beside_the_tables_counts_as_memory(sync: str, num_cop
 def test_groups_that_are_failure_domains_hold_the_means_until_all_have_voted() -> None:
     spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host")
     assert spec.parallelism.failure_domain == "replica_group"
-    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36 + 1000 * 2
 
 
 def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_back_on() -> None:
@@ -453,14 +456,14 @@ def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_b
     sizes = [f"{ROWS}=1000", "data.batch_size=25", sync]
     (job, groups) = (changed(*sizes, f"parallelism.placement={p}_host") for p in ("intra", "inter"))
     assert groups.parallelism.failure_domain == "replica_group"
-    assert job.sync_bytes(job.embedding_tables[0]) == 4 * 100 * 36
-    assert groups.sync_bytes(groups.embedding_tables[0]) == 5 * 100 * 36
+    assert job.sync_bytes(job.embedding_tables[0]) == 4 * 100 * 36 + 1000 * 5
+    assert groups.sync_bytes(groups.embedding_tables[0]) == 5 * 100 * 36 + 1000 * 10
 
 
 def test_groups_that_are_failure_domains_hold_all_state_where_it_is_averaged_before_saves() -> None:
     sync = "parallelism.sync.optimizer_state=never"
     spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host", sync)
-    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 32 + 1000 * 4
+    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 32 + 1000 * (4 + 2)
 
 
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:

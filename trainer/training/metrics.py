@@ -71,8 +71,8 @@ _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
-# AUC counts rows in bins of one width in sign(x) log(1 + 1000 |x|), which reach up to so much: 0.3 %
-# of a score, and near 0 a millionth.
+# AUC counts rows in bins of one width in sign(x) log(1 + 1000 |x|), which reach up to so much: each
+# is 0.3 % of a score wide, and near 0 a millionth.
 _AUC_BINS, _AUC_FACTOR, _AUC_LIMIT = 2**14, 1000.0, 23.0
 # Rows whose outputs are kept until the metrics see them.
 _MAX_KEPT_ROWS = 2**20
@@ -84,8 +84,8 @@ class TaskMeter:
     """Loss and metrics of all tasks, over all ranks, since the last `compute`.
 
     A step only keeps its outputs; the metrics see them all at once at the report, or when they are
-    very many, and their sums travel together. `state` and `load_state` carry what came in since the last report over to
-    another run, at any number of ranks.
+    very many, and their sums travel together. `state` and `load_state` carry what came in since the
+    last report over to another run, at any number of ranks.
 
     The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
     metric weighs rows by `Batch.weight`.

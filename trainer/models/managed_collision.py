@@ -241,26 +241,30 @@ class BucketedIds(ManagedCollisionModule):
         metadata = self._policy.coalesce_history_metadata(self._step, history, counts, inverse)
         starts = torch.arange(self._first, self._end + 1, device=unique.device)
         bounds = torch.searchsorted(self._buckets_of(unique), starts).tolist()
+        num_free, num_given = self._num_free(), 0
         for bucket, (start, end) in enumerate(pairwise(bounds), self._first):
             if end > start:
                 of_bucket = {name: each[start:end] for name, each in metadata.items()}
-                self._admit_to(bucket, unique[start:end], counts[start:end], of_bucket)
+                given = self._admit_to(bucket, unique[start:end], counts[start:end], of_bucket)
+                if given.numel():
+                    self._evicted.append(given)
+                num_given += given.numel()
+        self.tally.num_admitted += num_given
+        self.tally.num_evicted += num_given - (num_free - self._num_free())
         self._find_known()
+
+    def _num_free(self) -> int:
+        return int((self.ids == NO_ID).sum())
 
     def _admit_to(
         self, bucket: int, ids: torch.Tensor, counts: torch.Tensor, seen: dict[str, torch.Tensor]
-    ) -> None:
+    ) -> torch.Tensor:
+        """The rows of the whole table that other ids have now."""
         start = (bucket - self._first) * self._bucket_rows
         place = slice(start, start + self._bucket_rows)
         module = self._module_of(bucket, place)
-        num_free = int((self.ids[place] == NO_ID).sum())
         module._update_and_evict(ids, counts, seen)
-        given = module._evicted_emb_indices
-        num_filled = num_free - int((self.ids[place] == NO_ID).sum())
-        self.tally.num_admitted += given.numel()
-        self.tally.num_evicted += given.numel() - num_filled
-        if given.numel():
-            self._evicted.append(given)
+        return module._evicted_emb_indices
 
     def _module_of(self, bucket: int, place: slice) -> MCHManagedCollisionModule:
         """TorchRec's module over the rows of one bucket: its buffers are parts of ours."""

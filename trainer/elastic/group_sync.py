@@ -315,9 +315,10 @@ class CrossGroupProcessGroup:
         self._complete(lambda backend: backend._allgather_base(out, part))
 
     def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
-        # Without sizes torch takes ncclAlltoAll, and for a failure that it is still in progress.
-        size = self.replica.size
-        sizes = [len(out) // size] * size
+        sizes: list[int] = []
+        if self._device.type == "cuda":
+            # Without them torch takes ncclAlltoAll, and for a failure that it is still in progress.
+            sizes = [len(out) // self.replica.size] * self.replica.size
         self._complete(lambda backend: backend.alltoall_base(out, parts, sizes, sizes))
 
     def _complete(self, start: Callable[[Any], dist.Work]) -> None:

@@ -37,14 +37,14 @@ class PlacedGroup:
 class GroupPolicy:
     """Between `least` and `most` groups of `group_size` workers, and `num_spares` beside them.
 
-    With `must_spread` no two groups share a host, whatever it costs; without, they do where there
-    are fewer hosts than groups.
+    They share hosts only where there are fewer hosts than groups, and `least_hosts` have one. With
+    more `least_hosts` than 1 spares share none.
     """
 
     group_size: int
     least: int
     most: int
-    must_spread: bool = False
+    least_hosts: int = 1
     num_spares: int = 0
 
     def target(self, wanted_workers: int | None) -> int:
@@ -143,12 +143,13 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
 def _promotions(policy: GroupPolicy, view: View) -> list[Promote]:
     """Spares for the places of missing groups: ready ones first, while others train to copy from.
 
-    None joins a host with another group where groups must not share hosts.
+    None joins a host with another group where groups must be on several hosts.
     """
     staying = view.staying
     if not any(group.phase == "training" for group in view.groups):
         return []
-    taken = {host for group in staying for host in group.hosts} if policy.must_spread else set()
+    must_spread = policy.least_hosts > 1
+    taken = {host for group in staying for host in group.hosts} if must_spread else set()
     able = [spare for spare in view.spares if not taken & set(spare.hosts)]
     able.sort(key=lambda spare: (spare.phase != "idle", spare.group))
     return [Promote(spare.group) for spare in able[: max(0, view.target - len(staying))]]
@@ -201,6 +202,7 @@ def _starts(policy: GroupPolicy, view: View) -> list[Start]:
     for place in range(num_wanted):
         if place == num_missing:  # nothing waits for spares
             slots.target += policy.num_spares
+            slots.may_share = policy.least_hosts == 1
             slots.hosts = [host for host in slots.hosts if host.address not in view.doubtful]
         hosts = slots.take()
         if hosts is None:
@@ -226,6 +228,7 @@ class _HostSlots:
     hosts: list[Host]
     target: int
     num_on: Counter[str]
+    may_share: bool = True
 
     def take(self) -> tuple[str, ...] | None:
         """The hosts of the next group's ranks; None without room."""
@@ -249,8 +252,11 @@ class _HostSlots:
         return (best.address,) * size
 
     def _may_take(self, host: Host, num_able: int) -> bool:
-        is_empty = not self.num_on[host.address]
-        return is_empty or (not self.policy.must_spread and num_able < self.target)
+        if not self.num_on[host.address]:
+            return True
+        num_hosts = sum(self.num_on[each.address] > 0 for each in self.hosts)
+        is_spread = num_hosts >= self.policy.least_hosts
+        return self.may_share and is_spread and num_able < self.target
 
     def _across(self) -> tuple[str, ...] | None:
         """A group over several hosts that no other group is on, as few as possible."""

@@ -208,7 +208,7 @@ class GroupRunLoop:
             group_size=size,
             least=max(parallelism.min_workers // size, 1),
             most=parallelism.num_replicas,
-            must_spread=parallelism.survive is not None,
+            least_hosts=1 + (parallelism.survive.hosts if parallelism.survive else 0),
             num_spares=parallelism.spares,
         )
         self._requests = ResizeRequests(attempt.context.files)

@@ -24,7 +24,7 @@ from trainer.driver.group_placement import (
 )
 
 THREE = GroupPolicy(group_size=2, least=1, most=3)
-SPREAD = GroupPolicy(group_size=2, least=2, most=3, must_spread=True)
+SPREAD = GroupPolicy(group_size=2, least=2, most=3, least_hosts=2)
 
 
 def host(address: str, free: int, slots: int | None = None, is_draining: bool = False) -> Host:
@@ -38,7 +38,11 @@ def group(number: int, address: str, phase: GroupPhase = "training") -> PlacedGr
 def test_groups_share_a_host_only_where_there_are_fewer_hosts_than_groups() -> None:
     two_hosts = [host("a", 8), host("b", 8)]
     assert len(decide(THREE, View(two_hosts, [], target=3))) == 3
-    assert len(decide(SPREAD, View(two_hosts, [], target=3))) == 2
+    places = [start.hosts[0] for start in decide(SPREAD, View(two_hosts, [], target=3))]
+    assert places[:2] == ["a", "b"] and len(places) == 3
+    assert len(decide(SPREAD, View(two_hosts[:1], [], target=3))) == 1, "none would be survived"
+    leaving = View(two_hosts, [group(0, "a"), group(1, "b")], target=3, drained=frozenset("b"))
+    assert not [a for a in decide(SPREAD, leaving) if isinstance(a, Start)]
     # The third host is full now, but it may be free again.
     third_is_busy = [*two_hosts, host("c", 0, slots=8)]
     assert len(decide(THREE, View(third_is_busy, [], target=3))) == 2
@@ -95,8 +99,10 @@ def test_spares_come_after_all_groups_and_on_hosts_of_their_own_where_there_are_
     spread, two = replace(SPREAD, num_spares=1), [host("a", 4), host("b", 4)]
     started = decide(spread, View([*two, host("c", 4)], [], target=2))
     assert started[2:] == [Start(2, ("c", "c"), is_spare=True)]
-    assert len(decide(spread, View(two, [], target=2))) == 2, "no two groups share a host"
-    assert len(decide(spread, View(two, [], target=3))) == 2, "a group has no room"
+    assert len(decide(spread, View(two, [], target=2))) == 2, "no spare shares a host"
+    three = decide(spread, View(two, [], target=3))
+    assert not any(isinstance(start, Start) and start.is_spare for start in three)
+    assert len(three) == 3, "groups take the room that there is"
     lost = View([*two, host("c", 4), host("d", 4)], [], target=2, doubtful=frozenset("c"))
     assert decide(spread, lost)[2:] == [Start(2, ("d", "d"), is_spare=True)]
     together = replace(THREE, num_spares=1)
@@ -125,7 +131,7 @@ def situations(draw: st.DrawFn) -> tuple[GroupPolicy, View]:
     size = draw(st.integers(1, 3))
     least = draw(st.integers(1, 3))
     most = draw(st.integers(least, 4))
-    policy = GroupPolicy(size, least, most, draw(st.booleans()), draw(st.integers(0, 2)))
+    policy = GroupPolicy(size, least, most, draw(st.integers(1, 3)), draw(st.integers(0, 2)))
     addresses = [f"h{i}" for i in range(draw(st.integers(0, 5)))]
     slots = [draw(st.integers(0, 6)) for _ in addresses]
     hosts = [
@@ -170,11 +176,11 @@ def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> No
     for address, num_ranks in taken.items():
         assert num_ranks <= free[address], "more ranks than the host has room for"
         assert address not in avoided
-    if policy.must_spread:
-        per_host = Counter(a for s in starts for a in set(s.hosts))
-        occupied = {a for g in view.groups for a in g.hosts}
-        assert all(n == 1 for n in per_host.values())
-        assert not occupied & per_host.keys()
+    occupied = {a for g in view.groups for a in g.hosts}
+    for start in starts:
+        if occupied & set(start.hosts):
+            assert len(occupied - avoided) >= policy.least_hosts
+        occupied |= set(start.hosts)
     staying = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
     promoted = [a.group for a in actions if isinstance(a, Promote)]
     num_groups = sum(not g.is_spare for g in staying)
@@ -212,11 +218,11 @@ def test_a_missing_group_wants_a_host_that_no_group_is_on() -> None:
     assert need_of(THREE, view).requests == (CapacityRequest(2),)
 
 
-@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.booleans())
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.integers(1, 3))
 def test_what_is_there_and_what_is_wished_for_make_the_target(
-    free: list[int], target: int, must_spread: bool
+    free: list[int], target: int, least_hosts: int
 ) -> None:
-    policy = replace(THREE, must_spread=must_spread)
+    policy = replace(THREE, least_hosts=least_hosts)
     view = View([host(str(index), each) for index, each in enumerate(free)], [], target)
     need = need_of(policy, view)
     assert need.has + sum(wish.num_workers for wish in need.requests) == need.wants == 2 * target

@@ -129,7 +129,8 @@ class JobSections(SpecModel):
         return table.num_embeddings * row_bytes + waiting_bytes
 
     def sync_bytes(self, table: EmbeddingTableSpec) -> int:
-        """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m).
+        """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m), or 0
+        where there is one copy.
 
         r are the rows that a sync may be about: in mode full all, else at most one for each lookup
         of `every_steps` steps, the most where it is tuned, and all where fp32 would then move all.
@@ -147,6 +148,8 @@ class JobSections(SpecModel):
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
         parallelism, optimizer = self.parallelism, self.optimizer.sparse
+        if parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1:
+            return 0
         sync, num_rows = parallelism.sync, table.num_embeddings
         is_full = sync.mode == "full" or optimizer.changes_untouched_rows
         num_lookups = sync.intervals[-1] * self.lookups_per_step(table)

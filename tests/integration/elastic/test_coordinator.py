@@ -718,7 +718,7 @@ def hang_in_training(log: Path, address: str) -> None:
         threading.Event().wait()
 
     vars(group_session).update(locate=lambda _: address, run_group=join_and_hang)
-    recovery = SimpleNamespace(heartbeat_timeout_s=_NEVER_S)
+    recovery = SimpleNamespace(heartbeat_timeout_s=_NEVER_S, exchange_timeout_s=5.0)
     config: Any = SimpleNamespace(spec=SimpleNamespace(recovery=recovery), token=TOKEN)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group_session.run_group_worker(config, GroupConfig(0, 0, "coordinator"), "127.0.0.2")

@@ -396,7 +396,7 @@ def test_a_caller_who_hangs_up_ends_the_process(
 
 def test_a_job_whose_tables_fit_no_worker_is_refused_with_advice_unless_forced(api: Api) -> None:
     api.backend.set_hosts(HostFacts("a", 4, 0, 4 * GIB))
-    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
+    large = [{"name": "users", "num_embeddings": 19 * 10**7, "embedding_dim": 8}]
     body = {"spec": spec_document(embedding_tables=large)}
     problem = problem_in(api.http.post("/v1/jobs", json=body), 422, "does_not_fit")
     assert "one copy of the tables takes" in problem["detail"]

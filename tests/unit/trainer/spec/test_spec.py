@@ -449,6 +449,8 @@ def test_groups_that_are_failure_domains_hold_the_means_until_all_have_voted() -
     spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host")
     assert spec.parallelism.failure_domain == "replica_group"
     assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36 + 1000 * 2
+    one_copy = changed(f"{ROWS}=1000", "parallelism.shard_group_size=4")
+    assert one_copy.sync_bytes(one_copy.embedding_tables[0]) == 0
 
 
 def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_back_on() -> None:

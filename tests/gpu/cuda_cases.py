@@ -208,7 +208,7 @@ def _build_both(
 def exchange_between_groups(num_rounds: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What ranks that are groups of their own get of each other: by all-to-all, all-gather."""
     index, size = dist.get_rank(), dist.get_world_size()
-    replica, device = ReplicaRank(1, 0, index, size), rank_device()
+    replica, device = ReplicaRank(1, index, size), rank_device()
     group = CrossGroupProcessGroup(replica, _get_default_store(), device, 60.0, lambda: False)
     found = []
     for round_ in range(num_rounds):

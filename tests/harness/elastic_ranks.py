@@ -25,6 +25,8 @@ from trainer.protocol.worker_config import WorkerConfig
 FAILED = 1
 COLLECTIVE_TIMEOUT_S = scaled(20)
 _CONTROL_POLL_S = 0.01
+# Of how many leases the pace is waited for before a share of the validation rows is measured.
+_MEASURING_PACES = 10
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def _record_sessions(record: Recorder, listener: ControlListener) -> None:
 
     def recorded_share(self: GroupSession) -> None:
         record("measuring", share=self._result.share if self._result else None)
-        time.sleep(listener.control.pace_s)
+        time.sleep(_MEASURING_PACES * listener.control.pace_s)  # for a test to kill it meanwhile
         measure_share(self)
 
     def recorded_result(self: GroupSession, result: RoundResult) -> None:
@@ -318,6 +320,5 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
             port=int(port),
             attempt_dir=attempt,
             token=config.token,
-            num_stores=spec.parallelism.group_size,
         )
     )

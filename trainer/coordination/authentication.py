@@ -1,10 +1,11 @@
 """Mutual proof, on a new connection, that both ends have the token of the same attempt.
 
-All jobs of a cluster reach the ports of a coordinator, an agent and a donor. The server sends a
-nonce; the client answers with a nonce of its own and HMAC-SHA256(token, role, address, both
-nonces); the server does the same, or sends `_REFUSAL` and closes. Each message has a fixed length,
-and neither end reads or says anything else before. With the address that the client connected to
-in it, a proof is of no use at another port. What follows is neither encrypted nor signed.
+All jobs of a cluster reach the ports of a coordinator, an agent, and a donor, with whom groups also
+meet. The server sends a nonce; the client answers with a nonce of its own and HMAC-SHA256(token,
+role, address, both nonces); the server does the same, or sends `_REFUSAL` and closes. Each message
+has a fixed length, and neither end reads or says anything else before. With the address that the
+client connected to in it, a proof is of no use at another port. What follows is neither encrypted
+nor signed.
 
 `multiprocessing.connection` has such a challenge, but with HMAC-MD5 of the nonce alone, which one
 end can send back to the other, for blocking connections without a deadline.

@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from statistics import median
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.messages import (
@@ -46,9 +45,6 @@ from trainer.coordination.messages import (
     Welcome,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 logger = logging.getLogger(__name__)
 Expected = TypeVar("Expected", Welcome, Round, RoundResult)
 _MIN_BEAT_S = 0.05
@@ -58,7 +54,6 @@ LOCATE_S = 2.0
 _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
 _AGENT_S = 30.0  # longest that a rank looks for its agent
-_STORE_TRY = timedelta(seconds=10)
 _PROVING_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
@@ -143,8 +138,6 @@ class CoordinatorClient:
         self._roster = Roster(members=())
         self._heartbeat = Heartbeat(rank=identity.rank, progress=0, phase="start", step=0)
         self._is_through = False
-        self._store_address = ""
-        self._store: tuple[str, Store] | None = None
         self._threads: list[threading.Thread] = []
         self.on_refusal: Callable[[str], None] | None = None
         """Called on another thread when this life of the group is over, even if the rank hangs."""
@@ -199,30 +192,6 @@ class CoordinatorClient:
 
     def is_aborted(self, number: int) -> bool:
         return number <= self._aborted_round
-
-    def store(self) -> Store:
-        """A client of the store in which this rank's process groups meet, kept while that is.
-
-        A coordinator that was lost meanwhile has left its store's address behind: the next one has
-        another. Raises as `join`.
-        """
-        from torch.distributed import TCPStore
-
-        while self._store is None or self._store[0] != self._store_address:
-            address = self._store_address
-            assert address, "a rank joins before it meets others"
-            host, _, port = address.rpartition(":")
-            try:
-                client = TCPStore(
-                    host, int(port), is_master=False, wait_for_workers=False, timeout=_STORE_TRY
-                )
-                self._store = address, client
-            except RuntimeError as error:
-                logger.warning("the coordinator's store is away: %s", error)
-                with self._changed:
-                    self._check()
-                    self._changed.wait(timeout=_RETRY_S)
-        return self._store[1]
 
     def close(self) -> None:
         """Disconnect, which the coordinator takes for the end of this rank."""
@@ -401,9 +370,7 @@ class CoordinatorClient:
             self._send(again)
 
     def take_welcome(self, welcome: Welcome) -> None:
-        """A coordinator is there, perhaps another one, with stores of its own."""
-        if stores := welcome.stores:
-            self._store_address = stores[self.identity.rank % len(stores)]
+        """A coordinator is there, perhaps another one."""
 
     def take_abort(self, result: RoundResult) -> None:
         """A round has failed while this rank may still wait in a collective of it."""

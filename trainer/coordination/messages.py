@@ -166,7 +166,8 @@ holds the newest commit and trains."""
 
 
 class RankProcess(Message):
-    """The process of one rank of a group; `donor` is where it serves its shard (host:port)."""
+    """The process of one rank of a group; `donor` is where it serves its shard, and the store of a
+    generation (host:port)."""
 
     rank: Count
     host: str
@@ -202,10 +203,9 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    """Answer to `Hello`: where the stores are in which the ranks of each shard meet (host:port)."""
+    """Answer to `Hello`."""
 
     kind: Literal["welcome"] = "welcome"
-    stores: tuple[str, ...] = ()
     has_current: bool = Field(
         default=False, description="Whether some group holds commits that are worth copying."
     )
@@ -308,6 +308,11 @@ class RoundMember(Message):
     hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
 
 
+def host_of(members: Sequence[RoundMember]) -> int:
+    """The place of the group with which the others meet: the first that trains, if one does."""
+    return next((i for i, each in enumerate(members) if each.standing == "current"), 0)
+
+
 class Roster(Message):
     """Who is in the rounds that this connection is told of from now on; their weights are 0 here.
 
@@ -343,8 +348,9 @@ class Roster(Message):
 class Round(Message):
     """Answer to `Arrive`: average with these, then vote.
 
-    `generation` changes with the members and after every round that failed; process groups are
-    formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
+    `generation` changes with the members and after every round that failed. Process groups are
+    formed anew for it; `stores` (host:port) are where the ranks of each shard meet, by rank:
+    with one of the groups. `commit` is the number that this sync will have. With `is_idle` there is
     nothing to average; with `is_exact` everything that differs is averaged, in full precision,
     whatever the policy. With `joins_validation` the sums over all shares of the validation rows are
     added up. `donors` are where a listener copies its shards from, by rank. With
@@ -363,6 +369,7 @@ class Round(Message):
     is_exact: bool = False
     joins_validation: bool = False
     overlaps: bool = False
+    stores: tuple[str, ...] = ()
     donors: tuple[str, ...] = ()
 
     def without_members(self) -> Round:

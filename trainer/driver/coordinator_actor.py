@@ -91,7 +91,6 @@ class RayCoordinator:
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
             token=self._token,
-            num_stores=attempt.spec.parallelism.group_size,
         )
         actor_class: Any = ray.remote(CoordinatorActor)
         self._actor = actor_class.options(

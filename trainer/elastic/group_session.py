@@ -132,7 +132,6 @@ class GroupSession(Session):
             exact_sync(self.spec, self._warn_of_sync if self.rank == 0 else logger.debug),
             lambda: self.optimizers.synced_whole(dense=True),
             client,
-            groups.shard_index,
             self.spec.recovery,
             lambda message: (self._warn_of_sync if self.is_leader else logger.debug)(message),
             self.spec.parallelism.divergence_check,

@@ -32,12 +32,12 @@ those rows' weights where rows do not all count alike. A group that only listens
 became NaN, has weight 0.
 
 The ranks s of a generation are a bare backend (gloo, on GPUs NCCL) outside any world; they meet in
-the coordinator's store, under keys of the generation. A rank that cannot go on drops the group at
-once, which closes its sockets: gloo does not report that a rank has given up, and the others would
-wait for it until the time-out. A pending gloo operation cannot be stopped, only abandoned: it ends
-by itself later, in memory that nobody uses any more. Calls of NCCL may block: a thread aborts the
-group when one takes too long, and torch's watchdog, which would end this process as soon as a peer
-is gone, is told to leave that group alone.
+a store that one of them serves (`trainer.elastic.rendezvous`). A rank that cannot go on drops the
+group at once, which closes its sockets: gloo does not report that a rank has given up, and the
+others would wait for it until the time-out. A pending gloo operation cannot be stopped, only
+abandoned: it ends by itself later, in memory that nobody uses any more. Calls of NCCL may block: a
+thread aborts the group when one takes too long, and torch's watchdog, which would end this process
+as soon as a peer is gone, is told to leave that group alone.
 """
 
 from __future__ import annotations
@@ -59,8 +59,17 @@ import torch
 import torch.distributed as dist
 
 from trainer.coordination.client import CoordinatorClient
-from trainer.coordination.messages import Arrive, GroupState, Round, RoundMember, RoundResult, Vote
+from trainer.coordination.messages import (
+    Arrive,
+    GroupState,
+    Round,
+    RoundMember,
+    RoundResult,
+    Vote,
+    host_of,
+)
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
+from trainer.elastic.rendezvous import RendezvousStore
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.divergence import checksum
 from trainer.parallel.model import TwoDParallel
@@ -120,7 +129,6 @@ class ReplicaRank:
     """This rank is `index` of the `size` ranks with its shard in a generation."""
 
     generation: int
-    shard_index: int
     index: int
     size: int
 
@@ -220,45 +228,45 @@ class CrossGroupProcessGroup:
         self._is_stuck = False  # an abandoned operation is still pending
         self._is_dropped = False
         self._launching = threading.Lock()
-        own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
-        self._keys = own_keys
-        self._meet(own_keys, address)
+        self._store = store  # torch's groups keep only what it is for C++
         self._backend: Gloo | Nccl | None = None
+        try:
+            self._peers = self._meet(address)
+        except ExchangeError:
+            self._close_store()
+            raise
         self._timer = AbortTimer(lambda: self._abort(self._backend), lambda: self._is_given_up)
-        self._form(own_keys)
+        self._form()
 
-    def _meet(self, store: dist.Store, address: str) -> None:
-        """Wait until all are here. Forming the backend waits too, but names nobody."""
-        here = [f"here{index}" for index in range(self.replica.size)]
+    def _meet(self, address: str) -> list[str]:
+        """Wait until all are here; where each listens. Forming the backend waits too, but names
+        nobody."""
+        store, here = self._store, [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
         started = time.monotonic()
         try:
             store.set(here[self.replica.index], address)
-            if store.add("num_here", 1) == self.replica.size:
-                store.set("all_here", "")
-            while not store.check(["all_here"]):
+            while not store.check(here):
                 self._check(deadline, "meet")
                 waited_s = time.monotonic() - started
                 time.sleep(min(max(_MEET_POLL_S, waited_s / 10), _MAX_MEET_POLL_S))
+            return [each.decode() for each in store.multi_get(here)]
         except ExchangeError as error:
             absent = [place for place, key in enumerate(here) if not store.check([key])]
-            raise ExchangeError(str(error), absent, gave_up=error.gave_up) from None
+            gave_up = error.gave_up and not _is_telling(started, self._timeout_s)
+            raise ExchangeError(str(error), absent, gave_up=gave_up) from None
         except RuntimeError as error:
             raise ExchangeError(f"the replica group could not meet: {_first_line(error)}") from None
 
     def _unreachable(self) -> list[int]:
         """Places of the peers that take no connection: of whom a failed exchange tells nothing."""
         peers = [place for place in range(self.replica.size) if place != self.replica.index]
-        try:
-            found = self._keys.multi_get([f"here{place}" for place in peers])
-        except RuntimeError:
-            return []
         with ThreadPoolExecutor(max_workers=_PROBES_AT_ONCE) as probes:
-            can_connect = list(probes.map(_can_connect, [each.decode() for each in found]))
+            can_connect = list(probes.map(_can_connect, [self._peers[place] for place in peers]))
         return [place for place, is_there in zip(peers, can_connect, strict=True) if not is_there]
 
-    def _form(self, store: dist.Store) -> None:
-        timeout, replica = timedelta(seconds=self._timeout_s), self.replica
+    def _form(self) -> None:
+        timeout, store, replica = timedelta(seconds=self._timeout_s), self._store, self.replica
         try:
             if self._device.type == "cuda":
                 self._backend = new_nccl(store, replica)
@@ -391,6 +399,7 @@ class CrossGroupProcessGroup:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
         self._is_dropped = True
         self._timer.close()
+        self._close_store()
         held = [self._backend]
         self._backend = None
         if held[0] is None:
@@ -404,6 +413,10 @@ class CrossGroupProcessGroup:
         else:
             held.clear()
 
+    def _close_store(self) -> None:
+        if isinstance(self._store, RendezvousStore):
+            self._store.close()
+
     def _abort(self, backend: Gloo | Nccl | None) -> None:
         """End what the backend does, but not while it is being told: torch looks at what NCCL frees
         then. That ends by itself (`limit_nccl`).
@@ -416,6 +429,14 @@ class CrossGroupProcessGroup:
         finally:
             if is_free:
                 self._launching.release()
+
+
+def _is_telling(started: float, timeout_s: float) -> bool:
+    """Whether a rank has waited long enough for others to blame them, though it was told to stop.
+
+    Where a host is cut off all wait alike, but the first to have waited in vain ends it for all.
+    """
+    return time.monotonic() - started > timeout_s / 2
 
 
 def _can_connect(address: str) -> bool:
@@ -485,7 +506,6 @@ class GroupSync:
         spec: SyncSpec,
         extra: Extra,
         client: CoordinatorClient,
-        shard_index: int,
         recovery: RecoverySpec,
         warn: Callable[[str], None],
         check: DivergenceCheckSpec | None = None,
@@ -504,7 +524,6 @@ class GroupSync:
         self._overflows = OverflowWarning(warn)
         self._extra = extra
         self._client = client
-        self._shard_index = shard_index
         self._timeout_s = recovery.exchange_timeout_s
         self._device = model.groups.device
         self._flush_caches = model.flush_caches
@@ -592,7 +611,6 @@ class GroupSync:
 
     def _open(self, arrival: Arrive) -> Attempt:
         """Wait for the next round, and find out what it averages."""
-        self._client.store()  # connecting may take long, and in a round the others would wait
         is_copied = self._joiner is not None and self._joiner.is_complete
         num_copied = self._joiner.num_bytes if self._joiner else 0
         update = {"has_copied": is_copied, "copied_bytes": num_copied}
@@ -791,22 +809,44 @@ class GroupSync:
 
     def _group_of(self, round_: Round) -> CrossGroupProcessGroup:
         """The process group of the round's generation, formed where there is none yet."""
-        replica = ReplicaRank(
-            round_.generation, self._shard_index, self._index, len(round_.members)
-        )
+        replica = ReplicaRank(round_.generation, self._index, len(round_.members))
         if self._group and self._group.replica != replica:
             self._drop_group()
         if self._group is None:
             self._group = CrossGroupProcessGroup(
                 replica,
-                self._client.store(),
+                self._store_of(round_),
                 self._device,
                 self._timeout_s,
-                lambda: self._is_closed or self._client.is_aborted(self._round),
+                self._is_aborted,
                 self._client.advance,
                 self.donor,
             )
         return self._group
+
+    def _is_aborted(self) -> bool:
+        return self._is_closed or self._client.is_aborted(self._round)
+
+    def _store_of(self, round_: Round) -> RendezvousStore:
+        """Connect to the store of the round's generation."""
+        identity, host = self._client.identity, host_of(round_.members)
+        started = time.monotonic()
+        try:
+            return RendezvousStore(
+                round_.stores[identity.rank],
+                round_.generation,
+                self._client.token,
+                self._timeout_s,
+                self._is_aborted,
+            )
+        except OSError as error:
+            gave_up = self._is_aborted() and not _is_telling(started, self._timeout_s)
+            raise ExchangeError(
+                f"group {round_.members[host].group} cannot be reached, where the copies meet: "
+                f"{error}",
+                [] if gave_up else [host],
+                gave_up=gave_up,
+            ) from None
 
     def _drop_group(self) -> None:
         if self._group:

@@ -1,12 +1,12 @@
 """Live state transfer: a joining group copies its shard from a donor that trains on meanwhile.
 
 Rank s of the joiner connects to rank s of the donor by TCP, at the address that the coordinator
-gives. Once both have proven that they are of one attempt, it gets one line that describes the shard
-(`DonorHeader`), then asks for chunks of rows, one at a time, and gets their bare bytes. The chunks
-are the rows as they are in memory at that moment: the donor keeps no second copy and takes no lock.
-What arrives may belong to different moments, or be half of one and half of the next. The result is
-exact all the same, because the joiner takes part in every commit from the first chunk on, at weight
-0, and applies it:
+gives. Once both have proven that they are of one attempt, it says what it wants (`PeerRequest`),
+gets one line that describes the shard (`DonorHeader`), then asks for chunks of rows, one at a time,
+and gets their bare bytes. The chunks are the rows as they are in memory at that moment: the donor
+keeps no second copy and takes no lock. What arrives may belong to different moments, or be half of
+one and half of the next. The result is exact all the same, because the joiner takes part in every
+commit from the first chunk on, at weight 0, and applies it:
 
 - A row that the donor changed since its last commit, or is changing, was marked as touched before
   the first of its bytes changed (the forward pass marks it, the backward pass writes). So it is in
@@ -44,6 +44,7 @@ import torch
 from trainer.coordination.authentication import AuthenticatedServer, authenticate
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
+from trainer.elastic.rendezvous import PeerRequest, RendezvousServer, line_of
 from trainer.parallel.row_store import CachedRows, RowStore
 from trainer.parallel.touched_rows import RowNumbers, Rows
 
@@ -225,13 +226,15 @@ def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
 
 
 class DonorServer:
-    """Serves this rank's shard, live, to joiners with its `token`, each in a thread of its own."""
+    """Serves this rank's shard, live, to joiners with its `token`, each in a thread of its own; and
+    the stores of generations in which the ranks with this shard meet."""
 
     def __init__(self, identity: Identity, pieces: Sequence[Piece], token: bytes) -> None:
         self._identity = identity
         self._pieces = pieces
         on_gpu = (piece.tensor.device for piece in pieces if piece.tensor.is_cuda)
         self._device = next(on_gpu, torch.device("cpu"))
+        self._stores = RendezvousServer()
         self._server = AuthenticatedServer("donor", identity.host, token, self._answer)
 
     @property
@@ -244,6 +247,18 @@ class DonorServer:
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_IDLE_TIMEOUT_S)
+        with connection.makefile("rb") as requests:
+            try:
+                wanted = PeerRequest.model_validate_json(requests.readline())
+            except ValueError as error:
+                logger.warning("a peer sent what this version does not know: %s", error)
+                return
+            if wanted.generation is not None:
+                self._stores.serve(connection, requests, wanted.generation)
+            else:
+                self._serve_shard(connection, requests)
+
+    def _serve_shard(self, connection: socket.socket, requests: BufferedReader) -> None:
         header = DonorHeader(
             group=self._identity.group,
             incarnation=self._identity.incarnation,
@@ -254,10 +269,9 @@ class DonorServer:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # or this thread takes memory of GPU 0, too
             stream = torch.cuda.Stream()
-        with connection.makefile("rb") as requests:
-            connection.sendall(header.model_dump_json().encode() + b"\n")
-            while len(request := requests.read(_CHUNK_REQUEST.size)) == _CHUNK_REQUEST.size:
-                connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request)), stream))
+        connection.sendall(line_of(header))
+        while len(request := requests.read(_CHUNK_REQUEST.size)) == _CHUNK_REQUEST.size:
+            connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request)), stream))
 
     def _read(self, chunk: Chunk, stream: torch.cuda.Stream | None) -> memoryview:
         """The rows of `chunk` as they are, perhaps half written. On CPU not even a copy."""
@@ -396,6 +410,7 @@ class Joiner:
         with closing(connection), connection.makefile("rb") as answers:
             authenticate(connection, self._token, address, self._timeout_s)
             connection.settimeout(self._timeout_s)
+            connection.sendall(line_of(PeerRequest()))
             donor = self._read_header(answers)
             if donor not in donors:
                 raise ConnectionError(f"group {donor[0]} is not in the round")

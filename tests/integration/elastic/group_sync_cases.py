@@ -102,7 +102,6 @@ class Life:
             SyncSpec(**sync),
             lambda: self.training.optimizers.synced_whole(dense=True),
             self.member,
-            self.training.groups.shard_index,
             RecoverySpec(exchange_timeout_s=EXCHANGE_TIMEOUT_S),
             self.training.warnings.append,
             check,

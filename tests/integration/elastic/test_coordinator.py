@@ -166,7 +166,7 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         recovery_grace_s=scaled(20),
     )
     book = WrittenBook(folder / "commits.jsonl")
-    config = CoordinatorConfig(policy, book, folder, TOKEN, port=port, num_stores=_NUM_RANKS)
+    config = CoordinatorConfig(policy, book, folder, TOKEN, port=port)
     return Coordinator(config)
 
 
@@ -364,8 +364,7 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
     driver, (actor,) = RayCoordinator(attempt, 0), actors
     member = CoordinatorClient(identity(0), actor.get_address, _NEVER_S, TOKEN)
     try:
-        welcome = member.join("initial", "seed-0", Ledger(), "")
-        assert len(set(welcome.stores)) == attempt.spec.parallelism.group_size > 1
+        member.join("initial", "seed-0", Ledger(), "")
         for step in (("status",), ("expect", []), ("retire", 0, "drain"), ("drop", 0, 0, "hang")):
             with pytest.raises(PermissionError, match="of another attempt"):
                 actor.call(bytes(32), *step)
@@ -534,16 +533,12 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
         with coordinating(port, 2, tmp_path):
             ends = [pool.submit(life.run) for life in lives]
             wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
-            lives[0].member.store().set("seat", "taken")
-            seen = [life.member.store().check(["seat"]) for life in lives]
         with coordinating(port, 2, tmp_path):
             wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
-            assert not lives[0].member.store().check(["seat"]), "ranks know the new store"
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(scaled(60)) for end in ends]
     for agent in agents:
         agent.close()
-    assert seen == [True, False, True, False], "a store for each shard"
     assert {verdict.ledger.rows_trained for verdict in verdicts} == {EPOCHS * ROWS}
     assert rows_trained(tmp_path) == EVERY_ROW_ONCE
     assert not events_of(tmp_path, "group_lost")
@@ -566,8 +561,6 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
     with ThreadPoolExecutor(2) as pool:
         with coordinating(port, 2, tmp_path):
             first = meet(members, pool)
-            members[0].store().set("seat", "taken")
-            assert members[1].store().check(["seat"])
             vote = Vote(round=first[0].round, commit=1, ok=True)
             early = pool.submit(members[0].vote, vote)
             time.sleep(0.1)  # the vote travels; whether it gets there makes no difference
@@ -577,7 +570,6 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
             arrive = Arrive(standing="initial", commit=0)
             second = [pool.submit(m.arrive, arrive).result for m in members]
             rounds = [result(scaled(30)) for result in second]
-            assert not members[0].store().check(["seat"]), "a new coordinator, a new store"
         for member in members:
             member.close()
     assert [verdict.committed for verdict in verdicts] == [False, False]
@@ -596,19 +588,15 @@ def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path:
         assert not members[0].vote(vote).committed
 
 
-@pytest.mark.parametrize(
-    "broken", ["Membership.on_arrive", "Coordinator._delete_old_keys", "_delete_keys"]
-)
-def test_a_coordinator_with_an_error_in_it_ends_for_another_one(
-    tmp_path: Path, monkeypatch, broken: str
-):
+def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, monkeypatch):
     has_crashed = threading.Event()
     config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path, TOKEN)
     coordinator = Coordinator(config, on_crash=has_crashed.set)
     member = CoordinatorClient(identity(0), lambda: coordinator.address, _NEVER_S, TOKEN)
     try:
         member.join("initial", "seed-0", Ledger(), "")
-        monkeypatch.setattr(f"trainer.elastic.coordinator.server.{broken}", lambda *_: [][0])
+        server = "trainer.elastic.coordinator.server"
+        monkeypatch.setattr(f"{server}.Membership.on_arrive", lambda *_: [][0])
         with ThreadPoolExecutor(1) as pool:
             arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
             assert has_crashed.wait(scaled(30))
@@ -616,26 +604,6 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(
             assert isinstance(arrival.exception(), CoordinatorLost | None)
     finally:
         coordinator.stop()
-
-
-def test_keys_of_generations_that_are_over_are_deleted(tmp_path: Path):
-    with with_members(tmp_path, 2, scaled(2)) as (_, members):
-        with ThreadPoolExecutor(2) as pool:
-            for generation in (1, 2, 3):
-                if generation == 1:
-                    first, _ = meet(members, pool)
-                else:
-                    arrive = Arrive(standing="initial", commit=0)
-                    rounds = [pool.submit(member.arrive, arrive) for member in members]
-                    first, _ = [each.result(scaled(30)) for each in rounds]
-                assert first.generation == generation
-                members[0].store().set(f"gen{generation}/s0/here0", "")
-                vote = Vote(round=first.round, commit=1, ok=False, error="test", gave_up=True)
-                votes = [pool.submit(member.vote, vote) for member in members]
-                assert not any(each.result(scaled(30)).committed for each in votes)
-        store = members[0].store()
-        wait_until(lambda: not store.check(["gen1/s0/here0"]), "old keys are deleted")
-        assert store.check(["gen2/s0/here0", "gen3/s0/here0"])
 
 
 def attempt_of(config: WorkerConfig) -> Attempt:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness.chaos import Campaign, elastic_config
+from tests.harness.chaos import SLOW_PACE_S, Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.files import records_in
 from tests.harness.object_store import run_object_store
@@ -170,6 +170,7 @@ def _pause(config: WorkerConfig, tmp_path: Path) -> int:
     """Train and pause as a driver does; the commit that the leader saved."""
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
         Campaign(harness, Random(0)).begin()
+        harness.set_pace(SLOW_PACE_S)  # so that rows are left when the pause comes
         commit = harness.commit
         files = RunDir(config.run_dir).attempt(config.attempt_id)
         files.root.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,9 @@ _NUM_STRAGGLERS = 20
 class Membership:
     """The state of one run, rebuilt from what the groups say where it is lost."""
 
-    def __init__(
-        self, policy: MembershipPolicy, book: LeaseBook, stores: Sequence[str] = ()
-    ) -> None:
-        """`book` is that of a fresh run; `stores` (host:port) are named in every `Welcome`."""
-        self._policy, self._stores = policy, tuple(stores)
+    def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
+        """`book` is that of a fresh run."""
+        self._policy = policy
         self._effects: list[Effect] = []
         self._groups = GroupRegistry(policy)
         self._metrics = RunMetrics(policy.rows_per_step)
@@ -152,7 +150,7 @@ class Membership:
         The others ask by it whether there is somebody to copy from, which is not known yet.
         """
         waiting, self._unwelcomed = self._unwelcomed, []
-        welcome = Welcome(stores=self._stores, has_current=bool(self._groups.current))
+        welcome = Welcome(has_current=bool(self._groups.current))
         for speaker, request_id in waiting:
             group = self._groups.find(speaker)
             if group and self._is_recovering and not group.was_in_round:

@@ -25,6 +25,7 @@ from trainer.coordination.messages import (
     RoundResult,
     Share,
     Vote,
+    host_of,
 )
 from trainer.coordination.sync_tuner import Observation, SyncTuner
 from trainer.elastic.coordinator.goodput import RunMetrics
@@ -94,6 +95,7 @@ class OpenRound:
             is_exact=is_asked or len(current) < len(groups),
             # Where some group has trained, not all of it is about one state.
             joins_validation=not weight and is_whole([each.measured for each in arrivals]),
+            stores=groups[host_of(members)].donors,
         )
         self._told: dict[tuple[bool, Group | None], Round] = {}
         may_overlap = weight and not self._message.is_exact

@@ -1,4 +1,4 @@
-"""The coordinator's server: `Membership` behind a TCP port, with the stores of process groups.
+"""The coordinator's server: `Membership` behind a TCP port.
 
 It runs on a thread of its own in any process; under Ray it is an actor, which Ray restarts. Its
 state is not stored: a new server rebuilds it (`trainer.elastic.coordinator.membership`). Messages
@@ -14,15 +14,13 @@ import itertools
 import logging
 import queue
 import resource
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -59,9 +57,6 @@ from trainer.protocol.events import Event
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
@@ -70,7 +65,6 @@ _BACKLOG = 4096  # all may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
 _MONITORED_KINDS = frozenset({"hang_found"})
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -79,9 +73,8 @@ class CoordinatorConfig:
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
     `book` is that of a fresh run. Its events go to the attempt's files. Only clients with `token`,
-    the attempt's, are heard. There are `num_stores` for the process groups of as many shards. With
-    `only_watches` there is one group that syncs with no other: only hangs are
-    reported, a rank that ends does not end the others, and there is no store.
+    the attempt's, are heard. With `only_watches` there is one group that syncs with no other: only
+    hangs are reported, and a rank that ends does not end the others.
     """
 
     policy: MembershipPolicy
@@ -90,7 +83,6 @@ class CoordinatorConfig:
     token: bytes = field(repr=False)
     host: str = "127.0.0.1"
     port: int = 0
-    num_stores: int = 1
     only_watches: bool = False
 
 
@@ -236,10 +228,7 @@ class Coordinator:
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
         self._config, self._on_crash = config, on_crash
-        num_stores = 0 if config.only_watches else config.num_stores
-        self._stores = [_open_store(config.host) for _ in range(num_stores)]
-        addresses = [f"{config.host}:{store.port}" for store in self._stores]
-        self._membership = Membership(config.policy, config.book, addresses)
+        self._membership = Membership(config.policy, config.book)
         self._connections: dict[RankId, _Connection] = {}
         self._open: set[asyncio.Transport] = set()
         self.unproven = UnprovenConnections[_Unproven](
@@ -255,7 +244,6 @@ class Coordinator:
         self._loop = asyncio.new_event_loop()
         self._is_stopping = asyncio.Event()
         self._error: BaseException | None = None
-        self._generation = 0
         self._started: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -343,7 +331,6 @@ class Coordinator:
             self._take(self._step)
 
     def _step(self) -> Iterable[Effect]:
-        self._delete_old_keys()
         return self._membership.tick(self._now())
 
     def _take(self, step: Callable[[], Iterable[Effect]]) -> None:
@@ -356,21 +343,6 @@ class Coordinator:
     def _end(self, error: BaseException) -> None:
         self._error = self._error or error
         self._is_stopping.set()
-
-    def _delete_old_keys(self) -> None:
-        """Delete what older generations left in the stores, whose ranks may be one behind."""
-        newest, known = self._membership.generation, self._generation
-        if newest == known:
-            return
-        self._generation = newest
-        for store in self._stores:
-            deleting = self._writing.submit(_delete_keys, store, newest - 1)
-            deleting.add_done_callback(self._check_deletion)
-
-    def _check_deletion(self, done: Future[None]) -> None:
-        """On the other thread: where a store fails no group can meet in it either."""
-        if error := done.exception():
-            self._loop.call_soon_threadsafe(self._end, error)
 
     def challenge(self, connection: _Unproven) -> Challenge:
         """A connection was accepted; what it must prove."""
@@ -450,26 +422,3 @@ def prepare_process() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _delete_keys(store: TCPStore, oldest: int) -> None:
-    """Delete the keys of generations before `oldest` (`gen7/...`)."""
-    for key in store.list_keys():
-        generation = key.partition("/")[0].removeprefix("gen")
-        if generation.isdecimal() and int(generation) < oldest:
-            store.delete_key(key)
-
-
-def _open_store(host: str) -> TCPStore:
-    """A store that listens at `host` alone: by itself it takes every interface of the machine."""
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server((host, 0), backlog=_BACKLOG)
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_STORE_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )

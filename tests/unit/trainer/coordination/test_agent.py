@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.coordination import client
@@ -22,7 +20,6 @@ from trainer.coordination.messages import (
     RankProcess,
     Report,
     Vote,
-    Welcome,
 )
 
 
@@ -127,19 +124,6 @@ def test_a_rank_that_finds_no_agent_says_so(monkeypatch) -> None:
     with pytest.raises(Refused, match=r"took no connection for \d+ s \(.*refused"):
         rank.join("initial", "seed", Ledger(), "")
     rank.close()
-
-
-def test_a_rank_meets_the_others_in_the_store_of_the_next_coordinator(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(client, "_STORE_TRY", timedelta(seconds=0.5))
-    rank = CoordinatorClient(FIRST, nowhere, 1.0, TOKEN)
-    rank.take_welcome(Welcome(stores=(f"127.0.0.1:{free_port()}",)))
-    with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(rank.store)
-        wait_for(lambda: "store is away" in caplog.text, "the first coordinator is lost")
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        rank.take_welcome(Welcome(stores=(f"127.0.0.1:{store.port}",)))
-        connecting.result(scaled(20)).set("here", "0")
-    assert store.get("here") == b"0"
 
 
 def test_a_worker_that_is_given_up_logs_what_nccl_is_doing(monkeypatch, caplog) -> None:

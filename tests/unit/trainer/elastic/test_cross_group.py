@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.wait import scaled
+from tests.harness.wait import free_port, scaled
+from trainer.coordination.client import Identity
+from trainer.coordination.messages import Round, RoundMember
 from trainer.elastic import group_session, group_sync
 from trainer.elastic.group_sync import (
     CrossGroupProcessGroup,
     ExchangeError,
+    GroupSync,
     ReplicaRank,
     new_nccl,
 )
+from trainer.elastic.peer_copy import DonorServer
+from trainer.elastic.rendezvous import RendezvousStore
 from trainer.spec.training import RecoverySpec
 
 CPU = torch.device("cpu")
@@ -34,7 +38,7 @@ def form(
     store: dist.Store, index: int, size: int, address: str, advance=lambda: None, timeout_s=20.0
 ) -> CrossGroupProcessGroup:
     return CrossGroupProcessGroup(
-        ReplicaRank(1, 0, index, size),
+        ReplicaRank(1, index, size),
         store,
         CPU,
         scaled(timeout_s),
@@ -45,13 +49,17 @@ def form(
 
 
 def test_each_part_of_an_exchange_is_progress_and_a_peer_that_takes_no_connection_is_named():
-    store, parts = dist.HashStore(), []
+    parts: list[int] = []
     out = torch.ones(3)
-    with socket.create_server(("127.0.0.1", 0)) as alive, ThreadPoolExecutor(3) as pool:
-        address = f"127.0.0.1:{alive.getsockname()[1]}"
-        addresses = [address, address, "127.0.0.1:1"]
+    donor = DonorServer(Identity(0, 0, 0, 1, "127.0.0.1"), [], bytes(32))
+    with closing(donor), ThreadPoolExecutor(3) as pool:
+        stores = [
+            RendezvousStore(donor.address, 1, bytes(32), scaled(20), lambda: False)
+            for _ in range(3)
+        ]
+        addresses = [donor.address, donor.address, "127.0.0.1:1"]
         forming = [
-            pool.submit(form, store, index, 3, addresses[index], lambda: parts.append(1))
+            pool.submit(form, stores[index], index, 3, addresses[index], lambda: parts.append(1))
             for index in range(3)
         ]
         groups = [each.result() for each in forming]
@@ -75,9 +83,28 @@ def test_peers_that_do_not_come_are_named():
     assert failed.value.suspects == (0, 2)
 
 
+def test_the_group_is_named_whose_store_cannot_be_reached():
+    members = [
+        RoundMember(group=group, incarnation=0, weight=1.0, standing=standing)
+        for group, standing in ((0, "listening"), (4, "current"), (5, "current"))
+    ]
+    round_ = Round(
+        round=1,
+        generation=1,
+        commit=1,
+        members=tuple(members),
+        stores=(f"127.0.0.1:{free_port()}",),
+    )
+    client = SimpleNamespace(identity=SimpleNamespace(rank=0), token=bytes(32))
+    rank: Any = SimpleNamespace(_client=client, _timeout_s=scaled(20), _is_aborted=lambda: False)
+    with pytest.raises(ExchangeError, match="group 4 cannot be reached") as failed:
+        GroupSync._store_of(rank, round_)
+    assert failed.value.suspects == (1,)
+
+
 def test_who_was_told_to_give_up_names_nobody():
     with pytest.raises(ExchangeError, match="given up") as failed:
-        CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 2), dist.HashStore(), CPU, 20.0, lambda: True)
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 2), dist.HashStore(), CPU, 20.0, lambda: True)
     assert failed.value.gave_up
 
 
@@ -133,7 +160,7 @@ def form_fake(
     monkeypatch: pytest.MonkeyPatch, fake: FakeNccl, timeout_s: float, is_aborted=lambda: False
 ) -> CrossGroupProcessGroup:
     monkeypatch.setattr(group_sync, "new_nccl", lambda *_: fake)
-    replica, device = ReplicaRank(1, 0, 0, 1), torch.device("cuda", 0)
+    replica, device = ReplicaRank(1, 0, 1), torch.device("cuda", 0)
     return CrossGroupProcessGroup(replica, dist.HashStore(), device, timeout_s, is_aborted)
 
 
@@ -232,10 +259,10 @@ def test_gloo_that_does_not_form_a_group_holds_up_nobody_who_is_told_to_give_up(
     is_aborted = has_begun.is_set if how == "hang" else lambda: False
     if how == "late":
         threading.Timer(0.1, may_end.set).start()
-        CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
         return
     with pytest.raises(ExchangeError, match="given up" if how == "hang" else "refused") as failed:
-        CrossGroupProcessGroup(ReplicaRank(1, 0, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 1), dist.HashStore(), CPU, 1e6, is_aborted)
     assert failed.value.gave_up == (how == "hang")
     may_end.set()
 
@@ -254,7 +281,7 @@ def test_torch_never_ends_the_process_for_the_sake_of_a_free_group(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setenv(name, "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    new_nccl(dist.HashStore(), ReplicaRank(1, 0, 0, 1))
+    new_nccl(dist.HashStore(), ReplicaRank(1, 0, 1))
     ((options, environment),) = made
     assert options.config.blocking == 0
     assert options._timeout > timedelta(hours=1), "the exchange's own limit comes first"

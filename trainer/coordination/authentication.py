@@ -36,6 +36,7 @@ _REFUSAL = bytes(_NUM_BYTES)
 _LOG_EVERY_S = 60.0
 _FILE_SHARE = 4
 _MAX_UNPROVEN = 512  # of a server in a rank, to which its peers may come at once
+_ACCEPT_PAUSE_S = 0.1
 
 
 class NotAuthenticated(ConnectionError):
@@ -173,29 +174,36 @@ class AuthenticatedServer:
         self, name: str, host: str, token: bytes, serve: Callable[[socket.socket], None]
     ) -> None:
         self._name, self._token, self._serve = name, token, serve
-        self._unproven = UnprovenConnections(name, _MAX_UNPROVEN, _shut_down)
-        self._socket = socket.create_server((host, 0))
+        self._unproven = UnprovenConnections(name, _MAX_UNPROVEN, shut_down)
+        self._socket = socket.create_server((host, 0), backlog=_MAX_UNPROVEN)
+        self._is_closed = False
         self._connections: set[socket.socket] = set()
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         """Where it listens (host:port)."""
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
+        self._is_closed = True
         # Closing alone would leave the threads waiting for the next request.
         for each in (self._socket, *self._connections):
-            _shut_down(each)
+            shut_down(each)
         self._socket.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
+        while not self._is_closed:
+            try:
                 connection, _ = self._socket.accept()
-                self._connections.add(connection)
-                self._unproven.add(connection)
-                run = self._answer
-                threading.Thread(
-                    target=run, args=[connection], name=self._name, daemon=True
-                ).start()
+            except OSError as error:
+                if not self._is_closed:  # such as too many open files, for now
+                    logger.warning("the %s could not accept a connection: %s", self._name, error)
+                    time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self._connections.add(connection)
+            self._unproven.add(connection)
+            answering = threading.Thread(
+                target=self._answer, args=[connection], name=self._name, daemon=True
+            )
+            answering.start()
 
     def _answer(self, connection: socket.socket) -> None:
         with closing(connection), suppress(OSError):
@@ -214,6 +222,6 @@ class AuthenticatedServer:
         return True
 
 
-def _shut_down(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

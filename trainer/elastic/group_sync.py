@@ -98,6 +98,7 @@ _POLL = timedelta(milliseconds=20)
 _MEET_POLL_S, _MAX_MEET_POLL_S = 0.001, 0.05
 _DEVICE_POLL_S = 0.0002
 _PROBE_S = 1.0
+_TELLING_S = 1.0
 _PROBES_AT_ONCE = 32
 _ABORT_S = 1.0
 _CONNECT_S = 30.0  # at least, for NCCL to form a group, which may be of hundreds of hosts
@@ -219,8 +220,11 @@ class CrossGroupProcessGroup:
         is_aborted: IsAborted,
         advance: Callable[[], None] = lambda: None,
         address: str = "",
+        host: int = 0,
     ) -> None:
+        """`store` is that of the generation, which the peer at place `host` serves."""
         self.replica = replica
+        self._host = host
         self._advance = advance
         self._device = device
         self._timeout_s = timeout_s
@@ -232,11 +236,11 @@ class CrossGroupProcessGroup:
         self._backend: Gloo | Nccl | None = None
         try:
             self._peers = self._meet(address)
-        except ExchangeError:
-            self._close_store()
-            raise
-        self._timer = AbortTimer(lambda: self._abort(self._backend), lambda: self._is_given_up)
-        self._form()
+            self._timer = AbortTimer(lambda: self._abort(self._backend), lambda: self._is_given_up)
+            self._form()
+        finally:
+            if isinstance(store, RendezvousStore):
+                store.close()
 
     def _meet(self, address: str) -> list[str]:
         """Wait until all are here; where each listens. Forming the backend waits too, but names
@@ -251,12 +255,24 @@ class CrossGroupProcessGroup:
                 waited_s = time.monotonic() - started
                 time.sleep(min(max(_MEET_POLL_S, waited_s / 10), _MAX_MEET_POLL_S))
             return [each.decode() for each in store.multi_get(here)]
-        except ExchangeError as error:
-            absent = [place for place, key in enumerate(here) if not store.check([key])]
-            gave_up = error.gave_up and not _is_telling(started, self._timeout_s)
-            raise ExchangeError(str(error), absent, gave_up=gave_up) from None
         except RuntimeError as error:
-            raise ExchangeError(f"the replica group could not meet: {_first_line(error)}") from None
+            gave_up = self._is_given_up and not _is_telling(started, self._timeout_s)
+            absent = [] if gave_up else self._absent(here)
+            message = f"the replica group could not meet: {_first_line(error)}"
+            raise ExchangeError(message, absent, gave_up=gave_up) from None
+
+    def _absent(self, here: Sequence[str]) -> list[int]:
+        """Places of those who have not come; of the host alone, where the store does not answer."""
+        echo, deadline = f"echo{self.replica.index}", time.monotonic() + _PROBE_S
+        try:
+            self._store.set(echo, "")
+            while not self._store.check([echo]):
+                if time.monotonic() > deadline:
+                    return [self._host]
+                time.sleep(_MEET_POLL_S)
+            return [place for place, key in enumerate(here) if not self._store.check([key])]
+        except RuntimeError:
+            return [self._host]
 
     def _unreachable(self) -> list[int]:
         """Places of the peers that take no connection: of whom a failed exchange tells nothing."""
@@ -399,7 +415,6 @@ class CrossGroupProcessGroup:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
         self._is_dropped = True
         self._timer.close()
-        self._close_store()
         held = [self._backend]
         self._backend = None
         if held[0] is None:
@@ -412,10 +427,6 @@ class CrossGroupProcessGroup:
             threading.Thread(target=held.clear, name="dropped group", daemon=True).start()
         else:
             held.clear()
-
-    def _close_store(self) -> None:
-        if isinstance(self._store, RendezvousStore):
-            self._store.close()
 
     def _abort(self, backend: Gloo | Nccl | None) -> None:
         """End what the backend does, but not while it is being told: torch looks at what NCCL frees
@@ -436,7 +447,7 @@ def _is_telling(started: float, timeout_s: float) -> bool:
 
     Where a host is cut off all wait alike, but the first to have waited in vain ends it for all.
     """
-    return time.monotonic() - started > timeout_s / 2
+    return time.monotonic() - started > max(timeout_s - _TELLING_S, timeout_s / 2)
 
 
 def _can_connect(address: str) -> bool:
@@ -821,6 +832,7 @@ class GroupSync:
                 self._is_aborted,
                 self._client.advance,
                 self.donor,
+                host_of(round_.members),
             )
         return self._group
 
@@ -831,13 +843,15 @@ class GroupSync:
         """Connect to the store of the round's generation."""
         identity, host = self._client.identity, host_of(round_.members)
         started = time.monotonic()
+        wait_s = max(self._timeout_s, _CONNECT_S) if self._stream else self._timeout_s
         try:
             return RendezvousStore(
                 round_.stores[identity.rank],
                 round_.generation,
                 self._client.token,
-                self._timeout_s,
                 self._is_aborted,
+                connect_s=self._timeout_s,
+                wait_s=wait_s,
             )
         except OSError as error:
             gave_up = self._is_aborted() and not _is_telling(started, self._timeout_s)

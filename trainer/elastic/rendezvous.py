@@ -20,7 +20,12 @@ from multiprocessing.connection import wait as wait_for_input
 import torch.distributed as dist
 from pydantic import ConfigDict
 
-from trainer.coordination.authentication import PROOF_TIMEOUT_S, authenticate
+from trainer.coordination.authentication import (
+    PROOF_TIMEOUT_S,
+    NotAuthenticated,
+    authenticate,
+    shut_down,
+)
 from trainer.coordination.messages import Count, Message
 
 _CONNECT_TRY_S = 1.0
@@ -46,15 +51,16 @@ def line_of(message: Message) -> bytes:
 
 
 class _Generation:
-    """The entries of one generation so far."""
+    """The entries of one generation so far, and who reads them."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, bytes]] = []
         self.changed = threading.Condition()
+        self.connections: set[socket.socket] = set()
 
 
 class RendezvousServer:
-    """Serves a store for each generation; those of older ones are forgotten."""
+    """Serves the stores of the newest generation and of the one before, whose ranks may be late."""
 
     def __init__(self) -> None:
         self._generations: dict[int, _Generation] = {}
@@ -63,14 +69,21 @@ class RendezvousServer:
     def serve(self, connection: socket.socket, lines: BufferedReader, generation: int) -> None:
         """Serve one rank, whose `lines` come from the connection, until it hangs up."""
         with self._lock:
-            for older in [number for number in self._generations if number < generation]:
-                del self._generations[older]
+            for older in [number for number in self._generations if number < generation - 1]:
+                for each in self._generations.pop(older).connections:
+                    shut_down(each)
             store = self._generations.setdefault(generation, _Generation())
+            store.connections.add(connection)
         connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         has_ended = threading.Event()
         heard = lines, store, has_ended
         threading.Thread(target=self._hear, args=heard, name="rendezvous", daemon=True).start()
-        self._tell(connection, store, has_ended)
+        try:
+            self._tell(connection, store, has_ended)
+        finally:
+            with self._lock:
+                store.connections.discard(connection)
 
     @staticmethod
     def _hear(lines: BufferedReader, store: _Generation, has_ended: threading.Event) -> None:
@@ -112,31 +125,44 @@ class RendezvousStore(dist.Store):
         address: str,
         generation: int,
         token: bytes,
-        timeout_s: float,
         is_given_up: Callable[[], bool],
+        *,
+        connect_s: float,
+        wait_s: float,
     ) -> None:
-        """Connect to the rank that serves it at `address` (host:port), in `timeout_s` at most.
+        """Connect to the rank that serves it at `address` (host:port), in `connect_s` at most.
 
-        Raises OSError where that rank cannot be reached, or is none of this attempt.
+        A key is waited for `wait_s`. Raises OSError where that rank cannot be reached, or is none
+        of this attempt.
         """
         super().__init__()
-        self._timeout_s, self._is_given_up = timeout_s, is_given_up
+        self._wait_s, self._is_given_up = wait_s, is_given_up
         self._values: dict[str, bytes] = {}
         self._received = bytearray()
-        self._connection = self._connect(address, time.monotonic() + timeout_s)
-        authenticate(self._connection, token, address, min(timeout_s, PROOF_TIMEOUT_S))
-        self._connection.settimeout(timeout_s)
+        self._connection = self._connect(address, token, time.monotonic() + connect_s)
+        self._connection.settimeout(wait_s)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.sendall(line_of(PeerRequest(generation=generation)))
 
-    def _connect(self, address: str, deadline: float) -> socket.socket:
+    def _connect(self, address: str, token: bytes, deadline: float) -> socket.socket:
+        """Try until the deadline: a rank to which hundreds come at once may close some."""
         host, _, port = address.rpartition(":")
         while True:
+            left_s = max(_POLL_S, deadline - time.monotonic())
             try:
-                return socket.create_connection((host, int(port)), _CONNECT_TRY_S)
-            except TimeoutError:
+                found = socket.create_connection((host, int(port)), min(_CONNECT_TRY_S, left_s))
+                try:
+                    authenticate(found, token, address, min(left_s, PROOF_TIMEOUT_S))
+                except OSError:
+                    found.close()
+                    raise
+                return found
+            except NotAuthenticated:
+                raise
+            except OSError:
                 if self._is_given_up() or time.monotonic() > deadline:
                     raise
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
         self._connection.close()
@@ -154,10 +180,12 @@ class RendezvousStore(dist.Store):
         return self._values.keys() >= set(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = self._wait_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        while not self._values.keys() >= set(keys):
+        while True:
             self._receive(_POLL_S)
+            if self._values.keys() >= set(keys):
+                return
             if self._is_given_up():
                 raise dist.DistStoreError("this rank was told to give up")
             if time.monotonic() > deadline:

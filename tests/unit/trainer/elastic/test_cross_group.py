@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -54,7 +55,9 @@ def test_each_part_of_an_exchange_is_progress_and_a_peer_that_takes_no_connectio
     donor = DonorServer(Identity(0, 0, 0, 1, "127.0.0.1"), [], bytes(32))
     with closing(donor), ThreadPoolExecutor(3) as pool:
         stores = [
-            RendezvousStore(donor.address, 1, bytes(32), scaled(20), lambda: False)
+            RendezvousStore(
+                donor.address, 1, bytes(32), lambda: False, connect_s=scaled(20), wait_s=scaled(20)
+            )
             for _ in range(3)
         ]
         addresses = [donor.address, donor.address, "127.0.0.1:1"]
@@ -96,10 +99,45 @@ def test_the_group_is_named_whose_store_cannot_be_reached():
         stores=(f"127.0.0.1:{free_port()}",),
     )
     client = SimpleNamespace(identity=SimpleNamespace(rank=0), token=bytes(32))
-    rank: Any = SimpleNamespace(_client=client, _timeout_s=scaled(20), _is_aborted=lambda: False)
+    rank: Any = SimpleNamespace(
+        _client=client, _timeout_s=0.1, _stream=None, _is_aborted=lambda: False
+    )
     with pytest.raises(ExchangeError, match="group 4 cannot be reached") as failed:
         GroupSync._store_of(rank, round_)
     assert failed.value.suspects == (1,)
+
+
+@pytest.mark.parametrize("error", [None, dist.DistStoreError("it is gone")])
+def test_where_the_store_does_not_answer_its_host_is_named_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    class Store(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            if error:
+                raise error
+            return False
+
+    monkeypatch.setattr(group_sync, "_PROBE_S", 0.01)
+    with pytest.raises(ExchangeError, match="could not meet") as failed:
+        CrossGroupProcessGroup(ReplicaRank(1, 0, 3), Store(), CPU, 0.01, lambda: False, host=2)
+    assert failed.value.suspects == (2,)
+
+
+@pytest.mark.parametrize("given_up_after_s", [0.0, 0.15])
+def test_who_is_told_to_give_up_names_who_is_absent_only_after_having_waited_long(
+    given_up_after_s: float,
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match="given up") as failed:
+        CrossGroupProcessGroup(
+            ReplicaRank(1, 0, 2),
+            dist.HashStore(),
+            CPU,
+            0.2,
+            lambda: time.monotonic() >= started + given_up_after_s,
+        )
+    is_long = bool(given_up_after_s)
+    assert (failed.value.gave_up, failed.value.suspects) == (not is_long, (1,) * is_long)
 
 
 def test_who_was_told_to_give_up_names_nobody():

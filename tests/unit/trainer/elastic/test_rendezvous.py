@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
+from itertools import chain
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from tests.harness.wait import free_port, scaled, wait_for
+from tests.harness.wait import scaled, wait_for
 from trainer.coordination.authentication import NotAuthenticated
 from trainer.coordination.client import Identity
+from trainer.elastic import rendezvous
 from trainer.elastic.peer_copy import DonorServer
 from trainer.elastic.rendezvous import RendezvousStore
 
@@ -28,9 +33,14 @@ def server() -> Iterator[DonorServer]:
 
 
 def enter(
-    server: DonorServer, generation: int = 1, token: bytes = TOKEN, is_given_up=lambda: False
+    server: DonorServer,
+    generation: int = 1,
+    token: bytes = TOKEN,
+    is_given_up=lambda: False,
+    connect_s: float = 20.0,
 ) -> RendezvousStore:
-    return RendezvousStore(server.address, generation, token, scaled(20), is_given_up)
+    limits = {"connect_s": scaled(connect_s), "wait_s": scaled(20)}
+    return RendezvousStore(server.address, generation, token, is_given_up, **limits)
 
 
 def test_ranks_of_a_generation_read_what_each_has_written_before_and_after_they_came(
@@ -46,10 +56,16 @@ def test_ranks_of_a_generation_read_what_each_has_written_before_and_after_they_
     assert first.multi_get(["late", "early"]) == [b"text", b"\xff\x00"]
 
 
-def test_a_generation_that_is_over_is_forgotten(server: DonorServer) -> None:
-    enter(server, generation=1).set("key", "value")
-    enter(server, generation=2).set("key", "newer")
-    assert enter(server, generation=2).get("key") == b"newer"
+def test_a_generation_is_forgotten_once_the_next_but_one_begins(server: DonorServer) -> None:
+    stores = [enter(server, generation=1)]
+    stores[0].set("key", "value")
+    for generation in (2, 3):
+        assert enter(server, generation=1).get("key") == b"value"
+        stores.append(enter(server, generation=generation))
+        stores[-1].set("key", "newer")
+        assert stores[-1].get("key") == b"newer"
+    with pytest.raises(dist.DistStoreError, match="is gone"):
+        stores[0].get("another")
     late = enter(server, generation=1)
     with pytest.raises(dist.DistStoreError, match="no rank wrote key"):
         late.wait(["key"], timedelta(seconds=0.1))
@@ -93,8 +109,41 @@ def test_who_waits_for_nothing_hears_that_the_store_is_gone_or_that_it_should_gi
     server.close()
     with pytest.raises(dist.DistStoreError, match="is gone"):
         left.get("key")
-    with pytest.raises(OSError):
-        RendezvousStore(f"127.0.0.1:{free_port()}", 1, TOKEN, scaled(20), lambda: False)
+    with pytest.raises(ConnectionRefusedError):
+        enter(server, connect_s=0.1)
+    with pytest.raises(ConnectionRefusedError):
+        enter(server, is_given_up=lambda: True)
+
+
+def test_a_busy_server_that_closes_a_connection_unproven_is_tried_again(
+    server: DonorServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(server).set("key", "value")
+    prove, tries = rendezvous.authenticate, []
+
+    def authenticate(connection: socket.socket, *args: Any) -> None:
+        tries.append(connection)
+        if len(tries) < 3:
+            raise ConnectionError("closed before it was proven")
+        prove(connection, *args)
+
+    monkeypatch.setattr(rendezvous, "authenticate", authenticate)
+    assert enter(server).get("key") == b"value"
+    assert [each.fileno() for each in tries[:2]] == [-1, -1], "they are closed"
+
+
+def test_a_server_that_has_no_file_left_for_a_connection_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Mock(wraps=socket.create_server(("127.0.0.1", 0)))
+    listener.accept.side_effect = chain(
+        [OSError(errno.EMFILE, "Too many open files")], iter(listener._mock_wraps.accept, None)
+    )
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: listener)
+    with closing(DonorServer(Identity(0, 0, 0, 1, "127.0.0.1"), [], TOKEN)) as server:
+        enter(server).set("key", "value")
+        assert enter(server).get("key") == b"value"
+    assert "the donor could not accept a connection" in caplog.text
 
 
 def test_a_rank_that_hangs_up_leaves_no_thread_behind(server: DonorServer) -> None:

@@ -173,12 +173,31 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A window's decoded rows: `rows` in that `order`, or as they lie where None."""
+
+    rows: Rows
+    order: IntArray | None = None
+
+    def read(self, piece: slice) -> Rows:
+        if self.order is None:
+            return self.rows.slice(piece.start, piece.stop)
+        return self.rows.take(self.order[piece])
+
+    def num_faults(self, log: FaultLog) -> QuarantinedRows:
+        faults = self.rows.faults
+        assert faults is not None, "where faults are logged rows are marked"
+        return log.count(faults if self.order is None else faults[self.order])
+
+
 class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
-    Of a split of at most `CACHE_BYTES` (decoded) each row group is kept once it is decoded; of a
-    larger one only the newest window is, and the next ones of those expected are decoded ahead by
-    threads of the reader's own. The order is the same either way. Where bad rows are quarantined
+    Of a split of at most `CACHE_BYTES` (decoded) each row group is kept once it is decoded, and
+    what is read of a window is picked from there. Of a larger split only the newest window is kept,
+    shuffled at once, and the next ones of those expected are decoded ahead by threads of the
+    reader's own. The order is the same either way. Where bad rows are quarantined
     they are marked in `Rows.faults` by their numbers in `fault_log`, up to `data.max_bad_share` of
     an epoch's; more are `TooManyBadRowsError`. Else they raise. For one thread at a time.
     """
@@ -195,12 +214,13 @@ class RowReader:
         self._order_of = lru_cache(2)(lambda epoch: order_of(epoch=epoch))
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._kept: dict[int, Rows] = {}
+        self._whole: Rows | None = None  # all of them
         self._epoch = -1
         self._place: _Place | None = None
-        self._window: Rows
+        self._window: _Opened
         self._expected: deque[_Place] = deque()
         self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "decode")
-        self._decoding: dict[_Place, Future[Rows]] = {}
+        self._decoding: dict[_Place, Future[_Opened]] = {}
         window_bytes = source.decoded_bytes * WINDOW_ROWS // source.num_rows
         self._most_ahead = min(_NUM_DECODERS, max(1, CACHE_BYTES // max(1, window_bytes)))
 
@@ -217,7 +237,7 @@ class RowReader:
             self._epoch = epoch
             self._bad_rows.clear()
         parts = [
-            self._open_window(number).slice(piece.start, piece.stop)
+            self._open_window(number).read(piece)
             for span in spans
             for number, piece in self._order_of(epoch).pieces(range(*span))
         ]
@@ -227,16 +247,15 @@ class RowReader:
         """End the threads. Harmless when called again."""
         self._decoders.shutdown(wait=True, cancel_futures=True)
 
-    def _open_window(self, number: int) -> Rows:
-        """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
+    def _open_window(self, number: int) -> _Opened:
         place = (self._epoch, number)
         if place == self._place:
             return self._window
         # The first has the link and the cores to itself, as a step waits for it.
         ahead = self._decoding.pop(place, None)
         self._window = ahead.result() if ahead else self._read_window(*place)
-        if self.fault_log is not None and self._window.faults is not None:
-            self._count_bad_rows(number, self.fault_log.count(self._window.faults))
+        if self.fault_log is not None:
+            self._count_bad_rows(number, self._window.num_faults(self.fault_log))
         self._place = place
         if place in self._expected:
             while self._expected.popleft() != place:
@@ -252,21 +271,28 @@ class RowReader:
             for place in following
         }
 
-    def _read_window(self, epoch: int, number: int) -> Rows:
+    def _read_window(self, epoch: int, number: int) -> _Opened:
         window = self._order_of(epoch).window(number)
-        return self._rows_of(window.row_groups).take(window.row_order)
-
-    def _rows_of(self, row_groups: tuple[int, ...]) -> Rows:
-        """Decoded row groups, one after the other."""
         if not self._keep_all:
-            return self._decode(row_groups)
+            return _Opened(self._decode(window.row_groups).take(window.row_order))
+        if self._whole is None:
+            self._keep(window.row_groups)
+        if self._whole is None:
+            kept = concat_rows([self._kept[group] for group in window.row_groups])
+            return _Opened(kept, window.row_order)
+        return _Opened(self._whole, self._source.row_numbers(window.row_groups)[window.row_order])
+
+    def _keep(self, row_groups: tuple[int, ...]) -> None:
+        """Decode those of these row groups that are not yet."""
         if missing := tuple(group for group in row_groups if group not in self._kept):
             rows, start = self._decode(missing), 0
             for group in missing:
                 stop = start + int(self._source.group_rows[group])
                 self._kept[group] = rows.slice(start, stop)
                 start = stop
-        return concat_rows([self._kept[group] for group in row_groups])
+        if len(self._kept) == len(self._source.group_rows):
+            self._whole = concat_rows([rows for _, rows in sorted(self._kept.items())])
+            self._kept.clear()
 
     def _count_bad_rows(self, window: int, found: QuarantinedRows) -> None:
         """Count a window's bad rows, once however often it is read; raises `TooManyBadRowsError`.

@@ -1,4 +1,4 @@
-"""Decoded rows in numpy: shuffled a window at once, then cut into batches as slices.
+"""Decoded rows in numpy: shuffled a window at once, then cut into batches as slices, or picked.
 
 Most features have one id in each row; theirs lie row by row in one matrix, so that shuffling
 fetches a row's ids together, and a batch transposes what it holds. Those of other features lie
@@ -23,6 +23,7 @@ from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 if TYPE_CHECKING:
     import torch
 
+_FEW_ROWS = 4
 FloatArray = NDArray[np.float32]
 IdMatrix = NDArray[Any]
 
@@ -47,6 +48,8 @@ class IdLists:
         return np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> IdLists:
+        if len(rows) < len(self) // _FEW_ROWS:
+            return self._take_few(rows)
         import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
         import torch
 
@@ -69,7 +72,16 @@ class IdLists:
         if (self.lengths <= limit).all():
             return self
         lengths = np.minimum(self.lengths, limit)
-        places = ragged_positions(self.offsets[1:] - lengths, lengths)
+        return self._at(self.offsets[1:] - lengths, lengths)
+
+    def _take_few(self, rows: IntArray) -> IdLists:
+        """As `take`, which goes through the lengths of all rows."""
+        starts = self.offsets.take(rows)
+        return self._at(starts, self.offsets.take(rows + 1) - starts)
+
+    def _at(self, starts: IntArray, lengths: IntArray) -> IdLists:
+        """The lists of these lengths that start there."""
+        places = ragged_positions(starts, lengths)
         weights = None if self.weights is None else self.weights.take(places)
         return IdLists(self.ids.take(places), offsets_of(lengths), weights)
 

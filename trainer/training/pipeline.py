@@ -163,9 +163,10 @@ class StepPipeline:
 
     def stage(self, item: tuple[Batch, Item]) -> _Staged[Item]:
         """Begin to copy a batch to the device."""
+        if self._copy_stream is None:  # it is there
+            return _Staged(*item)
         with _on(self._copy_stream):
-            batch = item[0].to(self._device, non_blocking=self._copy_stream is not None)
-        return _Staged(batch, item[1])
+            return _Staged(item[0].to(self._device, non_blocking=True), item[1])
 
     def enter(self, current: _Staged[Any] | None, following: _Staged[Any] | None) -> None:
         """`forward` is asked for `current` next, and after that for `following`, if any."""

@@ -409,6 +409,8 @@ class CrossGroupProcessGroup:
             message = "the round was given up, since a group was lost or is too slow"
             return ExchangeError(message, gave_up=True)
         limit = f"recovery.exchange_timeout_s is {self._timeout_s:g} s"
+        if verb == "connect" and self._device.type == "cuda":
+            limit += f"; NCCL has at least {_CONNECT_S:g} s for that"
         return ExchangeError(f"some rank did not {verb} in time ({limit})")
 
     def drop(self) -> None:

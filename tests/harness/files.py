@@ -1,10 +1,14 @@
-"""What lies in a folder: digests to compare, records of an attempt, pickles that run code."""
+"""What lies in a folder: digests to compare, records of an attempt, Parquet, pickles."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from trainer.protocol.events import EventModel, read_record
 from trainer.protocol.run_dir import AttemptDir
@@ -23,6 +27,16 @@ def records_in(attempt: AttemptDir, *kinds: type[EventModel]) -> list[Any]:
     """Records of these kinds that the streams of an attempt hold, stream by stream."""
     lines = [line for path in attempt.stream_paths() for line in path.read_bytes().splitlines()]
     return [r for r in (read_record(line, now=0.0) for line in lines) if isinstance(r, kinds)]
+
+
+def replace_values(path: Path, column: str, values: Mapping[int, Any]) -> None:
+    """Write a Parquet file again, in row groups as before, with `values` by row in a column."""
+    table, group_rows = pq.read_table(path), pq.read_metadata(path).row_group(0).num_rows
+    held = enumerate(table[column].to_pylist())
+    replaced = [values.get(row, value) for row, value in held]
+    found = pa.array(replaced, table.schema.field(column).type)
+    table = table.set_column(table.schema.get_field_index(column), column, found)
+    pq.write_table(table, path, row_group_size=group_rows)
 
 
 class Call:

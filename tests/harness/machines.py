@@ -7,6 +7,7 @@ its own. What they share is the disk, as machines share a network storage.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -22,9 +23,11 @@ from service.files import write_private
 from service.local.state import StackHome, StackState, boot_id
 from tests.harness.emulated import EmulatedHosts, Link
 from tests.harness.wait import scaled, wait_for
+from trainer.fault_injection import Fault
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 120.0
+RAY_PORT = 6379
 _GIGABIT = Link(10**9)
 
 
@@ -117,6 +120,28 @@ def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator
     for each in made:
         # Ray's folder lies outside the test's own: it has to have a short path.
         shutil.rmtree(StackHome(each.home).ray_dir, ignore_errors=True)
+
+
+def serve_beside(service: Machine, head: Machine) -> tuple[dict[str, str], dict[str, str]]:
+    """Start Ray's head and a service; settings of the service there, and of its administrator."""
+    head.start_ray("--head", f"--port={RAY_PORT}", f"--dashboard-host={head.address}")
+    attached = {
+        "SHARDLOOM_HOST": service.address,
+        "SHARDLOOM_RAY_ADDRESS": f"http://{head.address}:8265",
+        "SHARDLOOM_RAY_AUTH_TOKEN": head.token_path.read_text(),
+    }
+    said = service.shardloom("keys", "create", "root", "--admin", **attached)
+    (key,) = re.findall(r"shl_\S+", said)
+    service.shardloom("up", "--detach", **attached)
+    url = f"http://{service.address}:8700"
+    return attached, {"SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key}
+
+
+def slow_until(release: Path, arg: float) -> Fault:
+    """Others wait for group 0 at every sync, so that a job lasts as long as a test needs."""
+    return Fault(
+        kind="slow", group=0, rank=0, step=0, phase="lookup", arg=arg, times=10**6, until=release
+    )
 
 
 # ---- what `shardloom` keeps on a machine

@@ -105,16 +105,6 @@ def _assert_equal(ours: RowNumbers, theirs: RowNumbers) -> None:
         assert torch.equal(mine.tensor, other.tensor)
 
 
-def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> None:
-    donor, ours = _numbers(), _numbers(seed=1)
-    joiner = _joiner(ours)
-    joiner.chunk_bytes = 100
-    joiner.restart()
-    _copy_all(joiner, _serve(servers, donor))
-    _assert_equal(ours, donor)
-    assert joiner.num_bytes == 50 * (4 + 1) * 4
-
-
 def test_who_has_not_proven_the_token_gets_no_byte_of_a_table(
     servers: list[DonorServer], caplog: pytest.LogCaptureFixture
 ) -> None:

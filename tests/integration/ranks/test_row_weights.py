@@ -15,6 +15,7 @@ import torch
 from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import assemble, load_session, train_session
+from tests.harness.small_model import dlrm_spec
 from tests.harness.wait import scaled
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
@@ -32,7 +33,7 @@ def write_rows(folder: Path, bad_rows: tuple[int, ...] = (), num_ranks: int = 1)
     label = x * 2
     label[list(bad_rows)] = np.nan
     weight = np.where(np.arange(NUM_ROWS) % STEP_ROWS < 2, 5.0, 0.5).astype(np.float32)
-    table = {"user": rng.integers(0, NUM_USERS, NUM_ROWS), "x": x, "label": label, "w": weight}
+    table = {"user": rng.integers(0, NUM_USERS, NUM_ROWS), "age": x, "label": label, "w": weight}
     (folder / "train").mkdir(parents=True)
     parts = np.arange(NUM_ROWS).reshape(-1, num_ranks, STEP_ROWS // num_ranks).transpose(1, 0, 2)
     pq.write_table(pa.table(table).take(parts.ravel()), folder / "train" / "part-0.parquet")
@@ -48,26 +49,18 @@ def job(data: Path, run_dir: Path, num_ranks: int, **changes: Any) -> WorkerConf
         "batch_size": STEP_ROWS // num_ranks,
         "shuffle": False,
     }
-    document = {
-        "name": "weighed",
-        "data": source | changes,
-        "features": [
-            {"name": "user", "type": "id", "table": "users"},
-            {"name": "x", "type": "dense"},
-        ],
-        "embedding_tables": [{"name": "users", "embedding_dim": 4, "num_embeddings": NUM_USERS}],
-        "model": {
-            "arch": "dlrm",
-            "dense_arch": {"layer_sizes": [4]},
-            "over_arch": {"layer_sizes": [1]},
-            "tasks": [{"loss": "mse"}],
-        },
-        "optimizer": {"sparse": {"name": "sgd", "lr": 0.1}, "dense": {"name": "sgd", "lr": 0.1}},
+    spec = dlrm_spec(
+        [{"name": "users", "embedding_dim": 4, "num_embeddings": NUM_USERS}],
+        [{"name": "user", "type": "id", "table": "users"}],
+        {"sparse": {"name": "sgd", "lr": 0.1}, "dense": {"name": "sgd", "lr": 0.1}},
         # Copies of the tables, which start alike at any number of ranks; shards would not.
-        "parallelism": {"workers": num_ranks, "shard_group_size": 1, "sync": {"every_steps": 1}},
-        "training": {"max_steps": 2},
-    }
-    return WorkerConfig(validate_spec(document), run_dir, "job-test-a0", 0)
+        {"workers": num_ranks, "shard_group_size": 1, "sync": {"every_steps": 1}},
+        batch_size=STEP_ROWS // num_ranks,
+        over_arch=(1,),
+        data=source | changes,
+        training={"max_steps": 2},
+    )
+    return WorkerConfig(spec, run_dir, "job-test-a0", 0)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.files import replace_values
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, next_run, open_session, told, train_session
 from tests.harness.small_model import NoHostReads, dense_parameters
@@ -95,15 +94,8 @@ def spoilt(small_movielens: Path, tmp_path: Path) -> Path:
     """A copy whose first training file has no rating in rows 5 and 6 and a bad year in row 9."""
     folder = shutil.copytree(small_movielens, tmp_path / "spoilt")
     path = folder / "train" / "part-00000.parquet"
-    table = pq.read_table(path)
-    for name, values in {"rating": {5: None, 6: None}, "year": {9: float("inf")}}.items():
-        index = table.schema.get_field_index(name)
-        column = table.column(name).to_pylist()
-        for row, value in values.items():
-            column[row] = value
-        kind = table.schema.field(index).type
-        table = table.set_column(index, name, pa.array(column, kind))
-    pq.write_table(table, path, row_group_size=pq.read_metadata(path).row_group(0).num_rows)
+    replace_values(path, "rating", {5: None, 6: None})
+    replace_values(path, "year", {9: float("inf")})
     return folder
 
 

@@ -32,22 +32,6 @@ CASE = SyncCase(2, 1, tables=TABLES, batch_size=3)
 MODES = ({"mode": "touched_rows", "full_above": 1.0}, {"mode": "full"})
 
 
-def overlapped_equals_immediate(case: SyncCase) -> None:
-    """Finished before another step, an overlapped sync has the result of one that does not."""
-    training = Training(case)
-    sync = training.build_sync(overlap=True)
-    for _ in range(2):
-        training.train(2)
-        tensors = [*training.weights(), *training.moments()]
-        means = training.mean_of(tensors)
-        before = clones(tensors)
-        sync()
-        assert_bitwise(tensors, before)  # nothing is applied yet
-        sync.finish()
-        assert_bitwise(tensors, means)
-    sync.close()
-
-
 def overlapped_keeps_what_was_learned(case: SyncCase, num_steps: int) -> int:
     """Means land as a difference after `num_steps`; the number of values that had moved on."""
     training = Training(case)
@@ -279,13 +263,10 @@ def case(request: pytest.FixtureRequest) -> SyncCase:
     return replace(CASE, sync=request.param)
 
 
-def test_an_overlapped_sync_equals_an_immediate_one_when_nothing_happens_meanwhile(
-    case: SyncCase,
-) -> None:
-    run_ranks(overlapped_equals_immediate, 2, case)
-
-
-@pytest.mark.parametrize(("optimizer", "num_steps"), [("sgd", 1), ("adagrad", 1), ("adagrad", 4)])
+@pytest.mark.parametrize(
+    ("optimizer", "num_steps"),
+    [("sgd", 1), ("row_wise_adagrad", 1), ("adagrad", 1), ("adagrad", 4)],
+)
 def test_overlapped_means_land_as_a_difference(
     case: SyncCase, optimizer: str, num_steps: int
 ) -> None:

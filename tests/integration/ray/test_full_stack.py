@@ -14,8 +14,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -25,6 +23,7 @@ from service.local.processes import process_table, process_tree
 from service.schemas.jobs import JobDetail
 from service.schemas.sweeps import TrialOut
 from tests.conftest import EXAMPLE_SPEC
+from tests.harness.files import replace_values
 from tests.harness.stack import Stack
 from tests.harness.wait import scaled, wait_for
 from trainer.data.manifest import load_manifest
@@ -156,12 +155,7 @@ def spoiled_movielens(small_movielens: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "spoiled"
     shutil.copytree(small_movielens, folder)
     victim = sorted((folder / "train").glob("*.parquet"))[0]
-    table = pq.read_table(victim)
-    ratings = table["rating"].to_numpy().copy()
-    ratings[5] = float("nan")
-    place = table.schema.get_field_index("rating")
-    spoiled = table.set_column(place, table.schema.field(place), pa.array(ratings))
-    pq.write_table(spoiled, victim, row_group_size=1024)
+    replace_values(victim, "rating", {5: float("nan")})
     manifest = folder / "manifest.json"
     document = json.loads(manifest.read_text())
     for file in document["splits"]["train"]["files"]:

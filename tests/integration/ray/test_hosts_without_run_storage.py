@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.harness.emulated import missing_requirement
-from tests.harness.machines import Machine, machines
+from tests.harness.machines import RAY_PORT, Machine, machines, serve_beside, slow_until
 from tests.harness.object_store import run_object_store
 from tests.harness.wait import scaled, wait_for
-from trainer.fault_injection import FAULTS, VARIABLE, Fault
+from trainer.fault_injection import FAULTS, VARIABLE
 from trainer.protocol.run_dir import RunDir
 
-RAY_PORT = 6379
 CHANGES = (
     "name=without",
     "data.batch_size=32",
@@ -72,7 +70,7 @@ def site(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "SHARDLOOM_RUNS_DIR": str(runs),
         "SHARDLOOM_RUNS_SHARED": "false",
         "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(small_movielens)]),
-        VARIABLE: FAULTS.dump_json([_slow_until(folder / "release")]).decode(),
+        VARIABLE: FAULTS.dump_json([slow_until(folder / "release", 0.3)]).decode(),
     }
     with machines(3, folder, settings) as (service, *hosts):
         network = service.hosts.network(service.index)
@@ -83,26 +81,9 @@ def site(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 mounted = ["mount", "-t", "tmpfs", "tmpfs", str(runs)]
                 assert service.hosts.start(host.index, mounted, folder).wait() == 0
             head, other = hosts
-            head.start_ray("--head", f"--port={RAY_PORT}", f"--dashboard-host={head.address}")
+            attached, user = serve_beside(service, head)
             other.start_ray(f"--address={head.address}:{RAY_PORT}")
-            attached = {
-                "SHARDLOOM_HOST": service.address,
-                "SHARDLOOM_RAY_ADDRESS": f"http://{head.address}:8265",
-                "SHARDLOOM_RAY_AUTH_TOKEN": head.token_path.read_text(),
-            }
-            said = service.shardloom("keys", "create", "root", "--admin", **attached)
-            (key,) = re.findall(r"shl_\S+", said)
-            service.shardloom("up", "--detach", **attached)
-            url = f"http://{service.address}:8700"
-            user = {"SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key}
             yield Site(service, (head, other), runs, attached, user)
-
-
-def _slow_until(release: Path) -> Fault:
-    """A job that lasts as long as a test needs."""
-    return Fault(
-        kind="slow", group=0, rank=0, step=0, phase="lookup", arg=0.3, times=10**6, until=release
-    )
 
 
 def test_a_job_is_paused_resumed_followed_and_exported(site: Site, small_movielens: Path) -> None:

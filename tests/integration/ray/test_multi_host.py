@@ -6,9 +6,8 @@ A cut link loses packets and ends no connection: only time-outs can find it.
 from __future__ import annotations
 
 import json
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.harness.emulated import missing_requirement, namespaces_in_use
-from tests.harness.machines import Machine, machines
+from tests.harness.machines import RAY_PORT, Machine, machines, serve_beside, slow_until
 from tests.harness.wait import scaled, wait_for
 from trainer.data.manifest import load_manifest
-from trainer.fault_injection import FAULTS, VARIABLE, Fault
+from trainer.fault_injection import FAULTS, VARIABLE
 
 SPEC = "examples/movielens-survive.yaml"
 JOB = "movielens-survive"
@@ -34,7 +33,6 @@ CHANGES = (
     "training.validate_every_steps=100000",
     "checkpoint.every_steps=100000",
 )
-RAY_PORT = 6379
 MAX_PAUSE_S = scaled(10.0)
 # Each look is a process of its own, and the job wants the cores.
 LOOK_EVERY_S = 1.5
@@ -90,44 +88,13 @@ def network(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     settings = {
         "SHARDLOOM_RUNS_DIR": str(folder / "runs"),
         "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(small_movielens)]),
-        VARIABLE: FAULTS.dump_json([_slow_until(folder / "release")]).decode(),
+        VARIABLE: FAULTS.dump_json([slow_until(folder / "release", 0.5)]).decode(),
     }
-    with machines(3, folder, settings) as (head, *others):
-        yield _network(head, others, folder)
-        namespaces = {_network_namespace(each) for each in (head, *others)}
+    with machines(3, folder, settings) as (head, first, second):
+        _, user = serve_beside(head, head)
+        yield Network(head, (first, second), user, folder)
+        namespaces = {_network_namespace(each) for each in (head, first, second)}
     assert not namespaces & namespaces_in_use()
-
-
-def _slow_until(release: Path) -> Fault:
-    """The others wait for group 0 at every sync, so that the job lasts as long as a test needs."""
-    return Fault(
-        kind="slow",
-        group=0,
-        rank=0,
-        step=0,
-        phase="lookup",
-        arg=0.5,
-        times=10**6,
-        until=release,
-    )
-
-
-def _network(head: Machine, others: Sequence[Machine], folder: Path) -> Network:
-    head.start_ray("--head", f"--port={RAY_PORT}", f"--dashboard-host={head.address}")
-    said = head.shardloom("keys", "create", "root", "--admin", **_attached(head))
-    (key,) = re.findall(r"shl_\S+", said)
-    head.shardloom("up", "--detach", **_attached(head))
-    user = {"SHARDLOOM_URL": f"http://{head.address}:8700", "SHARDLOOM_API_KEY": key}
-    return Network(head, (others[0], others[1]), user, folder)
-
-
-def _attached(head: Machine) -> dict[str, str]:
-    """Settings of the service beside Ray's head."""
-    return {
-        "SHARDLOOM_HOST": head.address,
-        "SHARDLOOM_RAY_ADDRESS": f"http://{head.address}:8265",
-        "SHARDLOOM_RAY_AUTH_TOKEN": head.token_path.read_text(),
-    }
 
 
 def _network_namespace(machine: Machine) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from tests.harness.files import replace_values
 from trainer.data import reader
 from trainer.data.manifest import load_manifest
 from trainer.data.parquet import ParquetSource
@@ -99,13 +98,7 @@ def spoil(prepared, tmp_path) -> Callable[[str, int, Any], Path]:
 
     def replace_value(column: str, row: int, value: Any) -> Path:
         folder = shutil.copytree(prepared / "train", tmp_path / "train")
-        path = folder / "part-00001.parquet"
-        table = pq.read_table(path)
-        values = table.column(column).to_pylist()
-        values[row] = value
-        index = table.schema.get_field_index(column)
-        spoilt = pa.array(values, table.schema.field(column).type)
-        pq.write_table(table.set_column(index, column, spoilt), path, row_group_size=128)
+        replace_values(folder / "part-00001.parquet", column, {row: value})
         return folder
 
     return replace_value

@@ -121,16 +121,6 @@ def test_a_fault_in_leased_rows_is_raised_at_the_batch_that_it_spoils(spoil, mak
             next(batches)
 
 
-def test_closing_ends_the_thread_and_forgets_the_leases(make_spec, train):
-    batches = LeaseBatches(train, make_spec(), 0, 1)
-    batches.submit(lease(0, 0, 1000))
-    next(batches)
-    batches.close()
-    batches.close()
-    assert list(batches) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
-
-
 def test_a_split_that_is_kept_whole_has_no_windows(make_spec, train):
     assert lease_windows(train, make_spec()) == ()
 

@@ -21,7 +21,6 @@ from trainer.data.position import (
     position_of,
     remaining_steps,
     rows_between,
-    step_start,
     steps_from,
     without,
 )
@@ -154,15 +153,6 @@ def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
     while book.num_rows_left:
         train(book, range(3))
     assert sorted(done) == [(epoch, row) for epoch in range(2) for row in range(num_rows)]
-
-
-def test_an_epoch_begins_where_groups_left_it():
-    shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
-    end = DataPosition(0, 10, later=((1, ((0, 2), (3, 5))),))
-    assert step_start(end, shape) == DataPosition(1, 2, done=((3, 5),))
-    step = next(steps_from(end, shape, epochs=2))
-    assert step.stripes.share(0, rank=0) == [(2, 3), (5, 8)]
-    assert step.end == DataPosition(1, 8)
 
 
 def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.data import reader
-from trainer.data.batches import Batch, TrainBatches, ValidationBatches, make_batch
+from trainer.data.batches import Batch, TrainBatches, make_batch
 from trainer.data.reader import RowReader, open_source
 from trainer.errors import BadValueError
 
@@ -130,16 +130,6 @@ def test_sequences_and_weights_span_windows(prepared, spec_of, monkeypatch) -> N
     weights = [w.tolist() for w in batch.sparse["rated"].to_dense_weights()]
     assert weights == rows["history_ratings"].to_list()
     assert batch.label_offset[:, 0].tolist() == pytest.approx(rows["user_mean"].to_list())
-
-
-def test_validation_pads_sequences_and_weights_like_everything_else(prepared, spec_of) -> None:
-    spec = spec_of(WEIGHTED, SEQUENCE, batch_size=64)
-    source = open_source(spec, prepared / "validation")
-    batches = [batch for batch, _ in ValidationBatches(source, spec, rank=1, world_size=2)]
-    assert {batch.sequences.stride() for batch in batches} == {64}
-    padded = batches[-1]
-    assert padded.weight.sum() < 64
-    assert len(padded.sparse.weights()) == len(padded.sparse.values())
 
 
 @pytest.mark.parametrize(

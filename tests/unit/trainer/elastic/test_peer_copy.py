@@ -186,24 +186,6 @@ def test_the_copy_is_exact_after_the_commit_that_follows_its_end(
             assert torch.equal(ours, theirs)
 
 
-def test_what_was_changed_by_a_donor_that_died_is_copied_again() -> None:
-    simulation = Simulation(random.Random(0), is_calm=True)
-    simulation.commit()
-    row = simulation.copy.next_chunk(simulation.ticket)
-    assert row == Chunk(0, 0, 2)
-    donor = simulation.groups[simulation.donor]
-    donor.touched[0] = True
-    donor.weight[0] = 100.0
-    simulation.read()
-    simulation.land()
-    assert bool((simulation.joiner.weight[0] == 100.0).all())
-    simulation.lose()
-    assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 0, 2)
-    simulation.finish()
-    (survivor,) = simulation.groups.values()
-    assert torch.equal(simulation.joiner.weight, survivor.weight)
-
-
 def test_a_commit_makes_sure_what_was_there_at_its_vote() -> None:
     simulation = Simulation(random.Random(1), is_calm=True)
     for _ in range(2):

@@ -1,8 +1,7 @@
-"""Fused optimizers on real FBGEMM kernels against plain torch; accumulation; schedules."""
+"""Accumulation of gradients over the batches of a step, and schedules of learning rates."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from itertools import pairwise
 from typing import get_args
@@ -12,68 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.small_model import FusedKernel, fused_kernel
-from trainer.parallel.optimizer import GradientAccumulator, factor, fused_optimizer_params
-from trainer.spec.training import ScheduleSpec, SparseOptimizerSpec
-
-NUM_ROWS, DIM = 13, 8
-# Bags of every kind: ids twice in one bag, in two bags, alone, and an empty bag.
-IDS = torch.tensor([3, 3, 5, 5, 7, 0, 12, 3])
-OFFSETS = torch.tensor([0, 3, 3, 5, 8])
-
-
-def _kernel(spec: SparseOptimizerSpec, moment_scale: float) -> FusedKernel:
-    kernel = fused_kernel([NUM_ROWS], DIM, **fused_optimizer_params(spec, moment_scale))
-    generator = torch.Generator().manual_seed(0)
-    kernel.split_embedding_weights()[0].copy_(torch.randn(NUM_ROWS, DIM, generator=generator))
-    return kernel
-
-
-def _gradient(step: int) -> torch.Tensor:
-    """Gradient of the pooled output, [num_bags, DIM]."""
-    return torch.randn(len(OFFSETS) - 1, DIM, generator=torch.Generator().manual_seed(step))
-
-
-def _row_gradient(weight: torch.Tensor, step: int) -> torch.Tensor:
-    leaf = weight.clone().requires_grad_()
-    pooled = torch.nn.functional.embedding_bag(IDS, leaf, OFFSETS[:-1], mode="sum")
-    return torch.autograd.grad(pooled, leaf, _gradient(step))[0]
-
-
-def _expected(
-    weight: torch.Tensor, spec: SparseOptimizerSpec, moment_scale: float, num_steps: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and moments after `num_steps` by the formulas in the optimizer's docstring."""
-    if spec.name == "sgd":
-        for step in range(num_steps):
-            weight = weight - spec.lr * _row_gradient(weight, step)
-        return weight, None
-    moment = torch.zeros(NUM_ROWS, 1 if spec.name == "row_wise_adagrad" else DIM)
-    for step in range(num_steps):
-        gradient = _row_gradient(weight, step)
-        squares = gradient**2
-        moment += squares.mean(1, keepdim=True) if moment.shape[1] == 1 else squares
-        weight = weight - spec.lr / ((moment / moment_scale).sqrt() + spec.eps) * gradient
-    return weight, moment
-
-
-@pytest.mark.parametrize(
-    ("name", "moment_scale"),
-    [("sgd", 1.0), *itertools.product(["adagrad", "row_wise_adagrad"], [1.0, 2.5])],
-)
-def test_updates_follow_algorithm_1_with_duplicate_ids(name: str, moment_scale: float) -> None:
-    spec = SparseOptimizerSpec(name=name, lr=0.1, eps=0.01)
-    kernel = _kernel(spec, moment_scale)
-    weight, moment = _expected(
-        kernel.split_embedding_weights()[0].clone(), spec, moment_scale, num_steps=5
-    )
-    for step in range(5):
-        kernel(IDS, OFFSETS).backward(_gradient(step))
-    torch.testing.assert_close(kernel.split_embedding_weights()[0], weight, atol=1e-6, rtol=0)
-    if moment is not None:
-        (state,) = kernel.get_optimizer_state()[0].values()
-        torch.testing.assert_close(state, moment.view(state.shape), atol=1e-5, rtol=1e-6)
-
+from trainer.parallel.optimizer import GradientAccumulator, factor
+from trainer.spec.training import ScheduleSpec
 
 BATCH = st.tuples(
     st.floats(0, 1e4).map(lambda weight: 0.0 if weight < 1e-3 else weight), st.floats(-9, 9)

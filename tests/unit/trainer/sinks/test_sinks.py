@@ -181,19 +181,27 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
         "features": [{"name": "a"}],
         "training": {"epochs": 3},
     }
-    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("workers_lost"), stream="driver")
+    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("paused"), stream="driver")
     _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("recommenders")
     [run] = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FAILED"
+    assert (run.info.status, run.info.end_time) == ("SCHEDULED", None)
+    assert run.data.tags["shardloom.reason"] == "paused"
 
     _write(run_dir, 1, _STARTED, stream="driver")
-    again = MlflowSink(uri, "recommenders", JOB, spec)
-    feed = _feed(again, run_dir, 1)
+    feed = _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir, 1)
     feed.feed()
     assert client.get_run(run.info.run_id).info.status == "RUNNING"
-    _write(run_dir, 1, *(_metrics(step) for step in range(20, 1300)), attempt_ended("completed"))
+    _write(run_dir, 1, attempt_ended("workers_lost"))
+    feed.feed()
+    assert client.get_run(run.info.run_id).info.status == "FAILED"
+
+    _write(run_dir, 2, _STARTED, stream="driver")
+    feed = _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir, 2)
+    feed.feed()
+    assert client.get_run(run.info.run_id).info.status == "RUNNING"
+    _write(run_dir, 2, *(_metrics(step) for step in range(20, 1300)), attempt_ended("completed"))
     feed.feed()
     [same] = client.search_runs([experiment.experiment_id])
     assert (same.info.run_id, same.info.status) == (run.info.run_id, "FINISHED")
@@ -207,27 +215,6 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     history = client.get_metric_history(same.info.run_id, "train/loss")
     assert [point.step for point in history] == [10, *range(20, 1300)]
     assert history[0].timestamp == (NOW + 10) * 1000
-
-
-@pytest.mark.slow
-def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
-    run_dir: RunDir, tmp_path: Path
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("paused"), stream="driver")
-    _feed(MlflowSink(uri, "e", JOB, {}), run_dir).feed()
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("e")
-    [paused] = client.search_runs([experiment.experiment_id])
-    assert (paused.info.status, paused.info.end_time) == ("SCHEDULED", None)
-    assert paused.data.tags["shardloom.reason"] == "paused"
-
-    _write(run_dir, 1, _STARTED, stream="driver")
-    _feed(MlflowSink(uri, "e", JOB, {}), run_dir, 1).feed()
-    [going_on] = client.search_runs([experiment.experiment_id])
-    assert (going_on.info.run_id, going_on.info.status) == (paused.info.run_id, "RUNNING")
 
 
 def test_an_attempt_is_a_span_in_the_trace_of_its_job(run_dir: RunDir) -> None:

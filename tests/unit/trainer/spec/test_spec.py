@@ -445,33 +445,31 @@ def test_what_a_sync_holds_beside_the_tables_counts_as_memory(
     assert problems[ROWS][0] == "table_too_large"
 
 
-def test_groups_that_are_failure_domains_hold_the_means_until_all_have_voted() -> None:
-    spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host")
-    assert spec.parallelism.failure_domain == "replica_group"
-    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 36 + 1000 * 2
-    one_copy = changed(f"{ROWS}=1000", "parallelism.shard_group_size=4")
-    assert one_copy.sync_bytes(one_copy.embedding_tables[0]) == 0
+INTRA, INTER = (f"parallelism.placement={where}_host" for where in ("intra", "inter"))
+CHANGES_OVERLAP = "parallelism.sync={dtype: bf16, overlap: true}"
 
 
-def test_groups_that_are_failure_domains_keep_a_base_that_a_failed_round_falls_back_on() -> None:
-    sync = "parallelism.sync={dtype: bf16, overlap: true}"
-    sizes = [f"{ROWS}=1000", "data.batch_size=25", sync]
-    (job, groups) = (changed(*sizes, f"parallelism.placement={p}_host") for p in ("intra", "inter"))
-    assert groups.parallelism.failure_domain == "replica_group"
-    assert job.sync_bytes(job.embedding_tables[0]) == 4 * 100 * 36 + 1000 * 5
-    assert groups.sync_bytes(groups.embedding_tables[0]) == 5 * 100 * 36 + 1000 * 10
-
-
-def test_groups_that_are_failure_domains_hold_all_state_where_it_is_averaged_before_saves() -> None:
-    sync = "parallelism.sync.optimizer_state=never"
-    spec = changed(f"{ROWS}=1000", "data.batch_size=25", "parallelism.placement=inter_host", sync)
-    assert spec.sync_bytes(spec.embedding_tables[0]) == 100 * 32 + 1000 * (4 + 2)
-
-
-def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
-    decay = (f"{ROWS}=1000000", "optimizer.sparse.weight_decay=0.1")
-    spec = changed("parallelism.sync.overlap=true", *decay)
-    assert spec.sync_bytes(spec.embedding_tables[0]) == 2 * (spec.table_bytes or 0)
+@pytest.mark.parametrize(
+    ("changes", "num_bytes"),
+    [
+        # Groups that are failure domains hold the means until all have voted,
+        ([INTER], 100 * 36 + 1000 * 2),
+        # a base that a failed round falls back on,
+        ([INTRA, CHANGES_OVERLAP], 4 * 100 * 36 + 1000 * 5),
+        ([INTER, CHANGES_OVERLAP], 5 * 100 * 36 + 1000 * 10),
+        # and all state where it is averaged before saves.
+        ([INTER, "parallelism.sync.optimizer_state=never"], 100 * 32 + 1000 * (4 + 2)),
+        # One copy is never synced. Weight decay makes a sync full.
+        (["parallelism.shard_group_size=4"], 0),
+        (["parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1"], 2 * 36_000),
+    ],
+)
+def test_a_sync_holds_what_its_mode_and_failure_domain_need(
+    changes: list[str], num_bytes: int
+) -> None:
+    spec = changed(f"{ROWS}=1000", "data.batch_size=25", *changes)
+    assert (spec.parallelism.failure_domain == "replica_group") is (INTER in changes)
+    assert spec.sync_bytes(spec.embedding_tables[0]) == num_bytes
 
 
 def spec_with(**model: Any) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""What ends a run by its loss or metrics, and the random numbers of steps."""
+"""What ends a run by its loss, metrics or bad rows, and the random numbers of steps."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,12 @@ import torch
 from tests.harness.builders import spec
 from tests.harness.small_model import dlrm_spec
 from trainer.coordination.messages import EarlyStoppingState
+from trainer.errors import TooManyBadRowsError
 from trainer.failures import NonFiniteLoss
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import EarlyStoppingSpec
 from trainer.training.loss import NonFiniteLossGuard
-from trainer.training.metrics import after_validation, is_over
+from trainer.training.metrics import QuarantineReporter, after_validation, is_over
 from trainer.training.session import draws_at_random, step_seed
 
 
@@ -49,6 +53,23 @@ def test_a_nan_at_the_start_is_not_the_value_to_beat() -> None:
     assert stops_at([math.nan, 0.9, 0.8, 0.7], spec) is None
     assert stops_at([math.nan, math.nan], spec) == 1
     assert not is_over(EarlyStoppingState(best=1.0, num_validations=99), None)
+
+
+def test_bad_rows_of_all_ranks_count_against_their_split() -> None:
+    spec: Any = SimpleNamespace(data=SimpleNamespace(on_bad_rows="quarantine", max_bad_share=0.1))
+    reporter = QuarantineReporter(spec, (1000, 100), lambda event: None)
+    for _ in range(2):  # the same rows again
+        reporter.begin_validation()
+        reporter.add_held_out(Counter({("part-0.parquet", "no label"): 5}))
+    assert reporter.num_held_out == 5
+    (part,) = reporter.parts()
+    assert part.sums.tolist() == [0, 5]
+    of_all_ranks = torch.tensor([100.0, 10.0])
+    assert part.read(of_all_ranks, torch.empty(0)) == {"data/quarantined_rows": 110}
+    with pytest.raises(TooManyBadRowsError, match=r"101 of 1,000 rows.*mostly part-0.*: no label"):
+        reporter.check(num_trained=101)
+    with pytest.raises(TooManyBadRowsError, match="11 of 100 rows"):
+        reporter.check(num_held_out=11)
 
 
 def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:

@@ -103,19 +103,8 @@ IDS = torch.tensor([1, 1, 2, 2, 1, 1, 3])
 OFFSETS = torch.tensor([0, 2, 3, 4, 4, 5, 7])
 
 
-def test_rows_are_distinct_within_a_table_over_all_its_features() -> None:
-    # Table 0 is read by features a and b, table 1 by feature c.
-    kernel = fused_kernel([10, 10], feature_table_map=[0, 0, 1])
-    groups = SimpleNamespace(device=torch.device("cpu"))
-    model = SimpleNamespace(embedding_kernels=lambda: [kernel], groups=groups)
-    counter = LookupCounter(model)
-    for is_sampling, counts in ((False, [0, 0]), (True, [7, 2 + 2]), (True, [7, 4])):
-        counter.sampling = is_sampling
-        kernel(indices=IDS, offsets=OFFSETS)
-        assert counter.parts()[0].sums.tolist() == counts
-
-
 def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
+    # Table 0 is read by features a and b, table 1 by feature c.
     adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
     kernel = fused_kernel([10, 10], feature_table_map=[0, 0, 1], optimizer=adagrad)
     groups = SimpleNamespace(device=torch.device("cpu"))
@@ -124,11 +113,14 @@ def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
     )
     # Table 1 has another 4 columns elsewhere, and table 2 is on other ranks only.
     counter = LookupCounter(model, {"table_0": 4, "table_1": 8, "table_2": 4})
+    kernel(indices=IDS, offsets=OFFSETS)
+    assert counter.parts()[0].sums.tolist() == [0, 0]
     counter.sampling = True
     kernel(indices=IDS, offsets=OFFSETS)
     for num_rows in (torch.tensor([2, 10]), None, torch.tensor([1, 10])):
         counter.add_sync(num_rows)
-    _, lookups, synced = counter.parts()
+    counts, lookups, synced = counter.parts()
+    assert counts.sums.tolist() == [7, 2 + 2], "rows are distinct within a table"
     assert lookups.read(lookups.sums, lookups.peaks) == {
         **{"table/table_0/lookups": 4.0, "table/table_0/hottest": 0.5},
         **{"table/table_1/lookups": 1.5, "table/table_1/hottest": pytest.approx(2 / 3)},

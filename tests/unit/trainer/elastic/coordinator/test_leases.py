@@ -31,15 +31,6 @@ def test_a_lease_is_one_interval_and_less_at_the_end_of_an_epoch():
     assert spans == [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4), (1, 4, 8), (1, 8, 10)]
 
 
-def test_an_epoch_waits_for_the_rows_still_out_when_epochs_are_strict():
-    book = LeaseBook(num_rows=8, epochs=2, rows_per_lease=4)
-    first, second = book.lease(0), book.lease(1)
-    book.commit([second.id])
-    assert book.lease(1) is None
-    book.commit([first.id])
-    assert book.lease(1).epoch == 1
-
-
 @pytest.mark.parametrize(
     ("speeds", "lengths"),
     [
@@ -74,31 +65,6 @@ def test_rows_of_a_lost_group_are_leased_again():
     assert {each.id for each in again}.isdisjoint({each.id for each in lost})
     with pytest.raises(LeaseError, match=f"nobody holds lease {lost[0].id}"):
         book.commit([lost[0].id])
-
-
-def test_a_run_ends_exactly_at_max_rows_and_counts_what_is_leased():
-    book = LeaseBook(num_rows=10, epochs=5, rows_per_lease=4, max_rows=15)
-    first = [book.lease(0), book.lease(1), book.lease(0)]
-    book.commit([each.id for each in first])
-    second, third = book.lease(0), book.lease(1)
-    assert spans_of([second, third]) == [(1, 0, 4), (1, 4, 5)]
-    assert book.lease(0) is None
-    assert book.give_back(1) == 1
-    assert spans_of([book.lease(0)]) == [(1, 4, 5)]
-    assert book.num_rows_left == 5
-    book.commit([each.id for each in book.held(0)])
-    assert not book.num_rows_left
-
-
-def test_skipped_rows_are_done_but_not_trained():
-    book = LeaseBook(num_rows=8, epochs=1, rows_per_lease=4)
-    spoilt, good = book.lease(0), book.lease(1)
-    assert book.skip(spoilt.id) == spoilt
-    book.commit([good.id])
-    ledger = book.entered_in(Ledger(commit=3))
-    assert not book.num_rows_left
-    assert (ledger.commit, ledger.rows_trained, ledger.rows_skipped) == (3, 4, 4)
-    assert (ledger.epoch, ledger.open_epochs) == (1, ())
 
 
 def leased(book: LeaseBook, num_groups: int) -> Iterator[tuple[int, Lease]]:

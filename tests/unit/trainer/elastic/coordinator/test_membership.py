@@ -812,18 +812,6 @@ def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     assert last and not last.is_idle and not any(member.weight for member in last.members)
 
 
-def test_nothing_is_answered_until_all_are_back():
-    world = running()
-    world.start_coordinator()
-    world.hung.add(2)
-    world.exchange(20)
-    world.wait(0.5)
-    assert world.status.phase == "recovering"
-    assert all(group.ledger.commit <= 3 for group in world.lives())
-    world.hung.clear()
-    world.run_to_commit(4)
-
-
 def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     world = running(recovery_grace_s=60.0)
     world.start_coordinator()
@@ -838,17 +826,18 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     assert world.groups[2].is_fenced
 
 
-def test_all_have_the_time_to_come_back_that_finding_a_restarted_coordinator_takes():
+def test_nothing_is_answered_until_all_have_had_the_time_to_find_a_restarted_coordinator():
     policy = MembershipPolicy.of(changed(), 3)
     grace_s = finding_s(policy.heartbeat_timeout_s)
     assert grace_s > 2 * LOCATE_S
     world = running(recovery_grace_s=policy.recovery_grace_s)
     world.start_coordinator()
     world.hung.add(2)
-    world.exchange(5)
+    world.exchange(20)
     for _ in range(10):
         world.wait(0.099 * grace_s)
     assert world.status.phase == "recovering"
+    assert all(group.ledger.commit <= 3 for group in world.lives())
     world.hung.clear()
     world.run_to_commit(4)
     assert not any(group.is_fenced for group in world.lives())
@@ -1002,16 +991,6 @@ def test_bad_rows_of_an_epoch_count_once_whoever_trained_them():
     for epoch in range(EPOCHS):
         assert max(total for of, total in totals if of == epoch) == len(elastic_world.BAD_ROWS)
     world.run_to_end()
-
-
-def test_all_groups_measure_a_share_of_a_validation_before_any_trains_on():
-    world = running()
-    world.validation_due = True
-    world.run_until(lambda: world.joined)
-    assert world.joined == [{(0, 3), (1, 3), (2, 3)}]
-    rows = world.status.ledger.rows_trained
-    world.run_to_commit(world.status.ledger.commit + 1)
-    assert world.status.ledger.rows_trained > rows
 
 
 def test_a_group_lost_while_it_measures_leaves_its_rows_to_the_others():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,19 +14,23 @@ from tests.e2e.conftest import LIVE_MS, Dashboard, files_of, open_job, start_job
 from tests.harness.builders import (
     ELASTIC,
     HOSTS,
-    checkpoint,
     group_joined,
     group_lost,
     group_member,
     layout_chosen,
     membership_changed,
-    progress,
     recovered,
-    row_wise_plan,
-    table_wise_plan,
     workers_started,
 )
-from trainer.protocol.events import AttemptStarted, Event, Metrics, TablePlan
+from trainer.protocol.events import AttemptStarted, Event, Metrics
+
+GOODPUT = {
+    "goodput/share": 0.968,
+    "goodput/lost_s/start": 33.0,
+    "goodput/lost_s/recovery": 8.4,
+    "goodput/lost_s/redo": 1.2,
+    "goodput/lost_s/checkpoint": 0.4,
+}
 
 
 @dataclass
@@ -74,47 +77,10 @@ def elastic(dashboard: Dashboard) -> ElasticJob:
         membership_changed(group_member(0), time=began + 13),
         membership_changed(group_member(0), group_member(1), time=began + 13.5, generation=2),
         membership_changed(time=began + 14, generation=3),
-        _workers(began + 14),
+        workers_started(total_steps=1000).model_copy(update={"time": began + 14}),
+        Metrics(time=began + 50, step=100, values=GOODPUT),
     )
-    for step in range(10, 120, 10):
-        scene.tell(*_report(began + 11 + 0.4 * step, step))
-    saved = {"time": began + 50, "size_bytes": 315_000_000}
-    scene.tell(checkpoint(100, is_best=True).model_copy(update=saved))
     return scene
-
-
-def _workers(at: float) -> Event:
-    tables: Sequence[TablePlan] = [row_wise_plan("users"), table_wise_plan("movies", 1)]
-    changes = {
-        "time": at,
-        "world_size": 6,
-        "num_replicas": 3,
-        "placement": "inter_host",
-        "sharding_groups": [[0, 1], [2, 3], [4, 5]],
-        "replica_groups": [[0, 2, 4], [1, 3, 5]],
-        "hosts": [host for group in range(3) for host in group_member(group).hosts],
-    }
-    return workers_started(total_steps=1000, tables=tables).model_copy(update=changes)
-
-
-def _report(at: float, step: int) -> list[Event]:
-    values = {
-        "train/loss": 0.4 + 2.0 / (step + 4),
-        "train/rmse": 0.9 + 1.0 / (step + 2),
-        "speed/rows_per_s": 16_540.0,
-        "sync/time_s": 0.04,
-        "phase/dense_s": 0.011,
-        "phase/backward_s": 0.021,
-        "goodput/share": 0.968,
-        "goodput/lost_s/start": 33.0,
-        "goodput/lost_s/recovery": 8.4,
-        "goodput/lost_s/redo": 1.2,
-        "goodput/lost_s/checkpoint": 0.4,
-        "elastic/groups": 3.0,
-        "elastic/generation": 3.0,
-    }
-    done = {"time": at, "total_steps": 1000, "eta_s": (1000 - step) * 0.37}
-    return [Metrics(time=at, step=step, values=values), progress(step, **done)]
 
 
 def wanted_of(dashboard: Dashboard, job: Job) -> dict[str, object]:

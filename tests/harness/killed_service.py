@@ -15,10 +15,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from service import app
+
+Noted = Callable[[str], None]
 
 
 class KillPoint:
@@ -44,10 +47,10 @@ class KillPoint:
 
 
 class Stepping:
-    """Passes everything on to `target`, but ends the process at the point."""
+    """Passes everything on to `target`; `before` and `after` get the name of each call of it."""
 
-    def __init__(self, target: Any, name: str, point: KillPoint) -> None:
-        self._target, self._name, self._point = target, name, point
+    def __init__(self, target: Any, before: Noted, after: Noted = lambda name: None) -> None:
+        self._target, self._before, self._after = target, before, after
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
@@ -55,9 +58,9 @@ class Stepping:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._point.pass_by(f"before {self._name}.{name}")
+            self._before(name)
             result = found(*args, **kwargs)
-            self._point.pass_by(f"after {self._name}.{name}")
+            self._after(name)
             return result
 
         return call
@@ -67,12 +70,18 @@ def wrap(point: KillPoint) -> None:
     """Have the service composed over a wrapped store, backend and webhook outbox."""
     create_app, webhooks = app.create_app, app.WebhookStore
 
+    def stepping(target: Any, owner: str) -> Any:
+        return Stepping(
+            target,
+            before=lambda name: point.pass_by(f"before {owner}.{name}"),
+            after=lambda name: point.pass_by(f"after {owner}.{name}"),
+        )
+
     def create_wrapped(settings: Any, store: Any, backend: Any) -> Any:
-        wrapped = Stepping(store, "store", point), Stepping(backend, "backend", point)
-        return create_app(settings, *wrapped)
+        return create_app(settings, stepping(store, "store"), stepping(backend, "backend"))
 
     app.create_app = create_wrapped
-    app.WebhookStore = lambda engine: Stepping(webhooks(engine), "webhooks", point)  # type: ignore[misc,assignment]
+    app.WebhookStore = lambda engine: stepping(webhooks(engine), "webhooks")  # type: ignore[misc,assignment]
 
 
 if __name__ == "__main__":

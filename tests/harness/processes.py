@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -34,6 +35,21 @@ def rank_environment(
         "GLOO_SOCKET_IFNAME": interface,
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+
+
+def run_program(
+    command: Sequence[str | Path], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in the repository, with PATH and no home but for what `environment` has."""
+    return subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @contextmanager

@@ -81,11 +81,13 @@ class House:
     # Of the reconciler that polled last.
     placed: Callable[[Job], Job] = lambda job: job
 
-    def reconciler(self) -> Reconciler:
-        """A reconciler as a service just started would have it."""
-        return Reconciler(
-            self.store, self.backend, self.settings, ServiceMetrics(), lambda: self.now
-        )
+    def reconciler(
+        self, backend_class: Callable[[Path], FakeBackend] | None = None, **changes: Any
+    ) -> Reconciler:
+        """A reconciler as a service just started with these changes of settings would have it."""
+        backend = backend_class(Path(self.backend.address)) if backend_class else self.backend
+        settings = self.settings.model_copy(update=changes)
+        return Reconciler(self.store, backend, settings, ServiceMetrics(), lambda: self.now)
 
     def poll(self, num_times: int = 1, *, every_s: float = 1.0) -> None:
         """Let a fresh reconciler reconcile every job."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.benchmarks import paper_tables, two_d
-from tests.benchmarks.checkpoint_stall_ranks import Pair
 from tests.benchmarks.elastic_jobs import pause_s
 from tests.benchmarks.report import (
     SKIPPED,
@@ -106,9 +105,6 @@ def test_a_benchmark_that_cannot_measure_says_why(run, code, said, tmp_path, mon
     assert main(run, default_pairs=1, description="") == code
     assert said in capsys.readouterr().err
     assert not path.exists()
-
-
-PAIRS = [Pair(10.1, 10.0, 0.05, 0.6, 0.5), Pair(10.3, 10.0, 0.07, 0.8, 0.7)]
 
 
 STEADY = [float(second) for second in range(30)]

@@ -105,9 +105,8 @@ def jobs(
 
 def test_a_command_becomes_a_job_of_the_charts_making_and_its_log_is_followed(jobs: Jobs) -> None:
     def run(job: Manifest) -> None:
-        pod = {"phase": "Succeeded"}
         jobs.add_pod(job, {"phase": "Failed"}, "reading: 10 %")
-        jobs.add_pod(job, pod, "reading: 50 %", "reading: 99 %")
+        jobs.add_pod(job, {"phase": "Succeeded"}, "reading: 50 %", "reading: 99 %")
         jobs.end(job, "Complete")
 
     with jobs.doing(run):
@@ -122,19 +121,8 @@ def test_a_command_becomes_a_job_of_the_charts_making_and_its_log_is_followed(jo
     assert {each["name"] for each in container["volumeMounts"]} == {"tmp", "data"}
     (code, _) = job["spec"]["podFailurePolicy"]["rules"]
     assert code["onExitCodes"]["values"] == [2], "bad data is not tried again"
-
-
-def test_the_log_of_a_job_that_has_ended_is_shown_by_its_name(jobs: Jobs) -> None:
-    def run(job: Manifest) -> None:
-        jobs.add_pod(job, {"phase": "Succeeded"}, "reading: 99 %")
-        jobs.end(job, "Complete")
-
-    with jobs.doing(run):
-        assert jobs.prepare("--on", "cluster", *COMMAND).exit_code == 0
-    (job,) = jobs.all()
-    name = job["metadata"]["name"]
-    again = jobs.prepare("--on", "cluster", "--job", name)
-    assert (again.exit_code, again.stdout.splitlines()) == (0, ["reading: 99 %"])
+    again = jobs.prepare("--on", "cluster", "--job", job["metadata"]["name"])
+    assert (again.exit_code, again.stdout) == (0, done.stdout), "shown by its name"
     assert len(jobs.all()) == 1
     missing = jobs.prepare("--on", "cluster", "--job", "none")
     assert (missing.exit_code, "none" in missing.output) == (2, True)

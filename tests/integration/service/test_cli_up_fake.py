@@ -146,15 +146,26 @@ def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_fi
     assert "already ended" in repeated.stderr
 
 
+def assert_ctrl_c_detaches(follower: subprocess.Popen[str], job: str) -> None:
+    """Ctrl-C ends what follows a job, which says how to come back."""
+    follower.send_signal(signal.SIGINT)
+    output, _ = follower.communicate(timeout=scaled(60))
+    assert follower.returncode == 4
+    assert "the job goes on" in output
+    for command in ("follow", "logs -f", "show", "cancel"):
+        assert f"shardloom {command} {job}" in output
+
+
 def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
     with shardloom.start("run", *spec_file) as follower:
         assert follower.stdout is not None
         job = follower.stdout.readline().split()[-1]
         wait_for_status(shardloom, job, "STARTING")
-        follower.send_signal(signal.SIGINT)
-        output, _ = follower.communicate(timeout=scaled(60))
-    assert follower.returncode == 4
-    assert f"shardloom follow {job}" in output
+        assert_ctrl_c_detaches(follower, job)
+    with shardloom.start("follow", job) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline()
+        assert_ctrl_c_detaches(follower, job)
     wait_for_status(shardloom, job, "STARTING")
     shardloom("cancel", job)
 
@@ -163,7 +174,7 @@ def test_another_stack_on_the_same_port_is_refused(shardloom, tmp_path):
     done = Shell(tmp_path / "other-home", shardloom.port)("up", "--detach")
     assert done.returncode == 3
     assert f"port {shardloom.port} is in use" in done.stderr
-    assert "--port" in done.stderr
+    assert f"--port {shardloom.port + 1}" in done.stderr
 
 
 def test_a_service_without_access_control_says_so_and_down_ends_it_once(tmp_path):
@@ -179,7 +190,9 @@ def test_a_service_without_access_control_says_so_and_down_ends_it_once(tmp_path
         assert state.ray is None
         assert "service ended" in shardloom("down").stdout
         assert not is_alive(state.service)
-    assert shardloom("down").stdout == "nothing was running\n"
+    down, status = shardloom("down"), shardloom("status", "--json")
+    assert (down.returncode, down.stdout) == (0, "nothing was running\n")
+    assert (status.returncode, json.loads(status.stdout)["service_alive"]) == (3, False)
     assert shardloom("status").returncode == 3
 
 

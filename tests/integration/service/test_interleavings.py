@@ -28,6 +28,7 @@ from service.reconciler.loop import Reconciler
 from service.settings import Settings
 from tests.harness.builders import NOW, queued_job
 from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migrated, store_job
+from tests.harness.killed_service import Stepping
 
 NUM_REPLICAS = 2
 NUM_STEPS = 120
@@ -42,27 +43,6 @@ COURSES = (
 )
 READS = ("get_", "list_", "has_", "stream_positions", "attempts_to_collect", "observe", "may_")
 OVER = {ObservedState.SUCCEEDED.value, ObservedState.FAILED.value, ObservedState.STOPPED.value}
-
-
-class Stepping:
-    """Passes calls on to `target`, but stops the replica that calls before each; notes names."""
-
-    def __init__(self, target: object, calls: list[str]) -> None:
-        self._target, self._calls = target, calls
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            scheduler = getcurrent().parent
-            if scheduler is not None:
-                scheduler.switch()
-            self._calls.append(name)
-            return found(*args, **kwargs)
-
-        return call
 
 
 class WatchedBackend(FakeBackend):
@@ -118,7 +98,7 @@ class Duel:
         return self._finish(job.id)
 
     def _replica(self, name: int, job_id: str) -> greenlet:
-        reconciler = self._reconciler(str(name), partial(Stepping, calls=self.calls))
+        reconciler = self._reconciler(str(name), partial(Stepping, before=self._stop))
 
         def run() -> None:
             while True:
@@ -127,6 +107,13 @@ class Duel:
                 reconciler.reconcile(job_id)
 
         return greenlet(run)
+
+    def _stop(self, name: str) -> None:
+        """Stop the replica that calls; it notes the call as it goes on."""
+        scheduler = getcurrent().parent
+        if scheduler is not None:
+            scheduler.switch()
+        self.calls.append(name)
 
     def _reconciler(self, name: str, wrap: Callable[[Any], Any]) -> Reconciler:
         settings = Settings(home=self.folder, backend="fake", replica_id=name)

@@ -213,6 +213,7 @@ def test_followed_streams_do_not_hold_up_a_shutdown(
         http.stream("GET", f"/v1/jobs/{job.id}/events", headers=headers) as response,
     ):
         next(response.iter_text())
+        assert "shardloom_stream_followers 1.0" in http.get("/metrics").text
         assert service.terminate() < SHUTDOWN_TIMEOUT_S / 2
     assert "Traceback" not in service.log()
 

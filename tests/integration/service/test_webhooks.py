@@ -74,27 +74,6 @@ def test_what_happens_to_a_job_arrives_signed(client: ShardloomClient) -> None:
     assert {each.state for each in client.deliveries(hook.id)} == {"delivered"}
 
 
-def test_nothing_is_lost_when_the_service_is_killed(
-    service: ServiceProcess, client: ShardloomClient
-) -> None:
-    with http_stub(503) as receiver:
-        hook = client.create_webhook(receiver.url, kinds=["job_submitted"])
-        jobs = [client.submit(spec_document()).id for _ in range(5)]
-        wait_for(lambda: len(receiver.received) >= 3, "tries that fail")
-        service.kill()
-        receiver.statuses[:] = [200]
-        receiver.received.clear()
-        service.start()
-        # The killed service has claims yet, and a failed try has to wait its turn.
-        for delivery in list(client.deliveries(hook.id)):
-            if delivery.state == "pending":
-                client.redeliver(hook.id, delivery.id)
-        wait_for(lambda: {job for job, _ in _told(receiver)} >= set(jobs), "every job")
-        # At least once: what is sent again by hand just when its turn has come goes out twice, with
-        # the same id.
-        assert len({request.headers["webhook-id"] for request in receiver.received}) == 5
-
-
 def test_a_delivery_whose_service_died_before_it_was_noted_is_sent_again_with_its_id(
     service: ServiceProcess, client: ShardloomClient
 ) -> None:

@@ -23,6 +23,7 @@ from deploy.observability.build import CHART_FILES
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
 from tests.conftest import REPO
+from tests.harness.processes import run_program
 from tests.unit.deploy.dockerfiles import default_of
 
 FOLDER = REPO / "deploy"
@@ -40,14 +41,8 @@ def _config(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str
     program = Path(sys.executable).with_name("docker-compose")
     named = [argument for file in files for argument in ("-f", str(FOLDER / file))]
     with NamedTemporaryFile() as no_env_file:
-        return subprocess.run(
-            [str(program), "--env-file", no_env_file.name, *named, "--profile", "*", "config"],
-            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        options = ["--env-file", no_env_file.name, *named, "--profile", "*"]
+        return run_program([program, *options, "config"], **env)
 
 
 @cache

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,23 +21,12 @@ import yaml
 
 from deploy.chart import push
 from tests.conftest import REPO
+from tests.harness.processes import run_program
 from tests.unit.k8s.pods import pods
 from tests.unit.k8s.rendering import chart
 
 WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
 DIGEST = "sha256:" + "a" * 64
-
-
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=REPO,
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def _stub(folder: Path, name: str, script: str) -> str:
@@ -69,7 +57,7 @@ def test_every_step_of_a_workflow_is_a_script_of_the_repository() -> None:
 
 
 def test_a_tag_of_another_version_is_not_released() -> None:
-    done = _run([".ci/run"], GITHUB_REF_TYPE="tag", GITHUB_REF_NAME="v9.9.9")
+    done = run_program([".ci/run"], GITHUB_REF_TYPE="tag", GITHUB_REF_NAME="v9.9.9")
     assert done.returncode == 1 and "tag v9.9.9, but pyproject.toml has" in done.stderr
 
 
@@ -84,8 +72,9 @@ def test_actions_are_pinned_by_commit_and_say_their_version() -> None:
 
 
 def test_zizmor_finds_nothing_that_others_could_misuse() -> None:
-    zizmor = str(Path(sys.executable).with_name("zizmor"))
-    done = _run([zizmor, "--offline", "--no-progress", "--min-severity", "medium", ".github"])
+    zizmor = Path(sys.executable).with_name("zizmor")
+    options = ["--offline", "--no-progress", "--min-severity", "medium"]
+    done = run_program([zizmor, *options, ".github"])
     assert done.returncode == 0, done.stdout
 
 
@@ -107,7 +96,7 @@ esac
 
 def test_images_are_pushed_with_provenance_and_the_sbom_of_what_was_built(tmp_path: Path) -> None:
     path = _stub(tmp_path / "bin", "docker", _DOCKER.replace("@DIGEST@", DIGEST))
-    done = _run(
+    done = run_program(
         ["deploy/build_images.sh"],
         PATH=path,
         STUB=str(tmp_path),
@@ -147,7 +136,7 @@ def test_images_are_pushed_nowhere_by_default_and_never_without_attestations(
 ) -> None:
     path = _stub(tmp_path, engine, "exit 0")
     settings = {"ENGINE": engine, "REPOSITORY": repository, "PYTHON": sys.executable, "PATH": path}
-    done = _run(["deploy/build_images.sh"], PUSH="1", **settings)
+    done = run_program(["deploy/build_images.sh"], PUSH="1", **settings)
     assert done.returncode == 1 and said in done.stderr
 
 
@@ -241,6 +230,6 @@ def test_definitions_that_are_not_those_of_kuberay_are_not_kept(tmp_path: Path) 
     path = _stub(
         tmp_path / "bin", "curl", 'while [ "$1" != --output ]; do shift; done; echo x >"$2"'
     )
-    done = _run(["tests/harness/kube/fetch_definitions.sh", str(tmp_path / "crds")], PATH=path)
+    done = run_program(["tests/harness/kube/fetch_definitions.sh", tmp_path / "crds"], PATH=path)
     assert done.returncode != 0
     assert not list((tmp_path / "crds").glob("*.yaml"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from service.cli.main import build_app
 from service.settings import Settings
 from tests.conftest import REPO
+from tests.harness.processes import run_program
 from trainer.driver.drain_node import parser
 
 FOLDER = REPO / "deploy" / "systemd"
@@ -37,12 +37,7 @@ def test_systemd_takes_the_unit_without_a_word(unit: Path, tmp_path: Path) -> No
     # It looks for the program, which a newcomer's machine has elsewhere.
     installed = tmp_path / unit.name
     installed.write_text(re.sub(PROGRAMS + r"\w+", "/bin/true", unit.read_text()))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(installed)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(["systemd-analyze", "verify", "--man=no", installed])
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 

@@ -20,45 +20,23 @@ from service.errors import ServiceError
 from service.settings import Settings
 from tests.harness.builders import queued_job
 from tests.harness.databases import PostgresqlServer, open_migrated, store_job
+from tests.harness.processes import run_program
 from tests.harness.wait import free_port, wait_for
 from tests.unit.k8s.pods import Pod, pods
-from tests.unit.k8s.rendering import ROOT
-
-
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def _variables(folder: Path) -> dict[str, str]:
-    url = f"sqlite:///{folder / 'shardloom.db'}"
-    return {"SHARDLOOM_DATABASE_URL": url, "SHARDLOOM_HOME": str(folder / "home")}
-
-
-def _output_of(component: str, variables: dict[str, str]) -> str:
-    """What the command of a Job prints."""
-    (pod,) = pods("gpu", component)
-    (container,) = pod.containers
-    program, *arguments = container["command"]
-    done = _run([str(Path(sys.executable).with_name(program)), *arguments], **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_migration_job_brings_the_database_to_the_newest_version(tmp_path: Path) -> None:
-    variables = _variables(tmp_path)
-    # Twice: a Job is run again where its pod was lost.
-    for _ in range(2):
-        assert str(newest_revision()) in _output_of("migrate", variables)
-    with open_engine(variables["SHARDLOOM_DATABASE_URL"]).connect() as connection:
+    (pod,) = pods("gpu", "migrate")
+    (container,) = pod.containers
+    program, *arguments = container["command"]
+    url = f"sqlite:///{tmp_path / 'made' / 'shardloom.db'}"
+    # Twice: a Job is run again where its pod was lost. It needs no other setting.
+    for said in ("migrated the database", "already"):
+        command = [Path(sys.executable).with_name(program), *arguments]
+        done = run_program(command, SHARDLOOM_DATABASE_URL=url)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout and str(newest_revision()) in done.stdout
+    with open_engine(url).connect() as connection:
         assert stored_revision(connection) == newest_revision()
 
 
@@ -69,7 +47,7 @@ def _run_in(
     (container,) = pod.containers
     command = [each.replace("/backup", str(folder)) for each in container["command"]]
     variables = {each["name"]: each.get("value", database_url) for each in container["env"]}
-    return _run(command, **variables | {"PATH": f"{programs}:{os.environ['PATH']}"})
+    return run_program(command, **variables | {"PATH": f"{programs}:{os.environ['PATH']}"})
 
 
 def test_a_backup_brings_the_database_back_and_a_broken_one_changes_nothing(
@@ -121,7 +99,7 @@ def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
     def ask(*words: str, password: str = "hunter2") -> str:
         program, *probe = container["readinessProbe"]["exec"]["command"]
         command = [program, "-p", str(port), *(words or probe)]
-        done = _run(command, PATH=programs, REDISCLI_AUTH=password)
+        done = run_program(command, PATH=programs, REDISCLI_AUTH=password)
         return (done.stdout + done.stderr).strip()
 
     for value in ("", "state"):
@@ -144,7 +122,7 @@ def test_the_first_key_is_an_administrator_s_until_it_is_revoked(tmp_path: Path)
         first_key=SecretStr(PARTS["firstKey"]()["key"]),
         metrics_key=SecretStr(PARTS["metricsKey"]()["key"]),
     )
-    engine = open_engine(_variables(tmp_path)["SHARDLOOM_DATABASE_URL"])
+    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
     migrate(engine)
     keys = KeyStore(engine)
     with pytest.raises(ServiceError, match="SHARDLOOM_FIRST_KEY does not read as an API key"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.harness.builders import (
     membership_changed,
     queued_job,
 )
+from tests.harness.processes import run_program
 from tests.unit.observability.expressions import (
     FOLDER,
     REPO,
@@ -45,9 +45,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def _promtool(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_program(["promtool", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

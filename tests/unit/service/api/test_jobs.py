@@ -14,19 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from anyio.to_thread import current_default_thread_limiter
-from fastapi.testclient import TestClient
-from httpx_sse import EventSource
 
 from service.api.views import progress_of
-from service.app import create_app
 from service.backends.base import ClusterWatch
-from service.backends.fake import FakeBackend, Script
+from service.backends.fake import Script
 from service.db.engine import newest_revision
-from service.db.jobs import JobStore
 from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState, Progress
 from service.jobs.logs import LogPosition
-from service.settings import Settings
 from service.storage import in_time
 from tests.harness.builders import (
     NOW,
@@ -65,18 +60,6 @@ def test_a_submitted_job_is_queued_and_located(api: Api) -> None:
     assert api.http.get(response.headers["location"]).json() == job
 
 
-def test_the_same_key_and_spec_make_one_job_and_another_spec_conflicts(api: Api) -> None:
-    headers = {"Idempotency-Key": "once"}
-    body = {"spec": spec_document()}
-    first = api.http.post("/v1/jobs", json=body, headers=headers).json()
-    again = api.http.post("/v1/jobs", json=body, headers=headers).json()
-    assert first["id"] == again["id"]
-    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
-    other = {"spec": spec_document(name="other")}
-    response = api.http.post("/v1/jobs", json=other, headers=headers)
-    assert "'once'" in problem_in(response, 409, "idempotency_conflict")["detail"]
-
-
 def test_a_repeated_submit_is_answered_though_nothing_is_as_it_was(
     api: Api, tmp_path: Path
 ) -> None:
@@ -91,7 +74,11 @@ def test_a_repeated_submit_is_answered_though_nothing_is_as_it_was(
     manifest.unlink()
     again = api.http.post("/v1/jobs", json=body, headers=headers)
     assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
     problem_in(api.http.post("/v1/jobs", json=body), 422, "invalid_spec")
+    other = {"spec": {**body["spec"], "name": "other"}}
+    response = api.http.post("/v1/jobs", json=other, headers=headers)
+    assert "'k'" in problem_in(response, 409, "idempotency_conflict")["detail"]
 
 
 def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
@@ -339,22 +326,6 @@ def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
     assert (ready.json()["cluster"]["reachable"], ready.json()["status"]) == (False, "ready")
     assert ready.json()["cluster"]["message"]
     assert str(api.settings.runs_dir) in ready.json()["storage"]["runs"]
-
-
-def test_the_app_runs_its_reconciler_and_closes_it(store: JobStore, app_settings: Settings) -> None:
-    backend = FakeBackend(app_settings.home / "fake")
-    settings = app_settings.model_copy(update={"reconcile_interval_s": 0.01})
-    with TestClient(create_app(settings, store, backend), base_url=LOOPBACK_URL) as http:
-        job_id = http.post("/v1/jobs", json={"spec": spec_document()}).json()["id"]
-        headers = {"Accept": "text/event-stream"}
-        with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as response:
-            for event in EventSource(response).iter_sse():
-                body = json.loads(event.data)
-                if event.event == "timeline" and body["kind"] == "attempt_submitted":
-                    assert "shardloom_stream_followers 1.0" in http.get("/metrics").text
-                    http.post(f"/v1/jobs/{job_id}:cancel")
-        assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "CANCELLED"
-    assert backend.attempt_ids() == [f"{job_id}-a0"]
 
 
 # ---- ends of attempts

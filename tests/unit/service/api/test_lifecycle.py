@@ -40,17 +40,6 @@ def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: Shardlo
     assert actors["pause_requested"] == actors["resume_requested"] == "local"
 
 
-def test_a_resume_takes_the_request_back(api: Api, client: ShardloomClient) -> None:
-    job_id = running(api)
-    client.pause(job_id)
-    api.poll()
-    client.resume(job_id)
-    api.poll()
-    files = api.files(job_id)
-    assert not files.pause_request_path.exists()
-    assert client.get_job(job_id).status is JobStatus.RUNNING
-
-
 def test_what_makes_no_sense_is_a_conflict(api: Api, client: ShardloomClient) -> None:
     job_id = running(api)
     with pytest.raises(Conflict, match="not paused"):

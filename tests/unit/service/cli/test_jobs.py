@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.backends.fake import Script
-from service.cli import common, jobs, stack
+from service.cli import jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
 from service.dashboard import fragments
@@ -244,36 +244,12 @@ def test_run_starts_the_stack_follows_and_mirrors_the_job(service, spec_file, mo
     assert started == [True] * 3
 
 
-def test_ctrl_c_while_following_detaches_and_says_how_to_come_back(service, monkeypatch):
-    def interrupt(job_id, **_):
-        raise KeyboardInterrupt
-
-    client = service.client()
-    monkeypatch.setattr(client, "iter_events", interrupt)
-    monkeypatch.setattr(common, "open_client", lambda url: client)
-    result = shardloom("follow", "ratings")
-    assert result.exit_code == 4
-    assert "the job goes on" in result.stdout
-    for command in ("follow", "logs -f", "show", "cancel"):
-        assert f"shardloom {command} job-0000000000ab" in result.stdout
-    assert all(request.method == "GET" for request in service.requests)
-
-
 def test_a_home_that_can_be_no_folder_is_named_and_is_no_failed_job(service, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "file" / "home"))
     result = shardloom("up")
     assert result.exit_code == 3
     assert "SHARDLOOM_HOME" in result.stderr
-
-
-def test_without_a_stack_down_says_so_and_status_fails(service):
-    result = shardloom("down")
-    assert (result.exit_code, result.stdout) == (0, "nothing was running\n")
-    service.is_down = True
-    result = shardloom("status", "--json")
-    assert result.exit_code == 3
-    assert json.loads(result.stdout)["service_alive"] is False
 
 
 def test_the_cli_imports_nothing_heavy():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -288,19 +285,3 @@ def test_a_database_that_is_not_there_is_told_with_what_to_change(
         assert main(check=check) == UNAVAILABLE
         told = capsys.readouterr().err
         assert "SHARDLOOM_DATABASE_URL" in told and "hunter2" not in told
-
-
-def test_it_needs_no_other_setting(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "migrate"],
-        env={
-            "PATH": os.environ["PATH"],
-            "SHARDLOOM_DATABASE_URL": f"sqlite:///{tmp_path / 'made' / 'store.db'}",
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "migrated the database" in done.stdout

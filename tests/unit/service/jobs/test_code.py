@@ -15,7 +15,6 @@ import pytest
 from service.domain.models import JobStatus
 from service.errors import CodeStoreFull
 from service.jobs.code_archives import keep_code
-from service.jobs.run_storage import run_dir_of
 from service.reconciler.housekeeping import Housekeeper
 from service.schemas.jobs import CodeOut
 from service.settings import Settings
@@ -153,15 +152,6 @@ def test_a_plan_of_a_module_is_made_without_its_code(api: Api, code: str) -> Non
         answer = api.http.post("/v1/jobs?dry_run=true", json={"spec": module_spec(named)})
         assert answer.status_code == 200, answer.text
         assert answer.json()["sharding_groups"]
-
-
-def test_a_job_has_a_copy_of_its_code(api: Api, archive: bytes, code: str) -> None:
-    job_id = submit(api, code)
-    api.poll()
-    job = api.store.get_job(job_id)
-    assert job.status is JobStatus.STARTING
-    path = run_dir_of(api.settings, job_id).code_path(code)
-    assert path.read_bytes() == archive
 
 
 def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes, code: str) -> None:

@@ -69,17 +69,6 @@ def cut_off(api: Api, monkeypatch: pytest.MonkeyPatch) -> CutOff:
     return delete
 
 
-def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient) -> None:
-    job_id, folder = ended(api)
-    assert folder.exists()
-    client.delete(job_id)
-    assert not folder.exists()
-    with pytest.raises(NotFound):
-        client.get_job(job_id)
-    assert list(api.settings.runs_dir.iterdir()) == []
-    assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
-
-
 @pytest.mark.parametrize("was_cut_off", [False, True])
 def test_files_stay_where_that_is_asked_for(
     api: Api, client: ShardloomClient, cut_off: CutOff, was_cut_off: bool
@@ -177,6 +166,8 @@ def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
     assert (Path(listed.path) / "COMMIT.json").exists()
     client.delete(job_id)
     assert list(api.settings.runs_dir.iterdir()) == []
+    with pytest.raises(NotFound):
+        client.delete(job_id)
 
 
 def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(

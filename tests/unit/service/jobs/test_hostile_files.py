@@ -173,16 +173,23 @@ def test_where_a_spec_leads_is_looked_at_with_a_deadline(
     assert asked
 
 
-def test_logs_and_traces_of_an_attempt_that_is_a_link_are_not_shown(
+def test_logs_and_traces_that_are_links_or_of_an_attempt_that_is_one_are_not_shown(
     api: Api, tmp_path: Path
 ) -> None:
     job_id = api.start()
     attempt = api.files(job_id).root
     for name in ("logs", "traces"):
         (tmp_path / "host" / name).mkdir(parents=True)
-    (tmp_path / "host" / "logs" / "rank-0.log").write_text(SECRET)
+    secret = tmp_path / "host" / "logs" / "rank-0.log"
+    secret.write_text(SECRET)
     trace = "spec-rank0.json.gz"
     (tmp_path / "host" / "traces" / trace).write_text(SECRET)
+    api.log(f"{job_id}-a0", "driver", "hello\n")
+    (attempt / "logs" / "rank-0.log").symlink_to(secret)
+    shown = api.http.get(f"/v1/jobs/{job_id}/logs").text
+    assert "hello" in shown and SECRET not in shown
+    download = api.http.get(f"/v1/jobs/{job_id}/logs:download", params={"source": "rank-0"})
+    assert SECRET not in download.text
     api.post_events(f"{job_id}-a0", batch(metrics(1, train_loss=0.5)))
     attempt.rename(tmp_path / "aside")
     attempt.symlink_to(tmp_path / "host")

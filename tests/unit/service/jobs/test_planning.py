@@ -36,6 +36,7 @@ from trainer.spec.job import JobSpec
 
 GIB = 2**30
 CPU = "4xCPU-8GB x 2"
+AUTOMATIC = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
 # Puts all tables on the first rank, without torch.
 FIRST_RANK = """
 import json, sys
@@ -104,8 +105,7 @@ def planning(api: Api) -> Iterator[Callable[[str], Script]]:
 
 def asked(api: Api, cluster: Any = CPU, limit_s: float = 60, **changes: Any) -> Any:
     """The answer to a request for a plan."""
-    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
-    document = spec_document(**{"parallelism": automatic} | changes)
+    document = spec_document(**{"parallelism": AUTOMATIC} | changes)
     body = {"spec": document, "cluster": cluster, "time_limit_s": limit_s}
     return api.http.post("/v1/plans", json=body)
 
@@ -262,7 +262,7 @@ def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
     problem = problem_in(asked(api, None), 422, "no_plan")
     assert "no host of the cluster has room" in problem["detail"]
     api.backend.set_hosts(HostFacts("a", 4, 0, 8 * GIB), HostFacts("b", 2, 0, 8 * GIB))
-    elastic = {"workers": {"min": 2, "max": 8}, "shard_group_size": "auto", "placement": "auto"}
+    elastic = {**AUTOMATIC, "workers": {"min": 2, "max": 8}}
     found = asked(api, None, parallelism=elastic).json()
     assert (found["room"], found["cluster"]["hbm_bytes"]) == ([4, 2], 2 * GIB)
     assert {each["world_size"] for each in found["candidates"]} == {6}
@@ -275,7 +275,7 @@ def test_what_jobs_measured_on_the_cluster_calibrates_its_next_plan(
 ) -> None:
     planning(FIRST_RANK)
     api.backend.set_hosts(HostFacts("a", 4, 0, 8 * GIB))
-    four = {"workers": 4, "shard_group_size": "auto", "placement": "auto"}
+    four = {**AUTOMATIC, "workers": 4}
     plain = asked(api, None, parallelism=four).json()
     assert plain["calibration"] is None
     here = cpu_cluster(4, GIB).fingerprint
@@ -358,8 +358,7 @@ def test_a_caller_who_hangs_up_ends_the_process(
     api: Api, planning: Callable[[str], Script]
 ) -> None:
     script = planning(HANGS)
-    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
-    body = json.dumps({"spec": spec_document(parallelism=automatic), "cluster": CPU}).encode()
+    body = json.dumps({"spec": spec_document(parallelism=AUTOMATIC), "cluster": CPU}).encode()
     sent: list[Any] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -416,8 +415,7 @@ def test_a_job_whose_tables_fit_no_worker_is_refused_with_advice_unless_forced(a
 
 def drawn(api: Api, cluster: str = CPU, **changes: Any) -> str:
     """The plan on the page of a new job."""
-    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
-    document = spec_document(**{"parallelism": automatic} | changes)
+    document = spec_document(**{"parallelism": AUTOMATIC} | changes)
     plan = api.http.post("/v1/jobs?dry_run=true", json={"spec": document}).json()
     plans = PlansOut.model_validate(asked(api, cluster, **changes).json())
     return fragments.render("plan.html", plan=JobPlan.model_validate(plan), plans=plans, why="")
@@ -446,8 +444,7 @@ def test_plan_shows_the_grid_memory_and_candidates(
     planning(FIRST_RANK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    automatic = {"workers": 8, "shard_group_size": "auto", "placement": "auto"}
-    Path("job.yaml").write_text(yaml.safe_dump(spec_document(parallelism=automatic)))
+    Path("job.yaml").write_text(yaml.safe_dump(spec_document(parallelism=AUTOMATIC)))
     page = shardloom("plan", "job.yaml", "--cluster", CPU)
     assert page.exit_code == 0, page.output
     for words in ("recommended", "Shard 0", "0 @0", "Optimizer", "Rows at risk", "nothing was"):

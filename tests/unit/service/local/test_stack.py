@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
 from dataclasses import replace
 
@@ -167,16 +166,6 @@ def test_the_ray_folder_is_short_and_made_afresh_for_this_user_only(tmp_path):
     make_temp_dir(folder)
     assert list(folder.iterdir()) == []
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_a_port_in_use_is_named_with_the_option_that_changes_it():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(StackError, match=f"port {port} is in use.*--port {port + 1}"):
-            check_port_free(port)
-    check_port_free(port)
 
 
 def test_a_port_that_a_killed_service_still_holds_is_waited_for(monkeypatch):

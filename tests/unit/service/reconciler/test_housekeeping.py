@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -24,8 +23,7 @@ def _running(house: House) -> Job:
 
 def _num_polls_as(house: House, replica: str) -> int:
     """How often the replica reconciles jobs when it dispatches once."""
-    settings = house.settings.model_copy(update={"replica_id": replica})
-    reconciler = replace(house, settings=settings).reconciler()
+    reconciler = house.reconciler(replica_id=replica)
     reconciler._dispatch()
     reconciler._pools["shared"].shutdown()
     return int(reconciler._telemetry.reconcile_s._sum.get() > 0)

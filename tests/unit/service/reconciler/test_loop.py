@@ -18,12 +18,12 @@ import pytest
 from service import storage
 from service.backends.fake import FakeBackend, Script
 from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
-from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState
+from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
 from service.jobs.actions import cancel_job, pause_job, resume_job
-from service.observability.metrics import ServiceMetrics
 from service.reconciler import loop, outbox
-from service.reconciler.loop import Reconciler, _ComputeSlot
+from service.reconciler.loop import _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
+from service.settings import Settings
 from service.storage import in_time
 from tests.harness.builders import (
     attempt_ended,
@@ -123,8 +123,7 @@ def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
         def may_submit(self, attempt_id: str) -> bool:
             return False
 
-    patient = PatientBackend(Path(house.backend.address))
-    waiting = Reconciler(house.store, patient, house.settings, ServiceMetrics(), lambda: house.now)
+    waiting = house.reconciler(PatientBackend)
     run_once(waiting)
     before = house.store.get_job(job.id)
     run_once(waiting)
@@ -218,7 +217,6 @@ def test_cancel_stops_the_attempt_until_it_is_seen_stopped(house: House) -> None
 
 
 def test_the_loop_runs_by_itself_and_is_woken_by_a_submission(house: House) -> None:
-    house.settings = house.settings.model_copy(update={"reconcile_interval_s": 3600.0})
     looked_at = []
 
     class WatchedBackend(FakeBackend):
@@ -227,8 +225,7 @@ def test_the_loop_runs_by_itself_and_is_woken_by_a_submission(house: House) -> N
             done.set()
 
     done = threading.Event()
-    backend = WatchedBackend(Path(house.backend.address))
-    reconciler = Reconciler(house.store, backend, house.settings, ServiceMetrics())
+    reconciler = house.reconciler(WatchedBackend, reconcile_interval_s=3600.0)
     reconciler.start()
     house.submit()
     reconciler.wake()
@@ -251,10 +248,7 @@ def test_one_slow_job_does_not_stall_the_others(house: House) -> None:
                 ended.set()
             return observation
 
-    settings = house.settings.model_copy(update={"reconcile_interval_s": 0.01})
-    reconciler = Reconciler(
-        house.store, SlowBackend(Path(house.backend.address)), settings, ServiceMetrics()
-    )
+    reconciler = house.reconciler(SlowBackend, reconcile_interval_s=0.01)
     reconciler.start()
     assert ended.wait(scaled(10))
     assert not release.is_set()
@@ -304,22 +298,28 @@ def test_an_attempt_that_somebody_stops_on_the_cluster_still_ends_its_job(house:
 def test_a_pause_that_is_taken_back_during_a_look_leaves_no_request(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The clock of the house is ahead of that by which a pause is asked for.
+    house.settings = house.settings.model_copy(update={"pause_grace_s": 1e9})
     job = house.submit("running")
     house.poll(2)
+    request = house.files(job).pause_request_path
     pause_job(house.store, house.settings, job.id)
     house.poll()
+    assert request.exists()
     resume_job(house.store, house.settings, job.id)
+    assert not request.exists()
     pause_job(house.store, house.settings, job.id)
-    observe = FakeBackend.observe
+    ask_to_pause = loop.ask_to_pause
 
-    def resume_first(backend: FakeBackend, attempt_id: str) -> Observation:
+    def resume_first(settings: Settings, attempt: Attempt) -> None:
         resume_job(house.store, house.settings, job.id)
-        return observe(backend, attempt_id)
+        ask_to_pause(settings, attempt)
+        assert request.exists()
 
-    monkeypatch.setattr(FakeBackend, "observe", resume_first)
+    monkeypatch.setattr(loop, "ask_to_pause", resume_first)
     house.poll()
-    attempt = house.files(job)
-    assert not attempt.pause_request_path.exists()
+    assert not request.exists()
+    assert not house.store.get_job(job.id).pause_requested
 
 
 def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
@@ -445,13 +445,11 @@ def test_a_cancel_is_carried_out_at_once_while_the_backend_hangs_for_hundreds(
         # In a millisecond of its own each: ids are random within one.
         job = queued_job(now=house.now + number / 1000)
         store_attempt(house.store, job, JobStatus.RUNNING)
-    settings = house.settings.model_copy(update={"reconcile_interval_s": 0.05})
-    backend = HangingBackend(Path(house.backend.address))
-    reconciler = Reconciler(house.store, backend, settings, ServiceMetrics())
+    reconciler = house.reconciler(HangingBackend, reconcile_interval_s=0.05)
     reconciler.start()
     try:
         wait_for(lambda: len(reconciler._busy) > 200, "all threads to hang")
-        cancel_job(house.store, settings, healthy.id)
+        cancel_job(house.store, house.settings, healthy.id)
         began = time.monotonic()
         wait_for(lambda: house.record(healthy).num_stops, "the stop of the healthy job")
         assert time.monotonic() - began < scaled(5)
@@ -480,9 +478,7 @@ def test_hosts_and_storage_that_hang_delay_no_running_job(
     running = house.submit("running", "succeeded")
     house.poll()
     house.submit()  # For which the cluster is asked for its hosts.
-    settings = house.settings.model_copy(update={"reconcile_interval_s": 0.05})
-    backend = HangingBackend(Path(house.backend.address))
-    reconciler = Reconciler(house.store, backend, settings, ServiceMetrics(), lambda: house.now)
+    reconciler = house.reconciler(HangingBackend, reconcile_interval_s=0.05)
     reconciler.start()
     try:
         wait_for(lambda: house.status(running) is JobStatus.SUCCEEDED, "the end of the other job")
@@ -570,10 +566,7 @@ def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
     states = {f"{job.id}-a0": ObservedState.RUNNING for job in jobs}
     states[f"{jobs[0].id}-a0"] = ObservedState.SUCCEEDED
     del states[f"{jobs[1].id}-a0"]
-    backend = ListingBackend(Path(house.backend.address))
-    reconciler = Reconciler(
-        house.store, backend, house.settings, ServiceMetrics(), lambda: house.now
-    )
+    reconciler = house.reconciler(ListingBackend)
     reconciler._dispatch()
     wait_for(lambda: not reconciler._busy, "the pass to end")
     reconciler.close()
@@ -611,10 +604,7 @@ def test_a_job_that_runs_on_is_not_read_again_until_it_is_written(house: House) 
     # The workers of the others have not told yet that they train.
     for job in jobs[::2]:
         house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
-    backend = AllRun(Path(house.backend.address))
-    reconciler = Reconciler(
-        house.store, backend, house.settings, ServiceMetrics(), lambda: house.now
-    )
+    reconciler = house.reconciler(AllRun)
     num_read = []
     for _ in range(3):
         before = reconciler._telemetry.reconcile_s._sum.get()

@@ -1,11 +1,9 @@
-"""Webhooks without a network: signatures, retries, the outbox in the store, and over HTTP."""
+"""Webhooks without a network: retries, the outbox in the store, and over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
-import hmac
 import json
 from pathlib import Path
 from typing import Any
@@ -175,7 +173,7 @@ def test_a_webhook_that_nothing_reaches_is_switched_off_and_can_be_switched_on(
 
 class _Box:
     def decrypt(self, sealed: str) -> str:
-        return sealed.removeprefix("sealed:")
+        return sealed
 
 
 class _Receiver:
@@ -207,11 +205,10 @@ def _rounds(
     asyncio.run(_poll())
 
 
-def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(
+def test_a_message_is_sent_again_with_the_same_id_until_it_is_taken(
     store: JobStore, outbox: WebhookStore, tmp_path: Path
 ) -> None:
-    secret = new_secret()
-    hook = _webhook(outbox, secret=f"sealed:{secret}")
+    hook = _webhook(outbox, secret=new_secret())
     _submit(store)
     receiver = _Receiver(500, 503, 200)
     times = [NOW, NOW + 1, NOW + 10, NOW + 100, NOW + 1000]
@@ -219,11 +216,6 @@ def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(
     [delivery] = outbox.list_deliveries(hook.id)
     assert (delivery.state, delivery.num_tries) == (DeliveryState.DELIVERED, 3)
     assert len({headers["webhook-id"] for headers, _ in receiver.messages}) == 1
-    key = base64.b64decode(secret.removeprefix("whsec_"))
-    for headers, body in receiver.messages:
-        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.{body}"
-        digest = base64.b64encode(hmac.digest(key, signed.encode(), hashlib.sha256)).decode()
-        assert headers["webhook-signature"] == f"v1,{digest}"
 
 
 def test_a_dead_message_is_sent_again_by_hand(

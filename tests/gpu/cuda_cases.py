@@ -27,7 +27,10 @@ from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
 from tests.harness.small_model import Case, form_groups, make_batch, rank_device, spec_of
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.checkpoint.state_dict import state_to_save
+from trainer.coordination.client import Identity
 from trainer.elastic.group_sync import CrossGroupProcessGroup, ReplicaRank
+from trainer.elastic.peer_copy import DonorServer
+from trainer.elastic.rendezvous import RendezvousStore
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
@@ -209,7 +212,14 @@ def exchange_between_groups(num_rounds: int) -> list[tuple[torch.Tensor, torch.T
     """What ranks that are groups of their own get of each other: by all-to-all, all-gather."""
     index, size = dist.get_rank(), dist.get_world_size()
     replica, device = ReplicaRank(1, index, size), rank_device()
-    group = CrossGroupProcessGroup(replica, _get_default_store(), device, 60.0, lambda: False)
+    store, token = _get_default_store(), bytes(32)
+    if index == 0:
+        donor = DonorServer(Identity(0, 0, 0, 1, "127.0.0.1"), [], token)
+        store.set("donor", donor.address)
+    meeting = RendezvousStore(
+        store.get("donor").decode(), 1, token, lambda: False, connect_s=60.0, wait_s=60.0
+    )
+    group = CrossGroupProcessGroup(replica, meeting, device, 60.0, lambda: False)
     found = []
     for round_ in range(num_rounds):
         parts = torch.arange(4.0 * size, device=device) + 100 * index + 1000 * round_
@@ -218,6 +228,9 @@ def exchange_between_groups(num_rounds: int) -> list[tuple[torch.Tensor, torch.T
         group.all_gather(gathered)
         found.append((swapped.cpu(), gathered.cpu()))
     group.drop()
+    dist.barrier()
+    if index == 0:
+        donor.close()
     return found
 
 

@@ -76,6 +76,7 @@ class RendezvousServer:
             store.connections.add(connection)
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         has_ended = threading.Event()
         heard = lines, store, has_ended
         threading.Thread(target=self._hear, args=heard, name="rendezvous", daemon=True).start()
@@ -182,15 +183,12 @@ class RendezvousStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit_s = self._wait_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit_s
-        while True:
-            self._receive(_POLL_S)
-            if self._values.keys() >= set(keys):
-                return
+        while missing := set(keys) - self._values.keys():
             if self._is_given_up():
                 raise dist.DistStoreError("this rank was told to give up")
             if time.monotonic() > deadline:
-                missing = sorted(set(keys) - self._values.keys())
-                raise dist.DistStoreError(f"no rank wrote {missing[0]} within {limit_s:g} s")
+                raise dist.DistStoreError(f"no rank wrote {min(missing)} within {limit_s:g} s")
+            self._receive(_POLL_S)
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -157,3 +157,13 @@ def test_a_rank_that_hangs_up_leaves_no_thread_behind(server: DonorServer) -> No
     assert num_serving() == before + 2
     store.close()
     wait_for(lambda: num_serving() == before, "its threads end")
+
+
+def test_what_has_come_is_not_waited_for(
+    server: DonorServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = enter(server)
+    store.set("key", "value")
+    store.wait(["key"])
+    monkeypatch.setattr(rendezvous, "_POLL_S", 1e6)
+    assert store.get("key") == b"value"

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from tests.harness.elastic_ranks import Control, RankLife, coordinate, live
+from tests.harness.elastic_ranks import Control, RankLife, backend_of, coordinate, live
 from tests.harness.emulated import EmulatedHosts
-from tests.harness.ranks import FORK_SERVER
+from tests.harness.ranks import FORK_SERVER, context_of
 from tests.harness.wait import free_port, scaled
 from trainer.fault_injection import FAULTS, Fault
 from trainer.protocol.worker_config import GroupConfig, WorkerConfig
@@ -35,7 +35,7 @@ class GroupLife:
 
     group: int
     incarnation: int
-    ranks: list[ForkServerProcess]
+    ranks: list[ForkServerProcess] | list[SpawnProcess]
 
     @property
     def exit_codes(self) -> list[int | None]:
@@ -160,8 +160,9 @@ class ElasticHarness:
             control=self._control_path,
             records=self.folder,
         )
+        context = context_of(backend_of(self.config.spec))
         ranks = [
-            FORK_SERVER.Process(target=live, args=(replace(life, rank=rank),), daemon=True)
+            context.Process(target=live, args=(replace(life, rank=rank),), daemon=True)
             for rank in range(self.num_ranks)
         ]
         for rank in ranks:

@@ -19,8 +19,10 @@ from typing import Any
 
 from tests.harness.emulated import INTERFACE, enter_network
 from tests.harness.processes import die_with_parent, rank_environment
+from tests.harness.ranks import Backend, claim_gpu
 from tests.harness.wait import scaled
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
 
 FAILED = 1
 COLLECTIVE_TIMEOUT_S = scaled(20)
@@ -89,6 +91,11 @@ class Recorder:
         self._file.write(json.dumps(line) + "\n")
 
 
+def backend_of(spec: JobSpec) -> Backend:
+    """NCCL where the job asks for GPUs, which all ranks of a machine share."""
+    return "nccl" if spec.resources.device == "cuda" else "gloo"
+
+
 def live(life: RankLife) -> None:
     """Be one rank to the end: exit code 0 if its group is through, `FAILED` if it cannot go on."""
     die_with_parent()
@@ -147,12 +154,25 @@ def _enter_world(life: RankLife) -> None:
     import torch
     import torch.distributed as dist
 
+    from trainer.elastic.group_sync import limit_nccl
+
     torch.set_num_threads(1)
-    num_ranks = life.config.spec.parallelism.group_size
+    spec = life.config.spec
+    num_ranks = spec.parallelism.group_size
     interface = INTERFACE if life.network else "lo"
     os.environ.update(rank_environment(life.rank, num_ranks, life.store_port, interface))
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group("gloo", rank=life.rank, world_size=num_ranks, timeout=timeout)
+    backend, device = backend_of(spec), None
+    if backend == "nccl":
+        limit_nccl(spec.recovery.exchange_timeout_s)
+        place = life.config.group.group * num_ranks + life.rank
+        device = claim_gpu(place, spec.parallelism.world_size)
+    dist.init_process_group(
+        backend,
+        rank=life.rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        device_id=device,
+    )
 
 
 def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[str, float]:
@@ -250,7 +270,7 @@ def state_hash(session: Any) -> str:
     for part in (found["shards"], found["dense"]):
         for name in sorted(part, key=str):
             digest.update(str(name).encode())
-            digest.update(part[name].contiguous().numpy().tobytes())
+            digest.update(part[name].cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -202,9 +203,13 @@ def _end_worlds() -> None:
         _worlds.popitem()[1].close()
 
 
+def context_of(backend: Backend) -> ForkServerContext | SpawnContext:
+    """What starts ranks: CUDA does not survive a fork, and importing what uses it touches it."""
+    return FORK_SERVER if backend == "gloo" else multiprocessing.get_context("spawn")
+
+
 def _start(rank: int, backend: Backend) -> tuple[BaseProcess, Connection]:
-    # CUDA does not survive a fork, and importing what uses it touches it.
-    context = FORK_SERVER if backend == "gloo" else multiprocessing.get_context("spawn")
+    context = context_of(backend)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
     process.start()
@@ -258,7 +263,7 @@ def _answer(rank: int, data: bytes) -> _Answer:
         call = _unpack(data)
         os.environ.update(rank_environment(rank, call.world_size, call.store_port))
         store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
-        device = _claim_gpu(rank, call.world_size) if call.backend == "nccl" else None
+        device = claim_gpu(rank, call.world_size) if call.backend == "nccl" else None
         dist.init_process_group(
             call.backend,
             store=dist.PrefixStore(call.store_prefix, store),
@@ -277,8 +282,8 @@ def _answer(rank: int, data: bytes) -> _Answer:
     return _Answer(value, stays=call.backend == "nccl" or threading.active_count() == 1)
 
 
-def _claim_gpu(rank: int, world_size: int) -> torch.device:
-    """The GPU of this rank, from now on the current one."""
+def claim_gpu(rank: int, world_size: int) -> torch.device:
+    """The GPU of this rank of all that are on this machine, from now on the current one."""
     import torch
 
     num_gpus = torch.cuda.device_count()

@@ -340,10 +340,11 @@ class Joiner:
         self._copy.roll_back()
         self._thread = None
 
-    def attend(self, round: Round) -> None:
+    def attend(self, round: Round) -> bool:
         """A round has begun: copy from its donor, if something is missing.
 
-        Raises `PeerCopyError` when the donor has another shard.
+        Returns whether a commit was missed, after which everything is. Raises `PeerCopyError` when
+        the donor has another shard.
         """
         if self._thread is not None and self._thread.done():
             problem, self._thread = self._thread.exception(), None
@@ -351,7 +352,8 @@ class Joiner:
                 logger.warning("the copy from %s broke off: %s", self._donor_address, problem)
             elif problem:
                 raise problem
-        if self._commit is not None and round.commit != self._commit + 1:
+        has_missed = self._commit is not None and round.commit != self._commit + 1
+        if has_missed:
             self.restart()
         donors = {(m.group, m.incarnation) for m in round.members if m.standing != "listening"}
         address = round.donors[self._identity.rank] if round.donors else ""
@@ -365,6 +367,7 @@ class Joiner:
             threading.Thread(target=self._run, args=work, name="joiner", daemon=True).start()
         if self._donor_address:
             self._commit = round.commit - 1
+        return has_missed
 
     def vote(self) -> None:
         self._copy.vote()

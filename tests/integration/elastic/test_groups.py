@@ -20,7 +20,7 @@ from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.save_load import list_committed
 from trainer.fault_injection import Fault
 from trainer.protocol import requests
-from trainer.protocol.events import Metrics, SyncIntervalChanged
+from trainer.protocol.events import Metrics, Recovered, SyncIntervalChanged
 from trainer.protocol.requests import SaveRequest, StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import SecretEnv, WorkerConfig
@@ -53,6 +53,8 @@ def test_groups_join_and_leave_while_the_others_train_on(
         harness.coordinator.call("retire", 3, "resize")
         harness.wait_for(lambda: harness.life(3).is_over, TIMEOUT_S, "spare 3 has ended well")
         assert not [each for each in harness.of("committed") if each["group"] in (2, 3)]
+        # While it copies it misses commits.
+        harness.inject(Fault(kind="slow", group=2, rank=0, step=0, phase="apply", arg=0.4, times=3))
         harness.coordinator.call("promote", 2)
         campaign.wait_until_over()
         harness.coordinator.call("retire", 0, "drain")
@@ -62,7 +64,9 @@ def test_groups_join_and_leave_while_the_others_train_on(
         ledger = campaign.finish(config)
         assert ledger["quarantined"] == [0, 40]
         check_that_nobody_was_restarted(harness)
-    moves = records_in(RunDir(config.run_dir).attempt(config.attempt_id), SyncIntervalChanged)
+    attempt = RunDir(config.run_dir).attempt(config.attempt_id)
+    assert not records_in(attempt, Recovered), "no sync failed"
+    moves = records_in(attempt, SyncIntervalChanged)
     # What follows the first one depends on how long syncs take on this machine.
     intervals = [1, *(each.every_steps for each in moves)]
     assert intervals[1] == 2

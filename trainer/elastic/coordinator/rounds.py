@@ -2,8 +2,8 @@
 
 A round ends with the first refusal, with the loss of any of its groups, or when all groups agreed,
 and every group that voted is answered then. A listener is in the rounds that it has arrived for,
-delays none for long, and ends none: without its vote a round commits all the same, and where one
-with it has failed the next is without it.
+and delays none for long: what all others hold commits without its vote, and where a round with it
+has failed the next is without it.
 """
 
 from __future__ import annotations
@@ -455,8 +455,10 @@ class SyncRounds:
             return
         self._limit_votes(opened, now)
         opened.votes[group] = vote
-        if vote.ok or is_listener:
+        if vote.ok:
             opened.undecided.discard(group)
+        # Without a listener that refuses the others may wait for it until their time is up.
+        if vote.ok or not opened.undecided:
             self.end_if_agreed(now)
         else:
             self._end_round(f"group {group.group} refused: {vote.error}", now)

@@ -261,15 +261,20 @@ def joining(**policy) -> World:
     return world
 
 
-def test_a_listener_that_refuses_blocks_no_commit():
+def test_a_listener_that_refuses_is_not_waited_for_and_the_next_round_is_without_it():
     world = joining()
-
-    def refuse() -> bool:
-        world.groups[2].will_refuse = True
-        return world.status.ledger.commit >= 5
-
-    world.run_until(refuse)
-    assert [each.cause for each in world.told("recovered")] == ["connection"]
+    world.groups[2].will_refuse = True
+    world.run_until(lambda: not world.groups[2].will_refuse)
+    refused = world.groups[2].round
+    world.hung |= {0, 1}  # their exchange waits for it
+    world.exchange(20)
+    for group in (0, 1):
+        _, told = world.groups[group].inbox[-1]
+        assert isinstance(told, RoundResult)
+        assert (told.round, told.committed) == (refused.round, False)
+    world.hung.clear()
+    world.run_to_commit(refused.commit)
+    assert [each.group for each in world.groups[0].round.members] == [0, 1]
     assert standings(world)[2] == "listening"
     world.run_to_end()
     world.check_rows()

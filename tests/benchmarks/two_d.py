@@ -6,8 +6,9 @@ Eight gloo ranks, four on each of two network namespaces that a 1 Gbit/s link jo
 measures every variant of stock TorchRec in 1D and every 2D layout once: samples per second, peak
 memory, lookup imbalance, bytes over the link. Then the best of each side is measured again, in
 pairs that take turns; only these decide the ratio. Both sides train the same model on the same
-batches, compute in fp32 and may send embeddings in fp16. What the ratio is made of averages dense
-gradients at every step; rows that do otherwise say so, and stay outside of it.
+batches and compute in fp32; stock 1D may send embeddings in fp16, and ours what syncs move. What
+the ratio is made of averages dense gradients at every step; rows that do otherwise say so, and stay
+outside of it.
 
 What is left of the sync is a ratio of its own: copies that are averaged every 16 steps, while they
 train on, over the same copies never averaged, and over those of stock TorchRec, which stand still
@@ -81,7 +82,7 @@ def layouts() -> list[TwoDLayout]:
         TwoDLayout(num_replicas, "inter_host", "touched_rows", 16, overlap=16)
         for num_replicas in (2, 4)
     ]
-    half = [replace(each, wire="fp16") for each in overlapped]
+    half = [replace(each, sync_dtype="fp16") for each in overlapped]
     # Measured too, but no 1D row does the same arithmetic.
     beyond = [replace(overlapped[0], dense="at_sync")]
     unsynced = [TwoDLayout(num_replicas, "inter_host", "none", 1) for num_replicas in (2, 4)]

@@ -25,9 +25,9 @@ NEVER = 10**6  # steps
 class TwoDLayout:
     """How our side lays the model over the ranks, and how it syncs the copies.
 
-    `overlap` counts the steps during which means are formed. `wire` is the precision in which
-    embeddings, their gradients and the syncs travel. Mode "none" never syncs: no way to train, but
-    the most that any sync could reach.
+    `overlap` counts the steps during which means are formed. What syncs move travels in
+    `sync_dtype`, embeddings in fp32. Mode "none" never syncs: no way to train, but the most that
+    any sync could reach.
     """
 
     num_replicas: int
@@ -36,7 +36,7 @@ class TwoDLayout:
     every_steps: int
     overlap: int = 0
     dense: str = "every_step"
-    wire: str = "fp32"
+    sync_dtype: str = "fp32"
 
     @property
     def label(self) -> str:
@@ -47,8 +47,8 @@ class TwoDLayout:
             parts.append(f"overlap {self.overlap}")
         if self.dense != "every_step":
             parts.append(f"dense {self.dense}")
-        if self.wire != "fp32":
-            parts.append(f"{self.wire} on the wire")
+        if self.sync_dtype != "fp32":
+            parts.append(f"synced in {self.sync_dtype}")
         return ", ".join(parts)
 
     @property
@@ -61,7 +61,7 @@ class TwoDLayout:
         """The job's `parallelism.sync`."""
         common = {
             "overlap": self.overlap,
-            "dtype": self.wire,
+            "dtype": self.sync_dtype,
             "full_above": 1.0,  # a row named touched_rows shall not turn into full
         }
         if self.mode == "none":
@@ -77,6 +77,5 @@ def spec_of(layout: TwoDLayout) -> JobSpec:
         "two-d",
         placement=layout.placement,
         sync=layout.sync,
-        all_to_all={"forward": layout.wire, "backward": layout.wire},
         dense=layout.dense,
     )

@@ -23,7 +23,7 @@ from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 if TYPE_CHECKING:
     import torch
 
-_FEW_ROWS = 4
+_FEW_SHARE = 0.25  # of the rows: so few are picked one by one
 FloatArray = NDArray[np.float32]
 IdMatrix = NDArray[Any]
 
@@ -48,7 +48,7 @@ class IdLists:
         return np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> IdLists:
-        if len(rows) < len(self) // _FEW_ROWS:
+        if len(rows) < _FEW_SHARE * len(self):
             return self._take_few(rows)
         import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
         import torch

@@ -152,16 +152,22 @@ def measure_union(num_rows: int) -> int:
 
 
 def measure_tracking(workload: Workload, num_pairs: int) -> list[tuple[float, float]]:
-    """Seconds of a step (with the tracker, without), `num_pairs` times in turn."""
+    """Seconds of a step (with the tracker, without), `num_pairs` times in turn.
+
+    Both follow on the same: a tracker is made, and has touched its memory.
+    """
     training = Training(workload)
     training.train(2)
     measured = []
     for pair in range(num_pairs):
         seconds = {}
         for tracked in (True, False) if pair % 2 else (False, True):
-            sync = training.sync() if tracked else None
+            sync = training.sync()
+            sync.reset()
+            if not tracked:
+                sync.close()
             seconds[tracked], _ = slowest_s(lambda: training.train(1))
-            if sync:
+            if tracked:
                 sync.close()
         measured.append((seconds[True], seconds[False]))
     return measured

@@ -64,7 +64,7 @@ from trainer.spec.parallelism import SyncSpec
 logger = logging.getLogger(__name__)
 Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
 # So much is read, changed and written at a time, so that it stays in a processor's cache meanwhile.
-_CACHE_BYTES = 2**19
+_CACHE_BYTES = 2**20
 _WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -76,15 +76,17 @@ class RowNumbers:
             for run in runs
         ]
         self._sizes = [sum(sizes[index] for index in run) for run in runs]
+        self._run_bounds = [0, *accumulate(self._sizes)]
         self.ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
 
     def of_bits(self, bits: torch.Tensor) -> Rows:
         """The rows whose `bits`, bool [num_rows], are set. One read on the host, of `bounds`."""
+        if not bits.is_cuda:  # NumPy is up to ten times as fast there
+            numbers = torch.from_numpy(np.flatnonzero(bits.numpy()))
+            return Rows(numbers, np.searchsorted(numbers.numpy(), self._run_bounds).tolist())
         counts = [of_run.count_nonzero() for of_run in bits.split(self._sizes)]
         bounds = torch.stack([self.ends.new_zeros(()), *counts]).cumsum(0).tolist()
-        if bits.is_cuda:  # where the size is known; for the CPU that operator is 30 times slower
-            return Rows(torch.nonzero_static(bits, size=bounds[-1]).view(-1), bounds)
-        return Rows(bits.nonzero().view(-1), bounds)
+        return Rows(torch.nonzero_static(bits, size=bounds[-1]).view(-1), bounds)
 
     def none(self) -> Rows:
         numbers = torch.empty(0, dtype=torch.int64, device=self.device)

@@ -8,6 +8,9 @@ collection reads of a batch is seen in the first forward pass, so any model can 
 collections take `batch.sparse` or `batch.sequences` as they are. Batches on their way hold ids and
 no rows, so results are bitwise those of steps one after the other, and a run may stop between any
 two steps: what was not trained is read again.
+
+On CPUs ids are sent within the forward pass, once the tables' outputs have come: the link is free
+until gradients take it, and both at once delay these. On GPUs it is after all was launched.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class _PipelinedForward:
         self._given: list[tuple[Any, ...]] | None = None
         self._reads: Reads | None = None
         self._exchange: _Exchange | None = None
+        self._then: Callable[[], None] | None = None
         module.forward = self
 
     def observe(self) -> None:
@@ -100,9 +104,9 @@ class _PipelinedForward:
         context = self._module.create_context()
         return _Exchange(ids, context, self._module.input_dist(context, ids))
 
-    def take(self, exchange: _Exchange) -> None:
-        """Use `exchange` in the next call."""
-        self._exchange = exchange
+    def take(self, exchange: _Exchange, then: Callable[[], None] | None = None) -> None:
+        """Use `exchange` in the next call; `then` is called once its outputs are there."""
+        self._exchange, self._then = exchange, then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exchange, self._exchange = self._exchange, None
@@ -123,7 +127,15 @@ class _PipelinedForward:
             current.wait_stream(self._stream)
             arrived.record_stream(current)
             exchange.context.record_stream(current)
-        return self._module.compute_and_output_dist(exchange.context, arrived)
+        outputs = self._module.compute_and_output_dist(exchange.context, arrived)
+        if isinstance(outputs, Awaitable) and (then := self._then):
+
+            def arrive(outputs: Any) -> Any:
+                then()
+                return outputs
+
+            outputs.callbacks.append(arrive)
+        return outputs
 
 
 @dataclass
@@ -192,13 +204,21 @@ class StepPipeline:
         if current.exchanges is None:
             self._start(current)
             self._send(current)
+        num_awaited = len(self._forwards)
+
+        def send() -> None:
+            nonlocal num_awaited
+            num_awaited -= 1
+            if following and not num_awaited:
+                self._send(following)
+
         for forward, exchange in zip(self._forwards, current.exchanges or [], strict=True):
-            forward.take(exchange)
-        if following is None:
-            return self._model(batch)
-        self._start(following)
+            forward.take(exchange, None if self._dist_stream else send)
+        if following:
+            self._start(following)
         found = self._model(batch)
-        self._send(following)
+        if following and num_awaited:
+            self._send(following)
         return found
 
     def _observe(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,8 +127,8 @@ def _pause_after(job: OurJob, since: float) -> float:
     lost = job.first(events.GroupLost, since)
     recovered = job.first(events.Recovered, since)
     job.wait_for_commits(3)
-    began = since or lost.time - _WATCH_S
-    return pause_s(job.commit_times(), began, recovered.time + _WATCH_S)
+    # The wait in which it was lost ends after that.
+    return pause_s(job.commit_times(), since or lost.time, recovered.time + _WATCH_S)
 
 
 def _checkpoint_bytes(job: OurJob) -> int:

@@ -43,7 +43,14 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from tenacity import retry, retry_if_exception_type, stop_after_attempt
+from tenacity import (
+    retry,
+    retry_if_exception,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_fixed,
+)
 
 from service.errors import StoreUnavailable
 
@@ -288,14 +295,29 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
     for pragma in (
         # First, as the others may have to wait for another process.
         f"busy_timeout={_BUSY_TIMEOUT_MS}",
-        "journal_mode=WAL",
         # An acknowledged record must survive a power cut, so every commit reaches the disk.
         "synchronous=FULL",
         f"wal_autocheckpoint={AUTOCHECKPOINT_PAGES}",
         "foreign_keys=ON",
     ):
         cursor.execute(f"PRAGMA {pragma}")
+    _use_wal(cursor)
     cursor.close()
+
+
+def _is_busy(error: BaseException) -> bool:
+    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+
+
+@retry(
+    retry=retry_if_exception(_is_busy),
+    stop=stop_after_delay(_BUSY_TIMEOUT_MS / 1e3),
+    wait=wait_fixed(0.01),
+    reraise=True,
+)
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    # Where two connections change it at once, SQLite fails for one at once, whatever the time-out.
+    cursor.execute("PRAGMA journal_mode=WAL")
 
 
 def _begin_sqlite(connection: Connection) -> None:

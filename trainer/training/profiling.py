@@ -2,7 +2,8 @@
 
     data_wait    waiting for the reader's next batch
     input_dist   starting the all-to-all of the next batch's ids before the forward pass and going
-                 on with it after that, and waiting for this batch's in each sharded module
+                 on with it after that, on CPUs after the last output all-to-all; and waiting for
+                 this batch's in each sharded module
     lookup       reading and pooling rows, until the output all-to-all starts
     output_dist  from there until its result was waited for, dense work in between included
     dense        the rest of the forward pass

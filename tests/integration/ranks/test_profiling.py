@@ -123,10 +123,10 @@ def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
 
 
 def test_phases_of_a_step_begin_in_order(traced: Traced) -> None:
-    # The ids of the next batch start before the forward pass and go on after it; the two groups of
-    # tables look up and send in turn.
+    # The ids of the next batch start before the forward pass and go on once all outputs are there;
+    # the two groups of tables look up and send in turn.
     look_up = "lookup output_dist " * 2
-    order = f"dense input_dist dense input_dist {look_up}dense input_dist dense"
+    order = f"dense input_dist dense input_dist {look_up}input_dist output_dist dense"
     for entered in traced.entered:
         steps = " ".join(phase for phase in entered if phase != "other").split(" backward ")
         for step in steps[2:10]:

@@ -293,14 +293,13 @@ class Coordinator:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        except Exception:
+        serving = self._loop.create_task(self._serve())
+        self._loop.run_until_complete(asyncio.wait([serving]))
+        self._loop.close()
+        if error := serving.exception():
             # Nobody's loss would be noticed any more, and what it knows may contradict itself.
-            logger.exception("the coordinator has failed")
+            logger.error("the coordinator has failed", exc_info=error)
             self._on_crash()
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         config = self._config

@@ -28,7 +28,7 @@ from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host, fill_hosts, kill_on
 from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.goodput import GoodputMeter
-from trainer.elastic.coordinator.interface import MembershipPolicy
+from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import Failure
@@ -124,16 +124,15 @@ class HangMonitor:
         """Listen at `host`, under which the workers reach the driver. Raises OSError."""
         policy = MembershipPolicy.of(attempt.spec, num_groups=1)
         silence_s = max(WATCH_SILENCE_S, attempt.spec.recovery.heartbeat_timeout_s)
-        self._coordinator = Coordinator(
-            CoordinatorConfig(
-                policy=replace(policy, heartbeat_timeout_s=silence_s, holds_suspicions=False),
-                book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
-                host=host,
-                attempt_dir=attempt.context.files.root,
-                token=attempt.token,
-                only_watches=True,
-            )
+        self._config = CoordinatorConfig(
+            policy=replace(policy, heartbeat_timeout_s=silence_s, holds_suspicions=False),
+            book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
+            host=host,
+            attempt_dir=attempt.context.files.root,
+            token=attempt.token,
+            only_watches=True,
         )
+        self._coordinator = Coordinator(self._config)
         self._run_index = -1
         self.processes: dict[str, set[int]] = {}
         """Process ids of the run that was checked last, by host."""
@@ -144,7 +143,11 @@ class HangMonitor:
 
     def check(self, run_index: int) -> Failure | None:
         """Why run `run_index` is lost although its processes may still be there, if it is."""
-        status = self._coordinator.status()
+        try:
+            status = self._status()
+        except (RuntimeError, OSError) as error:  # a job needs no watch to go on
+            logger.warning("nobody watches for hangs until the next try: %s", error)
+            return None
         if run_index != self._run_index:
             self._run_index, self.processes = run_index, {}
         for group in status.groups:
@@ -156,6 +159,12 @@ class HangMonitor:
             if each.incarnation == run_index and each.reason in _HANGS:
                 return Failure(failures.HANG, each.message, evidence={"watch": each.message})
         return None
+
+    def _status(self) -> CoordinatorStatus:
+        if self._coordinator.is_over:  # what it knew comes back with the workers
+            port = int(self.address.rpartition(":")[2])
+            self._coordinator = Coordinator(replace(self._config, port=port))
+        return self._coordinator.status()
 
 
 @dataclass(frozen=True)

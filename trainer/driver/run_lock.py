@@ -230,7 +230,10 @@ def hold_run(run_dir: Path, name: str, on_lost: Callable[[], None]) -> Iterator[
     finally:
         is_over.set()
         thread.join()
-        lock.release()
+        try:
+            lock.release()
+        except OSError as error:  # how the block ended counts more
+            logger.warning("the run folder's lock is left to be taken over: %s", error)
 
 
 def _keep_beating(lock: RunLock, is_over: threading.Event, on_lost: Callable[[], None]) -> None:

@@ -176,11 +176,11 @@ def add_to_path(archive: Path) -> None:
     folder = archive.with_suffix("")
     if not folder.exists():
         own = archive.with_name(f"{archive.stem}.{secrets.token_hex(4)}")
-        unpack(archive.read_bytes(), archive.stem, own)
         try:
+            unpack(archive.read_bytes(), archive.stem, own)
             own.rename(folder)
         except OSError:
-            shutil.rmtree(own)
+            shutil.rmtree(own, ignore_errors=True)
             if not folder.exists():  # or another process was faster
                 raise
     path = str(folder / PREFIX)

@@ -61,6 +61,7 @@ from trainer.driver.job_runner import HangMonitor
 from trainer.elastic import group_session
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.membership import Membership
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
 from trainer.protocol.outbox import EventWriter
@@ -652,6 +653,22 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     (found,) = [read_record(line, now=0.0) for line in lines]
     assert isinstance(found, HangFound)
     assert (found.rank, found.phase) == (1, "train")
+
+
+def test_workers_are_watched_again_after_an_error_in_the_watch(
+    small_movielens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempt_of(make_config(small_movielens, tmp_path))
+    with watched(attempt, 1, (1000, 1000)) as (watch, _):
+        wait_until(lambda: watch.check(1) or watch.processes, "the worker", 60)
+        failed, address = watch._coordinator, watch.address
+        with monkeypatch.context() as patch:
+            patch.setattr(Membership, "tick", lambda *_: [][0])
+            wait_until(lambda: failed.is_over, "its end", 60)
+        assert watch.check(1) is None
+        watch.processes.clear()
+        wait_until(lambda: watch.check(1) or watch.processes, "the worker again", 60)
+        assert (watch._coordinator is failed, watch.address) == (False, address)
 
 
 def hang_in_training(log: Path, address: str) -> None:

@@ -17,7 +17,8 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -64,6 +65,7 @@ _GC_THRESHOLDS = (200_000, 20, 1000)
 _BACKLOG = 4096  # all may connect at once
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
+_CALL_S = 30.0
 _MONITORED_KINDS = frozenset({"hang_found"})
 
 
@@ -218,12 +220,15 @@ def _line_of(roster: Roster) -> bytes:
 
 
 class Coordinator:
-    """A running server; its methods may be called from any thread but its own."""
+    """A running server; its methods may be called from any thread but its own.
+
+    They raise RuntimeError or TimeoutError where an error has ended it.
+    """
 
     def __init__(
         self, config: CoordinatorConfig, on_crash: Callable[[], None] = lambda: None
     ) -> None:
-        """Start it. Raises OSError where the port cannot be had.
+        """Start it. Raises what listening raised: OSError where the port cannot be had.
 
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
@@ -244,11 +249,11 @@ class Coordinator:
         self._loop = asyncio.new_event_loop()
         self._is_stopping = asyncio.Event()
         self._error: BaseException | None = None
-        self._started: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
         address = self._started.get()
-        if isinstance(address, OSError):
+        if isinstance(address, BaseException):
             self._writing.shutdown()
             raise address
         self.address = address
@@ -273,18 +278,28 @@ class Coordinator:
         """Take a step that the driver asks for."""
         self._call(lambda: self._take(lambda: step(*args, self._now())))
 
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
     def stop(self) -> None:
         """End the server. Who is connected looks for another one."""
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(self._is_stopping.set)
-            self._thread.join()
-            self._writing.shutdown()
+        self._thread.join()
+        self._writing.shutdown()
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        async def call() -> Result:
-            return function()
+        answer: Future[Result] = Future()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        def call() -> None:
+            try:
+                answer.set_result(function())
+            except Exception as error:  # the caller raises it
+                answer.set_exception(error)
+
+        self._loop.call_soon_threadsafe(call)
+        return answer.result(_CALL_S)  # what is asked for as the loop ends is never called
 
     # --- on the event loop
 
@@ -307,7 +322,7 @@ class Coordinator:
             server = await self._loop.create_server(
                 lambda: _Unproven(self), config.host, config.port, backlog=_BACKLOG
             )
-        except OSError as error:
+        except BaseException as error:  # the constructor raises it
             self._started.put(error)
             return
         port = server.sockets[0].getsockname()[1]

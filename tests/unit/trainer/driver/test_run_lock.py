@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,16 @@ def test_the_folder_is_held_for_a_block_and_free_after_an_error(tmp_path: Path) 
         assert RunDir(tmp_path).lock_path.exists()
         raise ValueError("inside")
     assert not RunDir(tmp_path).lock_path.exists()
+
+
+def test_what_a_block_gives_is_not_lost_with_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_away(*_: Any) -> bytes:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    with hold_run(tmp_path, "job-a0", on_lost=int):
+        monkeypatch.setattr(Path, "read_bytes", is_away)
 
 
 def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(

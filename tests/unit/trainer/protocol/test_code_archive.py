@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -190,6 +191,10 @@ def test_code_that_would_take_the_place_of_what_is_there_is_refused_before_it_is
         assert check(harmless).num_files == 2
 
 
+def disk_is_full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_code_on_the_module_path_is_unpacked_once_for_all_processes_of_a_host(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +211,10 @@ def test_code_on_the_module_path_is_unpacked_once_for_all_processes_of_a_host(
     assert os.environ["PYTHONPATH"].endswith(f"{unpacked}{os.pathsep}before")
     assert {path.name for path in archive.parent.iterdir()} == {archive.name, archive.stem}
     archive.with_suffix("").rename(tmp_path / "moved")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_bytes", disk_is_full)
+        add_to_path(archive)
+    assert [path.name for path in archive.parent.iterdir()] == [archive.name]
     archive.write_bytes(data + b" ")
     with pytest.raises(CodeError, match="changed or cut short"):
         add_to_path(archive)

@@ -60,7 +60,7 @@ class OutboxCollector:
     def collect(self, job_id: str, index: int) -> None:
         """Store the records of attempt `index` of a job; raises OSError if storage fails.
 
-        What cannot be read for `PATIENCE_S` is left behind, so that the job goes on without it.
+        What cannot be read or used for `PATIENCE_S` is left behind, so that the job goes on.
         """
         attempt = attempt_id(job_id, index)
         files = run_dir_of(self.settings, job_id).attempt(attempt)
@@ -69,7 +69,8 @@ class OutboxCollector:
             batches = unread_batches(files, positions, self.clock())
             while batch := in_time(self.settings.runs_dir, partial(next, batches, None)):
                 self._take(attempt, batch)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # Of what a job wrote: a ValidationError is among the latter.
             since = self._unreadable_since.setdefault((job_id, index), self.clock())
             if self.clock() - since < PATIENCE_S:
                 raise
@@ -116,7 +117,7 @@ def unread_batches(
     except NotADirectoryError:
         return  # There is no folder, so there are no records.
     for path in sorted((path for path in paths if path.suffix == ".jsonl"), key=stream_order):
-        if not re.match(STREAM_PATTERN, path.stem):
+        if not re.fullmatch(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)
             continue
         try:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from pydantic import ValidationError
 
 from service import storage
 from service.backends.fake import FakeBackend, Script
+from service.db.jobs import JobStore
 from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
 from service.jobs.actions import cancel_job, pause_job, resume_job
@@ -36,6 +38,7 @@ from tests.harness.builders import (
 from tests.harness.databases import store_attempt
 from tests.harness.service import House, run_once
 from tests.harness.wait import scaled, wait_for
+from trainer.protocol.events import EventBatch
 from trainer.protocol.untrusted import open_untrusted
 from trainer.spec import load_spec
 
@@ -339,6 +342,27 @@ def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
         reconciler.reconcile(job.id)
     finally:
         reconciler.close()
+    assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
+
+
+def test_records_of_which_a_model_makes_nothing_hold_their_job_up_no_longer(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = house.submit("running", "failed")
+    house.poll()
+    house.leave(job, metrics(1, train_loss=0.5))
+
+    def refuse(*_: object) -> None:
+        EventBatch(stream="no stream", first_seq=0, events=[])
+
+    monkeypatch.setattr(JobStore, "append_events", refuse)
+    reconciler = house.reconciler()
+    with pytest.raises(ValidationError):
+        for _ in range(3):
+            reconciler.reconcile(job.id)
+    house.now += PATIENCE_S
+    reconciler.reconcile(job.id)
+    reconciler.close()
     assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
 
 

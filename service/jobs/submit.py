@@ -35,6 +35,8 @@ _MANIFEST_NAME = "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 23
 _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
+# Characters.
+_LONGER_THAN_IDS = 17
 
 
 def check_data(spec: JobSpec) -> JobSpec:
@@ -254,8 +256,10 @@ def find_job(store: JobStore, reference: str, projects: Collection[str] | None =
         return found
     if named:
         return named[0]
-    # Ids sort by text and pages go down from a cursor: "~" comes after every character of an id.
-    near, _ = store.list_jobs(JobFilter(after=f"{reference}~", projects=projects), limit=2)
+    # Pages go down from a cursor. It has characters of ids only: databases differ in how they sort
+    # others, and in these "z" is the last.
+    end = reference.ljust(_LONGER_THAN_IDS, "z")
+    near, _ = store.list_jobs(JobFilter(after=end, projects=projects), limit=2)
     matches = [job for job in near if reference and job.id.startswith(reference)]
     if len(matches) != 1:
         raise JobNotFound(reference)

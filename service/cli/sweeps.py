@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +52,6 @@ from service.schemas.sweeps import (
 )
 from service.schemas.wording import NOTHING, age, metric, setting
 
-_POLL_S = 2.0
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
 sweeps_app = typer.Typer(
     cls=ErrorReportingGroup, no_args_is_help=True, help="Searches for settings of a spec."
@@ -138,13 +138,10 @@ def _follow(client: ShardloomClient, sweep_id: str, *, is_quiet: bool) -> SweepD
     )
     live = Live(console=output, auto_refresh=False, transient=is_quiet)
     with detaching(message, error_console()), live:
-        while True:
-            found = client.get_sweep(sweep_id)
+        for found in client.follow_sweep(sweep_id):
             if output.is_terminal or (found.status.is_terminal and not is_quiet):
                 live.update(_page(found), refresh=True)
-            if found.status.is_terminal:
-                return found
-            time.sleep(_POLL_S)
+    return found
 
 
 @sweeps_app.command("list")
@@ -154,7 +151,7 @@ def list_sweeps(
     as_json: JsonOption = False,
 ) -> None:
     """List sweeps, newest first."""
-    found = [each for each, _ in zip(client.sweeps(), range(limit), strict=False)]
+    found = list(itertools.islice(client.sweeps(), limit))
     empty = "no sweeps; `shardloom sweep SPEC --vary ... --metric ...` begins one"
     print_answer(found, _sweeps_table(found, time.time()), as_json=as_json, empty=empty)
 
@@ -180,7 +177,10 @@ def best(
     if to is None:
         typer.echo(text, nl=False)
     else:
-        to.write_text(text)
+        try:
+            to.write_text(text)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {to}: {error.strerror}") from None
 
 
 @sweeps_app.command()

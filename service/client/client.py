@@ -6,13 +6,12 @@
 
 A job is named by its id, a unique prefix of it, or its name (the newest of that name). Requests
 that are safe to repeat are retried with backoff: every GET, `resize`, `drain`, and `submit`, which
-always carries an Idempotency-Key. Nothing else is ever sent twice. What follows a job (`wait`,
+always carries an Idempotency-Key. Nothing else is ever sent twice. What waits or follows (`wait*`,
 `follow_*`) outlasts a restart of the service. Errors: see `service.client.errors`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -156,15 +155,10 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
         """
-        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
-        while True:
-            left_s = max(0.0, deadline - self._clock())
-            found = self._get(job_path(job), JobDetail, patience_s=min(patience_s, left_s))
+        for found in self._polled(job_path(job), JobDetail, timeout_s, poll_s, patience_s):
             if found.status.is_terminal:
                 return found
-            if self._clock() >= deadline:
-                raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
-            self._sleep(poll_s)
+        raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
 
     # ---- lifecycle
 
@@ -321,18 +315,16 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         poll_s: float = 0.5,
     ) -> list[Trace]:
         """Block until everything that a request asked for is written; raises `TraceLost`."""
-        deadline = self._clock() + timeout_s
-        while True:
-            # The job first: what was written before it ended is then found below.
-            found = self.get_job(job)
-            written = {t.name: t for t in self.traces(job) if t.attempt_id == requested.attempt_id}
+        jobs = self._polled(job_path(job), JobDetail, timeout_s, poll_s)
+        # Each after the job, so that what was written before it ended is found.
+        pages = self._polled(job_path(job, "traces"), Page[Trace], timeout_s, 0.0)
+        for found, page in zip(jobs, pages, strict=False):
+            written = {t.name: t for t in page.items if t.attempt_id == requested.attempt_id}
             if written.keys() >= set(requested.names):
                 return [written[name] for name in requested.names]
             if found.status.is_terminal or found.current_attempt_id != requested.attempt_id:
                 raise TraceLost(requested.id, f"the workers it was asked of ended ({found.status})")
-            if self._clock() >= deadline:
-                raise TraceLost(requested.id, f"it was not written within {timeout_s:g} s")
-            self._sleep(poll_s)
+        raise TraceLost(requested.id, f"it was not written within {timeout_s:g} s")
 
     def download_trace(self, job: str, trace: Trace, folder: Path) -> Path:
         """Save a trace in a folder, which is made if missing; returns the file's path.

@@ -108,16 +108,13 @@ class ExportCalls(Connection):
         self, job: str, export_id: str, *, timeout_s: float = EXPORT_TIMEOUT_S, poll_s: float = 0.5
     ) -> ExportOut:
         """Block until an export is done; raises `ExportFailed`."""
-        deadline = self._clock() + timeout_s
-        while True:
-            found = self.export(job, export_id)
+        path = job_path(job, f"exports/{export_id}")
+        for found in self._polled(path, ExportOut, timeout_s, poll_s):
             if found.status == "succeeded":
                 return found
             if found.status == "failed":
                 raise ExportFailed(export_id, found.message)
-            if self._clock() >= deadline:
-                raise ExportFailed(export_id, f"it was not done within {timeout_s:g} s")
-            self._sleep(poll_s)
+        raise ExportFailed(export_id, f"it was not done within {timeout_s:g} s")
 
     def download_export(self, job: str, export_id: str, to: Path) -> Path:
         """Save an export as the new folder `to`, checked file by file; returns `to`.
@@ -260,6 +257,13 @@ class SweepCalls(Connection):
     def get_sweep(self, sweep: str) -> SweepDetail:
         """Read a sweep with its trials; raises `NotFound`."""
         return self._get(path_of("sweeps", sweep), SweepDetail)
+
+    def follow_sweep(self, sweep: str, *, poll_s: float = 2.0) -> Iterator[SweepDetail]:
+        """A sweep with its trials every `poll_s`, until it has ended; raises `NotFound`."""
+        for found in self._polled(path_of("sweeps", sweep), SweepDetail, None, poll_s):
+            yield found
+            if found.status.is_terminal:
+                return
 
     def cancel_sweep(self, sweep: str) -> SweepDetail:
         """Start no more trials and cancel those under way; raises `Conflict` if it has ended."""

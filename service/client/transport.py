@@ -7,6 +7,7 @@ event id. Durations are in seconds. Errors: `service.client.errors`.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import uuid
@@ -37,7 +38,7 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
 # The service sends a keep-alive far more often than this on an open stream.
 STREAM_SILENCE_S = 60.0
-# How long followers go on asking a service that does not answer; restarting one takes seconds.
+# How long one who waits goes on asking a service that is away; restarting one takes seconds.
 PATIENCE_S = 120.0
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _MAX_DOUBLINGS = 30
@@ -194,6 +195,26 @@ class Connection:
         self, path: str, answer: type[Answer], params: Params | None = None, **options: Any
     ) -> Answer:
         return self._request("GET", path, answer, repeatable=True, params=params, **options)
+
+    def _polled(
+        self,
+        path: str,
+        answer: type[Answer],
+        timeout_s: float | None,
+        poll_s: float,
+        patience_s: float = PATIENCE_S,
+    ) -> Iterator[Answer]:
+        """Answers of a path, one every `poll_s`, until `timeout_s` are over.
+
+        A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        """
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - self._clock())
+            yield self._get(path, answer, patience_s=min(patience_s, left_s))
+            if self._clock() >= deadline:
+                return
+            self._sleep(poll_s)
 
     def _request(self, method: str, path: str, answer: type[Answer], **options: Any) -> Answer:
         """Send a request and check its answer; `options` as of `_send`."""

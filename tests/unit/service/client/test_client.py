@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.api.views import sweep_detail
 from service.client.client import ShardloomClient
 from service.client.credentials import write_local_token
 from service.client.errors import (
@@ -29,9 +30,10 @@ from service.client.errors import (
 )
 from service.client.transport import DEFAULT_URL, RetryBudget, RetryPolicy
 from service.domain.models import JobStatus
+from service.domain.sweeps import Sweep, SweepStatus
 from service.domain.timeline import Trace
 from service.schemas.jobs import ResizeRequestOut, TraceRequested
-from tests.harness.builders import spec_document
+from tests.harness.builders import NOW, spec_document
 from tests.harness.clock import FakeClock
 from tests.harness.service import (
     event_body,
@@ -87,6 +89,16 @@ def sse_event(event_id: int) -> str:
 
 
 END = "event: end\ndata: {}\n\n"
+
+
+def export_body(status: str) -> dict[str, Any]:
+    asked = {"id": "x-1", "checkpoint": "newest", "quantize": "int8", "created": NOW}
+    return {**asked, "status": status, "message": ""}
+
+
+def sweep_body(status: SweepStatus) -> dict[str, Any]:
+    sweep = Sweep("sweep-1", "ratings", {}, (), "validation/ne", 5, NOW, status=status)
+    return sweep_detail(sweep, []).model_dump(mode="json")
 
 
 def test_a_read_is_repeated_until_somebody_answers():
@@ -204,20 +216,40 @@ def test_a_job_name_is_quoted_in_the_path():
     assert script.requests[0].url.raw_path == b"/v1/jobs/a%2Fb%3Fc"
 
 
-def test_waiting_polls_until_the_job_has_ended():
-    script = Script(ok(job_body()), ok(job_body()), ok(job_body(status="SUCCEEDED")))
-    assert script.client().wait("ratings", poll_s=3.0).status is JobStatus.SUCCEEDED
-    assert script.clock.slept == [3.0, 3.0]
-
-
 def test_waiting_outlasts_a_restart_of_the_service_until_its_patience_ends():
     away = [httpx.ConnectError("restarting")] * 10 + [httpx.Response(503)] * 10
-    script = Script(ok(job_body()), *away, ok(job_body(status="SUCCEEDED")))
-    assert script.client(num_retries=2).wait("ratings").status is JobStatus.SUCCEEDED
+    script = Script(ok(job_body()), *away, ok(job_body()), ok(job_body(status="SUCCEEDED")))
+    found = script.client(num_retries=2).wait("ratings", poll_s=30.0)
+    assert found.status is JobStatus.SUCCEEDED
+    assert [script.clock.slept[0], script.clock.slept[-1]] == [30.0, 30.0]
     script = Script(ok(job_body()), *[httpx.ConnectError("gone")] * 100)
     with pytest.raises(ServiceUnreachable):
         script.client(num_retries=2).wait("ratings", patience_s=60.0)
     assert 60.0 <= script.clock.now < 70.0
+
+
+def test_exports_traces_and_sweeps_are_waited_for_through_a_restart_too() -> None:
+    def outlasted(*answers: object) -> ShardloomClient:
+        away = [httpx.ConnectError("restarting")] * 10 + [httpx.Response(503)] * 10
+        return Script(*[each for body in answers for each in (*away, ok(body))]).client()
+
+    client = outlasted(export_body("running"), export_body("succeeded"))
+    assert client.wait_for_export("ratings", "x-1").status == "succeeded"
+    client = outlasted(job_body(), {"items": [trace_body(0), trace_body(1)]})
+    assert len(client.wait_for_traces("ratings", REQUESTED)) == 2
+    statuses = [SweepStatus.RUNNING, SweepStatus.COMPLETED]
+    client = outlasted(*(sweep_body(status=status) for status in statuses))
+    assert [each.status for each in client.follow_sweep("sweep-1")] == statuses
+
+
+def test_an_export_is_waited_for_no_longer_than_asked() -> None:
+    queued = Script(*[ok(export_body("queued")) for _ in range(3)])
+    with pytest.raises(ExportFailed, match="within 1 s"):
+        queued.client().wait_for_export("ratings", "x", timeout_s=1.0)
+    away = Script(*[httpx.Response(503)] * 100)
+    with pytest.raises(UnexpectedAnswer):
+        away.client(num_retries=0).wait_for_export("ratings", "x", timeout_s=10.0)
+    assert away.clock.now < 16.0
 
 
 def test_waiting_keeps_to_its_time_limit():
@@ -361,7 +393,7 @@ def test_waiting_ends_when_every_rank_is_written_be_it_as_the_job_ends() -> None
     script = Script(ok(job_body()), ok(one), ok(job_body(status="SUCCEEDED")), ok(both))
     found = script.client().wait_for_traces("ratings", REQUESTED)
     assert [trace.rank for trace in found] == [0, 1]
-    assert script.clock.slept == [0.5]
+    assert script.clock.now == 0.5
 
 
 def test_waiting_gives_up_when_the_workers_asked_are_gone_or_time_is_over() -> None:

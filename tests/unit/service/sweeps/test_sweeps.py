@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from contextlib import suppress
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from service.backends.fake import Script
+from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
 from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
@@ -305,6 +307,8 @@ def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, 
     assert page.index("0.75") < page.index(trials_of(api, sweep_id)[0]["job_id"])
     best = tmp_path / "best.yaml"
     assert shardloom("sweeps", "best", sweep_id, "--to", str(best)).exit_code == 0
+    refused = shardloom("sweeps", "best", sweep_id, "--to", str(tmp_path))
+    assert (refused.exit_code, "cannot write" in refused.stderr) == (2, True)
     expected = trials_of(api, sweep_id)[1]["values"]
     assert yaml.safe_load(best.read_text())["optimizer"]["sparse"]["lr"] == pytest.approx(
         expected["optimizer.sparse.lr"]
@@ -315,3 +319,10 @@ def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, 
         refused = shardloom("sweep", str(spec), "--vary", bad, "--metric", METRIC)
         assert refused.exit_code == 2
         assert "--vary" in refused.stderr
+
+
+def test_the_cli_asks_for_no_more_sweeps_than_it_lists(client, monkeypatch):
+    made = client.create_sweep(spec_document(), [LR], metric=METRIC)
+    listed = itertools.chain([made], map(pytest.fail, ["asked for one more"]))
+    monkeypatch.setattr(ShardloomClient, "sweeps", lambda _: listed)
+    assert made.id in shardloom("sweeps", "list", "--limit", "1").stdout

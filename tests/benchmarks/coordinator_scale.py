@@ -314,9 +314,7 @@ class SimulatedAgents:
 
     def _arrive(self) -> float:
         """All beat, then all arrive; returns when the last one did."""
-        beat = Heartbeat(
-            progress=self._num_read, phase="train", step=1, step_time_s=0.1, local_s=0.08
-        )
+        beat = Heartbeat(progress=self._num_read, phase="train", step_time_s=0.1, local_s=0.08)
         beats = tuple(beat.model_copy(update={"rank": rank}) for rank in range(NUM_RANKS))
         for agent in self._agents:
             self._send(agent, 0, Heartbeats(ranks=beats))

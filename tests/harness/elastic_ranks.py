@@ -312,30 +312,17 @@ def coordinate(
 
 
 def _start_coordinator(config: WorkerConfig, num_groups: int, address: str):
-    from trainer.data.reader import open_source
     from trainer.elastic.coordinator.interface import MembershipPolicy
     from trainer.elastic.coordinator.leases import LeaseBook
     from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
     from trainer.protocol.run_dir import RunDir
 
-    spec = config.spec
-    source = open_source(spec, Path(spec.data.path) / spec.data.split.train)
-    batch_rows = spec.parallelism.group_size * spec.data.batch_size
-    max_steps = spec.training.max_steps
-    book = LeaseBook(
-        num_rows=source.num_rows,
-        epochs=spec.training.epochs,
-        rows_per_lease=spec.parallelism.sync.intervals[0] * batch_rows,
-        max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
-        num_lanes=spec.parallelism.group_size,
-        rows_per_step=batch_rows,
-    )
     host, _, port = address.rpartition(":")
     attempt = RunDir(config.run_dir).attempt(config.attempt_id).root
     return Coordinator(
         CoordinatorConfig(
-            policy=MembershipPolicy.of(spec, num_groups),
-            book=book,
+            policy=MembershipPolicy.of(config.spec, num_groups),
+            book=LeaseBook.of(config.spec),
             host=host,
             port=int(port),
             attempt_dir=attempt,

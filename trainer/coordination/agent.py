@@ -43,7 +43,6 @@ from trainer.coordination.messages import (
     Round,
     RoundResult,
     Vote,
-    Welcome,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,9 +80,6 @@ class _Upstream(CoordinatorClient):
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         return self._agent.take_heartbeats()
-
-    def take_welcome(self, welcome: Welcome) -> None:
-        self._agent.tell_all(welcome)
 
     def take_abort(self, result: RoundResult) -> None:
         self._agent.tell_all(result)

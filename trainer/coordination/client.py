@@ -136,7 +136,7 @@ class CoordinatorClient:
         self._problem = ""  # why the newest try to connect failed
         self._aborted_round = -1
         self._roster = Roster(members=())
-        self._heartbeat = Heartbeat(rank=identity.rank, progress=0, phase="start", step=0)
+        self._heartbeat = Heartbeat(rank=identity.rank, progress=0, phase="start")
         self._is_through = False
         self._threads: list[threading.Thread] = []
         self.on_refusal: Callable[[str], None] | None = None
@@ -172,15 +172,12 @@ class CoordinatorClient:
         assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
         return answer
 
-    def progress(
-        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
-    ) -> None:
+    def progress(self, phase: str, step_time_s: float = 0.0, local_s: float = 0.0) -> None:
         """Note that something got done, for the next heartbeat."""
         self._heartbeat = Heartbeat(
             rank=self.identity.rank,
             progress=self._heartbeat.progress + 1,
             phase=phase,
-            step=step,
             step_time_s=step_time_s,
             local_s=local_s,
         )
@@ -348,8 +345,6 @@ class CoordinatorClient:
         if isinstance(line.body, Rejection):
             self.take_rejection(line.body)
             return
-        if isinstance(line.body, Welcome):
-            self.take_welcome(line.body)
         if line.id == 0:
             if isinstance(line.body, RoundResult):
                 self.take_abort(line.body)
@@ -368,9 +363,6 @@ class CoordinatorClient:
             self._changed.notify_all()
         if again:
             self._send(again)
-
-    def take_welcome(self, welcome: Welcome) -> None:
-        """A coordinator is there, perhaps another one."""
 
     def take_abort(self, result: RoundResult) -> None:
         """A round has failed while this rank may still wait in a collective of it."""
@@ -448,15 +440,15 @@ class HeartbeatReporter:
     def begin_step(self) -> None:
         self._began_at = self._clock()
 
-    def end_step(self, step: int) -> None:
+    def end_step(self) -> None:
         self._times_s.append(self._clock() - self._began_at)
-        self.enter("train", step)
+        self.enter("train")
 
-    def enter(self, phase: str, step: int) -> None:
+    def enter(self, phase: str) -> None:
         """A phase begins, or makes progress: one other than training may take longer."""
         if self._client:
             step_time_s = median(self._times_s) if self._times_s else 0.0
-            self._client.progress(phase, step, step_time_s, self.local_s)
+            self._client.progress(phase, step_time_s, self.local_s)
 
 
 @contextmanager

@@ -222,7 +222,6 @@ class Heartbeat(Message):
     rank: Count = 0
     progress: Count
     phase: str
-    step: Count
     step_time_s: float = 0.0
     local_s: float = 0.0
     is_waiting: bool = False

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -257,6 +257,15 @@ class Attempt:
             restarted=restarted,
         )
         self.writer.write(resized)
+
+    def report_straggler(
+        self, found: events.StragglerFound, record: HostRecord, now: float, *, is_replaced: bool
+    ) -> None:
+        """Tell of it, and leave its host out where its workers move."""
+        action: Literal["none", "replace"] = "replace" if is_replaced else "none"
+        self.writer.write(found.model_copy(update={"action": action}))
+        if is_replaced:
+            self.writer.write(record.exclude_slow(found, now))
 
     def host_record(self) -> HostRecord:
         """A record of hosts by the job's policy, with those that the service wants avoided."""

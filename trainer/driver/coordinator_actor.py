@@ -12,7 +12,6 @@ import ray
 import ray.util
 from ray.exceptions import RayError
 
-from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
 from trainer.driver.cluster import NODE_ID_LABEL
 from trainer.driver.process_log import start_log
@@ -21,31 +20,10 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
-from trainer.spec.job import JobSpec
-from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 _START_S = 60.0
-
-
-def lease_book_of(spec: JobSpec) -> LeaseBook:
-    """The book of a fresh run, leased by the (least) sync interval of one group.
-
-    Raises a `DataError`.
-    """
-    data, training, parallelism = spec.data, spec.training, spec.parallelism
-    source = open_source(spec, Location.parse(data.path) / data.split.train)
-    rows_per_step = parallelism.world_size * data.batch_size
-    return LeaseBook(
-        num_rows=source.num_rows,
-        epochs=training.epochs,
-        rows_per_lease=parallelism.sync.intervals[0] * parallelism.group_size * data.batch_size,
-        max_rows=None if training.max_steps is None else training.max_steps * rows_per_step,
-        windows=lease_windows(source, spec),
-        num_lanes=parallelism.group_size,
-        rows_per_step=parallelism.group_size * data.batch_size,
-    )
 
 
 class CoordinatorActor:
@@ -87,7 +65,7 @@ class RayCoordinator:
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
-            book=lease_book_of(attempt.spec),
+            book=LeaseBook.of(attempt.spec),
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
             token=self._token,

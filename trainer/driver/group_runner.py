@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from trainer import failures
 from trainer.coordination.client import finding_s
@@ -402,11 +401,10 @@ class GroupRunLoop:
                 for each in without
             )
             is_replaced = self.replacements.replaces(found.host, has_room=has_room)
-            action: Literal["none", "replace"] = "replace" if is_replaced else "none"
-            self.config.attempt.writer.write(found.model_copy(update={"action": action}))
+            self.config.attempt.report_straggler(
+                found, self.record, self.config.clock(), is_replaced=is_replaced
+            )
             if is_replaced:
-                exclusion = self.record.exclude_slow(found, self.config.clock())
-                self.config.attempt.writer.write(exclusion)
                 self._slow_hosts.add(found.host)
 
     def _save_before_loss(self, hosts: Sequence[Host]) -> None:
@@ -424,7 +422,7 @@ class GroupRunLoop:
             return
         self._leaving, self._num_saves = leaving, self._num_saves + 1
         attempt = self.config.attempt
-        requests.ask_to_save(
+        requests.ask(
             attempt.context.files,
             SaveRequest(run_index=self.run_index, number=self._num_saves),
         )

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
@@ -444,11 +443,8 @@ class JobRunner:
             is_replaced = not must_leave and self._replacements.replaces(
                 found.host, has_room=has_room, place=found.rank
             )
-            action: Literal["none", "replace"] = "replace" if is_replaced else "none"
-            self.attempt.writer.write(found.model_copy(update={"action": action}))
-            if is_replaced:
-                must_leave = True
-                self.attempt.writer.write(self.record.exclude_slow(found, time.time()))
+            self.attempt.report_straggler(found, self.record, time.time(), is_replaced=is_replaced)
+            must_leave = must_leave or is_replaced
         return must_leave
 
     def _seek_capacity(self, current: Plan, *, is_new: bool) -> None:

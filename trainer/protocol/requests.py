@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
@@ -122,6 +123,9 @@ def _step_and_attempt(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+RunRequest = TypeVar("RunRequest", "StopRequest", "SaveRequest")
+
+
 class StopRequest(_Request):
     """Worker group run `run_index` shall save and end; `cause` is one of `Resized`."""
 
@@ -136,27 +140,28 @@ class SaveRequest(_Request):
     number: PositiveInt
 
 
-def ask_to_save(files: AttemptDir, request: SaveRequest) -> None:
-    write_whole(files.save_request_path, request.model_dump_json().encode())
+def ask(files: AttemptDir, request: StopRequest | SaveRequest) -> None:
+    """Put a request where the workers look for it."""
+    is_stop = isinstance(request, StopRequest)
+    path = files.stop_request_path if is_stop else files.save_request_path
+    write_whole(path, request.model_dump_json().encode())
+
+
+def is_stop_wanted(files: AttemptDir, run_index: int) -> bool:
+    """Whether a request to stop lies there for this run."""
+    return _request_in(files.stop_request_path, StopRequest, run_index) is not None
 
 
 def num_saves_wanted(files: AttemptDir, run_index: int) -> int:
-    """Number of the newest request to save for this run; 0 where none can be read."""
+    """Number of the newest request to save for this run; 0 where there is none."""
+    request = _request_in(files.save_request_path, SaveRequest, run_index)
+    return request.number if request else 0
+
+
+def _request_in(path: Path, kind: type[RunRequest], run_index: int) -> RunRequest | None:
+    """The request to this run; one that cannot be read is none."""
     try:
-        request = SaveRequest.model_validate_json(files.save_request_path.read_bytes())
+        request = kind.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        return 0
-    return request.number if request.run_index == run_index else 0
-
-
-def ask(files: AttemptDir, request: StopRequest) -> None:
-    write_whole(files.stop_request_path, request.model_dump_json().encode())
-
-
-def is_wanted(files: AttemptDir, run_index: int) -> bool:
-    """Whether a request for this run lies there; one that cannot be read is none."""
-    try:
-        request = StopRequest.model_validate_json(files.stop_request_path.read_bytes())
-    except (OSError, ValidationError):
-        return False
-    return request.run_index == run_index
+        return None
+    return request if request.run_index == run_index else None

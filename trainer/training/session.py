@@ -311,7 +311,7 @@ class Session:
     def _note_slow_read(self) -> None:
         """Data storage is slow or away, which is no hang for as long as training may stand still
         outside of steps."""
-        self.heartbeat.enter("data_wait", self.state.step)
+        self.heartbeat.enter("data_wait")
 
     @property
     def _copies_batches(self) -> bool:
@@ -355,7 +355,7 @@ class Session:
         self.quarantine.add(batch.quarantined)
         self.speed.step()
         self.land_report()
-        self.heartbeat.end_step(step)
+        self.heartbeat.end_step()
         return loss.detach()
 
     def is_sync_step(self) -> bool:
@@ -495,7 +495,7 @@ class Session:
     def _stop_part(self) -> Part:
         """Whether these workers are requested to stop, as rank 0 sees it."""
         files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
-        is_wanted = self.groups.rank == 0 and requests.is_wanted(files, self.config.run_index)
+        is_wanted = self.groups.rank == 0 and requests.is_stop_wanted(files, self.config.run_index)
         return Part(torch.tensor([is_wanted], dtype=torch.float64), self._read_stop)
 
     def _read_stop(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
@@ -610,7 +610,7 @@ class Session:
             share_buffers(self.model.module, self.groups.global_group)
             self.model.eval()
             for batch, _ in self.pipeline.over(held_out):
-                self.heartbeat.enter("validation", self.state.step)
+                self.heartbeat.enter("validation")
                 self.quarantine.add_held_out(batch.quarantined)
                 self.validation_meter.update(batch, *self.pipeline.forward(batch))
         self.model.train()
@@ -646,7 +646,7 @@ class Session:
         succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
         """
         started_s = time.perf_counter()
-        self.heartbeat.enter("checkpoint", self.state.step)
+        self.heartbeat.enter("checkpoint")
         self.land_report()
         self.saves = replace(self.saves, is_blocked=True)
         with self.off_the_clock():

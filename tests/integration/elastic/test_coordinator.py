@@ -106,7 +106,7 @@ class Life:
         """Train a lease, if there is one, and sync until it counts."""
         leases = self.verdict.leases[:1] if self.verdict else ()
         time.sleep(LEASE_S if leases else 0)
-        self.member.progress("train", self.ledger.commit, LEASE_S)
+        self.member.progress("train", LEASE_S)
         while True:
             round_ = self.member.arrive(self.arrival(leases))
             vote = Vote(round=round_.round, commit=round_.commit, ok=True)
@@ -606,7 +606,7 @@ def take_steps(
     member.join("initial", f"run-{run_index}", Ledger(), donor="")
     for step in range(1, num_steps + 1):
         if step <= hangs_after:
-            member.progress("train", step, 0.01)
+            member.progress("train", 0.01)
         time.sleep(0.05)
     member.close()
 

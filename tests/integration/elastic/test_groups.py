@@ -173,7 +173,7 @@ def _pause(config: WorkerConfig, tmp_path: Path) -> int:
         commit = harness.commit
         files = RunDir(config.run_dir).attempt(config.attempt_id)
         files.root.mkdir(parents=True, exist_ok=True)
-        requests.ask_to_save(files, SaveRequest(run_index=0, number=1))
+        requests.ask(files, SaveRequest(run_index=0, number=1))
         folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         harness.wait_for(lambda: list_committed(folder), 60, "a checkpoint that was asked for")
         requests.ask(files, StopRequest(run_index=0, cause=failures.PAUSED))

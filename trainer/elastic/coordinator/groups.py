@@ -241,7 +241,7 @@ class GroupRegistry:
         self._awaited: list[Group] = []
         self._suspicions = SuspicionFilter(policy.min_hang_s)
         limits = policy.heartbeat_timeout_s, policy.min_hang_s
-        self._monitor = HeartbeatMonitor(*limits, policy.hang_factor, policy.straggler_factor)
+        self.monitor = HeartbeatMonitor(*limits, policy.hang_factor, policy.straggler_factor)
 
     @property
     def present(self) -> list[Group]:
@@ -304,7 +304,7 @@ class GroupRegistry:
         group = self._groups[hello.group]
         group.add(hello)
         for process in hello.ranks:
-            self._monitor.hear(RankId(hello.group, hello.incarnation, process.rank), now)
+            self.monitor.hear(RankId(hello.group, hello.incarnation, process.rank), now)
         return group
 
     def fence(self, number: int, incarnation: int) -> None:
@@ -315,7 +315,7 @@ class GroupRegistry:
         """A group is lost, or has left."""
         del self._groups[group.group]
         self.fence(group.group, group.incarnation)
-        self._monitor.forget(group.group)
+        self.monitor.forget(group.group)
         departure = Departure(
             group=group.group,
             incarnation=group.incarnation,
@@ -330,21 +330,14 @@ class GroupRegistry:
     def beat(self, group: Group, heartbeats: Iterable[Heartbeat], now: float) -> None:
         for each in heartbeats:
             rank = RankId(group.group, group.incarnation, each.rank)
-            self._monitor.beat(rank, each, now)
-
-    def forget_rank(self, rank: RankId) -> None:
-        self._monitor.forget_rank(rank)
+            self.monitor.beat(rank, each, now)
 
     def wake(self, now: float) -> None:
         """Correct all limits for a pause of this process itself."""
-        slept_s = self._monitor.wake(now)
+        slept_s = self.monitor.wake(now)
         if slept_s:
             for group in self._groups.values():
                 group.vote_due_at += slept_s
-
-    def may_be_cut_off(self, rank: RankId, now: float) -> bool:
-        """Whether a rank's last message is so old that its connection may be broken."""
-        return self._monitor.may_be_cut_off(rank, now)
 
     def stragglers(self, now: float) -> dict[RankId, Slowness]:
         """The ranks of groups that train which are found to be slow now.
@@ -352,7 +345,7 @@ class GroupRegistry:
         Where all workers are one group, which syncs with no other, that trains.
         """
         training = self.current or self.present
-        return self._monitor.stragglers({group.group for group in training}, now)
+        return self.monitor.stragglers({group.group for group in training}, now)
 
     def judge(self, now: float, only_silence: bool) -> tuple[list[Suspect], list[Note]]:
         """Who is lost for silence, a hang or a missing vote, and what to say about the others.
@@ -383,19 +376,19 @@ class GroupRegistry:
         """By group a rank that is silent, hangs, or does not vote, for a `share` of what it may."""
         policy = self._policy
         found: dict[int, Suspect] = {}
-        for rank in self._monitor.silent(now, share):
+        for rank in self.monitor.silent(now, share):
             silence_s = policy.heartbeat_timeout_s
             found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
         if only_silence:
             return found
         waiting = {group.group for group in self._groups.values() if group.request}
-        for hang in self._monitor.hangs(now, waiting, share):
+        for hang in self.monitor.hangs(now, waiting, share):
             suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
             found.setdefault(hang.rank.group, suspect)
         late_s = policy.vote_timeout_s
         for group in self._groups.values():
             is_voting = group.round is not None and group.request is None
             if is_voting and group.vote_due_at - (1 - share) * late_s < now:
-                rank = self._monitor.busy_rank(group.rank_ids)
+                rank = self.monitor.busy_rank(group.rank_ids)
                 found.setdefault(group.group, Suspect(rank, "hang", "sync", late_s, late_s))
         return found

@@ -3,7 +3,7 @@
 A group has a *lane* for each of its ranks: rows that this rank reads, in a window of their own as
 long as there are enough.
 
-Pure bookkeeping over spans of rows. A row is free, leased to one group, or done: trained by a
+Bookkeeping over spans of rows. A row is free, leased to one group, or done: trained by a
 committed sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes
 free again. Raises `LeaseError`.
 """
@@ -19,6 +19,9 @@ from typing import TypeVar
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
+from trainer.data.reader import lease_windows, open_source
+from trainer.spec.job import JobSpec
+from trainer.storage import Location
 
 Lane = tuple[int, int]
 """A group, and the number of a lane of it."""
@@ -222,6 +225,25 @@ class LeaseBook:
         self._windows = windows if callable(windows) else lambda _: windows or whole_epoch
         self._next_id = 0
         self.restore(Ledger())
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> LeaseBook:
+        """That of a fresh run, leased by the (least) sync interval of a group.
+
+        Reads the metadata of its data; raises a `DataError`.
+        """
+        data, training, parallelism = spec.data, spec.training, spec.parallelism
+        source = open_source(spec, Location.parse(data.path) / data.split.train)
+        rows_per_step = parallelism.world_size * data.batch_size
+        return cls(
+            num_rows=source.num_rows,
+            epochs=training.epochs,
+            rows_per_lease=parallelism.sync.intervals[0] * parallelism.group_size * data.batch_size,
+            max_rows=None if training.max_steps is None else training.max_steps * rows_per_step,
+            windows=lease_windows(source, spec),
+            num_lanes=parallelism.group_size,
+            rows_per_step=parallelism.group_size * data.batch_size,
+        )
 
     def restore(self, ledger: Ledger) -> None:
         """Start over from `ledger`, with nothing leased; see `adopt`.

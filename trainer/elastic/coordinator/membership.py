@@ -70,10 +70,6 @@ class Membership:
         self._metrics_due: float | None = None
 
     @property
-    def generation(self) -> int:
-        return self._rounds.generation
-
-    @property
     def _is_recovering(self) -> bool:
         return self._recovery_ends_at is not None
 
@@ -214,7 +210,7 @@ class Membership:
         One that broke after silence says nothing: that is the network, and the group may come back.
         """
         group = self._groups.find(speaker)
-        if group is None or (is_broken and self._groups.may_be_cut_off(speaker, now)):
+        if group is None or (is_broken and self._groups.monitor.may_be_cut_off(speaker, now)):
             return []
         host = group.ranks[speaker.rank].host
         message = f"rank {speaker.rank} on {host} ended: its connection was closed"
@@ -227,7 +223,7 @@ class Membership:
 
     def forget_rank(self, rank: RankId) -> None:
         """Stop monitoring a rank whose connection is closed, without losing its group."""
-        self._groups.forget_rank(rank)
+        self._groups.monitor.forget_rank(rank)
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; call it several times per heartbeat time-out."""
@@ -243,7 +239,7 @@ class Membership:
             self._metrics_due = now + _METRICS_EVERY_S
         if now >= self._metrics_due and not self._rounds.is_over:
             self._metrics_due = now + _METRICS_EVERY_S
-            event = self._metrics.as_event(self._rounds.ledger, self.generation, now)
+            event = self._metrics.as_event(self._rounds.ledger, self._rounds.generation, now)
             self._effects.append(event)
         return self._take_effects()
 

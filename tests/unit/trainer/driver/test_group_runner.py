@@ -468,7 +468,7 @@ def test_a_pause_lets_the_leader_save_before_all_groups_end(world: World) -> Non
     world.train()
     world.files.pause_request_path.touch()
     assert world.look() is None
-    assert requests.is_wanted(world.files, 0)
+    assert requests.is_stop_wanted(world.files, 0)
     # One that is taken back too late ends the attempt all the same.
     world.files.pause_request_path.unlink()
     assert world.look() is None, "the leader has not saved yet"

@@ -98,12 +98,12 @@ def test_four_running_workers_stop_when_another_size_or_host_is_better(
 
 def test_only_the_workers_that_are_meant_see_a_request_to_stop(tmp_path: Path) -> None:
     files = AttemptDir(tmp_path)
-    assert not requests_module.is_wanted(files, 0)
+    assert not requests_module.is_stop_wanted(files, 0)
     requests_module.ask(files, StopRequest(run_index=1, cause="room"))
-    assert requests_module.is_wanted(files, 1)
-    assert not requests_module.is_wanted(files, 0)
+    assert requests_module.is_stop_wanted(files, 1)
+    assert not requests_module.is_stop_wanted(files, 0)
     files.stop_request_path.write_text("{")
-    assert not requests_module.is_wanted(files, 1)
+    assert not requests_module.is_stop_wanted(files, 1)
 
 
 def test_the_newest_request_that_can_be_read_counts(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ class World:
     def stop(self) -> None:
         """What workers do that find the request."""
         run_index = self.launched[-1].config.run_index
-        assert requests_module.is_wanted(self.files, run_index), "nobody asked"
+        assert requests_module.is_stop_wanted(self.files, run_index), "nobody asked"
         self.files.stopping_path(run_index).touch()
         self.ends[-1].set_result(None)
 

@@ -344,8 +344,7 @@ class World:
         for group in self.lives():
             if group.id.group not in self.hung and not group.outbox:
                 beats = [
-                    Heartbeat(rank=rank, progress=0, phase="train", step=0)
-                    for rank in range(NUM_RANKS)
+                    Heartbeat(rank=rank, progress=0, phase="train") for rank in range(NUM_RANKS)
                 ]
                 self.act(self.membership.on_heartbeats(group.id, beats, self.now))
         self.act(self.membership.tick(self.now))

@@ -69,7 +69,7 @@ def beat(
     world: World, group: int, rank: int, progress: int, phase: str = "train", **times: Any
 ) -> None:
     speaker = RankId(group, world.incarnations[group], 0)
-    values = {"progress": progress, "phase": phase, "step": 1, "step_time_s": 0.1} | times
+    values = {"progress": progress, "phase": phase, "step_time_s": 0.1} | times
     heartbeat = Heartbeat(rank=rank, **values)
     world.act(world.membership.on_heartbeats(speaker, [heartbeat], world.now))
 

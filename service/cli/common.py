@@ -204,22 +204,29 @@ def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise typer.BadParameter(f"cannot read the spec {source!r}: {reason}") from None
     document = apply_overrides(parse_document(text), overrides or ())
-    return absolute_data_path(document, Path.cwd())
+    return absolute_data_path(document)
 
 
-def absolute_data_path(document: Any, folder: Path) -> Any:
-    """The document with a relative `data.path` resolved against `folder`; URLs stay as they are.
+def absolute_data_path(document: Any) -> Any:
+    """The document, or values by dotted path, with a relative `data.path` made absolute.
 
     The service and its workers run in folders of their own.
     """
-    data = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(data, dict):
+    if not isinstance(document, dict):
         return document
-    path = data.get("path")
+    data, changes = document.get("data"), {}
+    if "data.path" in document:
+        changes["data.path"] = _absolute(document["data.path"])
+    if isinstance(data, dict) and "path" in data:
+        changes["data"] = {**data, "path": _absolute(data["path"])}
+    return document | changes
+
+
+def _absolute(path: Any) -> Any:
+    """URLs, and what is no path, stay as they are."""
     if not isinstance(path, str) or not path or "://" in path:
-        return document
-    absolute = os.path.normpath(folder / Path(path).expanduser())
-    return {**document, "data": {**data, "path": absolute}}
+        return path
+    return os.path.normpath(Path.cwd() / Path(path).expanduser())
 
 
 def exit_code_of(status: JobStatus) -> int:

@@ -23,6 +23,7 @@ from service.cli.common import (
     JsonOption,
     SetOption,
     YesOption,
+    absolute_data_path,
     console,
     print_answer,
     print_json,
@@ -36,7 +37,7 @@ from service.cli.render import (
     jobs_table,
     metrics_table,
 )
-from service.cli.submit import SecretOption, read_secrets
+from service.cli.submit import ForceOption, SecretOption, read_secrets
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail, ResizeRequestOut
 from trainer.spec.parse import parse_document
@@ -171,6 +172,7 @@ def clone(
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated clones one job.")
     ] = None,
+    force: ForceOption = False,
     client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
@@ -184,9 +186,13 @@ def clone(
         if not separator:
             raise typer.BadParameter(f"an override reads KEY=VALUE, not {each!r}")
         changes[key] = parse_document(text)
-    secrets = read_secrets(secret or [])
     made = client.clone(
-        job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
+        job,
+        name=name,
+        set=absolute_data_path(changes),
+        secrets=read_secrets(secret or []),
+        idempotency_key=idempotency_key,
+        force=force,
     )
     print_line(made, made.id, as_json=as_json)
 

@@ -200,11 +200,13 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         patch: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
+        force: bool = False,
     ) -> JobDetail:
         """Submit the spec of a job again, with changes; raises `InvalidRequest` for bad ones.
 
         `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
-        come along. Sent again if unanswered, always with the same Idempotency-Key.
+        come along. `force` is as in `submit`. Sent again if unanswered, always with the same
+        Idempotency-Key.
         """
         body = {
             "name": name,
@@ -212,7 +214,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
             "patch": patch,
             "secrets": dict(secrets or {}),
         }
-        return self._create(f"{job_path(job)}:clone", JobDetail, body, idempotency_key)
+        params = {"force": "true"} if force else None
+        return self._create(f"{job_path(job)}:clone", JobDetail, body, idempotency_key, params)
 
     def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
         """Delete a job that has ended, with its files unless `artifacts` is False; what is left.

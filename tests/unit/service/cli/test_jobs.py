@@ -143,6 +143,19 @@ def test_a_relative_data_path_is_made_absolute_and_a_url_is_not(service, spec_fi
     assert service.submitted[1]["data"]["path"] == "s3://bucket/ratings"
 
 
+def test_a_clone_takes_relative_paths_and_force_as_a_submit_does(service, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for changes, sent in (
+        ("data.path=prepared", {"data.path": str(tmp_path / "prepared")}),
+        ("data={path: ratings}", {"data": {"path": str(tmp_path / "ratings")}}),
+        ("data.path=s3://bucket/ratings", {"data.path": "s3://bucket/ratings"}),
+    ):
+        result = shardloom("clone", "ratings", "--set", changes, "--force")
+        assert (result.exit_code, result.stdout) == (0, "job-0000000000ab\n")
+        assert json.loads(service.requests[-1].content)["set"] == sent
+        assert service.requests[-1].url.params["force"] == "true"
+
+
 def test_submit_wait_mirrors_the_job_in_its_exit_code(service, spec_file):
     for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
         service.states = [job_body(), job_body(), job_body(status=status, message="why")]

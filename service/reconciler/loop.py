@@ -155,7 +155,8 @@ class Reconciler:
             clock,
             note_answer=telemetry.backend_asked,
         )
-        self._is_reachable = True
+        # By `resources.cluster`.
+        self._is_reachable = dict.fromkeys(_CLUSTERS, True)
         self._slot = _ComputeSlot()
         # What is being done or waits for a thread; None while the backend is asked of a job. The
         # lock is for whoever begins a job of which it is asked: a user's request does not wait.
@@ -375,7 +376,7 @@ class Reconciler:
             # Workers that outlived the attempt before may have saved since its end was observed.
             self._outboxes.collect(job.id, attempt.index - 1)
             job, attempt = self._store.get_job_and_attempt(job_id)
-        observation = self._observe(attempt, seen)
+        observation = self._observe(job, attempt, seen)
         is_over = observation is not _NEVER_SENT and observation.state not in _ALIVE
         if attempt is not None and is_over:
             self._outboxes.collect(job.id, attempt.index)
@@ -392,7 +393,9 @@ class Reconciler:
         if decision.attempt is not None:
             self._act(decision.action, stored, decision.attempt)
 
-    def _observe(self, attempt: Attempt | None, seen: Mapping[str, Observation]) -> Observation:
+    def _observe(
+        self, job: Job, attempt: Attempt | None, seen: Mapping[str, Observation]
+    ) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
         if attempt.last_submit_at is None and attempt.submitted_at is None:
@@ -404,17 +407,17 @@ class Reconciler:
             # An end is looked at closely: what was seen may be from before the submission.
             with self._slot.aside():
                 observation = self._backend.observe(attempt.id)
-        self._note_reachability(observation)
+        self._note_reachability(job.spec.resources.cluster, observation)
         return observation
 
-    def _note_reachability(self, observation: Observation) -> None:
-        """Log when the backend becomes unreachable and when it is back, not every pass between."""
+    def _note_reachability(self, cluster: str, observation: Observation) -> None:
+        """Log when a kind of cluster becomes unreachable and when it is back, not in between."""
         is_reachable = observation.state is not ObservedState.UNREACHABLE
         self._telemetry.backend_asked(is_reachable)
-        if is_reachable != self._is_reachable:
-            self._is_reachable = is_reachable
+        if is_reachable != self._is_reachable[cluster]:
+            self._is_reachable[cluster] = is_reachable
             change = "answers again" if is_reachable else observation.message
-            logger.warning("backend %s: %s", self._backend.name, change)
+            logger.warning("backend %s, %s cluster: %s", self._backend.name, cluster, change)
 
     def _apply(self, job: Job, attempt: Attempt | None, decision: Decision) -> Job:
         """Store a decision if it changes anything; raises `StaleVersion`."""

@@ -11,6 +11,7 @@ import pytest
 from service.api.planning import plan_of
 from service.auth.crypto import ATTEMPT_TOKEN_PREFIX
 from service.backends.base import check_cluster, cluster_text, hosts_for
+from service.backends.fake import FakeBackend
 from service.domain.lifecycle import decide, start, submission_accepted
 from service.domain.models import (
     EndReason,
@@ -174,6 +175,26 @@ def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: Hous
     waiting = house.store.get_job(shared.id)
     assert waiting.status is JobStatus.QUEUED
     assert house.place_of(shared).reason == "the cluster does not answer"
+
+
+def test_a_cluster_that_is_away_beside_one_that_answers_is_told_once(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, shared = submit(house, resources=OWN), submit(house)
+    house.poll(2)
+
+    class OwnAway(FakeBackend):
+        def observe(self, attempt_id: str) -> Observation:
+            is_away = attempt_id.startswith(own.id)
+            away = Observation(ObservedState.UNREACHABLE, "no answer")
+            return away if is_away else super().observe(attempt_id)
+
+    reconciler = house.reconciler(OwnAway)
+    for job in (own, shared, own, shared):
+        reconciler.reconcile(job.id)
+    reconciler.close()
+    told = [line.message for line in caplog.records if line.levelname == "WARNING"]
+    assert told == ["backend fake, own cluster: no answer"]
 
 
 # ---- the life of an attempt

@@ -95,7 +95,7 @@ def test_a_cluster_cut_off_for_a_day_changes_nothing(
     told = replace(before, message="the fake cluster is down", version=before.version + 1)
     assert house.store.get_job(job.id) == told
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        "backend fake: the fake cluster is down"
+        "backend fake, shared cluster: the fake cluster is down"
     ]
     house.backend.set_down(False)
     house.backend.play(job.id, Script(("succeeded",)))

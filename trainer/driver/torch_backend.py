@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
-import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.train._internal.base_worker_group import BaseWorkerGroup
@@ -57,6 +56,8 @@ def let_gloo_use_address(address: str) -> None:
     It would take the one that the host's name resolves to, on many machines loopback. NCCL leaves
     loopback out by itself, and may use several interfaces.
     """
+    import psutil  # Ray's own copy, which is on the path once Ray is imported
+
     for interface, own in psutil.net_if_addrs().items():
         if any(each.address == address for each in own):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -73,8 +73,8 @@ class SyncReport:
     """Price of one sync on this rank.
 
     `num_bytes` is what the rank sent (an all-reduce of n bytes would send 2 (M - 1) / M n), with
-    what landed since the sync before. `density` is the share of this rank's rows that were
-    averaged, `num_rows` their number in each of its shards, int64 [shards].
+    what landed, and flushes sent, since the sync before. `density` is the share of this rank's rows
+    that were averaged, `num_rows` their number in each of its shards, int64 [shards].
     """
 
     num_bytes: int
@@ -101,9 +101,8 @@ class Sync:
     def finish(self) -> None:
         """Wait for what still overlaps with training and apply it, as before validation."""
 
-    def flush(self) -> SyncReport:
+    def flush(self) -> None:
         """Make all replicas equal, moments too, in full precision. Before a save. Collective."""
-        return SyncReport(0)
 
     def renew(self) -> None:
         """Take the replicas as they are for equal: after something else has made them so."""
@@ -220,7 +219,7 @@ class ReplicaSync(Sync):
         self._pending = None
 
     @torch.no_grad()
-    def flush(self) -> SyncReport:
+    def flush(self) -> None:
         self.finish()
         self._land_moments()
         rows = self._take_union()
@@ -230,7 +229,6 @@ class ReplicaSync(Sync):
         blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *whole(states)]
         self._replicas.average_in_place(blocks)
         self._base.renew()
-        return self._report(rows)
 
     def renew(self) -> None:
         self._base.renew()

@@ -71,7 +71,7 @@ def check_url(url: str, allowed: Sequence[Network] = ()) -> httpx.URL:
         raise AddressRefused(f"there is no port {parsed.port}")
     if parsed.userinfo:
         raise AddressRefused("a URL with a user or password would show it to every reader")
-    if host.rstrip(".").endswith("localhost"):
+    if f".{host.rstrip('.')}".endswith(".localhost"):
         check_address("127.0.0.1", allowed)
     with suppress(ValueError):
         check_address(str(ipaddress.ip_address(host)), allowed)

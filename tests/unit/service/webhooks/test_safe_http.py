@@ -57,6 +57,7 @@ def test_urls_that_can_never_be_sent_to_are_refused_at_once() -> None:
     ):
         with pytest.raises(AddressRefused):
             check_url(url)
+    assert check_url("https://mylocalhost/").host == "mylocalhost"
 
 
 def _send(url: str, addresses: list[str], answer: httpx.Response) -> tuple[Answer, list[Any]]:

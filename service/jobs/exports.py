@@ -3,7 +3,7 @@
 Requests lie on run storage (`trainer.export.requests`); the database knows nothing of them. Jobs
 write there, too: only requests with the service's seal are carried out (`export_runner`). A deleted
 export is marked first, which hides it and ends its process; then its files go. What a crash cuts
-off is removed when a service starts, and once a minute.
+off is removed when a service starts, and once an hour.
 
 A download is one tar stream of known size, and nothing is written to disk for it. All files are
 open before the first byte is sent, so that an export that is deleted meanwhile still comes whole.

@@ -58,7 +58,7 @@ class ParquetSource:
         self.columns = tuple(dict.fromkeys(columns))
         self._files = _parquet_files(self.folder)
         self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
-        self._footer_of = lru_cache(_MAX_KEPT_FOOTERS)(self._read_footer)
+        self._footer_of = _kept_footers(self._files)
         contents = self._open([] if known is None else [known.get(n) for n in self.file_names])
         group_rows = [rows for each in contents for rows in each.group_rows]
         self._groups = [
@@ -92,9 +92,6 @@ class ParquetSource:
         """The footer of a file as it is now; one that was read of the same file before is kept."""
         # Looked up before the footer: a file replaced in between is then found to be another one.
         return self._footer_of(place, self._files[place].fingerprint())
-
-    def _read_footer(self, place: int, _: tuple[int, int] | None) -> pq.FileMetaData:
-        return read_footer(self._files[place])
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -192,6 +189,16 @@ class ParquetSource:
                         f"{schemas[0].field(name).type} in {self._files[0].name}"
                     )
         return pa.schema([schemas[0].field(name) for name in self.columns])
+
+
+def _kept_footers(files: Sequence[Location]) -> Callable[[int, object], pq.FileMetaData]:
+    """What gives the footer of a file, by its place and fingerprint, and keeps the newest ones."""
+
+    @lru_cache(_MAX_KEPT_FOOTERS)
+    def footer_of(place: int, _: object) -> pq.FileMetaData:
+        return read_footer(files[place])
+
+    return footer_of
 
 
 def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:

@@ -22,7 +22,7 @@ from trainer.data.decode import decode, layout_of
 from trainer.data.parquet import ParquetSource
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
-from trainer.errors import DataError, SourceMissingError
+from trainer.errors import CorruptFileError, DataError, SourceMissingError
 from trainer.export.artifact import NotExportable
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.spec.job import JobSpec
@@ -138,12 +138,18 @@ def measure(
 def _pieces(spec: JobSpec, folder: Location, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
     """The first `max_rows` rows, raw and decoded, without those that training leaves out."""
     layout, num_left = layout_of(spec), max_rows
+    is_lenient = spec.data.on_bad_rows == "quarantine"
     source = ParquetSource(folder, [column.name for column in layout.columns])
     for number in range(len(source.group_rows)):
-        group = source.read_group(number).slice(0, num_left)
+        try:
+            group = source.read_group(number).slice(0, num_left)
+        except CorruptFileError:
+            if not is_lenient:
+                raise
+            continue
         for start in range(0, len(group), _BATCH_ROWS):
             table = group.slice(start, _BATCH_ROWS)
-            if spec.data.on_bad_rows == "quarantine":
+            if is_lenient:
                 marks = FaultMarks(
                     np.arange(len(table)),
                     FaultLog(),

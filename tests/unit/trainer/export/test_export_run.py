@@ -337,7 +337,8 @@ def test_a_program_runs_no_code_but_its_operators(
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Report]:
-    """An export whose model cuts a score into buckets; training leaves one of its rows out."""
+    """An export whose model cuts a score into buckets; training leaves one of its rows out, and
+    a file that is damaged."""
     folder = tmp_path_factory.mktemp("scored")
     values = pa.array([3.3, 0.7, 2.0, 3.4] * 10, pa.float32())
     table = rows(len(values)).append_column("score", values)
@@ -347,6 +348,9 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Re
     for part, content in (("train", table), ("validation", with_a_bad_row)):
         (folder / "data" / part).mkdir(parents=True)
         pq.write_table(content, folder / "data" / part / "part-0.parquet")
+    content = bytearray((folder / "data" / "validation" / "part-0.parquet").read_bytes())
+    content[4:100] = bytes(96)
+    (folder / "data" / "validation" / "part-1.parquet").write_bytes(content)
     document = spec_document(folder / "data")
     document["data"]["on_bad_rows"] = "quarantine"
     score = {"name": "score", "type": "id", "table": "users"}

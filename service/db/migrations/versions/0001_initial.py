@@ -20,22 +20,6 @@ def upgrade() -> None:
     _create_checkpoints()
 
 
-def downgrade() -> None:
-    """Drop every table, those that refer to others first."""
-    for table in (
-        "checkpoints",
-        "metric_points",
-        "metric_names",
-        "timeline",
-        "streams",
-        "attempts",
-        "idempotency_keys",
-        "job_progress",
-        "jobs",
-    ):
-        op.drop_table(table)
-
-
 def _create_jobs() -> None:
     op.create_table(
         "jobs",

@@ -16,15 +16,7 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-_JOBS = sa.table(
-    "jobs",
-    sa.column("id", sa.String),
-    sa.column("spec", sa.Text),
-    sa.column("reason", sa.String),
-)
-_ATTEMPTS = sa.table(
-    "attempts", sa.column("end_reason", sa.String), sa.column("reported_reason", sa.String)
-)
+_JOBS = sa.table("jobs", sa.column("id", sa.String), sa.column("spec", sa.Text))
 
 
 def upgrade() -> None:
@@ -35,22 +27,6 @@ def upgrade() -> None:
         if _num_replicas(spec) == 1 and spec["parallelism"].pop("sync", None) is not None:
             changed = _JOBS.update().where(_JOBS.c.id == job_id).values(spec=json.dumps(spec))
             connection.execute(changed)
-
-
-def downgrade() -> None:
-    """Turn the reason `diverged`, which the first version does not know, into `training_error`.
-
-    The first version reads the specs that it stored itself, also without a sync policy. It leaves
-    out jobs that were submitted since, as their specs hold fields it does not know; they are kept,
-    and are shown again after the next upgrade. The reasons do not come back.
-    """
-    for table, name in (
-        (_JOBS, "reason"),
-        (_ATTEMPTS, "end_reason"),
-        (_ATTEMPTS, "reported_reason"),
-    ):
-        unknown = table.c[name] == "diverged"
-        op.get_bind().execute(table.update().where(unknown).values({name: "training_error"}))
 
 
 def _num_replicas(spec: dict[str, dict[str, object]]) -> int:

@@ -30,17 +30,8 @@ _JOB_INDEXES = {
     "ix_jobs_project_id": ["project", "id"],
     "ix_jobs_project_status_id": ["project", "status", "id"],
 }
-_JOB_COLUMNS = (
-    "priority",
-    "pause_requested",
-    "queued_at",
-    "resume_from",
-    "queue_note",
-    "lease_owner",
-    "lease_until",
-)
 # Names of people and keys are longer than those of the service's own parts.
-_FORMER_ACTOR_CHARS, _ACTOR_CHARS = 32, 255
+_ACTOR_CHARS = 255
 _CHUNK = 1000
 
 
@@ -50,27 +41,8 @@ def upgrade() -> None:
     op.add_column("attempts", sa.Column("token_hash", sa.String(64)))
     _create_labels()
     _fill_labels()
-    _resize_actor(_ACTOR_CHARS)
+    _widen_actor()
     _add_retention()
-
-
-def downgrade() -> None:
-    """Drop them all; what they held does not come back."""
-    for name in ("ix_metric_names_num_points", "ix_metric_names_oldest_at"):
-        op.drop_index(name, "metric_names")
-    op.drop_column("metric_names", "num_points")
-    op.drop_column("metric_names", "oldest_at")
-    timeline = sa.table("timeline", sa.column("actor", sa.String))
-    short = sa.func.substr(timeline.c.actor, 1, _FORMER_ACTOR_CHARS)
-    is_long = sa.func.length(timeline.c.actor) > _FORMER_ACTOR_CHARS
-    op.get_bind().execute(timeline.update().where(is_long).values(actor=short))
-    _resize_actor(_FORMER_ACTOR_CHARS)
-    op.drop_table("job_labels")
-    op.drop_column("attempts", "token_hash")
-    for name in (*_JOB_INDEXES, "ix_jobs_live"):
-        op.drop_index(name, "jobs")
-    for name in reversed(_JOB_COLUMNS):
-        op.drop_column("jobs", name)
 
 
 def _add_job_columns() -> None:
@@ -119,10 +91,10 @@ def _fill_labels() -> None:
         last = found[-1].id
 
 
-def _resize_actor(num_chars: int) -> None:
+def _widen_actor() -> None:
     # SQLite copies the table: the new one must know too that ids are never reused.
     with op.batch_alter_table("timeline", table_kwargs={"sqlite_autoincrement": True}) as batch:
-        batch.alter_column("actor", type_=sa.String(num_chars), existing_nullable=False)
+        batch.alter_column("actor", type_=sa.String(_ACTOR_CHARS), existing_nullable=False)
 
 
 def _add_retention() -> None:

@@ -10,10 +10,6 @@ down_revision = "0004"
 branch_labels = None
 depends_on = None
 
-_ATTEMPTS = sa.table(
-    "attempts", sa.column("end_reason", sa.String), sa.column("reported_reason", sa.String)
-)
-
 
 def upgrade() -> None:
     """Add both, empty: a project without a row has no quota."""
@@ -32,12 +28,3 @@ def upgrade() -> None:
         sa.Column("until", sa.Float, nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_locks"),
     )
-
-
-def downgrade() -> None:
-    """Drop both: the quotas are lost. Attempts that paused were cancelled, for what 0004 knows."""
-    op.drop_table("locks")
-    op.drop_table("projects")
-    for column in (_ATTEMPTS.c.end_reason, _ATTEMPTS.c.reported_reason):
-        paused = _ATTEMPTS.update().where(column == "paused")
-        op.get_bind().execute(paused.values({column.name: "cancelled"}))

@@ -79,11 +79,3 @@ def _create_audit_log() -> None:
             f"CREATE TRIGGER audit_log_no_{change.lower()} BEFORE {change} ON audit_log "
             "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
         )
-
-
-def downgrade() -> None:
-    """Drop the tables: keys, secrets and the audit log are lost."""
-    for table in ("audit_log", "job_secrets", "sessions", "api_keys"):
-        op.drop_table(table)
-    if op.get_bind().dialect.name == "postgresql":
-        op.execute("DROP FUNCTION refuse_audit_change()")

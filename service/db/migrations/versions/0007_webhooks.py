@@ -58,9 +58,3 @@ def upgrade() -> None:
     op.create_index(
         "ix_webhook_deliveries_webhook_id_id", "webhook_deliveries", ["webhook_id", "id"]
     )
-
-
-def downgrade() -> None:
-    """Drop both, with whatever was not delivered."""
-    op.drop_table("webhook_deliveries")
-    op.drop_table("webhooks")

@@ -25,8 +25,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("principal", "key", name=op.f("pk_answers")),
     )
     op.create_index("ix_answers_created_at", "answers", ["created_at"])
-
-
-def downgrade() -> None:
-    """Drop it: a repeat is then carried out again."""
-    op.drop_table("answers")

@@ -15,9 +15,3 @@ def upgrade() -> None:
     """Add both, empty: nobody noted them."""
     op.add_column("job_progress", sa.Column("advanced_at", sa.Float))
     op.add_column("job_progress", sa.Column("checkpoint_at", sa.Float))
-
-
-def downgrade() -> None:
-    """Drop both; the next record of each job gives them again."""
-    op.drop_column("job_progress", "checkpoint_at")
-    op.drop_column("job_progress", "advanced_at")

@@ -15,9 +15,3 @@ def upgrade() -> None:
     """Add it, empty: what ended before was collected."""
     op.add_column("attempts", sa.Column("collect_at", sa.Float))
     op.create_index("ix_attempts_collect_at", "attempts", ["collect_at"])
-
-
-def downgrade() -> None:
-    """Drop it; late records that are due are left in their outboxes."""
-    op.drop_index("ix_attempts_collect_at", "attempts")
-    op.drop_column("attempts", "collect_at")

@@ -14,8 +14,3 @@ depends_on = None
 def upgrade() -> None:
     """Add it, empty: attempts that start now may claim theirs once more."""
     op.add_column("attempts", sa.Column("secrets_claim", sa.String(64)))
-
-
-def downgrade() -> None:
-    """Drop it."""
-    op.drop_column("attempts", "secrets_claim")

@@ -39,9 +39,3 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["sweep_id"], ["sweeps.id"], name="fk_sweep_trials_sweep_id"),
         sa.PrimaryKeyConstraint("sweep_id", "number", name="pk_sweep_trials"),
     )
-
-
-def downgrade() -> None:
-    """Drop them; the jobs of their trials stay."""
-    op.drop_table("sweep_trials")
-    op.drop_table("sweeps")

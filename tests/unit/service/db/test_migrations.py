@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, MetaData, Table, insert, inspect, make_url, select, update
 
 from service.db import rows
 from service.db.engine import migrate, migration_config, newest_revision, open_engine
 from service.db.jobs import JobStore
-from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revision
+from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, main, read_revision
 from service.db.queries import JobFilter
 from service.db.tables import job_progress, jobs, metric_names, metric_points
-from service.domain.models import EndReason, Job, ReportedEnd
-from tests.harness.builders import NOW, attempt_of, batch, membership_changed, queued_job
+from service.domain.models import Job
+from tests.harness.builders import NOW, queued_job
 from tests.harness.databases import store_job
 from tests.harness.service import shardloom
 from trainer.spec import validate_spec
@@ -101,55 +99,7 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url
     store.close()
 
 
-def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
-    lost = ("hang", "device_oom", "host_oom", "host_lost", "preempted", "no_room")
-    former = dict.fromkeys(map(EndReason, lost), "workers_lost") | {
-        EndReason.DIVERGED: "diverged",
-        EndReason.NON_FINITE: "training_error",
-        EndReason.RUN_IN_USE: "storage_error",
-    }
-    store = JobStore.open(database_url)
-    for reason in former:
-        job = store_job(store)
-        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
-        ended = attempt_of(job, end_reason=reason, reported_end=report)
-        store.update_job(replace(job, reason=reason), attempt=ended)
-    store.close()
-    with _writing(database_url) as connection:
-        command.downgrade(migration_config(connection), "0002")
-        found = connection.exec_driver_sql(
-            "select reason, end_reason, reported_reason from jobs join attempts "
-            "on attempts.job_id = jobs.id"
-        )
-        told = [sorted(set(row)) for row in found]
-    assert sorted(told) == sorted([reason] for reason in former.values())
-    with _writing(database_url) as connection:
-        command.downgrade(migration_config(connection), "0001")
-        # The first version does not know `diverged` either.
-        reasons = set(connection.exec_driver_sql("select reason from jobs").scalars())
-    assert reasons == {*former.values(), "training_error"} - {"diverged"}
-
-
-def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> None:
-    store = JobStore.open(database_url)
-    job = store_job(store)
-    attempt = attempt_of(job)
-    report = ReportedEnd(EndReason.HANG, "rank 1 hangs", NOW, {"host": "127.0.0.3"})
-    store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)
-    store.append_events(attempt.id, batch(membership_changed()), NOW)
-    held = store.get_job(job.id)
-    store.update_job(held, attempt=replace(attempt, reported_end=report))
-    assert held.membership
-    with _writing(database_url) as connection:
-        command.downgrade(migration_config(connection), "0002")
-    bring_up(database_url)
-    back, (ended,) = store.get_job(job.id), store.list_attempts(job.id)
-    assert (back.spec, back.membership) == (job.spec, None)
-    assert ended.reported_end == ReportedEnd(EndReason.WORKERS_LOST, "rank 1 hangs", NOW)
-    store.close()
-
-
-# ---- rows of every table, up and down
+# ---- rows of every table
 
 REVISIONS = [
     script.revision
@@ -183,7 +133,7 @@ def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
     return {table.name: list(connection.execute(select(table)).all()) for table in tables}
 
 
-def test_rows_of_every_table_come_through_the_way_up_and_down(database_url: str) -> None:
+def test_rows_of_every_table_come_through_every_migration(database_url: str) -> None:
     spec = queued_job().spec.model_dump(mode="json")
     stages: list[tuple[list[Table], dict[str, list[Any]]]] = []
 
@@ -203,11 +153,6 @@ def test_rows_of_every_table_come_through_the_way_up_and_down(database_url: str)
             for table in tables:
                 connection.execute(insert(table), _row(table, spec, number))
             stages.append((tables, _rows(connection, tables)))
-    for at, revision in reversed([*enumerate(REVISIONS)]):
-        with _writing(database_url) as connection:
-            command.downgrade(migration_config(connection), revision)
-            assert [each.name for each in _tables(connection)] == [t.name for t in stages[at][0]]
-            check(connection, at)
 
 
 def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:

@@ -47,10 +47,6 @@ class Backend(Protocol):
         not answer (the submission may or may not have arrived).
         """
 
-    def may_submit(self, attempt_id: str) -> bool:
-        """Whether to submit now; False for a while after troubles that take time to mend."""
-        return True
-
     def observe(self, attempt_id: str) -> Observation:
         """Say what is known of an attempt; never raises, UNREACHABLE is an observation.
 

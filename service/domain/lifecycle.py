@@ -39,6 +39,8 @@ from service.domain.timeline import end_details, timeline_event
 
 # How long after it was sent a submission may be unknown to the backend.
 NOT_FOUND_GRACE_S = 30.0
+# Pauses between tries to submit double up to this. A quota or a right is mended in minutes.
+_MAX_SUBMIT_PAUSE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
 # Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
@@ -330,7 +332,8 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
         job = replace(job, status=JobStatus.STARTING)
     if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
         # The message may be about a submission without an answer: it stays until there is one.
-        return Decision(job, attempt, Action.SUBMIT)
+        action = Action.SUBMIT if _may_submit(attempt, now) else Action.NONE
+        return Decision(job, attempt, action)
     job = _with_contact(job, observation)
     if observation.state in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND):
         return Decision(job, attempt)
@@ -341,6 +344,14 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
         attempt = replace(attempt, started_at=now)
     is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S
     return Decision(job, attempt, Action.STOP if is_overdue else Action.NONE)
+
+
+def _may_submit(attempt: Attempt, now: float) -> bool:
+    """Whether to try now: a second time at once, then after as long as it was tried before."""
+    tried = attempt.last_submit_at
+    if tried is None:
+        return True
+    return now - tried >= min(_MAX_SUBMIT_PAUSE_S, tried - attempt.created_at)
 
 
 def _with_contact(job: Job, observation: Observation) -> Job:

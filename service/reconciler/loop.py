@@ -439,8 +439,6 @@ class Reconciler:
 
     def _act(self, action: Action, job: Job, attempt: Attempt) -> None:
         if action is Action.SUBMIT:
-            if not self._backend.may_submit(attempt.id):
-                return  # Backing off; the job's message is about the last try.
             # Stored before the call: once sent, only time tells that it did not arrive.
             tried = replace(attempt, last_submit_at=self._clock())
             job = self._apply(job, attempt, Decision(job, tried))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,41 +54,6 @@ from trainer.layout.hosts import HostFacts
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 2.0
-_MAX_PAUSE_S = 30.0
-
-
-class SubmitBackoff:
-    """Pauses that grow with the failures in a row of each attempt; `clock` gives seconds.
-
-    The reconciler polls every second, and a quota or a right is mended in minutes: without pauses a
-    hundred waiting jobs would be hundreds of requests a second to the API server. The second try
-    follows at once, as the first may have failed by chance.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        # Failures in a row, and when the pause after the last one ends.
-        self._failures = Remembered[tuple[int, float]]()
-
-    def is_over(self, attempt_id: str) -> bool:
-        """Whether the pause after the last try has passed."""
-        _, until = self._failures.get(attempt_id, (0, 0.0))
-        return self._clock() >= until
-
-    @contextmanager
-    def trying(self, attempt_id: str) -> Iterator[None]:
-        """Around a try, which fails by `BackendUnreachable`."""
-        try:
-            yield
-        except BackendUnreachable:
-            number = self._failures.get(attempt_id, (0, 0.0))[0] + 1
-            doubled_s = _FIRST_PAUSE_S * 2.0 ** min(number - 2, 10)
-            pause_s = 0.0 if number == 1 else min(_MAX_PAUSE_S, doubled_s)
-            self._failures[attempt_id] = number, self._clock() + pause_s
-            raise
-        self._failures.pop(attempt_id, None)
-
 
 # ---- garbage collection
 
@@ -173,7 +138,6 @@ class KubeRayBackend(Backend):
         self._options = options
         self._open_head = open_head
         self._clock = clock
-        self._backoff = SubmitBackoff(clock)
         self._pod_problems = PodProblems(api, clock)
         self._watch = RayJobWatch(api, self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
@@ -205,14 +169,6 @@ class KubeRayBackend(Backend):
                 )
             self._shared.submit(submission)
             return
-        with self._backoff.trying(submission.attempt_id):
-            self._submit_own(submission)
-
-    def may_submit(self, attempt_id: str) -> bool:
-        """Whether it is time to try again what Kubernetes could not take."""
-        return self._backoff.is_over(attempt_id)
-
-    def _submit_own(self, submission: Submission) -> None:
         rayjob = self._create_rayjob(submission)
         if is_submitted(rayjob):
             return
@@ -460,9 +416,6 @@ class IsolatedProjectsBackend(Backend):
         chosen = self._isolated.get(submission.spec.project, self._others)
         self._known[submission.attempt_id] = chosen
         chosen.submit(submission)
-
-    def may_submit(self, attempt_id: str) -> bool:
-        return all(each.may_submit(attempt_id) for each in self._where(attempt_id))
 
     def observe(self, attempt_id: str) -> Observation:
         found = Observation(ObservedState.NOT_FOUND)

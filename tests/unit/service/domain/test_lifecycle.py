@@ -83,6 +83,20 @@ def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     assert decision.job.status is JobStatus.QUEUED
 
 
+def test_a_submission_without_effect_is_repeated_at_once_then_ever_later() -> None:
+    job, attempt = live_job(JobStatus.STARTING)
+    attempt = replace(attempt, submitted_at=None, started_at=None)
+    tries = []
+    for second in range(130):
+        decision = decide(job, attempt, NOT_FOUND, NOW + second)
+        if decision.action is Action.SUBMIT:
+            tries.append(second)
+            attempt = replace(attempt, last_submit_at=NOW + second)
+        else:
+            assert decision == Decision(job, attempt)
+    assert tries == [0, 1, 2, 4, 8, 16, 32, 62, 92, 122]
+
+
 def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() -> None:
     job, attempt = live_job(JobStatus.STARTING)
     stopping = request_cancel(job, NOW).job

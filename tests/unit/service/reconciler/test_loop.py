@@ -36,7 +36,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.databases import store_attempt
-from tests.harness.service import House, run_once
+from tests.harness.service import House
 from tests.harness.wait import scaled, wait_for
 from trainer.protocol.events import EventBatch
 from trainer.protocol.untrusted import open_untrusted
@@ -119,23 +119,17 @@ def test_a_lost_answer_does_not_submit_twice_and_a_lost_submission_keeps_its_id(
     assert len(house.backend.attempt_ids()) == 2
 
 
-def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
-    job = house.submit("running")
-
-    class PatientBackend(FakeBackend):
-        def may_submit(self, attempt_id: str) -> bool:
-            return False
-
-    waiting = house.reconciler(PatientBackend)
-    run_once(waiting)
+def test_a_job_whose_submission_is_not_due_again_costs_no_writes(house: House) -> None:
+    job = house.submit()
+    house.backend.play(job.id, Script(("running",), num_lost_answers=3))
+    house.poll(3)
     before = house.store.get_job(job.id)
-    run_once(waiting)
-    waiting.close()
-    assert house.store.get_job(job.id) == before
-    assert house.store.get_attempt(f"{job.id}-a0").last_submit_at is None
-    assert house.backend.attempt_ids() == []
     house.poll()
-    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert house.store.get_job(job.id) == before
+    assert house.record(job).num_submits == 3
+    house.poll()
+    assert house.record(job).num_submits == 4
+    assert house.store.get_attempt(f"{job.id}-a0").submitted_at == house.now - 1
 
 
 def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:

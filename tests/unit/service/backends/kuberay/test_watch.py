@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.backends.kuberay.backend import SubmitBackoff
 from service.backends.kuberay.client import KubeApi, KubeRefused
 from service.backends.kuberay.watch import RayJobWatch, WatchCache, WatchExpired
-from service.errors import BackendUnreachable, SubmissionRefused
+from service.errors import BackendUnreachable
 from service.settings import Settings
-from tests.harness.clock import FakeClock
 from tests.harness.wait import scaled
 
 Step = tuple[str, Any]
@@ -205,44 +203,3 @@ def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(BackendUnreachable, match=r"no access to Kubernetes by .*config"):
             KubeApi.open(path, "shardloom", 1.0)
-
-
-# ---- backoff of submissions
-
-
-def _tries(clock: FakeClock, patience: SubmitBackoff, seconds: int) -> list[float]:
-    """When it was really tried, by somebody who looks every second."""
-    made = []
-    for _ in range(seconds):
-        if patience.is_over("a"):
-            with pytest.raises(BackendUnreachable, match="quota"), patience.trying("a"):
-                made.append(clock.now)
-                raise BackendUnreachable("the quota is used up")
-        clock.now += 1
-    return made
-
-
-def test_the_pauses_double_up_to_half_a_minute() -> None:
-    clock = FakeClock()
-    made = _tries(clock, SubmitBackoff(clock), 130)
-    assert made == [0, 1, 3, 7, 15, 31, 61, 91, 121]
-
-
-def test_other_attempts_and_what_worked_are_not_kept_waiting() -> None:
-    clock = FakeClock()
-    patience = SubmitBackoff(clock)
-    _tries(clock, patience, 10)
-    assert not patience.is_over("a") and patience.is_over("b")
-    with patience.trying("b"):
-        pass
-    clock.now = 1000
-    with patience.trying("a"):
-        pass
-    assert _tries(clock, patience, 2) == [1000, 1001]
-
-
-def test_a_refusal_is_no_reason_to_wait() -> None:
-    patience = SubmitBackoff(FakeClock())
-    for _ in range(3):
-        with pytest.raises(SubmissionRefused), patience.trying("a"):
-            raise SubmissionRefused("no")

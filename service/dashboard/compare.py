@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlencode
@@ -164,7 +164,9 @@ class ComparePage:
                     "values": values,
                     "speed": sum(finite) / len(finite) if finite else None,
                     "worker_hours": each.worker_hours,
-                    "others": ",".join(o.job.id for o in self._compared if o is not each),
+                    "without_it": self._address(
+                        other.job.id for other in self._compared if other is not each
+                    ),
                 }
             )
         html = fragments.render("compared.html", rows=rows, metrics=self._shown)
@@ -196,21 +198,22 @@ class ComparePage:
 
     def _choose_axis(self, axis: str) -> None:
         self._axis = axis
-        ui.navigate.history.replace(self._address())
+        ui.navigate.history.replace(self._address(self._wanted))
+        self._show_results()
         self._redraw(self._view)
 
     def _choose_metrics(self, names: Sequence[str]) -> None:
         if [*names] != self._shown:
             self._metrics = [*names]
-            go_to(self._address())
+            go_to(self._address(self._wanted))
 
     def _add(self) -> None:
         if name := (self._more.value or "").strip():
-            self._wanted.append(name)
-            go_to(self._address())
+            go_to(self._address([*self._wanted, name]))
 
-    def _address(self) -> str:
-        params = {"jobs": ",".join(self._wanted)}
+    def _address(self, jobs: Iterable[str]) -> str:
+        """The same comparison of other jobs."""
+        params = {"jobs": ",".join(jobs)}
         params |= {"metrics": ",".join(self._metrics)} if self._metrics else {}
         params |= {"x": self._axis} if self._axis != "step" else {}
         return f"{MOUNT_PATH}/compare?{urlencode(params, safe=',/')}"

@@ -12,7 +12,6 @@ import uuid
 from functools import partial
 from typing import Any
 
-import yaml
 from nicegui import events, ui
 
 from service.dashboard import fragments, spec_text
@@ -198,7 +197,8 @@ class NewJobPage:
         else:
             default = "" if field.default is None else str(field.default)
             made = ui.input(label=label, placeholder=default).props("debounce=400")
-        made.props("stack-label hide-bottom-space")
+        # What is wrong with it is told by what reads the text.
+        made.props("stack-label hide-bottom-space").without_auto_validation()
         made.on_value_change(partial(self._field_changed, path))
         with made:
             if field.description:
@@ -232,18 +232,18 @@ class NewJobPage:
             self._pending.cancel()
         self._pending = ui.timer(_CHECK_AFTER_S, self._check, once=True)
 
-    async def _field_changed(self, path: str) -> None:
+    def _field_changed(self, path: str) -> None:
         if self._is_syncing:
             return
         raw = self._inputs[path].value
         try:
-            value = yaml.safe_load(str(raw)) if raw not in (None, "") else None
+            value = parse_document(str(raw)) if raw not in (None, "") else None
             text = spec_text.with_value(self._editor.value, path, value)
-        except (yaml.YAMLError, SpecError) as error:
-            self._inputs[path].props(f'error error-message="{error}"')
+        except SpecError as error:
+            self._inputs[path].error = str(error)
             return
         self._editor.set_value(text)
-        await self._check()
+        self._text_changed()
 
     async def _check(self) -> None:
         """Check the text, and show its problems, its values and its command."""
@@ -286,7 +286,6 @@ class NewJobPage:
             self._show_problems(tuple(refused.problem.fields))
             self._draw_plan(why=str(refused))
             return
-        self._show_problems(())
         plan = JobPlan.model_validate(answer.json())
         self._draw_plan(plan, why=_BEING_ESTIMATED)
         body |= {"cluster": str(self._cluster.value or "").strip() or None}
@@ -349,10 +348,7 @@ class NewJobPage:
                 ui.label(f"and {counted(len(problems) - 8, 'more problem')}")
         faults = {each.path: each.message for each in problems}
         for path, field in self._inputs.items():
-            if path in faults:
-                field.props["error"], field.props["error-message"] = True, faults[path]
-            elif field.props.get("error"):
-                field.props["error"] = False
+            field.error = faults.get(path)
 
     def _show_values(self, document: Any) -> None:
         self._is_syncing = True

@@ -77,13 +77,13 @@ class SearchForm:
         default = f"validation/{spec.model.watched_metric}" if spec else ""
         self._metric.props["placeholder"] = default
         lines = [each for each in (self._ranges.value or "").splitlines() if each.strip()]
-        self._ranges.props["error"] = False
+        self._ranges.error = None
         if not lines:
             return {}
         try:
             parameters = [*map(parameter_of, lines)]
         except ValueError as error:
-            self._ranges.props["error"], self._ranges.props["error-message"] = True, str(error)
+            self._ranges.error = str(error)
             return None
         stop = self._stop.value
         return {

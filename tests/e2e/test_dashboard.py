@@ -37,6 +37,7 @@ from tests.harness.builders import (
     progress,
     queued_job,
     row_wise_plan,
+    spec_document,
     table_wise_plan,
     trace_written,
     workers_started,
@@ -132,6 +133,10 @@ def test_jobs_are_found_selected_and_compared(
     expect(page.locator(".differences tbody tr")).to_have_text(
         [re.compile("name.*nightly"), re.compile("training.epochs.*3.*1")]
     )
+    page.get_by_role("combobox", name="Metrics").click()
+    page.get_by_role("option", name="train/rmse").click()
+    page.keyboard.press("Escape")
+    expect(page).to_have_url(re.compile("metrics="))
     chart = page.locator(".chart-panel", has_text="train/loss")
     before = settled_picture(chart)
     page.get_by_role("combobox", name="Axis").click()
@@ -141,6 +146,27 @@ def test_jobs_are_found_selected_and_compared(
     with page.expect_download() as download:
         chart.get_by_role("button", name="CSV").click()
     assert download.value.path().read_text().startswith("step,time,train/loss")
+    left_out = page.url.replace(f"{other.id},", "").replace(f",{other.id}", "")
+    page.get_by_role("link", name="Leave out nightly").click()
+    expect(page).to_have_url(left_out)
+    expect(page.locator(".compared tbody tr")).to_have_count(1)
+
+
+def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page: Page) -> None:
+    page.goto("/dashboard/new")
+    editor, workers = (page.get_by_label(name, exact=True) for name in ("Spec", "workers"))
+    for device in ("cpu", "cp"):
+        spec = spec_document(name=f"on-{device}", resources={"device": device})
+        editor.press("ControlOrMeta+a")
+        page.keyboard.insert_text(json.dumps(spec, indent=2))
+        expect(page.get_by_label("name", exact=True)).to_have_value(f"on-{device}")
+    expect(page.get_by_text("Input should be 'auto', 'cpu' or 'cuda'")).to_have_count(2)
+    workers.fill("[")
+    expect(page.get_by_text("found '<stream end>'")).to_be_visible()
+    workers.fill("6")
+    expect(page.get_by_text("found '<stream end>'")).to_have_count(0)
+    expect(editor).to_contain_text('"workers": 6')
+    expect(editor).to_contain_text('"device": "cp"')
 
 
 def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:

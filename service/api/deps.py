@@ -52,6 +52,7 @@ from service.jobs.run_storage import reach
 from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
+from service.reconciler.loop import Reconciler
 from service.schemas.jobs import JobDetail
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
@@ -222,21 +223,16 @@ class ThreadRoute(APIRoute):
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that a handler may use. `wake` makes the reconciler poll at once.
+    """Everything that a handler may use.
 
-    `placed` gives a job with its position in the queue. `has_died` says whether the reconciler gave
-    up, `dispatched_at` when it last went through the jobs (Unix seconds). `closing` is set when the
-    server is about to stop, so that followed streams end.
+    `closing` is set when the server is about to stop, so that followed streams end.
     """
 
     settings: Settings
     store: JobStore
     backend: Backend
     telemetry: ServiceMetrics
-    wake: Callable[[], None]
-    placed: Callable[[Job], Job]
-    has_died: Callable[[], bool]
-    dispatched_at: Callable[[], float]
+    reconciler: Reconciler
     security: Security
     webhooks: WebhookStore
     tracing: Tracing
@@ -344,4 +340,4 @@ VersionsDep = Annotated[frozenset[int] | None, Depends(if_match_versions)]
 def with_etag(job: Job, context: Context, response: Response) -> JobDetail:
     """A job as the body of a response, whose ETag is its version."""
     response.headers["ETag"] = f'"{job.version}"'
-    return detail_of(context.placed(job), context.settings)
+    return detail_of(context.reconciler.placed(job), context.settings)

@@ -157,7 +157,7 @@ def mount(app: FastAPI) -> None:
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
     rest = Rest(app)
-    feed = ListFeed(rest.context.store, rest.context.placed)
+    feed = ListFeed(rest.context.store, rest.context.reconciler.placed)
 
     pages: dict[str, Callable[..., Any]] = {
         "/": partial(ListPage, rest, feed),

@@ -129,7 +129,10 @@ _APART_S = 2.0
 
 
 class Reconciler:
-    """Drives every live job of `store` on `backend`; `clock` gives Unix seconds."""
+    """Drives every live job of `store` on `backend`; `clock` gives Unix seconds.
+
+    `dispatched_at` is when it last went through the jobs.
+    """
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class _Served:
         reconciler.close()
         # The app's own reconciler does not run: positions in the queue come from this one.
         context = self.http.app.state.context  # type: ignore[attr-defined]
-        object.__setattr__(context, "placed", reconciler.placed)
+        object.__setattr__(context, "reconciler", reconciler)
 
 
 class Api(_Served):

@@ -134,7 +134,7 @@ def _create(
         runs_shared=context.settings.runs_shared,
         parent=parent,
     )
-    context.wake()
+    context.reconciler.wake()
     return job
 
 
@@ -187,7 +187,7 @@ def list_jobs(
         created_before=_unix_s(created_before),
     )
     jobs, following = context.store.list_jobs(wanted, limit=limit)
-    return Page(items=[summary_of(context.placed(job)) for job in jobs], next=following)
+    return Page(items=[summary_of(context.reconciler.placed(job)) for job in jobs], next=following)
 
 
 def _unix_s(moment: datetime | None) -> float | None:
@@ -221,7 +221,7 @@ def get_change(
             versions=versions,
             **options,
         )
-        context.wake()
+        context.reconciler.wake()
         return with_etag(changed, context, response)
 
     return change

@@ -62,7 +62,7 @@ def set_quotas(name: NamePath, body: Quotas, context: ContextDep) -> ProjectOut:
     """Set both quotas; null is no limit. What runs already is left to run."""
     wanted = Project(name, body.max_workers, body.max_running_jobs)
     project = context.projects.put(wanted, time.time())
-    context.wake()
+    context.reconciler.wake()
     usage = usage_by_project(context.store.list_live_jobs())
     return project_view(project, usage.get(name, Usage()))
 
@@ -73,7 +73,7 @@ def set_quotas(name: NamePath, body: Quotas, context: ContextDep) -> ProjectOut:
 def delete_project(name: NamePath, context: ContextDep) -> None:
     """Take the quotas away; the project's jobs stay. 404 if it has none."""
     context.projects.remove(name)
-    context.wake()
+    context.reconciler.wake()
 
 
 queue_router = APIRouter(prefix="/v1/queue", tags=["queue"], route_class=ThreadRoute)
@@ -82,7 +82,7 @@ queue_router = APIRouter(prefix="/v1/queue", tags=["queue"], route_class=ThreadR
 @queue_router.get("", summary="Read the queue")
 def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
     """Waiting jobs in the order of their turn, with the reason why each waits; running jobs."""
-    live = [context.placed(job) for job in context.store.list_live_jobs()]
+    live = [context.reconciler.placed(job) for job in context.store.list_live_jobs()]
     return queue_view(live, principal.projects)
 
 
@@ -122,13 +122,14 @@ def get_readiness(context: ContextDep) -> dict[str, Any]:
     A cluster or run storage that is away is told, with the reason, but does not make the service
     unready: it still shows jobs and takes them, and starts them when both are back.
     """
-    if context.has_died():
+    if context.reconciler.has_died:
         raise ReconcilerDied
     reachable, message = context.cluster.latest()
+    last_pass_s = max(0.0, time.time() - context.reconciler.dispatched_at)
     return {
         "status": "ready",
         "store": context.store.ping(),
-        "reconciler": {"last_pass_s": round(max(0.0, time.time() - context.dispatched_at()), 1)},
+        "reconciler": {"last_pass_s": round(last_pass_s, 1)},
         "storage": {"runs": _state_of(context.settings.runs_dir), "hanging": hanging()},
         "cluster": {"reachable": reachable, "message": message},
     }

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -275,7 +276,7 @@ def test_logs_are_those_of_the_jobs_own_attempts(api: Api) -> None:
 
 def test_a_service_whose_reconciler_died_is_not_ready(api: Api) -> None:
     state = api.http.app.state
-    state.context = replace(state.context, has_died=lambda: True)
+    state.context = replace(state.context, reconciler=Mock(has_died=True))
     problem = problem_in(api.http.get("/readyz"), 503, "reconciler_died")
     assert "Restart the service" in problem["detail"]
     assert api.http.get("/healthz").status_code == 200

@@ -52,10 +52,20 @@ def _where(
     namespace: Annotated[
         str, typer.Option(help="Of the chart, with --on cluster.", show_default="shardloom")
     ] = "",
+    job: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="With --on cluster, in place of a command: show the log of this Job, which may "
+            "have ended.",
+        ),
+    ] = "",
 ) -> None:
     """Turn raw data into partitioned Parquet."""
     if on == "cluster":
         raise typer.BadParameter("only `shardloom data prepare` does that", param_hint="--on")
+    if job:
+        raise typer.BadParameter("it is for --on cluster", param_hint="--job")
 
 
 @contextmanager

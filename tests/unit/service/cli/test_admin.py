@@ -229,5 +229,8 @@ def test_a_fault_of_our_own_code_is_not_taken_for_a_missing_package(plugged):
 
 
 def test_the_data_commands_are_plugged_in():
-    names = [entry.name for entry in main.entry_points(group=main.GROUP)]
-    assert "data" in names
+    helped = shardloom("data", "prepare", "--help").stdout
+    for option in ("--on", "--namespace", "--job"):
+        assert option in helped
+    refused = shardloom("data", "prepare", "--job", "NAME", "movielens", "ml", "out")
+    assert (refused.exit_code, "--on cluster" in refused.stderr) == (2, True)

@@ -41,7 +41,7 @@ def plan_of(
     is_stated = choice is None and bool(stated)
     if is_stated:
         choice, _ = _chosen(spec, replace(site, room=stated, worker_bytes=None))
-    layout, survive = choice.layout if choice else None, spec.parallelism.survive
+    layout = choice.layout if choice else None
     resolved = spec.with_layout(layout.shard_group_size, layout.placement) if layout else spec
     sizes = sizes_of_spec(resolved)
     return JobPlan(
@@ -56,7 +56,7 @@ def plan_of(
         reason=_reason(choice, is_stated=is_stated),
         after_loss=after_loss(choice) if choice else "",
         table_bytes=spec.table_bytes,
-        num_hosts_needed=survive.hosts + 1 if survive else None,
+        num_hosts_needed=spec.parallelism.num_hosts_needed or None,
         layout=_option(choice) if choice else None,
     )
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from service.domain.membership import (
-    copies_needed,
     current_membership,
     membership_of,
     missing,
@@ -173,7 +172,7 @@ def membership_view(job: Job) -> MembershipOut | None:
         **vars(membership),
         num_current=num_current(membership),
         num_wanted=num_wanted(membership),
-        host_copies_needed=copies_needed(job),
+        host_copies_needed=job.spec.parallelism.num_hosts_needed,
         missing=list(missing(membership)),
     )
 

@@ -13,7 +13,6 @@ from service.domain.membership import (
     CURRENT,
     FOR_GOOD,
     apply_event,
-    copies_needed,
     group_size,
     membership_of,
     missing,
@@ -179,7 +178,7 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | Non
     if membership is None or job.status.is_terminal:
         return None
     lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
-    return _grid(membership, lines, copies_needed(job))
+    return _grid(membership, lines, job.spec.parallelism.num_hosts_needed)
 
 
 def _grid(membership: Membership, lines: Sequence[TimelineEvent], needed: int) -> MemberGrid:
@@ -251,7 +250,7 @@ def grid_then(
             membership = apply_event(membership, line.attempt_id, event)
     if membership is None or not membership.changed_at:
         return None, lines
-    return _grid(membership, lines, copies_needed(job)), lines
+    return _grid(membership, lines, job.spec.parallelism.num_hosts_needed), lines
 
 
 # Records that say which groups there are.

@@ -205,15 +205,6 @@ def missing(membership: Membership) -> tuple[GoneGroup, ...]:
     return not_back[max(0, len(not_back) - num_awaited) :]
 
 
-def copies_needed(job: Job) -> int:
-    """Hosts that must hold a copy of each shard, for what the spec's `survive` asks; 0 if nothing.
-
-    k lost hosts are survived by copies on k + 1.
-    """
-    survive = job.spec.parallelism.survive
-    return 0 if survive is None else survive.hosts + 1
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Bounds of T, then L, M at most workers, and the placement; None while they are `auto`.

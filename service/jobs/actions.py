@@ -29,7 +29,7 @@ from service.domain.lifecycle import (
     request_restart,
     request_resume,
 )
-from service.domain.membership import copies_needed, current_membership, sizes_of_job
+from service.domain.membership import current_membership, sizes_of_job
 from service.domain.models import Checkpoint, Job, JobStatus, RemainingPath, TimelineEvent
 from service.domain.sharding import STARTED, newest_workers
 from service.domain.timeline import DRAIN, RESIZE, RESIZE_KINDS, latest_resize_request
@@ -376,7 +376,7 @@ def legal_sizes(job: Job) -> list[int]:
     """The numbers of workers that a job can train with; raises `LayoutUnknown`."""
     sizes = job.spec.parallelism
     group = _group_size(job)
-    fewest = max(sizes.min_workers, copies_needed(job) * group)
+    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group)
     return [size for size in range(group, sizes.world_size + 1, group) if size >= fewest]
 
 
@@ -393,8 +393,8 @@ def check_size(job: Job, num_workers: int) -> None:
         raise errors.InvalidRequest([FieldProblem("workers", "fixed_size", message)])
     why = f"it trains with {sizes.min_workers} to {sizes.world_size} workers"
     why += f" in groups of {_group_size(job)}"
-    if copies_needed(job):
-        why += f", and survive needs {copies_needed(job)} groups"
+    if sizes.num_hosts_needed:
+        why += f", and survive needs {sizes.num_hosts_needed} groups"
     listed = ", ".join(str(size) for size in legal)
     message = f"{num_workers} workers do not fit: {why}; possible: {listed}"
     raise errors.InvalidRequest([FieldProblem("workers", "size", message)])

@@ -17,7 +17,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from service.domain.membership import (
-    copies_needed,
     current_membership,
     failure_domain,
     membership_of,
@@ -177,7 +176,7 @@ _FAMILIES = (
     _of_groups(
         "shardloom_job_needed_host_copies",
         "Hosts that must hold a copy for what `survive` asks; 0 where it asks nothing.",
-        lambda job, _: copies_needed(job),
+        lambda job, _: job.spec.parallelism.num_hosts_needed,
     ),
     _in_attempt(
         "shardloom_job_divergences", "Copies found to differ in this attempt.", "num_divergences"

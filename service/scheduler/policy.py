@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from service.backends.base import has_own_cluster
 from service.domain.lifecycle import is_stopping
-from service.domain.membership import copies_needed, current_membership, sizes_of_job, workers_held
+from service.domain.membership import current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
 from trainer.layout.hosts import HostFacts
 
@@ -53,7 +53,7 @@ class Capacity:
             max(0, _num_fitting(host.num_cpus - taken_cpus, host.num_gpus - taken_gpus, cpus, gpus))
             for host, (taken_cpus, taken_gpus) in zip(hosts, taken, strict=True)
         ]
-        spread = copies_needed(job)
+        spread = job.spec.parallelism.num_hosts_needed
         if not spread:
             return sum(fitting)
         # Every group needs a host with room for all of it, and there must be hosts to lose.
@@ -462,7 +462,7 @@ def _started_at(job: Job) -> float:
 
 def _impossible(job: Job, least: int, total: int) -> str:
     """Why a job does not fit even into an empty cluster."""
-    spread, size = copies_needed(job), sizes_of_job(job).shard_group_size or 1
+    spread, size = job.spec.parallelism.num_hosts_needed, sizes_of_job(job).shard_group_size or 1
     if spread and not total:
         return f"needs {spread} hosts with room for {size} workers each, to survive a lost one"
     return f"needs {least} workers; cluster max {total}"

@@ -243,6 +243,14 @@ class ParallelismSpec(SpecModel):
         return self.spares * (1 if self.shard_group_size == "auto" else self.shard_group_size)
 
     @property
+    def num_hosts_needed(self) -> int:
+        """Hosts that must hold a copy of each shard for what `survive` asks, 0 if it asks nothing.
+
+        k lost hosts are survived by copies on k + 1.
+        """
+        return 0 if self.survive is None else self.survive.hosts + 1
+
+    @property
     def failure_domain(self) -> FailureDomain:
         """What a lost host takes down: the job's workers, or one sharding group of them.
 
@@ -324,7 +332,7 @@ class ParallelismSpec(SpecModel):
         if self.tied_by:
             raise problem("survive", f"it needs independent groups, but {self.tied_by}", "dense")
         size = 1 if self.shard_group_size == "auto" else self.group_size
-        most, needed = self.world_size // size, self.survive.hosts + 1
+        most, needed = self.world_size // size, self.num_hosts_needed
         if most < needed:
             instead = f"lower it to {most - 1}" if most > 1 else "remove survive"
             raise problem(

@@ -56,8 +56,9 @@ class GroupShape:
         fitting = int(self.num_cpus / spec.resources.cpus_per_worker + 1e-6)
         if self.gives_gpus(spec):
             fitting = min(fitting, int(self.num_gpus))
-        size = spec.parallelism.shard_group_size
-        if _num_hosts(spec) == 1 or size == "auto" or size > fitting:
+        parallelism = spec.parallelism
+        size = parallelism.shard_group_size
+        if not parallelism.num_hosts_needed or size == "auto" or size > fitting:
             return fitting
         return fitting // size * size
 
@@ -98,7 +99,7 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
                     f"worker group {shape.name} of the cluster template has numOfHosts "
                     f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
                 )
-            least = max(_num_hosts(spec), math.ceil(parallelism.min_workers / fitting))
+            least = max(parallelism.num_hosts_needed, math.ceil(parallelism.min_workers / fitting))
             most = max(least, math.ceil(parallelism.world_size / fitting))
             spares = max(parallelism.spares, math.ceil(parallelism.spare_workers / fitting))
             return ClusterSize(shape, fitting, least + spares, most + spares)
@@ -112,12 +113,6 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
         "lower resources.cpus_per_worker, change resources.device, or enlarge a worker group of "
         "the template"
     )
-
-
-def _num_hosts(spec: JobSpec) -> int:
-    """The fewest hosts that its workers may lie on: copies on k + 1 survive k lost ones."""
-    survive = spec.parallelism.survive
-    return 1 if survive is None else survive.hosts + 1
 
 
 def shape_of(group: Mapping[str, Any]) -> GroupShape:

@@ -15,7 +15,6 @@ from service.dashboard.views import layout_text
 from service.domain.membership import (
     Sizes,
     apply_event,
-    copies_needed,
     failure_domain,
     layout_of_attempt,
     membership_of,
@@ -192,9 +191,9 @@ def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies
 
 
 def test_one_more_host_is_needed_than_may_be_lost() -> None:
-    assert copies_needed(queued_job()) == 0
+    assert queued_job().spec.parallelism.num_hosts_needed == 0
     spread = ELASTIC | {"workers": 6, "survive": {"hosts": 2}}
-    assert copies_needed(queued_job(parallelism=spread)) == 3
+    assert queued_job(parallelism=spread).spec.parallelism.num_hosts_needed == 3
 
 
 _records = st.lists(

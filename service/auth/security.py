@@ -39,8 +39,7 @@ def may_read_secrets(job: Job, attempt: Attempt) -> bool:
 
     Once there are workers nobody needs to, so that a token which leaked later opens nothing.
     """
-    is_current = job.current_attempt_id == attempt.id and attempt.end_reason is None
-    return is_current and job.status is JobStatus.STARTING
+    return job.is_run_by(attempt) and job.status is JobStatus.STARTING
 
 
 logger = logging.getLogger(__name__)

@@ -45,11 +45,6 @@ class IngestResult:
     # Of the job, once a record has told any.
     metrics: dict[str, float] | None = None
 
-    @property
-    def steers(self) -> bool:
-        """Whether the attempt may change its job."""
-        return self.job.current_attempt_id == self.attempt.id and self.attempt.end_reason is None
-
 
 def apply_events(
     job: Job, attempt: Attempt, records: Iterable[events.Event], now: float
@@ -71,7 +66,7 @@ def _apply(result: IngestResult, event: events.Event) -> None:
         result.timeline.append(_timeline_event(result, event))
     if isinstance(event, events.CheckpointCommitted | events.CheckpointDeleted):
         result.checkpoints.append(event)
-    if result.steers:
+    if result.job.is_run_by(result.attempt):
         if result.job.resume_from is not None:
             # The submission arrived: only one attempt starts from the requested checkpoint.
             result.job = replace(result.job, resume_from=None)

@@ -348,6 +348,10 @@ class Job:
         is_shared = self.project == reader.project
         return f"job {self.id} ({self.name})" if is_shared else "a job of another project"
 
+    def is_run_by(self, attempt: Attempt) -> bool:
+        """Whether an attempt is the newest of this job and has not ended."""
+        return self.current_attempt_id == attempt.id and attempt.end_reason is None
+
     @property
     def waits_since(self) -> float:
         """When it entered the queue; a retry, a pause and a preemption keep that."""

@@ -249,5 +249,4 @@ def _check_writes(attempt: Attempt, path: str, context: Context) -> None:
 
 
 def _is_current(attempt: Attempt, context: Context) -> bool:
-    newest = context.store.get_job(attempt.job_id).current_attempt_id
-    return newest == attempt.id and attempt.end_reason is None
+    return context.store.get_job(attempt.job_id).is_run_by(attempt)

@@ -31,6 +31,7 @@ from service.auth.permissions import (  # noqa: E402
     Rule,
     Scope,
 )
+from service.cli.main import GROUP  # noqa: E402
 from service.cli.main import build_app as build_cli  # noqa: E402
 from service.domain.models import EndReason  # noqa: E402
 from service.domain.retries import (  # noqa: E402
@@ -57,6 +58,8 @@ _PAGES_OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 _METHODS = ("get", "post", "put", "patch", "delete")
 
 Schema = Mapping[str, Any]
+# Where models are described, by name; others are shown without a link.
+Links = Mapping[str, str]
 
 
 # ---- hooks of MkDocs
@@ -88,22 +91,11 @@ def _cell(text: object) -> str:
 
 def _code(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return f"`{text.replace('|', chr(92) + '|')}`" if text else '`""`'
+    return f"`{text}`" if text else '`""`'
 
 
 def _name(reference: str) -> str:
     return reference.rpartition("/")[2]
-
-
-class _Links:
-    """Where models are described, by name; others are shown without a link."""
-
-    def __init__(self, addresses: Mapping[str, str]) -> None:
-        self._addresses = addresses
-
-    def to(self, name: str) -> str:
-        address = self._addresses.get(name)
-        return f"[{name}]({address})" if address else f"`{name}`"
 
 
 def _here(names: Iterable[str]) -> dict[str, str]:
@@ -114,10 +106,11 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
-def _type(schema: Schema, links: _Links) -> str:
+def _type(schema: Schema, links: Links) -> str:
     """A type in words, with links to the models of the page."""
     if reference := schema.get("$ref"):
-        return links.to(_name(reference))
+        name = _name(reference)
+        return f"[{name}]({links[name]})" if name in links else f"`{name}`"
     for key in ("anyOf", "oneOf", "allOf"):
         if key in schema:
             found = list(dict.fromkeys(_type(each, links) for each in schema[key]))
@@ -146,7 +139,7 @@ def _bounds(schema: Schema) -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-def _fields(schema: Schema, links: _Links) -> Iterator[str]:
+def _fields(schema: Schema, links: Links) -> Iterator[str]:
     """A table of a model's fields, with the column of meanings only where some field has one."""
     properties: Schema = schema.get("properties", {})
     if not properties:
@@ -172,7 +165,7 @@ def _default(text: str) -> str:
     return text if len(text) <= 60 else "see there"
 
 
-def _model(name: str, schema: Schema, links: _Links, level: str) -> Iterator[str]:
+def _model(name: str, schema: Schema, links: Links, level: str) -> Iterator[str]:
     yield f"{level} {name} {{ #{_slug(name)} }}\n"
     if text := schema.get("description"):
         yield f"{inspect.cleandoc(text)}\n"
@@ -184,7 +177,7 @@ def _model(name: str, schema: Schema, links: _Links, level: str) -> Iterator[str
 def _job_spec() -> str:
     schema = json_schema()
     models: dict[str, Any] = schema["$defs"]
-    links = _Links(_here(models))
+    links = _here(models)
     parts = ["## The spec\n", *_fields(schema, links)]
     for name in _in_order(schema, models):
         parts += _model(name, models[name], links, "##")
@@ -234,7 +227,7 @@ def _rest_api() -> str:
     elsewhere = {name: f"job-spec.md#{_slug(name)}" for name in json_schema()["$defs"]}
     elsewhere |= {model.__name__: f"events.md#{_kind(model)}" for model in _event_models()}
     shown = sorted(set(schemas) - set(elsewhere) - {"JobSpec"})
-    links = _Links({"JobSpec": "job-spec.md", **elsewhere, **_here(shown)})
+    links = {"JobSpec": "job-spec.md", **elsewhere, **_here(shown)}
     parts: list[str] = []
     for tag, operations in _by_tag(document).items():
         parts.append(f"## {tag.capitalize()}\n")
@@ -262,7 +255,7 @@ def _resource(path: str) -> str:
     return re.split(r"[:{]", words[0])[0] if len(words) > 0 and path.startswith("/v1") else "system"
 
 
-def _operation(method: str, path: str, operation: Schema, links: _Links) -> Iterator[str]:
+def _operation(method: str, path: str, operation: Schema, links: Links) -> Iterator[str]:
     heading = operation.get("summary", path)
     yield f"### {heading} {{ #{_slug(operation['operationId'])} }}\n"
     yield f"`{method.upper()} {path}`{{ .route .route-{method} }}\n"
@@ -302,7 +295,7 @@ def _access(rule: Rule) -> str:
     }[rule.scope]
 
 
-def _content(part: Schema, links: _Links) -> str:
+def _content(part: Schema, links: Links) -> str:
     kinds = part.get("content", {})
     return ", ".join(
         _type(body["schema"], links)
@@ -316,7 +309,9 @@ def _content(part: Schema, links: _Links) -> str:
 
 
 def _cli() -> str:
-    root = typer.main.get_command(build_cli())
+    root: Any = typer.main.get_command(build_cli())
+    plugged = entry_points(group=GROUP)
+    root.commands |= {each.name: typer.main.get_command(each.load()) for each in plugged}
     panels: dict[str, list[str]] = {}
     for panel, name, command in _commands(root):
         panels.setdefault(panel, []).append("\n".join(_command(name, command)))
@@ -324,71 +319,30 @@ def _cli() -> str:
 
 
 def _commands(group: Any, prefix: str = "", panel: str = "Tools") -> Iterator[tuple[str, str, Any]]:
-    """(panel, name, command) of every command below a group, in the order of its help."""
-    for name, command in getattr(group, "commands", {}).items():
-        if getattr(command, "hidden", False):
-            continue
-        found = _plugged(name, command)
-        shown_in = _panel(command) or panel
-        if hasattr(found, "commands"):
-            yield from _commands(found, f"{prefix}{name} ", shown_in)
-        else:
-            yield shown_in, f"{prefix}{name}", found
-
-
-def _panel(command: Any) -> str:
-    panel = getattr(command, "rich_help_panel", None)
-    return panel if isinstance(panel, str) else ""
-
-
-def _plugged(name: str, command: Any) -> Any:
-    """The command itself; of one that an entry point plugs in, what it stands for."""
-    for entry in entry_points(group="shardloom.commands", name=name):
-        return typer.main.get_command(entry.load())
-    return command
+    """(panel, name, command) of all below a group, in the order of its help."""
+    for name, command in group.commands.items():
+        path, shown_in = f"{prefix}{name}", str(command.rich_help_panel or panel)
+        is_group = hasattr(command, "commands")
+        # Of groups only those that have options of their own.
+        if command.params or not is_group:
+            yield shown_in, path, command
+        if is_group:
+            yield from _commands(command, f"{path} ", shown_in)
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
     yield f"### {name} {{ #{_slug(name)} }}\n"
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    words = [(each.metavar or each.name or "").upper() for each in arguments]
-    usage = [
-        each if argument.required else f"[{each}]"
-        for each, argument in zip(words, arguments, strict=True)
-    ]
-    yield f"```\nshardloom {name} {' '.join(usage)} [OPTIONS]\n```\n".replace("  ", " ")
+    context = typer.Context(command)
+    yield f"```\nshardloom {name} {' '.join(command.collect_usage_pieces(context))}\n```\n"
     if command.help:
         yield f"{inspect.cleandoc(command.help)}\n"
-    options = [each for each in command.params if _is_shown(each)]
-    if options:
-        yield "| option | default | meaning |"
-        yield "|---|---|---|"
-        for each in options:
-            names = ", ".join(_code(option) for option in (*each.opts, *each.secondary_opts))
-            text = _cell(getattr(each, "help", None) or "")
-            yield f"| {names} | {_option_default(each)} | {text} |"
+    records = (each.get_help_record(context) for each in command.params)
+    rows = [f"| {_code(names)} | {_cell(text)} |" for names, text in filter(None, records)]
+    if rows:
+        yield "| argument, option | meaning |"
+        yield "|---|---|"
+        yield from rows
         yield ""
-
-
-def _is_shown(parameter: Any) -> bool:
-    return (
-        parameter.param_type_name == "option"
-        and not getattr(parameter, "hidden", False)
-        and parameter.name != "help"
-    )
-
-
-def _option_default(option: Any) -> str:
-    if option.required:
-        return "**required**"
-    default = option.default
-    if default is None or default is False or default == () or callable(default) or default == []:
-        return ""
-    return _code(
-        getattr(default, "value", default)
-        if isinstance(default, str | int | float)
-        else str(default)
-    )
 
 
 # ---- settings, metrics, events
@@ -425,7 +379,7 @@ def _events() -> str:
     parts: list[str] = []
     for model in _event_models():
         schema = model.model_json_schema()
-        links = _Links({})
+        links: Links = {}
         kind = _kind(model)
         parts.append(f"### {kind} {{ #{kind} }}\n\n{inspect.cleandoc(model.__doc__ or '')}\n")
         own = {

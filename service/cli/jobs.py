@@ -50,7 +50,11 @@ def ps(
     as_json: JsonOption = False,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="All, not the newest 20.")] = False,
     status: Annotated[
-        list[JobStatus] | None, typer.Option(help="Only jobs in this status; repeatable.")
+        list[JobStatus] | None,
+        typer.Option(
+            metavar="STATUS",
+            help=f"Only jobs in this status, one of {', '.join(JobStatus)}; repeatable.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
     project: Annotated[str | None, typer.Option(help="Only jobs of this project.")] = None,

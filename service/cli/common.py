@@ -1,15 +1,7 @@
 """What every command shares: options, exit codes, error reports, a client, JSON, times and curves.
 
-Exit codes:
-
-    0    done; for `run`, `submit --wait` and `follow`: the job succeeded
-    1    the job failed; `migrate --check`: the database is behind
-    2    the request was refused: wrong usage, a faulty spec, no such job; or a trace never came
-    3    no service could be reached, or the local stack did not start
-    4    detached by Ctrl-C: the job goes on
-    130  the job was cancelled
-
-Detaching has a code of its own, so that a script never takes an unfinished job for a success.
+Exit codes are told in docs/reference/cli.md. Detaching has one of its own, so that a script never
+takes an unfinished job for a success.
 """
 
 from __future__ import annotations

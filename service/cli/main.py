@@ -2,7 +2,7 @@
 
 A package names a Typer app in the entry point group `shardloom.commands`; its name becomes the
 command, and it is imported only when it is called. So the CLI needs no torch, Ray, polars, FastAPI
-or SQLAlchemy until a command does. Exit codes: `service.cli.common`; settings from the
+or SQLAlchemy until a command does. Exit codes: docs/reference/cli.md; settings from the
 environment: `service.settings`. SHARDLOOM_URL names the service to talk to.
 """
 

@@ -27,7 +27,6 @@ from service.local.ray_node import (
     RayNode,
     free_ports,
     make_temp_dir,
-    node_environment,
 )
 from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
 from service.local.state import StackError, StackHome
@@ -118,22 +117,18 @@ def test_a_node_has_ports_for_its_agents_and_slots_for_a_small_job(home):
     assert "--num-cpus=64" in RayHead(64).command(home.ray_dir)
 
 
-def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
-    inherited = {"RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "old", "HOME": "/home/me"}
+def test_the_head_listens_on_loopback(home):
     head = RayHead(2)
-    environment = head.environment(inherited, home.token_path)
-    assert environment["RAY_AUTH_MODE"] == "token"
-    assert environment["RAY_AUTH_TOKEN_PATH"] == str(home.token_path)
-    assert environment["HOME"] == "/home/me"
-    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "GLOO_SOCKET_IFNAME"} & set(environment)
     command = head.command(home.ray_dir)
     assert "--dashboard-host=127.0.0.1" in command
     (option,) = [word.partition("=")[2] for word in command if "--dashboard-port" in word]
     assert head.ray_address == "http://127.0.0.1:" + option
 
 
-def test_code_of_jobs_sees_none_of_the_services_secrets(home):
+def test_a_node_has_a_token_of_its_own_and_none_of_the_services_secrets(home):
     secrets = {
+        "RAY_ADDRESS": "elsewhere:1",
+        "RAY_AUTH_TOKEN": "old",
         "SHARDLOOM_SECRET_KEY": "s",
         "SHARDLOOM_DATABASE_URL": "postgresql://user:password@db/x",
         "SHARDLOOM_API_KEY": "shl_x",
@@ -142,10 +137,11 @@ def test_code_of_jobs_sees_none_of_the_services_secrets(home):
         "PGPASSWORD": "p",
     }
     wanted = {"SHARDLOOM_STORAGE_RETRY_S": "9", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
-    for environment_of in (node_environment, RayHead(2).environment):
-        environment = environment_of(secrets | wanted, home.token_path)
-        assert not set(secrets) & set(environment)
-        assert wanted.items() <= environment.items()
+    # The head's is that of any node, and more.
+    environment = RayHead(2).environment(secrets | wanted, home.token_path)
+    assert not {*secrets, "GLOO_SOCKET_IFNAME"} & set(environment)
+    wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(home.token_path)}
+    assert wanted.items() <= environment.items()
 
 
 def test_what_the_trainer_reads_on_its_machine_reaches_it():

@@ -92,7 +92,7 @@ def dashboard(
     store = open_migrated(settings.database_url)
     app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
     woken = threading.Event()
-    object.__setattr__(app.state.context, "wake", woken.set)
+    monkeypatch.setattr(app.state.context.reconciler, "wake", woken.set)
     with serve(app) as url:
         yield Dashboard(url, store, settings.runs_dir, woken)
 

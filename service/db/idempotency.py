@@ -13,11 +13,10 @@ from sqlalchemy import ColumnElement, delete, select, update
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import answers
-from service.domain.models import MAX_PLAN_S
 
 KEPT_S = 86_400.0
 # A service that was killed in the middle leaves a row without a response.
-ABANDONED_S = MAX_PLAN_S + 120.0
+ABANDONED_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from enum import StrEnum
 from trainer.spec.job import JobSpec
 
 DEFAULT_PROJECT = "default"
-# How long a plan may take, which is longer than any other request does.
-MAX_PLAN_S = 600.0
 
 
 class JobStatus(StrEnum):

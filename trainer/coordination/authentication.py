@@ -175,7 +175,8 @@ class AuthenticatedServer:
     ) -> None:
         self._name, self._token, self._serve = name, token, serve
         self._unproven = UnprovenConnections(name, _MAX_UNPROVEN, shut_down)
-        self._socket = socket.create_server((host, 0), backlog=_MAX_UNPROVEN)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
         self._is_closed = False
         self._connections: set[socket.socket] = set()
         self.address = f"{host}:{self._socket.getsockname()[1]}"

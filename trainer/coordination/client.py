@@ -416,9 +416,10 @@ def remembering(hello: Hello, answer: Answer) -> Hello:
     elif isinstance(answer, RoundResult):
         # `initial` tells a listener to start over: it is not what a seed or checkpoint made.
         standing = "current" if answer.standing == "current" else "listening"
-        if hello.standing == "initial" and not answer.committed:
-            standing = "initial"
-        news = {"ledger": answer.ledger, "leases": answer.leases, "standing": standing}
+        # Until a round commits a checkpoint's own ledger counts: this one may be of a coordinator
+        # that was restarted and knows of no run yet.
+        if hello.standing != "initial" or answer.committed:
+            news = {"ledger": answer.ledger, "leases": answer.leases, "standing": standing}
     return hello.model_copy(update=news)
 
 

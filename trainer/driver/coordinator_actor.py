@@ -35,8 +35,13 @@ class CoordinatorActor:
     def __init__(self, config: CoordinatorConfig) -> None:
         start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
         prepare_process()
-        # Ray restarts the process, and what it knew comes back with the ranks.
-        self._coordinator = Coordinator(config, on_crash=lambda: os._exit(1))
+        # Ray restarts the process, and what it knew comes back with the ranks; but not where this
+        # raises.
+        try:
+            self._coordinator = Coordinator(config, on_crash=lambda: os._exit(1))
+        except OSError:
+            logger.exception("the coordinator could not start; is run storage away?")
+            os._exit(1)
         self._token = config.token
         logger.info("the coordinator listens at %s", self.get_address())
 

@@ -23,8 +23,8 @@ def start_log(path: Path) -> None:
 
     SHARDLOOM_LOG_MAX_BYTES bounds what is kept.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         _divert(path, int(os.environ.get("SHARDLOOM_LOG_MAX_BYTES", DEFAULT_MAX_BYTES)))
     except (OSError, subprocess.SubprocessError) as error:
         # Ray's own log goes on, so training does, too.

@@ -85,11 +85,12 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None when there is none."""
+    """When a process began, in clock ticks since boot; None when there is none, or it has ended."""
     try:
         # The name in brackets may hold anything; field 22 is the 20th behind it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]
+    except (OSError, ValueError, IndexError):
         return None
 
 

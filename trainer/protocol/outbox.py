@@ -9,6 +9,7 @@ lines stay on run storage, and the service reads them there when the attempt has
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from pathlib import Path
 import httpx
 from pydantic import BaseModel
 
-from trainer.protocol.events import MAX_RECORD_BYTES, Count, Event, EventBatch, read_record
+from trainer.protocol.events import (
+    MAX_RECORD_BYTES,
+    STREAM_PATTERN,
+    Count,
+    Event,
+    EventBatch,
+    read_record,
+)
 from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
@@ -126,6 +134,8 @@ class OutboxPoster:
     def post_new(self) -> None:
         """Post every unacknowledged record, stream by stream, until done or not answered."""
         for path in self._files.stream_paths():
+            if not re.fullmatch(STREAM_PATTERN, path.stem):
+                continue  # somebody's copy of a stream
             reader = self._readers.setdefault(path.stem, _StreamReader(path))
             while self._post_batch(path.stem, reader):
                 pass

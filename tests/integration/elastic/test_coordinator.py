@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -344,6 +345,17 @@ def test_who_has_not_proven_the_token_fences_nobody_and_votes_on_nothing(tmp_pat
         assert coordinator.status().groups == known
         votes = [pool.submit(each.vote, vote.model_copy(update={"ok": True})) for each in members]
         assert all(each.result(scaled(30)).committed for each in votes)
+
+
+def test_an_actor_that_cannot_start_ends_for_ray_to_start_it_again(tmp_path: Path, monkeypatch):
+    config = CoordinatorConfig(MembershipPolicy(1), LeaseBook(1, 1, 1), tmp_path, TOKEN)
+    for name in ("start_log", "prepare_process"):
+        monkeypatch.setattr(coordinator_actor, name, Mock())
+    is_away = Mock(side_effect=OSError(errno.ESTALE, "stale file handle"))
+    monkeypatch.setattr("trainer.elastic.coordinator.server.open_stream", is_away)
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        CoordinatorActor(config)
 
 
 def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_call(

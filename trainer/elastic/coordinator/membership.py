@@ -160,8 +160,8 @@ class Membership:
         group = self._groups.find(speaker)
         if group:
             self._groups.beat(group, heartbeats, now)
-            if heartbeats and heartbeats[0].rank == 0:
-                self._metrics.record_heartbeat(group.group, heartbeats[0], now)
+            for first in (each for each in heartbeats if each.rank == 0):
+                self._metrics.record_heartbeat(group.group, first, now)
         return self._take_effects()
 
     def on_arrive(

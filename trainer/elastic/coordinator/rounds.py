@@ -521,6 +521,8 @@ class SyncRounds:
     def _answer_late(self, group: Group, vote: Vote, now: float) -> None:
         """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self.ledger
+        if not vote.ok:
+            group.missed_round = vote.round
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
         is_newest &= group.missed_round != vote.round
         if group.is_current and not is_newest and vote.commit <= newest.commit:

@@ -27,8 +27,9 @@ TOKEN = secrets.token_bytes(32)
 
 
 @pytest.fixture
-def server() -> Iterator[DonorServer]:
-    with closing(DonorServer(Identity(0, 0, 0, 1, "127.0.0.1"), [], TOKEN)) as opened:
+def server(request: pytest.FixtureRequest) -> Iterator[DonorServer]:
+    host = getattr(request, "param", "127.0.0.1")
+    with closing(DonorServer(Identity(0, 0, 0, 1, host), [], TOKEN)) as opened:
         yield opened
 
 
@@ -43,6 +44,7 @@ def enter(
     return RendezvousStore(server.address, generation, token, is_given_up, **limits)
 
 
+@pytest.mark.parametrize("server", ["127.0.0.1", "::1"], indirect=True)
 def test_ranks_of_a_generation_read_what_each_has_written_before_and_after_they_came(
     server: DonorServer,
 ) -> None:

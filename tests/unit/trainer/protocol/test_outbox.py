@@ -66,6 +66,7 @@ def test_streams_are_posted_in_order_and_later_runs_of_worker_groups_later(outbo
     service = Service()
     for name, count in (("driver", 3), ("workers-10", 1), ("workers-2", 1200)):
         write_notes(EventWriter(outbox / f"{name}.jsonl"), range(count))
+    (outbox / "copy of driver.jsonl").write_bytes((outbox / "driver.jsonl").read_bytes())
     poster_of(outbox, service).post_new()
     assert [(name, len(times)) for name, times in service.taken.items()] == [
         ("driver", 3),

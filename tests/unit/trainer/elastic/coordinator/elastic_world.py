@@ -93,7 +93,7 @@ class SimGroup:
         self.ahead: tuple[Lease, ...] = ()  # trained since it arrived, where the round overlaps
         self.measured: Share | None = None
         self.is_poisoned = False
-        self.will_refuse = False
+        self.will_refuse = self.has_refused = False
         self.is_through = False
         self.is_fenced = False
         self.is_dismissed = False
@@ -195,6 +195,7 @@ class SimGroup:
             self.ahead = self.next_leases
         suspects = self.unreachable_in(round_)
         ok, self.will_refuse = not (self.will_refuse or suspects), False
+        self.has_refused = not ok
         spoilt = [(self.id.group, rank) in self.world.spoilt for rank in range(NUM_RANKS)]
         checksums = tuple(
             (("users", is_spoilt * (1 + self.id.group)), ("averages", 7)) for is_spoilt in spoilt
@@ -220,6 +221,7 @@ class SimGroup:
         voted = self.round
         assert voted and verdict.round == voted.round
         if verdict.committed:
+            assert not self.has_refused
             assert (verdict.ledger.commit, verdict.ledger.round) == (voted.commit, voted.round)
             self.apply(voted)
         self.measured = None

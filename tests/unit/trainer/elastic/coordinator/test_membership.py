@@ -817,6 +817,63 @@ def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     assert last and not last.is_idle and not any(member.weight for member in last.members)
 
 
+def test_a_run_goes_on_from_its_checkpoint_though_coordinators_die_before_its_first_sync():
+    world = running(2, commit=4)
+    world.save()
+    saved = world.checkpoint.ledger
+    for group in (0, 1):
+        world.kill(group)
+    world.start_coordinator()
+    world.tend()
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in (0, 1)))
+    world.start_coordinator()  # which knows of no run: nobody has trained
+    while waiting := [g for g in (0, 1) if not has_ready(world, g, "arrive")]:
+        for life in (world.groups[group] for group in waiting):
+            if life.inbox:
+                life.hear()  # that the round has failed, by who knows no run
+            elif life.outbox:
+                world.deliver(life)
+        world.wait(0.05)
+    for life in world.lives():
+        life.connect()
+    world.run_until(lambda: world.status.ledger.commit > 0)
+    now = world.status.ledger
+    assert (now.commit, now.rows_trained) >= (saved.commit, saved.rows_trained)
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_who_refused_a_round_is_told_by_no_coordinator_that_it_took_part():
+    world = running(3)
+    world.kill(2)
+    world.tend()
+    world.run_until(lambda: listening(world, 2))
+    listener, others = world.groups[2], [world.groups[0], world.groups[1]]
+    listener.will_refuse = True
+    world.run_until(lambda: listener.has_refused)
+    assert has_ready(world, 2, "vote")
+    refused = listener.round.commit
+    world.hung.add(2)
+    world.run_until(lambda: all(each.round.commit == refused and each.request for each in others))
+    for each in (*others, listener):  # the others hold the averages, and go on without it
+        if each.outbox:
+            world.deliver(each)
+    for each in others:
+        while each.inbox:
+            each.hear()
+    assert all(refused in each.applied for each in others)
+    world.hung.discard(2)
+    world.start_coordinator()
+    assert not listener.inbox, "the answer is lost with the coordinator"
+    while not any(isinstance(body, RoundResult) for _, body in listener.inbox):
+        for life in world.lives():
+            if life.outbox:
+                world.deliver(life)
+        world.wait(0.05)
+    world.run_to_commit(refused + 2)
+    assert refused not in listener.applied
+
+
 def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     world = running(recovery_grace_s=60.0)
     world.start_coordinator()

@@ -83,6 +83,20 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.world.end is None:
             self.world.start_coordinator()
 
+    @rule(index=GROUPS)
+    def reconnect(self, index):
+        group = self.pick(index)
+        if group and not (group.is_fenced or group.is_dismissed or group.is_through):
+            group.connect()
+
+    @rule()
+    def lose_all(self):
+        if self.world.end is None:
+            for group in list(self.world.groups):
+                self.world.kill(group)
+            self.world.start_coordinator()
+            self.world.tend()
+
     @rule()
     def save(self):
         self.world.save()
@@ -111,6 +125,13 @@ class MembershipMachine(RuleBasedStateMachine):
     @rule()
     def promote(self):
         self.world.act(self.world.membership.promote(SPARE, self.world.now))
+
+    @rule(group=GROUPS)
+    def drop(self, group):
+        life = self.world.groups.get(group)
+        if life and self.world.end is None:
+            now = self.world.now
+            self.world.act(self.world.membership.drop(group, life.id.incarnation, "driver", now))
 
     @rule(group=GROUPS | st.just(SPARE), cause=st.sampled_from(["resize", "drain"]))
     def retire(self, group, cause):

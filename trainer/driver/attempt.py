@@ -27,9 +27,10 @@ from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.layout.cost import Cluster
-from trainer.protocol import events, mirror
+from trainer.protocol import events, mirror, requests
 from trainer.protocol.mirror import PATIENCE_S, MirrorConfig, connect
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.requests import SaveRequest, StopRequest
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
@@ -194,10 +195,15 @@ class DriverContext:
     @property
     def is_pause_wanted(self) -> bool:
         """Whether the attempt shall save and end; False while storage fails."""
-        try:
-            return self.files.pause_request_path.exists()
-        except OSError:
-            return False
+        return is_there(self.files.pause_request_path)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file; False while storage fails."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _take_token(files: AttemptDir) -> str:
@@ -247,6 +253,15 @@ class Attempt:
             cluster=vars(self.cluster) if self.cluster else None,
             mirror=c.mirror,
         )
+
+    def ask(self, request: StopRequest | SaveRequest) -> bool:
+        """Put a request where the workers look for it; False where storage fails: try again."""
+        try:
+            requests.ask(self.context.files, request)
+        except OSError as error:
+            logger.warning("the workers are asked again, as storage fails: %s", error)
+            return False
+        return True
 
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
         resized = events.Resized(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from trainer import failures
 from trainer.coordination.client import finding_s
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
-from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, warn
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, is_there, warn
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.coordinator_actor import RayCoordinator
 from trainer.driver.group_placement import (
@@ -40,7 +40,7 @@ from trainer.driver.group_placement import (
 from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
-from trainer.protocol import events, requests
+from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, SaveRequest, StopRequest
 from trainer.protocol.worker_config import GroupConfig
 
@@ -252,12 +252,11 @@ class GroupRunLoop:
             attempt.capacity.close()
         if not self._has_trained:
             return Ended(PAUSED_EARLY)
-        files = attempt.context.files
         if not self._is_pausing:
-            self._is_pausing = True
             request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
-            requests.ask(files, request)
-        return Ended(PAUSED) if files.stopping_path(self.run_index).exists() else None
+            self._is_pausing = attempt.ask(request)
+        mark = attempt.context.files.stopping_path(self.run_index)
+        return Ended(PAUSED) if is_there(mark) else None
 
     def _apply_status(self, status: CoordinatorStatus) -> None:
         """Apply which groups the coordinator has, lost or let go."""
@@ -420,12 +419,10 @@ class GroupRunLoop:
         leaving = frozenset(draining.keys() & {host for run in training for host in run.hosts})
         if leaving <= self._leaving:
             return
-        self._leaving, self._num_saves = leaving, self._num_saves + 1
-        attempt = self.config.attempt
-        requests.ask(
-            attempt.context.files,
-            SaveRequest(run_index=self.run_index, number=self._num_saves),
-        )
+        attempt, number = self.config.attempt, self._num_saves + 1
+        if not attempt.ask(SaveRequest(run_index=self.run_index, number=number)):
+            return
+        self._leaving, self._num_saves = leaving, number
         deadlines = [each for host in leaving if (each := draining[host])]
         notice = f", in {min(deadlines) - self.config.clock():.0f} s" if deadlines else ""
         warn(

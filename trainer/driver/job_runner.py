@@ -22,7 +22,16 @@ from pathlib import Path
 from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import WATCH_SILENCE_S
-from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart, warn
+from trainer.driver.attempt import (
+    MIRROR_S,
+    PAUSED,
+    PAUSED_EARLY,
+    Attempt,
+    Outcome,
+    Restart,
+    is_there,
+    warn,
+)
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host, fill_hosts, kill_on
 from trainer.driver.ray_train import TrainRun
@@ -31,7 +40,6 @@ from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipP
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import Failure
-from trainer.protocol import requests
 from trainer.protocol.events import (
     CheckpointCommitted,
     Event,
@@ -389,7 +397,7 @@ class JobRunner:
         given_up: Failure | None = None
         began, kill_at = self.clock(), math.inf
         better_since: float | None = None
-        is_asked = False
+        is_asked = leaves_straggler = False
         while not future.done():
             self.wait(_POLL_S)
             self._goodput.poll(time.time())
@@ -405,14 +413,13 @@ class JobRunner:
             if is_asked or future.done():
                 continue
             if is_pausing:
-                self._stop(run_index, failures.PAUSED)
-                is_asked = True
+                is_asked = self._stop(run_index, failures.PAUSED)
                 continue
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
             request, hosts = self._requests.poll(), self._hosts_but_excluded(current)
-            if self._leaves_straggler(current, request, hosts):
-                self._stop(run_index, "straggler")
-                is_asked = True
+            leaves_straggler |= self._leaves_straggler(current, request, hosts)
+            if leaves_straggler:
+                is_asked = self._stop(run_index, "straggler")
                 continue
             cause = cause_to_stop(self._bounds, current, hosts, request)
             if cause is None:
@@ -422,8 +429,7 @@ class JobRunner:
             better_since = now if better_since is None else better_since
             is_worth_it = now - better_since >= _STEADY_S and now - began >= _MIN_RUN_S
             if cause != "room" or is_worth_it:
-                self._stop(run_index, cause)
-                is_asked = True
+                is_asked = self._stop(run_index, cause)
         return given_up
 
     def _hosts_but_excluded(self, current: Plan) -> list[Host]:
@@ -470,19 +476,20 @@ class JobRunner:
             if host.address in processes:
                 self.kill_on(host, processes[host.address])
 
-    def _stop(self, run_index: int, cause: str) -> None:
+    def _stop(self, run_index: int, cause: str) -> bool:
+        """Ask the workers to save and stop; False where storage fails."""
         logger.info("asking the workers to save and stop: %s", cause)
-        requests.ask(self.attempt.context.files, StopRequest(run_index=run_index, cause=cause))
-        self._cause = cause
+        is_asked = self.attempt.ask(StopRequest(run_index=run_index, cause=cause))
+        self._cause = cause if is_asked else self._cause
+        return is_asked
 
     def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
         if failure is None:
             self._num_without_room = 0
-            files = self.attempt.context.files
             if self.attempt.context.is_mirrored and not self._await_mark(run_index):
                 message = "the workers ended, and how has not been told: is the service away?"
                 return Failure(failures.STORAGE_ERROR, message)
-            if not files.stopping_path(run_index).exists():
+            if not self._has_stopped(run_index):
                 return None
             return PAUSED if self._cause == failures.PAUSED else Restart()
         if failure.reason == failures.NO_ROOM:
@@ -501,11 +508,26 @@ class JobRunner:
         """Whether the mark of workers that ended well comes from their host, by the service."""
         files, until = self.attempt.context.files, self.clock() + PATIENCE_S
         marks = files.stopping_path(run_index), files.completed_path(run_index)
-        while not (found := any(mark.exists() for mark in marks)) and self.clock() < until:
+        while not (found := any(is_there(mark) for mark in marks)) and self.clock() < until:
             self.wait(_POLL_S)
         # The last records of workers that save as they stop come after their mark.
         self.wait(MIRROR_S)
         return found
+
+    def _has_stopped(self, run_index: int) -> bool:
+        """Whether workers that ended well did so as they were asked to.
+
+        Waits for storage that fails; raises OSError where it does not come back.
+        """
+        mark, until = self.attempt.context.files.stopping_path(run_index), self.clock() + PATIENCE_S
+        while True:
+            try:
+                return mark.exists()
+            except OSError as error:
+                if self.clock() >= until:
+                    raise
+                logger.warning("how the workers ended is looked up again: %s", error)
+            self.wait(_POLL_S)
 
     def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""

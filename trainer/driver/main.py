@@ -336,14 +336,23 @@ def end_attempt(
         raise
     except Exception as error:  # reported to the control plane, whatever it is
         logger.exception("the driver failed")
-        message = f"{type(error).__name__}: {error}"
-        failure = Failure(failures.TRAINING_ERROR, message, evidence=failures.evidence_of(error))
+        failure = failure_behind(error, context)
     return events.AttemptEnded(
         time=time.time(),
         reason=failure.reason,
         message=failure.message,
         evidence=dict(failure.evidence),
     )
+
+
+def failure_behind(error: Exception, context: DriverContext) -> Failure:
+    """The failure behind an unexpected error of the driver; storage that fails may come back."""
+    reason, message = failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"
+    # Without a number it is none of the operating system's, as a time-out of Ray.
+    if isinstance(error, OSError) and error.errno is not None:
+        reason = failures.STORAGE_ERROR
+        message += f"; is the storage of {context.run_dir} full, or away from the driver's host?"
+    return Failure(reason, message, evidence=failures.evidence_of(error))
 
 
 def check_lease(context: DriverContext) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from trainer.driver.attempt import Attempt, DriverContext
 from trainer.driver.autoscale import CapacityRequest, PendingCapacity
+from trainer.protocol import requests
 from trainer.protocol.outbox import EventWriter
 from trainer.spec.job import JobSpec
 
@@ -45,3 +50,29 @@ def attempt_in(run_dir: Path, job: JobSpec) -> Attempt:
     context = DriverContext("job", "job-a0", run_dir, None, max_worker_failures=1)
     context.files.root.mkdir(parents=True)
     return Attempt(context, job, EventWriter(context.files.stream_path("driver")))
+
+
+class RunStorage:
+    """The run folder's mount: while it is away no request is written and no mark is looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._is_away = False
+        self._write, self._stat = requests.write_whole, Path.stat
+        monkeypatch.setattr(requests, "write_whole", self._write_unless_away)
+        monkeypatch.setattr(Path, "stat", lambda path, **how: self._stat_unless_away(path, **how))
+
+    def leave(self) -> None:
+        self._is_away = True
+
+    def come_back(self) -> None:
+        self._is_away = False
+
+    def _write_unless_away(self, path: Path, content: bytes) -> None:
+        if self._is_away:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        self._write(path, content)
+
+    def _stat_unless_away(self, path: Path, **how: Any) -> Any:
+        if self._is_away and path.name.startswith("stopping-"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return self._stat(path, **how)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.builders import spec
 from tests.harness.files import records_in
-from tests.unit.trainer.driver.scripted import Cloud, attempt_in
+from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.coordination.messages import Ledger
@@ -473,6 +473,31 @@ def test_a_pause_lets_the_leader_save_before_all_groups_end(world: World) -> Non
     world.files.pause_request_path.unlink()
     assert world.look() is None, "the leader has not saved yet"
     world.files.stopping_path(0).touch()
+    assert world.look() == Ended(PAUSED)
+
+
+def test_a_request_that_storage_refuses_is_written_once_it_is_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = RunStorage(monkeypatch)
+    world.train()
+    world.deadlines = dict.fromkeys("abc", world.now + 60)
+    storage.leave()
+    assert world.look() is None
+    storage.come_back()
+    assert world.look() is None
+    assert requests.num_saves_wanted(world.files, 0) == 1
+    assert len([n for n in world.told(events.Note) if "about to lose" in n.message]) == 1
+    world.files.pause_request_path.touch()
+    storage.leave()
+    assert world.look() is None
+    storage.come_back()
+    assert world.look() is None
+    assert requests.is_stop_wanted(world.files, 0)
+    world.files.stopping_path(0).touch()
+    storage.leave()
+    assert world.look() is None
+    storage.come_back()
     assert world.look() == Ended(PAUSED)
 
 

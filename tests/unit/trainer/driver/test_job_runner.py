@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.harness.builders import spec
 from tests.harness.files import records_in
-from tests.unit.trainer.driver.scripted import Cloud, attempt_in
+from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer import failures
-from trainer.driver.attempt import PAUSED_EARLY, Attempt, Outcome, Restart
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
@@ -379,6 +379,34 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> Non
         assert isinstance(ended, Failure)
         assert ended.reason == failures.PAUSED
     assert len(world.launched) == 2, "a paused attempt starts no workers"
+
+
+def test_while_storage_is_away_the_request_to_stop_and_the_mark_of_its_end_are_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, asked = RunStorage(monkeypatch), world.files.pause_request_path
+    world.plot = [(5, storage.leave), (6, asked.touch), (9, storage.come_back)]
+    world.plot += [(12, world.stop), (12, storage.leave), (20, storage.come_back)]
+    assert world.runner.run_once(0) == PAUSED
+    assert world.now >= 20
+    asked.unlink()
+    world.plot = [(25, world.end()), (25, storage.leave)]
+    with pytest.raises(OSError, match="Stale"):
+        world.runner.run_once(1)
+
+
+def test_a_straggler_is_left_although_storage_refused_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"workers": {"min": 2, "max": 2}, "shard_group_size": 2, "placement": "intra_host"}
+    job = spec(parallelism=sizes, recovery={"replace_stragglers": True})
+    world = World(attempt_in(tmp_path, job), [host("a", 2), host("b", 2)])
+    at = {"group": 0, "rank": 1, "host": "a"}
+    found = events.StragglerFound(time=1.0, **at, slowdown=2.0, action="none")
+    storage = RunStorage(monkeypatch)
+    world.plot = [(5, storage.leave), (5, lambda: setattr(world, "stragglers", (found,)))]
+    world.plot += [(9, storage.come_back), (12, world.stop)]
+    assert world.runner.run_once(0) == Restart()
 
 
 def test_running_workers_want_what_they_would_grow_into() -> None:

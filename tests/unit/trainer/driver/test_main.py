@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from dataclasses import replace
@@ -94,6 +95,24 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     assert asked == ["/v1/attempts/job-1-a0/lease"]
     assert ended.reason == ("bad_spec" if goes_on else failures.CANCELLED)
     assert main.run_until_stopped.called is goes_on  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), failures.STORAGE_ERROR),
+        (TimeoutError("Ray does not answer"), failures.TRAINING_ERROR),
+    ],
+)
+def test_an_attempt_whose_run_storage_fails_ends_so_that_another_follows(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch, error: OSError, reason: str
+) -> None:
+    monkeypatch.setattr(main, "check_versions", lambda: [])
+    monkeypatch.setattr(main, "run_until_stopped", Mock(side_effect=error))
+    ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
+    assert ended.reason == reason
+    assert str(error) in ended.message
+    assert (str(context.run_dir) in ended.message) is (reason == failures.STORAGE_ERROR)
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

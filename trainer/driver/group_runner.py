@@ -72,9 +72,9 @@ class FailureTracker:
     _times: deque[float] = field(default_factory=deque)
 
     def add(
-        self, failure: Failure, hosts: Collection[str], now: float
+        self, failure: Failure, hosts: Collection[str], now: float, unix_s: float
     ) -> list[events.HostExcluded]:
-        """Count a lost group, which ran on `hosts`; the hosts excluded from now on."""
+        """Count a lost group, which ran on `hosts`; the hosts excluded from now on (`unix_s`)."""
         self.last = failure
         self._times.append(now)
         while self._times[0] < now - _WINDOW_S:
@@ -84,7 +84,7 @@ class FailureTracker:
         if failure.reason not in _OF_HOSTS:
             return []
         guilty = failure.evidence.get("host")
-        found = [self.record.fail(each, now) for each in ({guilty} if guilty else set(hosts))]
+        found = [self.record.fail(each, unix_s) for each in ({guilty} if guilty else set(hosts))]
         return [exclusion for exclusion in found if exclusion]
 
     def is_fatal(self, failure: Failure) -> bool:
@@ -168,7 +168,7 @@ class RunnerConfig:
     """What stays the same over all runs of an attempt's groups. Times are in seconds.
 
     `read_hosts` gives the live hosts by address; `launch` starts the workers of one group, and its
-    result is their end.
+    result is their end. `clock` never runs backwards; hosts are excluded and drained by Unix time.
     """
 
     attempt: Attempt
@@ -177,7 +177,8 @@ class RunnerConfig:
     kill_on: Callable[[Host, Collection[int]], None] = kill_on
     end_grace_s: float = 60.0
     kill_grace_s: float = 5.0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
     wait: Callable[[float], None] = time.sleep
 
 
@@ -335,7 +336,8 @@ class GroupRunLoop:
         if not run.is_spare:
             self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
-        for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
+        unix_s = self.config.wall_clock()
+        for exclusion in self._failures.add(failure, run.hosts, run.lost_at, unix_s):
             self.config.attempt.writer.write(exclusion)
 
     def _kill(self, run: GroupRun) -> None:
@@ -401,7 +403,7 @@ class GroupRunLoop:
             )
             is_replaced = self.replacements.replaces(found.host, has_room=has_room)
             self.config.attempt.report_straggler(
-                found, self.record, self.config.clock(), is_replaced=is_replaced
+                found, self.record, self.config.wall_clock(), is_replaced=is_replaced
             )
             if is_replaced:
                 self._slow_hosts.add(found.host)
@@ -424,7 +426,7 @@ class GroupRunLoop:
             return
         self._leaving, self._num_saves = leaving, number
         deadlines = [each for host in leaving if (each := draining[host])]
-        notice = f", in {min(deadlines) - self.config.clock():.0f} s" if deadlines else ""
+        notice = f", in {min(deadlines) - self.config.wall_clock():.0f} s" if deadlines else ""
         warn(
             attempt.writer,
             f"all groups are about to lose hosts ({', '.join(sorted(leaving))}{notice}): a "
@@ -443,7 +445,7 @@ class GroupRunLoop:
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
-        excluded = self.record.excluded(now)
+        excluded = self.record.excluded(self.config.wall_clock())
         wanted = request.wanted_beside(self._num_staying() * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(hosts, self.runs.values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ class World:
     attempt: Attempt
     hosts: dict[str, int]
     now: float = 1000.0
+    set_back_s: float = 0.0
     standings: dict[tuple[int, int], str] = field(default_factory=dict)
     departures: list[Departure] = field(default_factory=list)
     stragglers: list[events.StragglerFound] = field(default_factory=list)
@@ -66,6 +68,7 @@ class World:
 
     def begin(self, attempt: Attempt) -> None:
         times = {"clock": lambda: self.now, "wait": self.wait}
+        times |= {"wall_clock": lambda: self.now - self.set_back_s}
         times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
         config = RunnerConfig(attempt, self.read_hosts, self.launch, self.kill_on, **times)
         policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
@@ -356,6 +359,25 @@ def test_groups_that_keep_failing_start_later_and_later(world: World) -> None:
         starts.append(world.now - since)
     assert starts == sorted(starts)
     assert starts[0] < 1 < starts[-1]
+
+
+def test_a_clock_that_is_set_back_delays_no_start_and_excludes_hosts_by_unix_time(
+    world: World,
+) -> None:
+    world.train()
+    for incarnation in range(2):
+        world.end((1, incarnation), LOST)
+        world.look()
+        world.set_back_s = 500
+        world.look(5)
+    world.hosts["d"] = 1
+    world.look()
+    assert world.hosts_in_use[1] == "d"
+    (excluded,) = world.told(events.HostExcluded)
+    assert excluded.until - excluded.time == 600
+    assert excluded.time < world.now - 400
+    default = RunnerConfig(world.attempt, world.read_hosts, world.launch)
+    assert default.clock is time.monotonic
 
 
 def test_a_host_that_fails_often_is_excluded_and_said_so(world: World) -> None:

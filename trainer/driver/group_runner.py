@@ -50,6 +50,7 @@ _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
 _DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
+_STARTING_FACTOR = 10  # of `recovery.min_hang_s`, as the coordinator gives ranks that do not train
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
@@ -99,8 +100,8 @@ class GroupRun:
 
     `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
     promoted. `was_current` stays true when the group was current once. `leave_cause` is why it was
-    asked to leave, which it `has_left` as, `lost_at` when it was given up, `absent_since` from when
-    on a coordinator did not know it that had known it before.
+    asked to leave, which it did at `left_at`; `lost_at` is when it was given up, `absent_since`
+    from when on the coordinator has not known it, at first since its start.
     """
 
     group: int
@@ -111,11 +112,15 @@ class GroupRun:
     was_current: bool = False
     is_leaving: bool = False
     leave_cause: str | None = None
-    has_left: bool = False
+    left_at: float | None = None
     lost_at: float | None = None
     absent_since: float | None = None
     is_killed: bool = False
     pids: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def has_left(self) -> bool:
+        return self.left_at is not None
 
     @property
     def name(self) -> str:
@@ -278,24 +283,27 @@ class GroupRunLoop:
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run:
-                run.is_leaving = run.has_left = True
+                run.is_leaving = True
+                run.left_at = self.config.clock() if run.left_at is None else run.left_at
         self._lose_absent(status)
 
     def _lose_absent(self, status: CoordinatorStatus) -> None:
-        """Give up groups that the coordinator had and has no more, whatever it told of that.
+        """Give up groups that the coordinator has not, or no more, whatever it told of that.
 
-        A restarted one does not have them all yet: they may take as long to find it.
+        A restarted one does not have them all yet: they may take as long to find it. Those that
+        start have the time that ranks have to stand still outside of training.
         """
-        now = self.config.clock()
+        now, recovery = self.config.clock(), self.config.attempt.spec.recovery
         present = {(each.group, each.incarnation) for each in status.groups}
-        grace_s = finding_s(self.config.attempt.spec.recovery.heartbeat_timeout_s) + _FOUND_S
+        returning_s = finding_s(recovery.heartbeat_timeout_s) + _FOUND_S
+        starting_s = max(_STARTING_FACTOR * recovery.min_hang_s, recovery.start_grace_s)
         for run in list(self.runs.values()):
-            if not run.pids or run.is_leaving or (run.group, run.incarnation) in present:
+            if run.is_leaving or (run.group, run.incarnation) in present:
                 continue
-            run.absent_since = run.absent_since or now
+            run.absent_since = now if run.absent_since is None else run.absent_since
+            grace_s = returning_s if run.pids else starting_s
             if now - run.absent_since > grace_s and not self._has_finished:
-                message = f"the coordinator has not known {run.name} for {grace_s:.0f} s"
-                self._lose(run, Failure(failures.WORKERS_LOST, message))
+                self._lose(run, absence_of(run, grace_s))
 
     def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
         run = self.runs.get(group)
@@ -307,9 +315,18 @@ class GroupRunLoop:
         for run in [*self.runs.values(), *self._zombies]:
             if run.future.done():
                 fatal = self._remove(run, run.future.result()) or fatal
-            elif run.lost_at and self.config.clock() - run.lost_at > _KILL_AFTER_S:
+            elif self._should_have_ended(run):
                 self._kill(run)
         return fatal
+
+    def _should_have_ended(self, run: GroupRun) -> bool:
+        """Whether a group was given up or has left, and had the time to end by itself."""
+        now = self.config.clock()
+        if run.lost_at is not None:
+            return now - run.lost_at > _KILL_AFTER_S
+        # One that led ends its save under way first, for as long as this.
+        saving_s = self.config.attempt.spec.resources.collective_timeout_s
+        return run.left_at is not None and now - run.left_at > self.config.end_grace_s + saving_s
 
     def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
         """Remove a group whose workers have ended; the failure if it ends the job."""
@@ -341,7 +358,7 @@ class GroupRunLoop:
             self.config.attempt.writer.write(exclusion)
 
     def _kill(self, run: GroupRun) -> None:
-        """SIGKILL the workers of a lost group, once."""
+        """SIGKILL the workers of a group that is lost or has left, once."""
         if run.is_killed:
             return
         run.is_killed = True
@@ -485,7 +502,14 @@ class GroupRunLoop:
         if attempt.capacity:
             attempt.capacity.give(run.node_ids)
         future = self.config.launch(run)
-        started = GroupRun(start.group, incarnation, start.hosts, future, start.is_spare)
+        started = GroupRun(
+            start.group,
+            incarnation,
+            start.hosts,
+            future,
+            start.is_spare,
+            absent_since=self.config.clock(),
+        )
         self.runs[start.group] = started
         logger.info("starting %s", started.name)
 
@@ -577,3 +601,16 @@ def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
     if len(set(hosts)) == 1:
         evidence["host"] = hosts[0]
     return Failure(reason, departure.message, evidence=evidence)
+
+
+def absence_of(run: GroupRun, absent_s: float) -> Failure:
+    """The failure of a group that the coordinator has not known for so long."""
+    if run.pids:
+        message = f"the coordinator has not known {run.name} for {absent_s:.0f} s"
+        return Failure(failures.WORKERS_LOST, message)
+    return Failure(
+        failures.HANG,
+        f"{run.name} hangs at its start: no word of it in {absent_s:.0f} s. Does the storage of "
+        "its code, data or run folder answer on its hosts (see the logs of its ranks)? If it only "
+        "takes long, raise recovery.min_hang_s: a start has ten times that",
+    )

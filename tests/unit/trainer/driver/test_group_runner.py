@@ -275,6 +275,42 @@ def test_a_group_that_the_coordinator_has_no_more_is_lost_though_nothing_was_tol
     assert world.dropped == [(1, 0)]
 
 
+def test_a_group_that_hangs_at_its_start_is_given_up_and_starts_elsewhere(world: World) -> None:
+    assert world.look() is None
+    world.become("current", (0, 0), (1, 0))
+    world.hosts["d"] = 1
+    assert world.look(599) is None
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}, "a start may take long"
+    assert world.look(2) is None
+    assert world.dropped == [(2, 0)], "it is not let in any more, should it come"
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "d"}
+    world.become("listening", (2, 1))
+    assert world.look(2000) is None
+    assert world.dropped == [(2, 0)]
+
+
+def test_a_run_whose_groups_all_hang_at_their_start_ends_so_that_the_budget_counts(
+    world: World,
+) -> None:
+    assert world.look() is None
+    assert world.look(601) is None
+    ended = world.look(11)
+    assert ended and ended.failure
+    assert ended.failure.reason == failures.HANG
+    assert "raise recovery.min_hang_s" in ended.failure.message
+
+
+def test_a_spare_that_hangs_at_its_start_is_given_up_too(spared: World) -> None:
+    assert spared.look() is None
+    spared.become("current", (0, 0), (1, 0))
+    spared.hosts["d"] = 1
+    assert spared.look() is None
+    assert spared.look(601) is None
+    assert spared.dropped == [(2, 0)]
+    assert spared.look(30) is None
+    assert spared.hosts_in_use == {0: "a", 1: "b", 2: "d"}
+
+
 def test_a_coordinator_that_does_not_answer_means_nothing(world: World) -> None:
     world.train()
     world.answers = False
@@ -600,6 +636,28 @@ def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: 
     world.add("d")
     world.look()
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
+
+
+def test_a_group_that_left_and_does_not_end_is_killed_once_a_save_would_be_through(
+    world: World,
+) -> None:
+    world.train()
+    world.wish('{"id": "r-1", "workers": 2}')
+    world.look()
+    world.standings.pop((2, 0))
+    left = Departure(group=2, incarnation=0, reason="resize", message="", is_lost=False)
+    world.departures.append(left)
+    world.look()
+    world.look(59)
+    assert not world.killed
+    world.look(2)
+    assert world.killed == [("c", frozenset({52}))]
+    world.look(60)
+    assert len(world.killed) == 1
+    world.end((2, 0), LOST)
+    assert world.look() is None
+    assert not world.dropped
+    assert world.hosts_in_use == {0: "a", 1: "b"}
 
 
 @pytest.fixture

@@ -130,7 +130,6 @@ class SimulatedGroup:
         self.model, _ = build_parallel_model(spec, groups)
         set_start(self.model, settings, seed)
         self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
-        self.optimizers.init_state()
         self._numbers = RowNumbers(self.model.table_shards(), device)
         self._group = WorldReplicaGroup(groups.replica_group)
 

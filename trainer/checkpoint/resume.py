@@ -90,7 +90,6 @@ def _load(
     group: dist.ProcessGroup,
 ) -> Restored:
     state = resumed_state(found.commit, row_order)
-    optimizers.init_state()
     load_state(found.path, model, optimizers.combined, group=group)
     _rescale_moments(spec, optimizers, found)
     return Restored(
@@ -118,8 +117,6 @@ def warm_start(
     if wanted is None:
         return None
     found = find_source(folder_at(wanted.path), group)
-    if wanted.dense:
-        optimizers.init_state()
     try:
         load_state(found.path, model, optimizers.combined, wanted, group)
     except CheckpointMismatch as error:

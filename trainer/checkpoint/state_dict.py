@@ -46,7 +46,7 @@ from trainer.spec.training import WarmStartSpec
 
 METERS = "meters"
 """Key of what the metrics took in since the last report (`pack`)."""
-_TABLE_STATE = "optim.state.sparse_."
+_TABLE_STATE, _DENSE_STATE = "optim.state.sparse_.", "optim.state.dense_."
 # Where TorchRec keeps tables by name, and the ids of dynamic ones.
 _TABLE_MODULES = frozenset({"embedding_bags", "embeddings", "_managed_collision_modules"})
 _MAX_PROBLEMS = 5
@@ -132,9 +132,8 @@ def load_state(
     """Fill `model` and `optimizer`, or `part` of them, in place from the checkpoint in `folder`.
 
     Collective; storage is waited for in `group` (all ranks; default: the default group).
-    State that a first step would create must exist where it is loaded. Raises `CheckpointMismatch`
-    on every rank when the checkpoint holds other tables, shapes, buckets of dynamic ids or
-    optimizer state.
+    Raises `CheckpointMismatch` on every rank when the checkpoint holds other tables, shapes,
+    buckets of dynamic ids or optimizer state.
     """
     state, moments = _named_state(model, optimizer)
     if part is not None:
@@ -142,6 +141,7 @@ def load_state(
         moments = [each for each in moments if _is_in(part, each.key)]
     stored_sizes = _stored(folder, group)
     sizes = {key: size for key, size in stored_sizes.items() if size is not None}
+    state = dict(_without_unused(state, sizes))
     _raise_mismatch(folder, _problems(state, moments, sizes))
     tensors = _MomentTensors(model.groups.device_mesh)
     sources = [(each, _read(each, sizes, tensors)) for each in moments]
@@ -252,6 +252,17 @@ def _read(
         values = moments.values if is_same else torch.empty_like(moments.values)
         into[columns] = tensors.add(moments, columns, values)
     return into
+
+
+def _without_unused(
+    state: Mapping[str, Any], sizes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Any]]:
+    """`state` without what early versions kept of no dense parameter that had got no gradient."""
+    kept = {key.rpartition(".")[2] for key in sizes if key.startswith(_DENSE_STATE)}
+    for key, value in state.items():
+        is_dense = key.startswith(_DENSE_STATE) and key.rpartition(".")[2] in kept
+        if key in sizes or not is_dense:
+            yield key, value
 
 
 def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:

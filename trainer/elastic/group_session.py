@@ -176,7 +176,6 @@ class GroupSession(Session):
 
         A spare takes none before it is wanted. Collective over the group.
         """
-        self.optimizers.init_state()
         if self.group.is_spare:
             self.standing = "spare"
         elif self._can_copy():

@@ -247,6 +247,21 @@ class Optimizers:
                 ("dense_", self.dense),
             ]
         )
+        self._begin_dense_state()
+
+    def _begin_dense_state(self) -> None:
+        """Create the state of all dense parameters as it is before the first step.
+
+        Left alone, torch would create it with a parameter's first gradient, which may never come,
+        and a checkpoint is loaded into what is there. Nothing else changes.
+        """
+        (group,) = self.dense.param_groups
+        rates = {name: group[name] for name in ("lr", "weight_decay")}
+        group.update(dict.fromkeys(rates, 0.0))
+        self.dense.init_state()  # a step, by gradients of 0
+        group.update(rates)
+        self.dense.zero_grad()
+        self.set_num_steps(0)
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
@@ -340,13 +355,6 @@ class Optimizers:
         if self._gradient_norm is not None:
             norm = self._gradient_norm.double().reshape(1)
             yield Part(norm[:0], _gradient_norm, peaks=norm)
-
-    def init_state(self) -> None:
-        """Create the state that is made at the first step, because DCP fills existing tensors only.
-
-        Weight decay may change dense parameters here: call it before loading them.
-        """
-        self.dense.init_state()
 
     def set_num_steps(self, num_steps: int) -> None:
         """Let the dense optimizer go on as after `num_steps` steps.

@@ -120,7 +120,6 @@ def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -
     """Load a checkpoint into a fresh model; what this rank then holds."""
     model, optimizers = build(sharding, spec_of(sharding, rows))
     scramble(model, optimizers)
-    optimizers.init_state()
     load_state(folder, model, optimizers.combined)
     return held(model, optimizers)
 

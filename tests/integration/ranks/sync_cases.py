@@ -331,7 +331,6 @@ def check_resharded(before: SyncCase, after: SyncCase, folder: Path) -> tuple[fl
     resumed = Training(after)
     touched, full = resumed.build_sync(full_above=1.0), resumed.build_sync(mode="full")
     resumed.train()  # what was touched before the load is forgotten
-    resumed.optimizers.init_state()
     state = resumed.state()
     save_load.load(folder, state)
     resumed.model.load_state_dict(state["model"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.sessions import (
     assemble,
     crash_after,
@@ -29,10 +29,14 @@ from tests.harness.sessions import (
 from trainer.checkpoint import resume
 from trainer.checkpoint.files import remove_folder
 from trainer.checkpoint.save_load import list_committed
+from trainer.data.batches import Batch
+from trainer.models.sparse import SparseArch
+from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import ReplicaSync, SyncReport
 from trainer.protocol.events import Metrics, Note, SyncIntervalChanged, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
 from trainer.training.worker import train
 
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
@@ -65,6 +69,49 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_followed_by_the_next(
     first, *_ = run_ranks(_load_while_retention_works, 4, next_run(config), fresh=True)
     assert first["removed"] and f"{steps[-1]:08d}" in first["removed"][0]
     assert first["state"].step == steps[-2]
+
+
+class PartlyUsed(torch.nn.Module):
+    """A user's network with a layer that it does not call."""
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        self.tables = SparseArch(spec, device)
+        self.out = torch.nn.Linear(spec.embedding_tables[0].embedding_dim, 1, device=device)
+        self.spare = torch.nn.Linear(3, 3, device=device)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.out(self.tables(batch.sparse, batch.sequences).mean(dim=1))
+        return ((found - batch.label) ** 2 * batch.weight[:, None]).mean(), found
+
+
+def _train_as_before(config: WorkerConfig) -> dict[str, Any]:
+    """Train as early versions did: state came with a parameter's first gradient."""
+    with patch.object(Optimizers, "_begin_dense_state", lambda self: None):
+        return train_session(config)
+
+
+def test_parameters_that_get_no_gradient_resume_too(small_movielens: Path, tmp_path: Path) -> None:
+    def config(run: str, num_steps: int) -> WorkerConfig:
+        return make_config(
+            small_movielens,
+            tmp_path / run,
+            *("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null"),
+            "optimizer.dense={name: adam, lr: 0.01, weight_decay: 0.1}",
+            f"model={{module: '{__name__}:PartlyUsed', tasks: [{{name: rating, loss: mse}}]}}",
+            f"training.max_steps={num_steps}",
+        )
+
+    calls = [
+        (train_session, config("whole", 8)),
+        (train_session, config("now", 4)),
+        (train_session, next_run(config("now", 8))),
+        (_train_as_before, config("before", 4)),
+        (train_session, next_run(config("before", 8))),
+    ]
+    (whole,), _, (now,), _, (before,) = run_in_turn(1, *calls)
+    for resumed in (now, before):
+        torch.testing.assert_close(resumed["dense"], whole["dense"], atol=0, rtol=0)
 
 
 def _metrics_at(run_dir: Path, step: int) -> dict[str, float]:

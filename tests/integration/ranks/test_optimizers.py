@@ -8,8 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import run_ranks
-from tests.harness.small_model import TABLE_ROWS, Case, form_groups, make_batch, spec_of, take_step
+from tests.harness.ranks import run_in_turn, run_ranks
+from tests.harness.small_model import (
+    TABLE_ROWS,
+    Case,
+    dense_parameters,
+    form_groups,
+    make_batch,
+    spec_of,
+    take_step,
+)
 from trainer.models.networks import build_model
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.model import TwoDParallel
@@ -216,3 +224,36 @@ def test_half_precision_tables_train_alike_when_whole_on_every_rank(
         assert {table.dtype for table in sharded["tables"].values()} == {torch.float16}
         # A few roundings of fp16 values below 1.
         torch.testing.assert_close(whole["tables"], sharded["tables"], atol=2e-3, rtol=0)
+
+
+def begin(name: str) -> dict[str, Any]:
+    """What the dense optimizer `name` begins with, and the dense part before and after it came."""
+    case = Case(1, 1)
+    document = spec_of(case).model_dump(mode="json", exclude_unset=True)
+    document["optimizer"]["dense"] = {"name": name, "lr": 0.1, "weight_decay": 0.1}
+    del document["parallelism"]["sync"]
+    spec = validate_spec(document)
+    model, _ = build_parallel_model(spec, form_groups(case))
+    before = dense_parameters(model)
+    dense = Optimizers(model, spec.optimizer, spec.moment_scale).dense
+    return {
+        "before": before,
+        "after": dense_parameters(model),
+        "gradients": [parameter.grad for parameter in dense.params.values()],
+        "state": [dict(dense.state.get(parameter, {})) for parameter in dense.params.values()],
+        "rates": [(group["lr"], group["weight_decay"]) for group in dense.param_groups],
+    }
+
+
+def test_every_dense_parameter_has_its_state_before_the_first_step_and_its_weights_stay() -> None:
+    names = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "adagrad": {"step", "sum"}, "sgd": set()}
+    for (found,), state in zip(
+        run_in_turn(1, *((begin, name) for name in names)), names.values(), strict=True
+    ):
+        torch.testing.assert_close(found["after"], found["before"], atol=0, rtol=0)
+        assert {gradient is None for gradient in found["gradients"]} == {True}
+        assert found["rates"] == [(0.1, 0.1)]
+        for each in found["state"]:
+            kept = {key: value for key, value in each.items() if isinstance(value, torch.Tensor)}
+            assert kept.keys() == state
+            assert not any(value.any() for value in kept.values())

@@ -28,8 +28,9 @@ _LAST_WORDS_S = 0.5
 class Host:
     """A live host: `num_slots` workers of the job fit when it is empty, `num_free` more do now.
 
-    `address` is what tells hosts apart; `node_id` is Ray's. `memory_bytes` is what Ray may use.
-    One that is draining is gone at `deadline` (Unix seconds; None where nobody said when).
+    While it is being checked none do, and `num_unchecked` may after that. `address` is what tells
+    hosts apart; `node_id` is Ray's. `memory_bytes` is what Ray may use. One that is draining is
+    gone at `deadline` (Unix seconds; None where nobody said when).
     """
 
     address: str
@@ -39,6 +40,7 @@ class Host:
     memory_bytes: int = 0
     is_draining: bool = False
     deadline: float | None = None
+    num_unchecked: int = 0
 
 
 def num_gpus() -> float:

@@ -77,6 +77,12 @@ class View:
         return self.drained | {host.address for host in self.hosts if host.is_draining}
 
     @property
+    def once_all_may_start(self) -> View:
+        """This when no failure delays a start and every node check has been passed."""
+        hosts = [replace(h, num_free=h.num_free + h.num_unchecked) for h in self.hosts]
+        return replace(self, hosts=hosts, may_start=True)
+
+    @property
     def staying(self) -> list[PlacedGroup]:
         """Groups that neither leave nor have to, without spares."""
         return [group for group in self._kept if not group.is_spare]
@@ -125,16 +131,16 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
     view = _with_promoted(view, promoted)
     staying, spares = view.staying, view.spares
     moving = [g for g in view.groups if g.phase != "leaving" and g not in (*staying, *spares)]
-    starts = _starts(policy, view)
+    starts_soon = _starts(policy, view.once_all_may_start)
     return [
         *promoted,
-        *starts,
+        *_starts(policy, view),
         *(Retire(group.group, "drain") for group in moving if group.is_spare),
         *_moves(
             view,
             [group for group in moving if not group.is_spare],
             staying,
-            [start for start in starts if not start.is_spare],
+            is_start_due=any(not start.is_spare for start in starts_soon),
         ),
         *_surplus(view, staying),
     ]
@@ -270,14 +276,15 @@ def _moves(
     view: View,
     moving: Sequence[PlacedGroup],
     staying: Sequence[PlacedGroup],
-    starts: Sequence[Start],
+    *,
+    is_start_due: bool,
 ) -> list[Retire]:
     """Groups that leave their drained host now: those replaced, and those that nobody can replace.
 
-    The last group that trains never leaves.
+    With `is_start_due` one starts now or soon. The last group that trains never leaves.
     """
     num_training = sum(group.phase == "training" for group in staying)
-    is_one_coming = bool(starts) or num_training < len(staying)
+    is_one_coming = is_start_due or num_training < len(staying)
     if not num_training or (is_one_coming and num_training < view.target):
         return []
     return [Retire(group.group, "drain") for group in moving]

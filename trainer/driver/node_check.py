@@ -93,7 +93,10 @@ class NodeChecker:
             self._take(*self._running)
             self._running = None
         withheld = {host.node_id for host in new} - self._checked
-        return [replace(h, num_free=0) if h.node_id in withheld else h for h in hosts]
+        return [
+            replace(h, num_free=0, num_unchecked=h.num_free) if h.node_id in withheld else h
+            for h in hosts
+        ]
 
     def _take(self, future: Future[dict[str, Check]], hosts: Sequence[Host]) -> None:
         """Apply what the check of `hosts` found."""

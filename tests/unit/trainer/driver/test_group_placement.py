@@ -85,6 +85,18 @@ def test_without_room_elsewhere_a_drained_group_leaves_while_others_train() -> N
     assert drained(hosts[1:], [group(1, "b")]) == [], "nobody else trains"
 
 
+def test_a_drained_group_stays_while_room_elsewhere_may_not_be_used_yet() -> None:
+    groups = [group(0, "a"), group(1, "b")]
+    hosts = [host("a", 0, 2), host("b", 0, 2), host("c", 2)]
+    view = View(hosts, groups, target=2, drained=frozenset("b"), may_start=False)
+    assert decide(SPREAD, view) == []
+    in_check = replace(hosts[2], num_free=0, num_unchecked=2)
+    view = replace(view, hosts=[*hosts[:2], in_check], may_start=True)
+    assert decide(SPREAD, view) == []
+    assert decide(THREE, replace(view, excluded=frozenset("c"))) == [Retire(1, "drain")]
+    assert decide(SPREAD, replace(view, hosts=hosts)) == [Start(2, ("c", "c"))]
+
+
 def test_a_host_that_ray_drains_is_left_like_one_that_people_drain() -> None:
     hosts = [host("a", 0, 2), host("b", 0, 2, is_draining=True), host("c", 2)]
     view = View(hosts, [group(0, "a"), group(1, "b")], target=2)

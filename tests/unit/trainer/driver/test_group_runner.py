@@ -476,6 +476,25 @@ def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> Non
     assert not world.told(events.Resized)
 
 
+def test_a_drained_host_is_left_no_sooner_because_losses_delay_starts(
+    world: World,
+) -> None:
+    world.train()
+    world.hosts["d"] = 1
+    for incarnation in range(2):
+        world.end((2, incarnation), LOST)
+        world.look(0.1)
+    world.wish('{"id": "r-1", "workers": 2, "drain_hosts": ["b"]}')
+    world.look(0.1)
+    assert world.hosts_in_use == {0: "a", 1: "b"}
+    world.look(5)
+    assert set(world.hosts_in_use) == {0, 1, 2}
+    assert not world.retired
+    world.become("current", (2, 2))
+    world.look()
+    assert world.retired == [(1, "drain")]
+
+
 def test_a_checkpoint_is_asked_for_once_all_groups_are_about_to_lose_hosts(world: World) -> None:
     world.train()
     world.deadlines = {"a": world.now + 90, "b": world.now + 61}

@@ -89,6 +89,7 @@ def test_a_host_that_comes_later_has_no_room_until_it_is_checked() -> None:
     cluster.waits = True
     cluster.hosts.append(cluster.host("c"))
     assert cluster.room() == {"a": 2, "b": 2, "c": 0}
+    assert [host.num_unchecked for host in cluster.find()] == [0, 0, 2]
     cluster.complete()
     cluster.room()
     assert cluster.record.excluded(cluster.now) == {"c"}

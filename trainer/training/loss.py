@@ -36,7 +36,8 @@ NON_FINITE_ADVICE = (
 )
 _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
 # A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
-# `_EXPLODE_FACTOR` times the best so far explodes, in so many reports in a row.
+# `_EXPLODE_FACTOR` times the best so far explodes, if the loss is as far above its best, in so many
+# reports in a row.
 _MAX_NE, _EXPLODE_FACTOR, _EXPLODED_REPORTS = 1.5, 1.5, 3
 
 
@@ -59,23 +60,34 @@ class NonFiniteLossGuard:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._total = 0.0
         self._finite_at = DataPosition()
-        self._best_ne, self._num_exploded = math.inf, 0
+        # By metric: (least entropy, least loss in reports with one), and reports in a row.
+        self._best: dict[str, tuple[float, float]] = {}
+        self._num_exploded: dict[str, int] = {}
 
     def judge(self, values: Mapping[str, float]) -> None:
-        """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
-        # Of several tasks, the worst: `train/TASK/ne`.
-        ne = max((values[name] for name in values if _TRAIN_NE.fullmatch(name)), default=math.nan)
-        if not math.isfinite(ne):
-            return
-        self._best_ne = min(self._best_ne, ne)
-        limit = max(_MAX_NE, _EXPLODE_FACTOR * self._best_ne)
-        self._num_exploded = self._num_exploded + 1 if ne > limit else 0
-        if self._num_exploded >= _EXPLODED_REPORTS:
-            raise NonFiniteLoss(
-                f"normalised entropy was above {limit:.3g} in {self._num_exploded} reports in a "
-                f"row, after {self._best_ne:.3g} at best: training diverges; lower "
-                "optimizer.sparse.lr or optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
-            )
+        """Raise `NonFiniteLoss` where a task's reported entropy explodes; equal on all ranks.
+
+        With rare positives it jumps with how many of them a report holds, and is not there without
+        any. The loss does not: it must have exploded, too.
+        """
+        loss, exploded = values.get("train/loss", math.nan), {}
+        for name, ne in values.items():
+            if not (_TRAIN_NE.fullmatch(name) and math.isfinite(ne)):
+                continue
+            best_ne, best_loss = self._best.get(name, (math.inf, math.inf))
+            best_ne, best_loss = self._best[name] = min(best_ne, ne), min(best_loss, loss)
+            limit = max(_MAX_NE, _EXPLODE_FACTOR * best_ne)
+            if ne <= limit or not loss > _EXPLODE_FACTOR * best_loss:
+                continue
+            exploded[name] = self._num_exploded.get(name, 0) + 1
+            if exploded[name] >= _EXPLODED_REPORTS:
+                raise NonFiniteLoss(
+                    f"normalised entropy ({name}) was above {limit:.3g} in {exploded[name]} reports"
+                    f" in a row, after {best_ne:.3g} at best: training diverges; lower "
+                    "optimizer.sparse.lr or optimizer.dense.lr, or add a warm-up "
+                    "(optimizer.schedule)"
+                )
+        self._num_exploded = exploded
 
     def begin_at(self, position: DataPosition) -> None:
         """Training starts from a good state at `position`."""

@@ -82,22 +82,27 @@ def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, f
 
 
 def measure_nothing() -> list[dict[str, float]]:
-    """Reports before any batch, after one without a row that counts, and after one with rows."""
-    meter = TaskMeter([TaskSpec(name="t", loss="bce")], BATCH_SIZE)
+    """Reports before any batch, after one without a row that counts, after one with rows, and after
+    one with rows of a single class."""
+    meter = TaskMeter([TaskSpec(name="t", loss="bce", metrics=("ne", "logloss"))], BATCH_SIZE)
     reports = [meter.compute("train")]
     batch, outputs = batch_of(torch.distributed.get_rank(), 0, is_binary=True)
     empty = replace(batch, weight=torch.zeros(BATCH_SIZE))
     meter.update(empty, torch.zeros(()), outputs)
     reports.append(meter.compute("train"))
     _take_in(meter, 0, "bce")
+    reports.append(meter.compute("train"))
+    one_class = replace(batch, label=torch.zeros(BATCH_SIZE, 1))
+    meter.update(one_class, torch.zeros(()), outputs)
     return [*reports, meter.compute("train")]
 
 
-def test_without_a_row_that_counts_there_are_no_metrics() -> None:
-    for before, without, after in run_ranks(measure_nothing, 2):
+def test_without_a_row_that_counts_there_are_no_metrics_and_of_one_class_no_entropy() -> None:
+    for before, without, after, of_one_class in run_ranks(measure_nothing, 2):
         assert (before, without) == ({}, {})
-        assert {"train/loss", "train/ne", "train/auc"} <= set(after)
-        assert all(math.isfinite(value) for value in after.values())
+        assert set(after) == {"train/loss", "train/ne", "train/logloss"}
+        assert set(of_one_class) == {"train/loss", "train/logloss"}
+        assert all(map(math.isfinite, [*after.values(), *of_one_class.values()]))
 
 
 def _take_in(meter: TaskMeter, seed: int, loss: str, rank: int | None = None) -> None:

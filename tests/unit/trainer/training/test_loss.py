@@ -98,11 +98,23 @@ def guard(tmp_path: Path) -> NonFiniteLossGuard:
     )
 
 
+def judge(guard: NonFiniteLossGuard, *reports: tuple[float, float]) -> None:
+    """Judge reports of an entropy and a loss."""
+    for ne, loss in reports:
+        guard.judge({"train/ne": ne, "train/loss": loss})
+
+
 def test_an_entropy_that_stays_far_above_its_best_ends_the_job(guard: NonFiniteLossGuard) -> None:
-    for ne in (0.8, 2.0, 2.5, 0.9, 2.0, 2.5):
-        guard.judge({"train/ne": ne})
+    judge(guard, *((ne, ne / 2) for ne in (0.8, 2.0, 2.5, 0.9, 2.0, 2.5)))
     with pytest.raises(NonFiniteLoss, match=r"3 reports in a row, after 0.8 at best.*schedule"):
-        guard.judge({"train/ne": 3.0})
+        judge(guard, (3.0, 1.5))
+
+
+def test_each_task_is_judged_whatever_the_others_report(guard: NonFiniteLossGuard) -> None:
+    with pytest.raises(NonFiniteLoss, match="train/buy/ne"):
+        for ne in (0.8, 2.0, 2.5, 3.0):
+            others = {"train/click/ne": math.nan, "train/like/ne": 4 - ne}
+            guard.judge({**others, "train/buy/ne": ne, "train/loss": ne})
 
 
 def test_without_an_entropy_or_with_one_high_from_the_start_nothing_is_judged(
@@ -110,4 +122,16 @@ def test_without_an_entropy_or_with_one_high_from_the_start_nothing_is_judged(
 ) -> None:
     for values in ({}, {"train/ne": math.nan}, {"train/rmse": 9.0}, {"train/ne": 4.5}):
         for _ in range(5):
-            guard.judge(values)
+            guard.judge({"train/loss": 0.5, **values})
+
+
+def test_entropies_that_jump_with_the_number_of_rare_positives_end_nothing(
+    guard: NonFiniteLossGuard,
+) -> None:
+    # An untrained model's loss falls slowly, while reports hold 1 to 7 positives of 2560 rows.
+    judge(guard, *((ne, 0.7) for ne in (49.0, 35.0, 200.0, 200.0, 115.0, 200.0)))
+    # A trained one's loss hangs on the positives, and reports without any lie between them.
+    judge(guard, (1.0, 0.004))
+    for _ in range(5):
+        judge(guard, (1.6, 0.04))
+        guard.judge({"train/loss": 1e-4})

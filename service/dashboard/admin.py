@@ -241,7 +241,7 @@ class SettingsPage:
                             path = f"/v1/keys/{each['id']}"
                             revoke = partial(self._change, self._show_keys, "DELETE", path)
                             revoking = button("Revoke", revoke, "cancel-button")
-                            revoking.props(f'aria-label="Revoke {each["name"]}"')
+                            revoking.props["aria-label"] = f"Revoke {each['name']}"
 
     async def _make_key(self) -> None:
         days = int(self._key_days.value or 0)

@@ -222,9 +222,11 @@ class ChartBox(ABC):
                 ui.element("span").classes("grow")
                 for text, save in (("CSV", self._save_csv), ("PNG", self._save_png)):
                     save_button = ui.button(text, on_click=save, color=None).classes("chart-save")
-                    save_button.props(f'flat dense no-caps aria-label="{title} as {text}"')
+                    save_button.props("flat dense no-caps")
+                    # Not by a text, which would be parsed: a title may hold what a job wrote.
+                    save_button.props["aria-label"] = f"{title} as {text}"
             self.chart = ui.echart(options).classes("chart")
-        self.chart.props(f'role=img aria-label="{title}"')
+        self.chart.props("role=img").props["aria-label"] = title
 
     @abstractmethod
     async def read_csv(self) -> str:

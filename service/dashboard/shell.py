@@ -103,8 +103,9 @@ def panel(title: str, classes: str = "") -> Iterator[ui.element]:
 
 
 def link_button(text: str, href: str, style: str = "") -> ui.element:
-    with ui.element("a").classes(f"button {style}").props(f'href="{href}"') as link:
+    with ui.element("a").classes(f"button {style}") as link:
         ui.label(text)
+    link.props["href"] = href
     return link
 
 

@@ -12,11 +12,12 @@ from service.domain.models import JobStatus
 from service.domain.sweeps import Parameter, SweepStatus
 from service.schemas.common import ApiModel, RequestModel, Value
 from service.schemas.jobs import Secrets
+from trainer.protocol.events import METRIC_NAME_PATTERN
 from trainer.spec.parse import parse_document
 
 Search = Literal["tpe", "random", "grid"]
 Direction = Literal["minimize", "maximize"]
-MetricName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+MetricName = Annotated[str, StringConstraints(max_length=255, pattern=METRIC_NAME_PATTERN)]
 _MAX_TRIALS = 1000
 
 

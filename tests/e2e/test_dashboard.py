@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -210,6 +211,37 @@ def test_pages_are_accessible(
         page.goto(f"/dashboard/{path}")
         expect(page.locator(shown).first).to_be_visible(timeout=LIVE_MS)
         assert serious_faults(page, axe) == [], path
+
+
+# What jobs could call a metric before names had a pattern.
+HOSTILE = 'x" innerHTML="<img src=q onerror=window.pwned=1>'
+
+
+def test_no_name_of_a_metric_becomes_a_part_of_the_page(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    searched = (Parameter("training.epochs", values=(HOSTILE, 2)),)
+    sweep = Sweep("sweep-1", "lr", {}, searched, HOSTILE, 1, time.time())
+    sweeps = SweepStore(dashboard.store.engine)
+    sweeps.create(sweep)
+    values = {"training.epochs": HOSTILE}
+    sweeps.add_trial(Trial(sweep.id, 0, values, time.time(), job_id=running.id))
+    told = metrics(40).model_copy(update={"values": {HOSTILE: 0.5}})
+    tell(dashboard.store, running, told)
+    compared = f"compare?jobs={running.id}&metrics={quote(HOSTILE)}"
+    for path, label in (
+        (f"sweeps/{sweep.id}", f"{HOSTILE} by trial"),
+        (compared, HOSTILE),
+        (f"jobs/{running.id}", "Loss"),
+    ):
+        page.goto(f"/dashboard/{path}")
+        chart = page.get_by_role("img", name=label, exact=True)
+        expect(chart).to_be_visible(timeout=LIVE_MS)
+        expect(page.get_by_role("button", name=f"{label} as CSV", exact=True)).to_be_visible()
+        chart.hover()
+        page.wait_for_load_state("networkidle")
+        assert page.locator("img[src=q]").count() == 0, path
+        assert page.evaluate("window.pwned") is None, path
 
 
 def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(

@@ -8,10 +8,12 @@ often a batch is sent. Pydantic only: both sides import this.
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -52,6 +54,17 @@ Message = Annotated[
     Field(max_length=_MAX_MESSAGE_CHARS + 10),
     BeforeValidator(lambda given: shortened(given) if isinstance(given, str) else given),
 ]
+# Of letters of any script; pages and files show names, so that none may look like markup.
+METRIC_NAME_PATTERN = r"""^[^"'`<>&\\\x00-\x1f\x7f-\x9f]+$"""
+_METRIC_NAME = re.compile(METRIC_NAME_PATTERN)
+
+
+def _well_named(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if _METRIC_NAME.fullmatch(name)}
+
+
+# By name; a job may report anything, and loses what has no proper name.
+Values = Annotated[dict[str, float], AfterValidator(_well_named)]
 _LIMITS = ConfigDict(extra="forbid", frozen=True, str_max_length=_MAX_TEXT_CHARS)
 
 
@@ -186,7 +199,7 @@ class Metrics(EventModel):
 
     kind: Literal["metrics"] = "metrics"
     step: Step
-    values: dict[str, float]
+    values: Values
 
 
 class Progress(EventModel):
@@ -210,7 +223,7 @@ class CheckpointCommitted(EventModel):
     size_bytes: Count
     duration_s: Finite
     is_best: bool = False
-    metrics: dict[str, float] = {}
+    metrics: Values = {}
 
 
 class CheckpointDeleted(EventModel):
@@ -466,7 +479,7 @@ class AttemptEnded(EventModel):
     kind: Literal["attempt_ended"] = "attempt_ended"
     reason: Message
     message: Message
-    final_metrics: dict[str, float] = {}
+    final_metrics: Values = {}
     evidence: dict[str, Message] = {}
 
 

@@ -133,6 +133,24 @@ def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: H
     assert steps == [1, 2]
 
 
+def test_of_a_record_with_metrics_whose_names_may_be_markup_the_others_are_kept(
+    house: House,
+) -> None:
+    job = house.submit("running", "succeeded")
+    house.poll()
+    kept = {"train/größe": 2.0}
+    bad = dict.fromkeys(('a" b="', "a'", "<a>", "a&b", "a\\", "a\n", "\x9f", ""), 1.0)
+    made = metrics(1).model_copy(update={"values": bad | kept})
+    saved = checkpoint(1).model_copy(update={"metrics": bad | kept})
+    house.leave(job, made, saved, attempt_ended())
+    house.poll(2)
+    assert house.status(job) is JobStatus.SUCCEEDED
+    assert house.store.metric_names(job.id) == ["train/größe"]
+    assert not bad.keys() & house.store.get_job(job.id).latest_metrics.keys()
+    [stored] = house.store.list_checkpoints(job.id)
+    assert stored.metrics == kept
+
+
 def _read_as_it_is(line: bytes, now: float) -> object:
     """Reads a record as it is, a note's missing time included."""
     fields = json.loads(line)

@@ -210,6 +210,7 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
     for changes in (
         {"parameters": [LR, LR]},
         {"search": "grid"},
+        {"metric": 'x" innerHTML="<img>'},
         {"num_trials": 0},
         {"parameters": [{"path": "training.epochs", "low": 3, "high": 1}]},
         {"parameters": [{**LR, "values": [1]}]},

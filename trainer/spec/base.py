@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -43,7 +52,7 @@ def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
 
 # pydantic adds the tag of a union's branch to a location ("constrained-int", "WorkersSpec",
 # "literal['auto']"); users never wrote that.
-_UNION_TAG = re.compile(r"[A-Z\[]|^constrained-|^int$")
+_UNION_TAG = re.compile(r"[A-Z\[]|^constrained-|^int$|^bool$")
 
 
 def _path(location: tuple[int | str, ...], at: str) -> str:
@@ -84,11 +93,12 @@ def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
     for error in errors[:_MAX_ERRORS]:
         path = _path(error["loc"], error.get("ctx", {}).get("at", ""))
         by_path.setdefault(path, []).append(FieldProblem(path, error["type"], _message(error)))
-    # A list that lost its faulty items also counts as too short; the items are the fault.
+    # A list that lost its faulty items also counts as too short, and a section is no number, where
+    # that would do as well; what is inside is the fault.
     return [
         _merge(found)
         for path, found in by_path.items()
-        if not any(other.startswith(f"{path}[") for other in by_path)
+        if not any(other.startswith((f"{path}[", f"{path}.")) for other in by_path)
     ]
 
 
@@ -115,6 +125,40 @@ def _writable(text: str) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
+
+
+# As torch, Arrow and databases keep whole numbers.
+MAX_INTEGER = 2**63 - 1
+Count = Annotated[PositiveInt, Field(le=MAX_INTEGER)]
+CountOrZero = Annotated[NonNegativeInt, Field(le=MAX_INTEGER)]
+# 16 times the largest run that the cost model is checked against (docs/benchmarks.md); more would
+# take seconds to lay out.
+MAX_WORKERS = 1 << 14
+# 30 years: timers of Python, gloo and NCCL take no more than some hundred.
+_MAX_SECONDS = 1e9
+
+
+def at_most(most: float, what: str) -> AfterValidator:
+    """An upper bound of what is submitted; what was stored before it was set stays readable."""
+
+    def check(value: float, info: ValidationInfo) -> float:
+        if value > most and not (info.context and info.context.get("stored")):
+            raise problem("bounds", f"must be at most {most:g}, {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+Workers = Annotated[
+    PositiveInt,
+    at_most(MAX_WORKERS, "the most workers of a job"),
+    Field(json_schema_extra={"maximum": MAX_WORKERS}),
+]
+Seconds = Annotated[
+    PositiveFloat,
+    at_most(_MAX_SECONDS, "30 years"),
+    Field(json_schema_extra={"maximum": _MAX_SECONDS}),
+]
 
 
 class SpecModel(BaseModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from trainer.spec.base import Identifier, Label, PathText, SpecModel, problem
+from trainer.spec.base import Count, Identifier, Label, PathText, SpecModel, problem
 
 DenseTransform = Literal["none", "log1p", "standardise"]
 
@@ -43,7 +43,7 @@ class VocabularySpec(SpecModel):
 
     path: Annotated[PathText, AfterValidator(_below_data_path)] | None = None
     column: Identifier | None = None
-    min_count: PositiveInt = 1
+    min_count: Count = 1
 
 
 def _ascending(boundaries: tuple[float, ...]) -> tuple[float, ...]:
@@ -108,7 +108,7 @@ class DataSpec(SpecModel):
     label: LabelSpec
     weight_column: Identifier | None = None
     split: SplitSpec = SplitSpec()
-    batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256
+    batch_size: Annotated[Count, Field(description="Rows per rank and step.")] = 256
     shuffle: bool = True
     on_bad_rows: Literal["fail", "quarantine"] = "fail"
     max_bad_share: Annotated[

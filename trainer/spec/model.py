@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, model_validator
 
-from trainer.spec.base import Identifier, SpecModel, problem
+from trainer.spec.base import Count, Identifier, SpecModel, problem
 from trainer.spec.data import LabelSpec
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -41,14 +41,14 @@ def split_path(module: str) -> tuple[str, str]:
 class LayersSpec(SpecModel):
     """Sizes of a stack of fully connected layers, input side first."""
 
-    layer_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    layer_sizes: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class InteractionSpec(SpecModel):
     """Low-rank cross layers of DCN v2 (arch `dcn_v2` and `movielens`)."""
 
-    num_layers: PositiveInt = 2
-    low_rank_dim: PositiveInt = 32
+    num_layers: Count = 2
+    low_rank_dim: Count = 32
 
 
 class TransformerSpec(SpecModel):
@@ -61,9 +61,9 @@ class TransformerSpec(SpecModel):
 
     sequence: Identifier
     candidate: Identifier
-    num_layers: PositiveInt = 1
-    num_heads: PositiveInt = 2
-    feedforward_dim: PositiveInt = 64
+    num_layers: Count = 1
+    num_heads: Count = 2
+    feedforward_dim: Count = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 

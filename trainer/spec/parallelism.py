@@ -10,12 +10,11 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationInfo,
     model_validator,
 )
 
-from trainer.spec.base import SpecModel, problem
+from trainer.spec.base import MAX_WORKERS, Count, SpecModel, Workers, at_most, problem
 from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 
 FailureDomain = Literal["job", "replica_group"]
@@ -28,8 +27,8 @@ class SyncTunerSpec(SpecModel):
     time, and validation gets no worse.
     """
 
-    min_steps: PositiveInt = 1
-    max_steps: PositiveInt = 64
+    min_steps: Count = 1
+    max_steps: Count = 64
     time_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
 
     @model_validator(mode="after")
@@ -59,11 +58,11 @@ class SyncSpec(SpecModel):
     and while a group joins independent ones, all of it is averaged, in full precision.
     """
 
-    every_steps: PositiveInt | Literal["auto"] = 1
+    every_steps: Count | Literal["auto"] = 1
     tuner: SyncTunerSpec = SyncTunerSpec()
     mode: Literal["full", "touched_rows"] = "touched_rows"
     dtype: Precision = "fp32"
-    overlap: bool | PositiveInt = False
+    overlap: bool | Count = False
     optimizer_state: Literal["every", "delayed", "never"] = "every"
     full_above: Annotated[float, Field(ge=0, le=1)] = 0.5
 
@@ -113,7 +112,7 @@ class DivergenceCheckSpec(SpecModel):
     replica group the copy that most of them hold; an independent group copies the whole of another.
     """
 
-    every_syncs: PositiveInt
+    every_syncs: Count
     action: Literal["fail", "rebroadcast"] = "fail"
 
 
@@ -150,8 +149,8 @@ class WorkersSpec(SpecModel):
     Multiples of L, where L is given. Equal bounds mean a fixed size.
     """
 
-    min: PositiveInt
-    max: PositiveInt
+    min: Workers
+    max: Workers
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -163,7 +162,7 @@ class WorkersSpec(SpecModel):
 class SurviveSpec(SpecModel):
     """What may be lost at once while a full copy of the tables stays alive."""
 
-    hosts: PositiveInt
+    hosts: Workers
 
 
 def _unset(value: Any) -> Any:
@@ -181,15 +180,15 @@ class ParallelismSpec(SpecModel):
     an attempt starts.
     """
 
-    workers: PositiveInt | WorkersSpec = 1
-    shard_group_size: PositiveInt | Literal["auto"]
+    workers: Workers | WorkersSpec = 1
+    shard_group_size: Workers | Literal["auto"]
     placement: Literal["intra_host", "inter_host", "auto"] = "intra_host"
     survive: SurviveSpec | None = None
     sync: Annotated[SyncSpec, BeforeValidator(_unset)] = SyncSpec()
     dense: Literal["auto", "every_step", "at_sync"] = "auto"
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
     min_groups: Annotated[
-        PositiveInt,
+        Workers,
         Field(
             description="Where groups are failure domains: training waits while fewer of them hold "
             "the state. It goes on when enough have copied it from those that do."
@@ -197,10 +196,12 @@ class ParallelismSpec(SpecModel):
     ] = 1
     spares: Annotated[
         NonNegativeInt,
+        at_most(MAX_WORKERS, "the most workers of a job"),
         Field(
+            json_schema_extra={"maximum": MAX_WORKERS},
             description="Where groups are failure domains: so many more of them are started and "
             "wait, with their model built, to copy the state when a group is lost. They take "
-            "workers beside `workers`, on hosts of their own, where all groups have room."
+            "workers beside `workers`, on hosts of their own, where all groups have room.",
         ),
     ] = 0
     all_to_all: AllToAllSpec = AllToAllSpec()

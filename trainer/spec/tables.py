@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
-from trainer.spec.base import Identifier, SpecModel
+from trainer.spec.base import Count, Identifier, SpecModel
 
 MAX_INPUT_HASH_SIZE = 2**62
 DEFAULT_NUM_BUCKETS = 16
@@ -100,8 +100,8 @@ class TableConstraints(SpecModel):
         "row_wise",
         "table_wise",
     )
-    min_partition: Annotated[PositiveInt, Field(multiple_of=4)] | None = None
-    pooling_factor: PositiveFloat | None = None
+    min_partition: Annotated[Count, Field(multiple_of=4)] | None = None
+    pooling_factor: Annotated[float, Field(gt=0, le=1e6)] | None = None
     compute_kernel: ComputeKernel | None = None
     cache_load_factor: LoadFactor | None = None
 
@@ -121,7 +121,7 @@ class EmbeddingTableSpec(SpecModel):
 
     name: Identifier
     num_embeddings: Annotated[PositiveInt, Field(le=2**40)] | Literal["auto"] = "auto"
-    embedding_dim: Annotated[PositiveInt, Field(multiple_of=4)]
+    embedding_dim: Annotated[Count, Field(multiple_of=4)]
     pooling: Literal["sum", "mean"] = "sum"
     data_type: Precision = "fp32"
     constraints: TableConstraints = TableConstraints()

@@ -9,13 +9,20 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     Field,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
-from trainer.spec.base import Identifier, PathText, SpecModel, problem
+from trainer.spec.base import (
+    Count,
+    CountOrZero,
+    Identifier,
+    PathText,
+    Seconds,
+    SpecModel,
+    at_most,
+    problem,
+)
 
 Quantization = Literal["int8", "fp16", "none"]
 CheckpointChoice = Literal["newest", "best"]
@@ -45,7 +52,7 @@ class ExportSpec(SpecModel):
         CheckpointChoice, Field(description="`best` falls back on the newest where none is best.")
     ] = "newest"
     quantize: Quantization = "int8"
-    shards: Annotated[PositiveInt, AfterValidator(_one_shard)] = 1
+    shards: Annotated[Count, AfterValidator(_one_shard)] = 1
 
 
 class SparseOptimizerSpec(SpecModel):
@@ -94,7 +101,7 @@ class ScheduleSpec(SpecModel):
     step along a line or half a cosine, or stay (`constant`).
     """
 
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountOrZero = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
@@ -117,9 +124,9 @@ class TraceSpec(SpecModel):
     A trace ends early where a checkpoint or a validation begins.
     """
 
-    first_step: PositiveInt
-    num_steps: Annotated[PositiveInt, Field(le=100)] = 3
-    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    first_step: Count
+    num_steps: Annotated[Count, Field(le=100)] = 3
+    ranks: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (0,)
 
 
 class EarlyStoppingSpec(SpecModel):
@@ -129,7 +136,7 @@ class EarlyStoppingSpec(SpecModel):
     `min_delta`, in the first metric of the first task.
     """
 
-    patience: PositiveInt
+    patience: Count
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -145,12 +152,12 @@ class TrainingSpec(SpecModel):
     optimizer.sparse.max_gradient is what tables have in its place.
     """
 
-    epochs: PositiveInt = 1
-    max_steps: PositiveInt | None = None
+    epochs: Count = 1
+    max_steps: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    report_every_steps: PositiveInt = 10
-    validate_every_steps: PositiveInt | None = None
-    accumulate_steps: PositiveInt = 1
+    report_every_steps: Count = 10
+    validate_every_steps: Count | None = None
+    accumulate_steps: Count = 1
     clip_norm: PositiveFloat | None = None
     dense_precision: Annotated[
         DensePrecision,
@@ -197,10 +204,10 @@ class CheckpointSpec(SpecModel):
     """
 
     path: PathText | None = None
-    every_steps: PositiveInt = 100
-    keep_last: PositiveInt = 2
+    every_steps: Count = 100
+    keep_last: Count = 2
     keep_best: bool = True
-    keep_every_steps: PositiveInt | None = None
+    keep_every_steps: Count | None = None
     asynchronous: bool = True
     warm_start: WarmStartSpec | None = None
 
@@ -208,7 +215,7 @@ class CheckpointSpec(SpecModel):
 class RetrySpec(SpecModel):
     """How many failures (lost workers or a lost driver) the job survives."""
 
-    max_failures: Annotated[int, Field(ge=0)] = 3
+    max_failures: CountOrZero = 3
 
 
 class RecoverySpec(SpecModel):
@@ -227,16 +234,20 @@ class RecoverySpec(SpecModel):
     that fails, or is slower in one of these than this share of the median host.
     """
 
-    heartbeat_timeout_s: PositiveFloat = 5.0
-    exchange_timeout_s: PositiveFloat = 5.0
+    heartbeat_timeout_s: Seconds = 5.0
+    exchange_timeout_s: Seconds = 5.0
     hang_factor: Annotated[float, Field(gt=1)] = 20.0
-    min_hang_s: PositiveFloat = 60.0
+    min_hang_s: Seconds = 60.0
     straggler_factor: Annotated[float, Field(gt=1)] = 1.5
     replace_stragglers: bool = False
-    start_grace_s: PositiveFloat = 120.0
-    exclude_host_after: PositiveInt = 3
-    exclude_host_s: PositiveFloat = 600.0
+    start_grace_s: Seconds = 120.0
+    exclude_host_after: Count = 3
+    exclude_host_s: Seconds = 600.0
     min_node_speed: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+_LEAST_CPUS = 1e-4
+_MOST_CPUS = 10_000
 
 
 class ResourcesSpec(SpecModel):
@@ -250,13 +261,21 @@ class ResourcesSpec(SpecModel):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpus_per_worker: PositiveFloat = 1.0
-    threads_per_worker: PositiveInt = 1
-    collective_timeout_s: PositiveFloat = 60.0
-    memory_bytes_per_worker: PositiveInt | None = None
+    cpus_per_worker: Annotated[
+        float,
+        Field(
+            ge=_LEAST_CPUS,
+            json_schema_extra={"maximum": _MOST_CPUS},
+            description="Ray counts CPUs in ten-thousandths.",
+        ),
+        at_most(_MOST_CPUS, "more than any host has"),
+    ] = 1.0
+    threads_per_worker: Count = 1
+    collective_timeout_s: Seconds = 60.0
+    memory_bytes_per_worker: Count | None = None
     cluster: Literal["shared", "own"] = "shared"
     queue: Annotated[str, Field(pattern=QUEUE_PATTERN)] | None = None
-    deadline_s: Annotated[PositiveInt, Field(lt=2**31)] | None = None
+    deadline_s: Annotated[Count, Field(lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _check_cluster(self) -> Self:

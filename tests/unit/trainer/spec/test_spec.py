@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import REPO
 from tests.harness.builders import spec_document
-from trainer.spec import load_spec, validate_spec
+from trainer.spec import json_schema, load_spec, validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document, set_values
@@ -77,6 +77,13 @@ priority=-1 => priority -
 data.batch_sise=3 => data.batch_sise extra_forbidden
 data.batch_size=many => data.batch_size int_parsing
 data.batch_size=0 => data.batch_size greater_than
+data.batch_size=1{"0" * 400} => data.batch_size less_than_equal
+resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker greater_than_equal
+resources.cpus_per_worker=1.0e+300 => resources.cpus_per_worker bounds
+recovery.min_hang_s=1.0e+300 => recovery.min_hang_s bounds at most 1e+09
+parallelism.workers=16386 => parallelism.workers bounds at most 16384
+parallelism.workers={{min: 2, max: 1{"0" * 400}}} => parallelism.workers.max bounds
+parallelism.spares=16385 => parallelism.spares bounds
 features[0].table=movies => features[0].table unknown_table
 features[1].name=user_id => features[1].name duplicate_name
 features[0].weights_column=w => features[0].weights_column unexpected_weights
@@ -256,6 +263,29 @@ def test_a_fault_names_its_field(fault: str) -> None:
     assert found == path
     assert code in ("-", found_code)
     assert not part or part[0] in message
+
+
+def test_every_whole_number_of_a_spec_fits_64_bits() -> None:
+    def without_bound(schema: Any, path: str) -> list[str]:
+        if isinstance(schema, list):
+            return [each for below in schema for each in without_bound(below, path)]
+        if not isinstance(schema, dict):
+            return []
+        is_bounded = "maximum" in schema or "exclusiveMaximum" in schema
+        found = [path] if schema.get("type") == "integer" and not is_bounded else []
+        for name, below in schema.items():
+            found += without_bound(below, f"{path}.{name}")
+        return found
+
+    assert without_bound(json_schema(), "") == []
+
+
+def test_what_was_stored_before_bounds_were_set_stays_readable() -> None:
+    many = ["parallelism.workers={min: 2, max: 1000000}", "recovery.min_hang_s=1e12"]
+    assert {code for code, _ in refusal(*many).values()} == {"bounds"}
+    document = apply_overrides(spec_document(), many)
+    stored = JobSpec.model_validate(document, context={"stored": True})
+    assert stored.parallelism.world_size == 1_000_000
 
 
 def test_tables_that_just_fit_are_accepted() -> None:

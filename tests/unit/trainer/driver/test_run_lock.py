@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,17 @@ def test_processes_of_other_machines_are_never_judged_by_their_number() -> None:
     owner = Owner.here("job-a0").model_copy(update={"pid": 2**22 + 1, "machine": "elsewhere"})
     assert is_gone(owner, Owner.here("job-a1").machine) is None
     assert is_gone(owner.model_copy(update={"machine": "here"}), "here")
+
+
+def test_a_process_that_has_ended_is_gone_though_nobody_has_waited_for_it() -> None:
+    here = Owner.here("job-a0")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        start = run_lock._process_start(process.pid)
+        owner = here.model_copy(update={"pid": process.pid, "process_start": start})
+        assert is_gone(owner, here.machine) is False
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(owner, here.machine) is True
 
 
 def test_the_folder_is_held_for_a_block_and_free_after_an_error(tmp_path: Path) -> None:

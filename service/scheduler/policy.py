@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from service.backends.base import has_own_cluster
@@ -197,12 +197,14 @@ class Admission:
     """The result of a scheduling pass.
 
     `growth_limits` has, by job id, the most workers that it may grow to: others wait for the rest.
+    `faults` has, by job id too, what kept it from being looked at.
     """
 
     starts: list[Start] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
     places: list[QueuePosition] = field(default_factory=list)
     growth_limits: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, Exception] = field(default_factory=dict)
 
 
 def admit(
@@ -212,12 +214,16 @@ def admit(
     capacity: Capacity,
     now: float,
 ) -> Admission:
-    """One scheduling pass over all queued and running jobs. `now` is Unix seconds."""
-    held = [Held(job, workers_held(job), most_held(job)) for job in running]
-    turn = _SchedulingPass(projects, capacity, now, held)
+    """One scheduling pass over all queued and running jobs. `now` is Unix seconds.
+
+    A job that cannot be looked at, whatever is wrong with it, holds up no other.
+    """
+    turn = _SchedulingPass(projects, capacity, now)
+    for job in running:
+        turn.guarded(turn.count_running, job)
     waiting = [job for job in queued if (job.retry_at or now) <= now]
     for job in _in_order(waiting, turn):
-        turn.consider(job)
+        turn.guarded(turn.consider, job)
     late = [job for job in queued if (job.retry_at or now) > now]
     reason = "waits before the next attempt"
     turn.expect_starts()
@@ -248,10 +254,10 @@ class _SchedulingPass:
     projects: Mapping[str, Project]
     capacity: Capacity
     now: float
-    held: list[Held]
 
     def __post_init__(self) -> None:
         self.result = Admission()
+        self.held: list[Held] = []
         self._num_running: dict[str, int] = defaultdict(int)
         self.shares: dict[str, int] = defaultdict(int)  # Workers that the project's jobs hold.
         self._claims: dict[str, int] = defaultdict(int)
@@ -260,14 +266,26 @@ class _SchedulingPass:
         self._is_making_room = False
         self._for_room: list[int] = []  # Places of those that wait for workers only.
         self._used = Use()
-        for each in self.held:
-            self._count(each)
+
+    def guarded(self, act: Callable[[Job], None], job: Job) -> None:
+        """Act on a job, and note what is raised."""
+        try:
+            act(job)
+        except Exception as error:
+            self.result.faults[job.id] = error
+            if job.status is JobStatus.QUEUED:
+                reason = f"cannot be scheduled ({error!r:.200}); cancel it, and lower its resources"
+                self.result.places.append(QueuePosition(job, None, reason))
+
+    def count_running(self, job: Job) -> None:
+        self._count(Held(job, workers_held(job), most_held(job)))
 
     def _count(self, held: Held) -> None:
+        self._used += self._use_of(held)
         self._num_running[held.job.project] += 1
         self.shares[held.job.project] += held.workers
         self._claims[held.job.project] += held.most
-        self._used += self._use_of(held)
+        self.held.append(held)
 
     def _use_of(self, held: Held) -> Use:
         if has_own_cluster(held.job):
@@ -351,9 +369,7 @@ class _SchedulingPass:
         workers = max(sizes.min_workers, workers // step * step)
         capped = most // step * step if most < sizes.world_size else None
         spares = sizes.spare_workers
-        held = Held(job, workers + spares, (capped or sizes.world_size) + spares)
-        self.held.append(held)
-        self._count(held)
+        self._count(Held(job, workers + spares, (capped or sizes.world_size) + spares))
         self.result.starts.append(Start(job, workers, capped))
 
     # ---- quotas

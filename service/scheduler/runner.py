@@ -62,6 +62,7 @@ class SchedulerRunner:
         # Replaced as a whole: any thread may read them.
         self._places: Mapping[str, QueuePosition] = {}
         self._live: dict[str, Job] = {}
+        self._faulty: set[str] = set()
         self._message = ""
         self._writer = ThreadPoolExecutor(1, "growth-limits")
         self._written: Future[None] | None = None
@@ -112,11 +113,18 @@ class SchedulerRunner:
             admission = admit(queued, running, quotas, capacity, now)
             self._message, limits = "", admission.growth_limits
         self._places = {place.job.id: place for place in admission.places}
+        self._log_faults(admission.faults)
         if lock is not None:
             if limits is not None:
                 self._limit_growth(running, limits)
             self._carry_out(admission, now, lock)
         return list(self._live.values())
+
+    def _log_faults(self, faults: Mapping[str, Exception]) -> None:
+        """Log each job that could not be looked at, once."""
+        for job_id in faults.keys() - self._faulty:
+            logger.error("job %s cannot be scheduled", job_id, exc_info=faults[job_id])
+        self._faulty = set(faults)
 
     def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
         """Limit how far elastic jobs may grow, and lift earlier limits, in another thread."""

@@ -123,6 +123,23 @@ def test_a_start_is_expected_when_enough_running_jobs_have_ended_and_not_guessed
     assert set(expected(*held, max_running_jobs=3).values()) == {None}, "a quota holds them back"
 
 
+def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
+    def broken(made: Job, section: str, **values: Any) -> Job:
+        """A job as an earlier version may have stored it."""
+        changed = getattr(made.spec, section).model_copy(update=values)
+        return replace(made, spec=made.spec.model_copy(update={section: changed}))
+
+    vast = {"workers": 10**400}
+    held = broken(running("held"), "parallelism", **vast)
+    tiny = broken(job("tiny", priority=9), "resources", cpus_per_worker=1e-320)
+    queued = [tiny, job("innocent"), broken(job("vast", priority=9), "parallelism", **vast)]
+    found = decide(queued, [replace(held, queue_note=None)], cluster(4))
+    assert started(found) == ["innocent"]
+    assert "OverflowError" in reasons(found)["tiny"]
+    assert reasons(found).keys() == {"tiny", "vast"}
+    assert found.faults.keys() == {tiny.id, held.id}
+
+
 # ---- gangs
 
 

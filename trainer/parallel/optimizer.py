@@ -278,7 +278,7 @@ class Optimizers:
         # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
         for optimizer in (self._fused, *self._whole):
             optimizer.zero_grad()
-        if not self._num_accumulated:
+        if not self.is_accumulating:
             self.dense.zero_grad()
 
     def set_share(self, share: float) -> None:
@@ -310,6 +310,11 @@ class Optimizers:
         `weight` is their sum over all ranks, a scalar. Steps that do not accumulate need not.
         """
         self._window.add(self._dense_gradients(), weight)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are held that the dense part has not learned from yet."""
+        return self._num_accumulated > 0
 
     def step(self, is_dense_step: bool = True) -> None:
         """Update what the backward pass did not: data-parallel tables, decay, the dense part.

@@ -634,8 +634,13 @@ class Session:
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
         step = self.state.step
-        is_owed = self.saves.is_due_again and self.is_sync_step()
+        is_owed = self.saves.is_due_again and self.is_sync_step() and self.may_save
         return step % self.spec.checkpoint.every_steps == 0 or self.is_finished or is_owed
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint would hold all that was trained: none has accumulated gradients."""
+        return not self.optimizers.is_accumulating
 
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.

@@ -85,11 +85,13 @@ def _take_steps(session: Session) -> None:
         )
         if is_save_due:
             session.land_report()  # which may say that a stop is wanted: one save is enough
-        must_stop = session.is_asked_to_stop
+        must_stop = session.is_asked_to_stop and session.may_save
         if must_stop:
             leave_mark(session.config, AttemptDir.stopping_path)
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
+        if must_stop:
+            session.checkpoints.wait()  # for as long as storage takes: `close` gives up sooner
         if session.is_finished or must_stop:
             break
 

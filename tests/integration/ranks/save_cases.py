@@ -32,7 +32,7 @@ from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
-from trainer.protocol import events
+from trainer.protocol import events, requests
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.storage import Location
@@ -138,6 +138,16 @@ def save_in_trouble(run_dir: Path) -> dict[str, Any]:
 def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
     """Train to the end, where the save at `step` fails at once; the steps that were saved."""
     _arm({"kind": "storage_error", "rank": 1, "step": step})
+    train_session(config)
+    return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+
+
+def stop_slowly(config: WorkerConfig, save_s: float) -> list[int]:
+    """Train until a stop that is wanted from the start, whose save is slow; the steps saved."""
+    files = RunDir(config.run_dir).attempt(config.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+    _arm({"kind": "slow", "rank": 0, "step": 1, "arg": save_s})
     train_session(config)
     return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
 

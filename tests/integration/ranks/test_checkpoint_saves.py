@@ -26,6 +26,7 @@ from tests.integration.ranks.save_cases import (
     save_in_trouble,
     save_while_training,
     save_with_file_limit,
+    stop_slowly,
     sweep_beside_another_group,
     train_over_a_failed_save,
 )
@@ -33,6 +34,7 @@ from trainer.checkpoint.save_load import list_committed
 from trainer.protocol.events import CheckpointCommitted, Metrics
 from trainer.protocol.run_dir import RunDir
 
+ONE_RANK = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
 MIXED = Sharding(4, 2, ("data_parallel", "column_wise", "row_wise"), min_partition=8)
 
 
@@ -81,14 +83,28 @@ def test_a_save_waits_for_the_one_before_and_a_failed_one_is_said(tmp_path: Path
     assert folders == ["step-00000002-a0-r0", "step-00000004-a0-r0"]
 
 
-def test_a_save_that_failed_is_made_again_at_a_sync(small_movielens: Path, tmp_path: Path) -> None:
-    settings = ("checkpoint.every_steps=6", "training.max_steps=16", "checkpoint.keep_last=9")
-    sync = ("parallelism.sync.every_steps=2", "training.report_every_steps=1")
-    config = make_config(small_movielens, tmp_path / "run", *settings, *sync)
-    first, *_ = run_ranks(train_over_a_failed_save, 4, config, 6)
-    assert [step % 2 for step in first] == [0] * len(first)
-    assert first[0] in (8, 10), "the save at step 6 failed, and is due again before step 12"
-    assert first[-1] == 16
+def test_a_save_that_failed_is_made_again_at_a_sync_where_no_gradients_are_held(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = (
+        *("checkpoint.every_steps=12", "checkpoint.keep_last=9", "checkpoint.asynchronous=false"),
+        "training.max_steps=24",
+    )
+    sync = ("parallelism.sync.every_steps=3", "parallelism.dense=every_step")
+    windows = (
+        *("training.accumulate_steps=2", "training.report_every_steps=2"),
+        "training.validate_every_steps=24",
+    )
+    config = make_config(small_movielens, tmp_path / "run", *settings, *sync, *windows)
+    first, *_ = run_ranks(train_over_a_failed_save, 4, config, 12)
+    assert first == [18, 24], "the save at step 12 failed: syncs are at 15, 18, windows end at 18"
+
+
+def test_a_stop_waits_for_its_save_longer_than_for_a_rank(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path, *ONE_RANK, "resources.collective_timeout_s=1")
+    assert run_ranks(stop_slowly, 1, config, 2.0) == [[6]]
 
 
 def test_workers_whose_run_folder_another_attempt_took_save_and_clear_away_nothing(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.files import replace_values
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.sessions import make_config, next_run, open_session, told, train_session
 from tests.harness.small_model import NoHostReads, dense_parameters
 from trainer import failures, fault_injection
@@ -284,6 +284,29 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
     assert not files.stopping_path(1).exists(), "the request was for the run before"
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert {rank["state"].rows_trained for rank in resumed} == {num_rows}
+
+
+def test_a_stop_comes_where_no_gradients_are_held_so_that_none_are_lost(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    def config(run: str) -> WorkerConfig:
+        return make_config(
+            small_movielens,
+            tmp_path / run,
+            *("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null"),
+            *("training.accumulate_steps=4", "training.report_every_steps=4"),
+            *("training.max_steps=16", "training.validate_every_steps=16"),
+            "checkpoint.every_steps=16",
+        )
+
+    stopped = config("stopped")
+    files = RunDir(stopped.run_dir).attempt(stopped.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    calls = [(train_session, each) for each in (config("whole"), stopped, next_run(stopped))]
+    (whole,), (first,), (resumed,) = run_in_turn(1, *calls)
+    assert first["state"].step == 8, "it hears of the stop in step 5"
+    torch.testing.assert_close(resumed["dense"], whole["dense"], atol=0, rtol=0)
 
 
 def fail_after_a_report(config: WorkerConfig) -> None:

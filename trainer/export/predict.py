@@ -26,7 +26,14 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.decode import InputColumn, RowLayout, check_schema, decode, layout_of
+from trainer.data.decode import (
+    InputColumn,
+    LabelColumns,
+    RowLayout,
+    check_schema,
+    decode,
+    layout_of,
+)
 from trainer.data.rows import IdLists, Rows, SparseIds, concat_rows
 from trainer.data.transforms import VocabularyEncoder, load_vocabulary
 from trainer.errors import BadValueError, DataError
@@ -75,7 +82,13 @@ def scoring_layout(spec: JobSpec, vocabularies: Path) -> RowLayout:
     """
     there = spec.data.model_copy(update={"path": str(vocabularies)})
     layout = layout_of(spec.model_copy(update={"data": there}))
-    labels = tuple(replace(each, value=_LABEL, is_binary=False) for each in layout.labels)
+    labels = tuple(
+        # A probability needs neither offset nor scale.
+        LabelColumns(_LABEL, None, None, is_binary=False)
+        if each.is_binary
+        else replace(each, value=_LABEL)
+        for each in layout.labels
+    )
     return replace(layout, labels=labels, row_weight=None)
 
 
@@ -343,14 +356,15 @@ class Predictor:
 
 
 def in_own_unit(outputs: NDArray[np.float32], rows: Rows, spec: JobSpec) -> Predictions:
-    """Outputs [n, K] of the model in the units of the labels, by task."""
+    """Outputs [n, K] of the model in the units of the labels, by task: probabilities of `bce`."""
     found = {}
     for index, task in enumerate(spec.model.tasks):
         values = outputs[:, index]
-        if task.loss == "bce":
-            values = (1 / (1 + np.exp(-values))).astype(np.float32)
         with np.errstate(over="ignore"):  # infinite then, which whoever asked has to look at
-            found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]
+            if task.loss == "bce":
+                found[task.name] = (1 / (1 + np.exp(-values))).astype(np.float32)
+            else:
+                found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]
     return found
 
 

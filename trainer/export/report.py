@@ -26,6 +26,7 @@ from trainer.errors import CorruptFileError, DataError, SourceMissingError
 from trainer.export.artifact import NotExportable
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.spec.job import JobSpec
+from trainer.spec.model import TaskSpec
 from trainer.spec.training import Quantization
 from trainer.storage import Location
 
@@ -118,10 +119,10 @@ def measure(
     report.num_rows = sum(len(rows) for _, rows in pieces)
     report.program_error = _program_error(predictor, traced, pieces[0][1])
     theirs = [in_own_unit(outputs_of(trained, rows, spec), rows, spec) for _, rows in pieces]
-    label = np.concatenate([rows.label * rows.scale + rows.offset for _, rows in pieces])
     for index, task in enumerate(spec.model.tasks):
         found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
         errors = np.abs(found.astype(np.float64) - wanted)
+        label = np.concatenate([_label_of(task, rows, index) for _, rows in pieces])
         name, metric = _METRICS[task.loss]
         report.tasks[task.name] = TaskError(
             mean_abs_error=float(errors.mean()),
@@ -129,8 +130,8 @@ def measure(
             p99_abs_error=float(np.quantile(errors, 0.99)),
             prediction_std=float(wanted.std()),
             metric=name,
-            trainer_metric=metric(wanted, label[:, index]),
-            export_metric=metric(found, label[:, index]),
+            trainer_metric=metric(wanted, label),
+            export_metric=metric(found, label),
         )
     return report
 
@@ -191,6 +192,12 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
             "changes, randomness, branches on values)"
         )
     return error
+
+
+def _label_of(task: TaskSpec, rows: Rows, index: int) -> NDArray[np.float32]:
+    """Labels [n] of `task` number `index` in the unit of its predictions."""
+    label = rows.label[:, index]
+    return label if task.loss == "bce" else label * rows.scale[:, index] + rows.offset[:, index]
 
 
 def _rmse(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:

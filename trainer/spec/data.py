@@ -76,7 +76,8 @@ class LabelSpec(SpecModel):
     """The column to predict and, when it was normalised, how to undo that.
 
     The model learns `(column - offset_column) / scale_column`; metrics are reported in the
-    unit of `column`, so a star rating's RMSE is in stars whatever the normalisation was.
+    unit of `column`, so a star rating's RMSE is in stars whatever the normalisation was. Of `bce`
+    the result is a class, 0 or 1, and predictions are probabilities of 1.
     """
 
     column: Identifier

@@ -113,9 +113,11 @@ class TaskMeter:
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
         """Take in one batch; `outputs` is [B, K] as the model gave it. Rows of weight 0 are out."""
         weighted_loss = loss.detach() * batch.weight.sum()
-        labels = batch.label * batch.label_scale + batch.label_offset
-        values = outputs * batch.label_scale + batch.label_offset
-        scores = torch.where(self._is_binary, outputs, values)
+        # Normalised labels of `bce` are the classes, and its outputs logits.
+        scores, labels = (
+            torch.where(self._is_binary, each, each * batch.label_scale + batch.label_offset)
+            for each in (outputs, batch.label)
+        )
         self._kept.append((scores, labels, batch.weight, weighted_loss[None]))
         self._num_kept += len(scores)
         if self._num_kept >= _MAX_KEPT_ROWS:
@@ -198,7 +200,11 @@ class TaskMeter:
         scores, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
         self._kept.clear()
         self._num_kept = 0
-        predictions = torch.where(self._is_binary, torch.sigmoid(scores), scores)
+        # Whatever they hold; a weight of 0 makes NaN of what is infinite.
+        counts = weights[:, None] > 0
+        scores, labels = (torch.where(counts, each, 0) for each in (scores, labels))
+        # A float32 sigmoid is 1 from a logit of 17 on.
+        predictions = torch.where(self._is_binary, torch.sigmoid(scores.double()), scores)
         self._losses += torch.stack([losses.double().sum(), weights.double().sum()])
         for k, task in enumerate(self._tasks.values()):
             task.take_in(predictions[:, k], scores[:, k], labels[:, k], weights)

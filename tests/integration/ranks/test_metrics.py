@@ -29,8 +29,8 @@ def batch_of(rank: int, step: int, is_binary: bool) -> tuple[Batch, torch.Tensor
         dense=torch.zeros(BATCH_SIZE, 1),
         sparse=KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0)),
         label=(label > 0).float() if is_binary else label,
-        label_offset=torch.full((BATCH_SIZE, 1), 0.0 if is_binary else 3.5),
-        label_scale=torch.full((BATCH_SIZE, 1), 1.0 if is_binary else 0.5),
+        label_offset=torch.full((BATCH_SIZE, 1), -1.0 if is_binary else 3.5),
+        label_scale=torch.full((BATCH_SIZE, 1), 2.0 if is_binary else 0.5),
         weight=weight,
     )
     return batch, torch.randn(BATCH_SIZE, 1, generator=generator)
@@ -128,14 +128,17 @@ TASKS = (
 
 
 def batch_of_two_tasks(rank: int, step: int) -> tuple[Batch, torch.Tensor]:
-    """Rows that count unequally, labels of an mse and of a bce task, and outputs."""
+    """Rows that count unequally, labels of an mse and of a bce task in columns of other units, and
+    outputs: infinite where a row counts for nothing, and once very sure."""
     stars, star_outputs = batch_of(rank, step, is_binary=False)
     clicks, click_outputs = batch_of(rank, step + 100, is_binary=True)
     weight = stars.weight * torch.linspace(0.5, 3.0, BATCH_SIZE)
     fields = ("label", "label_offset", "label_scale")
     both = {name: torch.cat([getattr(stars, name), getattr(clicks, name)], 1) for name in fields}
     batch = Batch(**{**vars(stars), **both, "weight": weight})
-    return batch, torch.cat([star_outputs, click_outputs], 1)
+    outputs = torch.cat([star_outputs, click_outputs], 1)
+    outputs[0, 1], outputs[-1] = 18.0, math.inf
+    return batch, outputs
 
 
 def measure_two_tasks() -> tuple[dict[str, float], dict[str, float]]:
@@ -161,6 +164,9 @@ def test_metrics_of_several_tasks_weigh_rows_and_carry_the_task_in_their_name() 
     weight = torch.cat([batch.weight for batch, _ in pairs]).double()
     stars, clicks = torch.cat([batch.label for batch, _ in pairs]).double().unbind(1)
     guesses, logits = torch.cat([outputs for _, outputs in pairs]).double().unbind(1)
+    weight, stars, clicks, guesses, logits = (
+        each[weight > 0] for each in (weight, stars, clicks, guesses, logits)
+    )
     shares = weight / weight.sum()
     errors = 0.5 * (guesses - stars)  # in the unit of the label
     cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicks, reduction="none")

@@ -84,6 +84,9 @@ def rows(num_rows: int = NUM_ROWS, seed: int = 3) -> pa.Table:
             "stars": rng.integers(1, 6, num_rows).astype(np.float64),
             "mean": rng.uniform(2, 4, num_rows),
             "spread": rng.uniform(0.5, 1.5, num_rows),
+            "liked": rng.choice([-1.0, 1.0], num_rows),
+            "low": np.full(num_rows, -1.0),
+            "gap": np.full(num_rows, 2.0),
         }
     )
 

@@ -60,7 +60,11 @@ DCN = {
     "over_arch": {"layer_sizes": [8, 2]},
     "tasks": [
         {"name": "stars", "loss": "mse"},
-        {"name": "liked", "loss": "bce", "label": {"column": "liked"}},
+        {
+            "name": "liked",
+            "loss": "bce",
+            "label": {"column": "liked", "offset_column": "low", "scale_column": "gap"},
+        },
     ],
 }
 
@@ -112,6 +116,22 @@ def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
     assert set(found) == {"stars", "liked"}
     assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
     assert len(found["stars"]) == len(rows())
+
+
+def test_a_probability_is_compared_with_the_class_whatever_made_that_of_the_label(
+    data: Path, tmp_path: Path
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data, model=DCN), 3)
+    report = export(run_dir, tmp_path / "out", quantize="none")
+    predictor, table = Predictor(tmp_path / "out"), rows()
+    assert {"mean", "spread"} == {"mean", "spread", "low", "gap"} & set(
+        predictor.features["example"]
+    )
+    found = predictor.predict(table)["liked"].astype(np.float64)
+    is_liked = table["liked"].to_numpy() > 0
+    wanted = -np.log(np.where(is_liked, found, 1 - found)).mean()
+    assert report.tasks["liked"].export_metric == pytest.approx(wanted, abs=1e-6)
+    assert report.tasks["liked"].trainer_metric == pytest.approx(wanted, abs=1e-4)
 
 
 def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault(

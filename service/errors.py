@@ -376,6 +376,12 @@ class BodyTooLarge(ServiceError):
     template = "a request's body has at most {} bytes here"
 
 
+class BodyTooSlow(ServiceError):
+    status = 408
+    template = "a request's body comes within {:g} s here"
+    headers = MappingProxyType({"Connection": "close"})
+
+
 class TooManyRequests(ServiceError):
     status = 429
     template = "too many requests; try again in {} s"

@@ -24,10 +24,9 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
-from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, refuse
+from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, is_public, refuse
 from service.auth.authenticator import Credentials
-from service.auth.permissions import CLAIM_PATH, RULES
-from service.auth.permissions import Scope as RuleScope
+from service.auth.permissions import CLAIM_PATH
 from service.auth.security import Security
 from service.domain.auth import LOCAL, AuditRecord, Principal
 from service.observability.logging_setup import request_id
@@ -134,7 +133,7 @@ class AuthenticationMiddleware:
             held.callback(self._audit, scope, response)
             try:
                 await self._admit(scope, connection)
-                self._hold_open(scope["state"].get("principal"), held)
+                self._hold_open(scope, held)
             except errors.ServiceError as error:
                 await self._refuse(error, scope, receive, response)
             else:
@@ -166,10 +165,10 @@ class AuthenticationMiddleware:
         if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
             # No database keeps it, and none can be asked for it.
             raise errors.InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
-        is_public = _is_public(scope)
-        if is_public and scope["method"] in SAFE_METHODS:
+        is_open = is_public(scope)
+        if is_open and scope["method"] in SAFE_METHODS:
             return
-        if is_public:
+        if is_open:
             # All drivers of a cluster start at one address.
             limiter = self._attempts if scope["path"] == CLAIM_PATH else self._sign_ins
             self._limit(limiter, _remote(scope))
@@ -202,10 +201,15 @@ class AuthenticationMiddleware:
             self._limit(limiter, caller_key(principal))
         return principal
 
-    def _hold_open(self, principal: Principal | None, held: ExitStack) -> None:
-        """Count a connection as open until `held` ends; raises `TooManyOpen`."""
-        if principal is not None and principal.kind != "local":
-            held.enter_context(self._open.one_of(caller_key(principal)))
+    def _hold_open(self, scope: Scope, held: ExitStack) -> None:
+        """Count a connection as open until `held` ends; raises `TooManyOpen`.
+
+        Those of strangers are counted by address.
+        """
+        principal: Principal | None = scope["state"].get("principal")
+        caller = caller_key(principal) if principal else f"anonymous:{_remote(scope)}"
+        if principal is None or principal.kind != "local":
+            held.enter_context(self._open.one_of(caller))
 
     def _limit(self, limiter: RateLimiter, caller: str) -> None:
         wait_s = limiter.take(caller, self.clock())
@@ -285,13 +289,13 @@ class AuthenticationMiddleware:
             try:
                 self._check_site(connection)
                 principal = await self._signed_in(connection)
-                self._hold_open(principal, held)
+                scope.setdefault("state", {})["principal"] = principal
+                self._hold_open(scope, held)
             except errors.ServiceError as error:
                 logger.info("a websocket is refused: %s", error)
                 await receive()
                 await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
                 return
-            scope.setdefault("state", {})["principal"] = principal
             await self._serve_admitted_socket(scope, connection, receive, send)
 
     async def _serve_admitted_socket(
@@ -362,12 +366,6 @@ def plain(text: str) -> str:
     """A text as every database and terminal takes it: printable ASCII, the rest escaped."""
     is_plain = text.isascii() and text.isprintable()
     return text if is_plain else text.encode("unicode_escape").decode("ascii")
-
-
-def _is_public(scope: Scope) -> bool:
-    method = "GET" if scope["method"] == "HEAD" else scope["method"]
-    rule = RULES.get((method, scope["path"]))
-    return rule is not None and rule.scope is RuleScope.PUBLIC
 
 
 def _remote(scope: Scope) -> str:

@@ -7,6 +7,7 @@ buffered, except for requests with an idempotency key, whose response is stored 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -25,6 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import errors
 from service.api.errors import answer_error
 from service.auth.crypto import MasterKeys
+from service.auth.permissions import RULES
+from service.auth.permissions import Scope as RuleScope
 from service.db.idempotency import IdempotencyStore, StoredResponse
 from service.domain.auth import Principal
 from service.network import is_loopback
@@ -46,6 +49,9 @@ _NOT_STORED = frozenset(
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,63}")
 # A batch of records with the largest of them.
 _MAX_DOCUMENT_BYTES = 2 * MAX_RECORD_BYTES
+# A key or a code with which somebody comes in: of strangers no more is kept, and not for long.
+_MAX_PUBLIC_BYTES = 16 << 10
+_PUBLIC_BODY_S = 10.0
 _JOB = re.compile(r"/v1/jobs/(job-[0-9a-z]{12})\b")
 _ATTEMPT = re.compile(r"/v1/attempts/((job-[0-9a-z]{12})-a\d{1,6})\b")
 _API_CSP = "default-src 'none'; frame-ancestors 'none'"
@@ -225,10 +231,47 @@ def is_foreign(
         return True
 
 
+def is_public(scope: Scope) -> bool:
+    """Whether a request needs no credentials."""
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    rule = RULES.get((method, scope["path"]))
+    return rule is not None and rule.scope is RuleScope.PUBLIC
+
+
+class _Body:
+    """A request's body as it comes in: at most `limit_bytes`, and whole within `limit_s`, if any.
+
+    `refusal` says why no more of it is read.
+    """
+
+    def __init__(self, receive: Receive, limit_bytes: int, limit_s: float | None) -> None:
+        self._receive = receive
+        self._limit_bytes, self._limit_s = limit_bytes, limit_s
+        self._deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        self._num_bytes = 0
+        self.refusal: errors.ServiceError | None = None
+
+    async def receive(self) -> Message:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            self.refusal = errors.BodyTooSlow(self._limit_s)
+            raise self.refusal from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._limit_bytes:
+            self.refusal = errors.BodyTooLarge(self._limit_bytes)
+            raise self.refusal
+        if not message.get("more_body"):
+            self._deadline = None
+        return message
+
+
 class BodyLimitMiddleware:
     """Refuses bodies above `limit_bytes`, with or without a Content-Length.
 
     Only archives of code may be that large: documents are parsed in the event loop, where all wait.
+    Those of public routes are small, and come soon: anybody may send one.
     """
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
@@ -239,35 +282,29 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit_bytes = self._limit_bytes
-        if scope["path"] != "/v1/code":
+        limit_bytes, limit_s = self._limit_bytes, None
+        if is_public(scope):
+            limit_bytes, limit_s = min(limit_bytes, _MAX_PUBLIC_BYTES), _PUBLIC_BODY_S
+        elif scope["path"] != "/v1/code":
             limit_bytes = min(limit_bytes, _MAX_DOCUMENT_BYTES)
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit_bytes:
             await refuse(errors.BodyTooLarge(limit_bytes), scope, receive, send)
             return
-        num_bytes, is_answered, is_refused = 0, False, False
-
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > limit_bytes:
-                raise errors.BodyTooLarge(limit_bytes)
-            return message
+        body, is_answered, is_refused = _Body(receive, limit_bytes, limit_s), False, False
 
         async def send_unless_refused(message: Message) -> None:
             nonlocal is_answered, is_refused
             # FastAPI turns an error while it reads a body into another response.
-            if num_bytes > limit_bytes and not is_answered:
+            if body.refusal is not None and not is_answered:
                 if not is_refused:
                     is_refused = True
-                    await refuse(errors.BodyTooLarge(limit_bytes), scope, receive, send)
+                    await refuse(body.refusal, scope, receive, send)
                 return
             is_answered = True
             await send(message)
 
-        await self._app(scope, receive_counted, send_unless_refused)
+        await self._app(scope, body.receive, send_unless_refused)
 
 
 def takes_key_here(method: str, path: str) -> bool:

@@ -41,9 +41,15 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Message] = []
 
-    async def connect(self, gate: AuthenticationMiddleware, key: str, kind: str = "http") -> None:
+    async def connect(
+        self,
+        gate: AuthenticationMiddleware,
+        key: str,
+        kind: str = "http",
+        path: str = "/v1/jobs/x/events",
+    ) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"host", b"shardloom.example")]
-        scope = {"type": kind, "method": "GET", "path": "/v1/jobs/x/events", "headers": headers}
+        scope = {"type": kind, "method": "GET", "path": path, "headers": headers}
         await gate({**scope, "query_string": b""}, self._receive, self._send)
 
     async def _receive(self) -> Message:
@@ -79,24 +85,27 @@ HELLOS: dict[str, Message] = {
 }
 
 
-@pytest.mark.parametrize("kind", HELLOS)
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("http", "/v1/jobs/x/events"), ("websocket", "/dashboard/_nicegui_ws"), ("http", "/login")],
+)
 def test_who_follows_too_much_at_once_is_refused_until_a_connection_ends(
-    open_guarded: GuardedApps, kind: str
+    open_guarded: GuardedApps, kind: str, path: str
 ) -> None:
     house = open_guarded(max_open_requests=2)
 
     async def follow() -> list[bool]:
         gate = AuthenticationMiddleware(stream, house.settings, house.security)
         wires = [Wire() for _ in range(4)]
-        begun = [asyncio.create_task(wire.connect(gate, key, kind)) for wire in wires[:2]]
+        begun = [asyncio.create_task(wire.connect(gate, key, kind, path)) for wire in wires[:2]]
         while not all(wire.sent for wire in wires[:2]):
             await asyncio.sleep(0)
-        refused = asyncio.create_task(wires[2].connect(gate, key, kind))
+        refused = asyncio.create_task(wires[2].connect(gate, key, kind, path))
         while not wires[2].sent:
             await asyncio.sleep(0)
         end.set()
         await asyncio.gather(*begun, refused)
-        await wires[3].connect(gate, key, kind)
+        await wires[3].connect(gate, key, kind, path)
         return [wire.sent[0] == HELLOS[kind] for wire in wires]
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:

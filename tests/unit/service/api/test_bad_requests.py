@@ -16,7 +16,7 @@ from tests.harness.service import Api, problem_in
 BEYOND_63_BITS = str(2**63)
 # Clients know errors by these; a class of another name would change its code.
 CODES = """
-attempt_not_found backend_unreachable behind_proxy body_too_large checkpoint_not_found
+attempt_not_found backend_unreachable behind_proxy body_too_large body_too_slow checkpoint_not_found
 code_store_full conflict csrf_token delivery_not_found does_not_fit export_being_requested
 export_not_found export_not_ready export_pending export_refused export_unavailable forbidden
 foreign_host foreign_origin idempotency_conflict identity_provider_away invalid_request

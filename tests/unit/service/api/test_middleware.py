@@ -18,6 +18,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from service.api import middleware
 from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, RateLimiter
 from service.api.middleware import caller_key, is_foreign, safe_headers
 from service.app import build_app, check_address
@@ -211,6 +212,35 @@ def test_a_body_that_is_too_large_is_refused_stated_or_not(open_guarded: Guarded
     for answer in (stated, streamed):
         assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
     assert house.send("POST", "/v1/jobs", "root", content=b" " * 2048).status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/login", "/v1/attempts:claim"])
+def test_of_a_stranger_a_body_is_small_and_comes_soon(
+    house: Guarded, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b" " * 4096
+
+    json_type = {"Content-Type": "application/json"}
+    for content in (b" " * 16385, chunks()):
+        large = house.http.post(path, content=content, headers=json_type)
+        problem_in(large, 413, "body_too_large")
+    assert house.http.post(path, content=b" " * 16384, headers=json_type).status_code != 413
+    monkeypatch.setattr(middleware, "_PUBLIC_BODY_S", 0.05)
+    statuses: list[int] = []
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def note(message: Message) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    headers = [(b"host", HOST.removeprefix("https://").encode())]
+    scope = {"type": "http", "method": "POST", "scheme": "http", "path": path, "headers": headers}
+    asyncio.run(house.http.app({**scope, "query_string": b""}, never, note))
+    assert statuses == [408]
 
 
 def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:

@@ -8,13 +8,14 @@ added when the attempt ends. Backoffs are in seconds.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from service.domain.models import Attempt, EndReason, Job
 from trainer.spec import validate_spec
-from trainer.spec.base import SpecError
+from trainer.spec.base import MAX_WORKERS, SpecError
 from trainer.spec.job import JobSpec
 
 MAX_BACKOFF_S = 300.0
@@ -197,9 +198,15 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
 
 
 def _larger_group_size(spec: JobSpec, size: int) -> int | None:
-    """The next larger shard_group_size that the spec allows; None where there is none."""
-    for candidate in range(size + 1, spec.parallelism.world_size + 1):
-        if with_parallelism(spec, shard_group_size=candidate):
+    """The next larger shard_group_size that the spec allows; None where there is none.
+
+    Each that is tried costs a check of the whole spec: only those that divide both bounds of the
+    workers, as they must.
+    """
+    sizes = spec.parallelism
+    common = math.gcd(sizes.min_workers, sizes.world_size)
+    for candidate in range(size + 1, min(common, MAX_WORKERS) + 1):
+        if common % candidate == 0 and with_parallelism(spec, shard_group_size=candidate):
             return candidate
     return None
 

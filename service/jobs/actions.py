@@ -9,6 +9,7 @@ attempt gets a copy. Repeating an action changes nothing.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import shutil
 import time
@@ -50,12 +51,14 @@ from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import remove_untrusted
 from trainer.spec import validate_spec
-from trainer.spec.base import FieldProblem
+from trainer.spec.base import MAX_WORKERS, FieldProblem
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import check_depth, set_values
 
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
+# Sizes that a message names.
+_MAX_LISTED = 20
 _TRIAL_LABELS = ("sweep", "trial")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
@@ -373,16 +376,21 @@ def request_drain(
 
 
 def legal_sizes(job: Job) -> list[int]:
-    """The numbers of workers that a job can train with; raises `LayoutUnknown`."""
+    """The numbers of workers that a job can train with, to choose from; raises `LayoutUnknown`."""
+    # A job of an earlier version may have any bounds.
+    return list(_legal_sizes(job)[:MAX_WORKERS])
+
+
+def _legal_sizes(job: Job) -> range:
     sizes = job.spec.parallelism
     group = _group_size(job)
-    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group)
-    return [size for size in range(group, sizes.world_size + 1, group) if size >= fewest]
+    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group, group)
+    return range(math.ceil(fewest / group) * group, sizes.world_size + 1, group)
 
 
 def check_size(job: Job, num_workers: int) -> None:
     """Raise `InvalidRequest` if a job cannot train with so many workers, and `LayoutUnknown`."""
-    legal, sizes = legal_sizes(job), job.spec.parallelism
+    legal, sizes = _legal_sizes(job), job.spec.parallelism
     if num_workers in legal:
         return
     if not sizes.is_elastic:
@@ -392,11 +400,12 @@ def check_size(job: Job, num_workers: int) -> None:
         )
         raise errors.InvalidRequest([FieldProblem("workers", "fixed_size", message)])
     why = f"it trains with {sizes.min_workers} to {sizes.world_size} workers"
-    why += f" in groups of {_group_size(job)}"
+    why += f" in groups of {legal.step}"
     if sizes.num_hosts_needed:
         why += f", and survive needs {sizes.num_hosts_needed} groups"
-    listed = ", ".join(str(size) for size in legal)
-    message = f"{num_workers} workers do not fit: {why}; possible: {listed}"
+    first = ", ".join(map(str, legal[:_MAX_LISTED]))
+    rest = f", ... {legal[-1]}" if legal[_MAX_LISTED:] else ""
+    message = f"{num_workers} workers do not fit: {why}; possible: {first}{rest}"
     raise errors.InvalidRequest([FieldProblem("workers", "size", message)])
 
 

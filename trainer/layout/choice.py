@@ -168,8 +168,7 @@ class Choice:
     @property
     def most_groups_per_host(self) -> int:
         """How many sharding groups the loss of one host takes down, at worst."""
-        hosts = [host for group in self.group_hosts for host in set(group)]
-        return max(hosts.count(host) for host in hosts)
+        return max(Counter(host for group in self.group_hosts for host in set(group)).values())
 
     @property
     def are_lookups_local(self) -> bool:

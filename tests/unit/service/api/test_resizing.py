@@ -26,6 +26,7 @@ from tests.harness.service import Api, problem_in, replace_attempt
 from trainer.protocol.events import Event
 from trainer.protocol.requests import ResizeRequests
 from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.base import MAX_WORKERS
 
 FROM_TWO = ELASTIC | {"workers": {"min": 2, "max": 8}}
 
@@ -109,6 +110,13 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do(api: Api) -> Non
         assert fault["path"] == "workers"
         assert all(part in fault["message"] for part in parts)
     assert not request_path(api, job_id).exists()
+
+
+def test_a_refusal_lists_a_few_of_many_sizes(api: Api) -> None:
+    job_id = running(api, workers={"min": 2, "max": MAX_WORKERS})
+    (fault,) = problem_in(resize(api, job_id, 5), 422, "invalid_request")["fields"]
+    assert fault["message"].endswith(f"possible: {', '.join(map(str, range(4, 44, 2)))}, ... 16384")
+    assert resize(api, job_id, 16382).status_code == 202
 
 
 def test_a_job_of_a_fixed_size_says_how_to_submit_it_otherwise(api: Api) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from service.domain import retries
 from service.domain.lifecycle import MAX_ATTEMPTS, decide
 from service.domain.models import (
     Attempt,
@@ -21,6 +22,7 @@ from service.domain.models import (
 )
 from service.domain.retries import RULES, Budget, RetryRule, advice_of, backoff_s, next_attempt
 from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
+from trainer.spec.base import MAX_WORKERS
 from trainer.spec.job import JobSpec
 
 FAILED = Observation(ObservedState.FAILED, "exit code 1")
@@ -109,6 +111,15 @@ def test_after_a_shortage_of_memory_groups_are_larger_where_the_spec_leaves_it_o
     following = next_attempt(job, [short, later], sizes, NOW)
     assert following.spec.parallelism.shard_group_size == 4
     assert any("shard_group_size is 4" in note for note in following.notes)
+
+
+def test_only_groups_that_divide_the_workers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(retries, "validate_spec", lambda document: tried.append(document))
+    for workers in ({"min": 1, "max": MAX_WORKERS}, {"min": 9000, "max": 16200}, MAX_WORKERS):
+        job = queued_job(parallelism={"workers": workers, "shard_group_size": "auto"})
+        assert next_attempt(job, [], {}, NOW).end_on == ()
+    assert len(tried) == 35 + 14, "divisors of 1800 and of 2^14, but for 1"
 
 
 def test_where_no_larger_group_is_allowed_or_legal_the_driver_tries_again_by_itself() -> None:

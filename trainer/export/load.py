@@ -147,11 +147,14 @@ def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
 
 
 def materialize(model: nn.Module) -> None:
-    """Give every parameter on the meta device memory, unset."""
+    """Give every parameter on the meta device memory, unset; in float32.
+
+    Outside FBGEMM's kernels no table of half precision can be looked up with weights.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                empty = torch.empty(parameter.shape, dtype=torch.float32)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 

@@ -103,18 +103,21 @@ def random_model(spec: JobSpec, seed: int = 5) -> nn.Module:
     """The spec's model with weights that matter: of tables about 0.3, others as initialised."""
     torch.manual_seed(seed)
     model = build_model(spec, CPU)
-    tables = {name for name, each in model.named_parameters() if each.is_meta}
+    tables = {name: each.dtype for name, each in model.named_parameters() if each.is_meta}
     materialize(model)
     for name, parameter in model.named_parameters():
         if name in tables:
             nn.init.normal_(parameter, std=0.3)
+            parameter.copy_(parameter.to(tables[name]))
     return model.eval()
 
 
-def write_checkpoint(run_dir: RunDir, model: nn.Module, step: int) -> Path:
-    """A committed checkpoint with the weights of `model`, in the form that training writes."""
+def write_checkpoint(run_dir: RunDir, spec: JobSpec, step: int) -> Path:
+    """A committed checkpoint of random weights, in the form and precision that training writes."""
     folder = run_dir.checkpoints_dir / f"step-{step:08d}-a0-r0"
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    kinds = {name: each.dtype for name, each in build_model(spec, CPU).state_dict().items()}
+    weights = random_model(spec, seed=step).state_dict().items()
+    state = {f"model.{name}": each.to(kinds[name]) for name, each in weights}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     files = {path.name: file_record(path) for path in folder.iterdir()}
     place = {"world_size": 1, "shard_group_size": 1, "placement": "intra_host"}
@@ -130,5 +133,5 @@ def write_run(folder: Path, spec: JobSpec, *steps: int) -> RunDir:
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(spec.model_dump(mode="json")))
     for step in steps:
-        write_checkpoint(run_dir, random_model(spec, seed=step), step)
+        write_checkpoint(run_dir, spec, step)
     return run_dir

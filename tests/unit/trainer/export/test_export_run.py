@@ -102,20 +102,24 @@ def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
     assert len(predictor.predict([])["stars"]) == 0
 
 
+@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
 def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
-    tmp_path: Path,
+    tmp_path: Path, data_type: str
 ) -> None:
-    run_dir = write_run(tmp_path / "run", make_spec(tmp_path / "gone", model=DCN), 3)
-    report = export(run_dir, tmp_path / "out")
+    tables = spec_document(tmp_path)["embedding_tables"]
+    tables = [table | {"data_type": data_type} for table in tables]
+    spec = make_spec(tmp_path / "gone", model=DCN, embedding_tables=tables)
+    report = export(write_run(tmp_path / "run", spec, 3), tmp_path / "out")
     assert report.not_measured is not None
     assert "gone" in report.notes[0]
     # The program is checked where no row can be compared.
     assert report.program_error is not None
     assert report.program_error < 1e-5
-    found = Predictor(tmp_path / "out").predict(rows())
-    assert set(found) == {"stars", "liked"}
+    found, wanted = Predictor(tmp_path / "out").predict(rows()), trainers(spec, 3)
+    assert set(found) == set(wanted) == {"stars", "liked"}
     assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
-    assert len(found["stars"]) == len(rows())
+    for task, values in found.items():
+        np.testing.assert_allclose(values, wanted[task], rtol=0, atol=3e-2)
 
 
 def test_a_probability_is_compared_with_the_class_whatever_made_that_of_the_label(

@@ -193,6 +193,9 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
     vectors = sum(load.output for load in loads)
     network = Network.of(spec)
     weight_bytes = network.num_weights * _FLOAT_BYTES
+    accumulate_steps = spec.training.accumulate_steps
+    # Weights, gradients, moments; what accumulates is apart from what is averaged.
+    num_dense = 2 + _NUM_DENSE_MOMENTS[spec.optimizer.dense.name] + (accumulate_steps > 1)
     return Workload(
         batch_size=spec.data.batch_size,
         # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
@@ -207,8 +210,9 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
         lookup_activation_bytes=_WITH_GRADIENT
         * sum(load.output * load.copies_sent for load in exchanged),
         dense_activation_bytes=_WITH_GRADIENT * (vectors + network.num_activations * _FLOAT_BYTES),
-        dense_bytes=weight_bytes * (2 + _NUM_DENSE_MOMENTS[spec.optimizer.dense.name]),
+        dense_bytes=weight_bytes * num_dense,
         dense_gradient_bytes=weight_bytes,
+        dense_every_steps=accumulate_steps,
     )
 
 
@@ -237,7 +241,7 @@ def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -
         sync_buffer_bytes=sums.buffer_bytes,
         sync_every_steps=every_steps,
         overlap_steps=sync.overlap_steps,
-        dense_every_steps=every_steps if at_sync else 1,
+        dense_every_steps=every_steps if at_sync else workload.dense_every_steps,
     )
 
 

@@ -15,6 +15,10 @@ only, and a sync averages the M replicas of the dense part as it does the tables
 collective crosses the sharding groups in between. The gradient is then a mean over L ranks instead
 of T: its expectation stays, its variance is M times as high.
 
+With `training.accumulate_steps` gradients of a window's batches add up on their ranks and are
+averaged with the last of them. DDP has two ways to know parameters that get no gradient, and its
+`static_graph` averages in the first pass whatever it is told: it looks for them in the graph then.
+
 With `training.dense_precision: bf16` the forward pass runs under torch.autocast, and DDP's
 gradients travel as bf16. Lookups stay as they are: neither FBGEMM nor TorchRec has kernels for
 autocast. `tf32` is a setting of the process (`trainer.training.worker.prepare_process`).
@@ -27,10 +31,11 @@ Only calls in training are compiled; a validation would compile all again, in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -66,8 +71,8 @@ from trainer.spec.training import DensePrecision
 class GroupDataParallelWrapper(DefaultDataParallelWrapper):
     """Wraps the dense part by DDP over this rank's sharding group instead of over all ranks."""
 
-    def __init__(self, groups: MeshGroups) -> None:
-        super().__init__()
+    def __init__(self, groups: MeshGroups, **options: bool) -> None:
+        super().__init__(**options)
         self._groups = groups
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
@@ -239,6 +244,7 @@ class TwoDParallel(DistributedModelParallel):
         sharders: list[ModuleSharder[nn.Module]],
         dense: Literal["every_step", "at_sync"] = "every_step",
         precision: DensePrecision = "fp32",
+        accumulates: bool = False,
     ) -> None:
         self.groups = groups
         self.group_plan = plan
@@ -247,13 +253,16 @@ class TwoDParallel(DistributedModelParallel):
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from
             # rank arithmetic that only holds when ranks are numbered host by host.
             comm._INTRA_PG_2D, comm._CROSS_PG_2D = form_node_groups(groups)
+        options = {"static_graph": not accumulates, "find_unused_parameters": accumulates}
         super().__init__(
             module,
             env=MeshShardingEnv(groups),
             device=groups.device,
             plan=place_plan(plan, groups.sharding_placements),
             sharders=sharders,
-            data_parallel_wrapper=GroupDataParallelWrapper(groups) if dense == "at_sync" else None,
+            data_parallel_wrapper=GroupDataParallelWrapper(groups, **options)
+            if dense == "at_sync"
+            else DefaultDataParallelWrapper(**options),
         )
         self._broadcast_tables()
         if self._is_bf16:
@@ -267,6 +276,17 @@ class TwoDParallel(DistributedModelParallel):
             wrapped.register_comm_hook(
                 wrapped.process_group, lambda group, bucket: bf16_compress_hook(group, bucket)
             )
+
+    def averaging(self, is_on: bool) -> AbstractContextManager[None]:
+        """Whether a forward and backward pass in the block averages the dense part's gradients.
+
+        Where not they add up on each rank, until a pass averages them all; a model that does that
+        was built to (`accumulates`). Those of data-parallel tables are averaged in each.
+        """
+        wrapped = self._dmp_wrapped_module
+        if is_on or not isinstance(wrapped, DistributedDataParallel):
+            return nullcontext()
+        return cast("AbstractContextManager[None]", wrapped.no_sync())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives, its dense part computed in the precision asked for."""

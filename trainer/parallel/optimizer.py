@@ -207,9 +207,9 @@ class Optimizers:
     `combined` is the state dict of all for checkpoints: tables under `sparse_`, however they
     are sharded, and the rest under `dense_`; `dense` is the optimizer of that rest.
 
-    That DDP averages gradients in every backward pass makes no difference to accumulated ones: what
-    is there already is equal on all ranks. `clip_norm` bounds the norm of their mean: the dense
-    part is whole on every rank, so its norm is the true one everywhere.
+    Accumulated gradients may be this rank's alone until the last batch of their window
+    (`TwoDParallel.averaging`): what is done to them before is linear. `clip_norm` bounds the norm
+    of their mean: the dense part is whole on every rank, so its norm is the true one everywhere.
     """
 
     def __init__(

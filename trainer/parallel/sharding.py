@@ -91,6 +91,7 @@ def build_parallel_model(
         table_sharders,
         spec.parallelism.dense_policy,
         spec.training.dense_precision,
+        accumulates=spec.training.accumulate_steps > 1,
     )
     if spec.training.dense_compile:
         compile_networks(parallel.module)

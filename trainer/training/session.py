@@ -342,10 +342,11 @@ class Session:
             seed = self.spec.training.seed
             torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
-        with self.phases.during("dense"):
-            loss, outputs = self.pipeline.forward(batch)
-        with self.phases.during("backward"):
-            self.loss_weighting.scaled(loss, self.optimizers.weigh).backward()
+        with self.model.averaging(is_dense_step):
+            with self.phases.during("dense"):
+                loss, outputs = self.pipeline.forward(batch)
+            with self.phases.during("backward"):
+                self.loss_weighting.scaled(loss, self.optimizers.weigh).backward()
         with self.phases.during("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):

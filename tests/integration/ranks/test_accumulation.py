@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_in_turn, run_ranks
-from tests.harness.small_model import dense_parameters, form_groups, make_batch, rank_device
+from tests.harness.small_model import (
+    dense_parameters,
+    form_groups,
+    make_batch,
+    rank_device,
+    spec_of,
+)
 from tests.integration.ranks.test_optimizers import (
     ALONE,
     BATCH_SIZE,
@@ -23,6 +29,7 @@ from trainer.parallel.optimizer import Optimizers, factor
 from trainer.parallel.sharding import build_parallel_model
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
+from trainer.spec.training import DensePrecision
 
 EVERY = 3
 CLIP_NORM = 0.05
@@ -72,17 +79,27 @@ class PlainAccumulation(PlainTraining):
             parameter -= self.spec.optimizer.dense.lr * ratio * scale * gradient
 
 
+def accumulating(spec: JobSpec, num_steps: int, **training: Any) -> JobSpec:
+    """The job with windows of so many steps."""
+    document = spec.model_dump(mode="json", exclude_unset=True)
+    every = {"accumulate_steps": num_steps, "report_every_steps": num_steps}
+    document["training"] = every | training
+    document["checkpoint"] = {"every_steps": num_steps}
+    return validate_spec(document)
+
+
 def train_accumulated() -> dict[str, Any]:
     """This rank's tables and dense part, and those of the plain model."""
-    spec = scheduled_spec(ALONE, "sgd", data_parallel=("users",))
+    spec = accumulating(scheduled_spec(ALONE, "sgd", data_parallel=("users",)), EVERY)
     model, _ = build_parallel_model(spec, form_groups(ALONE))
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale, CLIP_NORM)
     plain = PlainAccumulation(spec, model)
     for step in range(1, NUM_STEPS + 1):
         optimizers.begin_step(step, NUM_STEPS)
-        loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
-        optimizers.weigh(torch.tensor(2.0 * BATCH_SIZE))
-        loss.backward()
+        with model.averaging(is_dense_step(step)):
+            loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+            optimizers.weigh(torch.tensor(2.0 * BATCH_SIZE))
+            loss.backward()
         optimizers.step(is_dense_step(step))
     plain.train()
     dense = {name: p for name, p in plain.model.named_parameters() if "embedding_bags" not in name}
@@ -107,6 +124,45 @@ def test_dense_steps_use_the_clipped_mean_of_their_window_and_tables_every_batch
         assert len(norms) == -(-NUM_STEPS // EVERY)
         assert max(norms) > CLIP_NORM, "clipping must have something to do"
         assert rank["metrics"]["optimizer/gradient_norm"] == pytest.approx(norms[-1], rel=1e-4)
+
+
+def mean_of_equal(precision: DensePrecision, num_batches: int) -> dict[str, Any]:
+    """Gradients of a batch by itself, and of a window of so many such, of which this rank's alone
+    before the last.
+    """
+    spec = accumulating(spec_of(ALONE), num_batches, dense_precision=precision)
+    model, _ = build_parallel_model(spec, form_groups(ALONE))
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    for kernel in model.embedding_kernels():
+        kernel.set_learning_rate(0.0)  # else each batch has another gradient
+    batch = make_batch(1, dist.get_rank(), BATCH_SIZE)
+
+    def gradient(is_last: bool) -> torch.Tensor:
+        with model.averaging(is_last):
+            loss, _ = model(batch)
+            optimizers.weigh(torch.tensor(2.0 * BATCH_SIZE))
+            loss.backward()
+        return torch.cat([each.flatten() for each in optimizers._dense_gradients()])
+
+    found = {"one": gradient(is_last=True)}
+    optimizers._window.close([])
+    optimizers.dense.zero_grad()
+    found["own"] = gradient(is_last=False)
+    for number in range(2, num_batches + 1):
+        gradient(is_last=number == num_batches)
+    optimizers._window.close(optimizers._dense_gradients())
+    found["mean"] = torch.cat([each.flatten() for each in optimizers._dense_gradients()])
+    return found
+
+
+def test_however_many_batches_a_window_has_its_gradient_is_rounded_once() -> None:
+    half, full = run_in_turn(2, (mean_of_equal, "bf16", 256), (mean_of_equal, "fp32", 256))
+    for ranks, rounding in ((half, 2**-8), (full, 2**-16)):
+        first, second = ranks
+        torch.testing.assert_close(first["mean"], second["mean"], atol=0, rtol=0)
+        assert not first["own"].equal(second["own"]), "they stay on their ranks before the last"
+        gap = (first["mean"] - first["one"]).norm() / first["one"].norm()
+        assert gap < rounding
 
 
 def train_clipped(max_gradient: float | None) -> dict[str, float]:

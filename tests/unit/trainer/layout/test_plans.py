@@ -12,7 +12,7 @@ from tests.unit.trainer.layout.test_scaling import AUTO, CLUSTER, spec_of
 from trainer.layout.choice import choose, need_of
 from trainer.layout.cost import ClusterError, cluster_of
 from trainer.layout.hosts import HostFacts, site_of
-from trainer.layout.layout import LayoutError
+from trainer.layout.layout import Layout, LayoutError
 from trainer.layout.plans import (
     Calibration,
     Candidate,
@@ -24,7 +24,7 @@ from trainer.layout.plans import (
     smallest_changes,
     why_not_held,
 )
-from trainer.layout.workload import GroupPlan, RankLoad, TablePlacement
+from trainer.layout.workload import GroupPlan, RankLoad, TablePlacement, planned
 from trainer.spec.job import JobSpec
 
 GIB = 2**30
@@ -119,6 +119,25 @@ def test_workers_are_foretold_what_was_planned_for_them_a_tuned_interval_too() -
     assert found.samples_per_s == expected.samples_per_s
     alone = predict(option.spec, replace(layout, world_size=4), plan, CLUSTER)
     assert alone.sync_every_steps is None
+
+
+@pytest.mark.parametrize("size", [8, 4])
+def test_gradients_that_accumulate_are_averaged_once_a_window_and_held_twice(size: int) -> None:
+    parallelism = AUTO | {"workers": 8, "dense": "every_step"}
+    plain = spec_of(4, parallelism=parallelism)
+    windows = {"accumulate_steps": 4, "report_every_steps": 4}
+    load = RankLoad(tables_bytes=GIB, sync_bytes=1, lookup_bytes=1.0)
+    layout = Layout(8, size, "intra_host")
+    plan = GroupPlan(tables=on_one_rank(plain), ranks=(load,) * size)
+    often, seldom = (
+        predict(spec_of(4, parallelism=parallelism, training=training), layout, plan, CLUSTER)
+        for training in ({}, windows)
+    )
+    workload = planned(plain, layout, plan)
+    flops_s = workload.batch_size * workload.dense_flops / CLUSTER.fp32_flops_per_s
+    assert seldom.step.dense_s - flops_s == pytest.approx((often.step.dense_s - flops_s) / 4)
+    more_bytes = seldom.ranks[0].dense_bytes - often.ranks[0].dense_bytes
+    assert more_bytes == workload.dense_gradient_bytes
 
 
 def test_a_comparison_ends_when_time_is_over() -> None:

@@ -72,14 +72,14 @@ def _inside_hosts(left: list[int], size: int, most_groups: int) -> list[tuple[in
 def _apart(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
     """Groups that span hosts of which each belongs to one of them."""
     groups: list[tuple[int, ...]] = []
-    group: tuple[int, ...] = ()
+    group: list[int] = []
     for host, room in enumerate(left):
         if len(groups) == most_groups:
             break
-        group += (host,) * min(room, size)
+        group += [host] * min(room, size)
         if len(group) >= size:
-            groups.append(group[:size])
-            group = ()
+            groups.append(tuple(group[:size]))
+            group = []
     return groups
 
 
@@ -91,8 +91,12 @@ def _in_a_row(left: Sequence[int], size: int, most_groups: int) -> list[tuple[in
 
 def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
     """The host of each free place, host by host."""
-    places = (host for host, room in enumerate(hosts) for _ in range(room))
-    return tuple(itertools.islice(places, most))
+    places: list[int] = []
+    for host, room in enumerate(hosts):
+        if len(places) == most:
+            break
+        places += [host] * min(room, most - len(places))
+    return tuple(places)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tests.harness.builders import spec_document
 from trainer.layout.choice import Choice, Need, candidates, choose, need_of
 from trainer.layout.layout import LayoutError, num_hosts_survived
 from trainer.spec import validate_spec
+from trainer.spec.base import MAX_WORKERS
 from trainer.spec.parse import apply_overrides
 
 GIB = 2**30
@@ -172,6 +173,13 @@ def test_the_price_is_that_of_the_paper() -> None:
 )
 def test_auto(wanted: Need, expected: tuple[int, int, str, str]) -> None:
     assert shape(choose(wanted)) == expected
+
+
+def test_the_largest_job_is_laid_out_on_hosts_of_one_worker_each() -> None:
+    hosts = (1,) * MAX_WORKERS
+    choice = choose(need(*hosts, workers=(1, MAX_WORKERS), placement="inter_host"))
+    assert (choice.layout.world_size, choice.num_hosts) == (MAX_WORKERS, MAX_WORKERS)
+    assert choice.most_groups_per_host == 1
 
 
 def test_the_reason_names_the_numbers() -> None:

@@ -6,7 +6,7 @@ the user's own is built by `trainer.models.user_module`. Outputs are [B, K] for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from trainer.data.batches import Batch
 from trainer.models.sparse import History, SparseArch, attend
 from trainer.models.user_module import UserRecommender, build_user_model
 from trainer.spec.job import JobSpec
-from trainer.spec.model import InteractionSpec, TaskSpec, TransformerSpec
+from trainer.spec.model import InteractionSpec, TransformerSpec
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
@@ -35,7 +35,7 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecomm
     """
     if spec.model.module is not None:
         return build_user_model(spec, device)
-    return Recommender(Network(spec, device), spec.model.tasks)
+    return Recommender(Network(spec, device), spec)
 
 
 class Recommender(nn.Module):
@@ -47,16 +47,22 @@ class Recommender(nn.Module):
     the network computes in.
     """
 
-    def __init__(self, network: nn.Module, tasks: Sequence[TaskSpec]) -> None:
+    def __init__(self, network: nn.Module, spec: JobSpec) -> None:
         super().__init__()
         self.network = network
-        self._tasks = tuple(tasks)
+        self._tasks = spec.model.tasks
+        self._has_row_weights = spec.data.has_row_weights
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and outputs of one batch; rows with weight 0 do not count."""
         outputs = self.network(batch.dense, batch.sparse, batch.sequences).float()
+        counted, label = outputs, batch.label
+        if self._has_row_weights:
+            # Before the loss: an infinite one times 0 is NaN, and so would its gradient be.
+            counts = batch.weight[:, None] > 0
+            counted, label = (torch.where(counts, each, 0) for each in (outputs, label))
         losses = [
-            task.weight * _LOSSES[task.loss](outputs[:, k], batch.label[:, k], reduction="none")
+            task.weight * _LOSSES[task.loss](counted[:, k], label[:, k], reduction="none")
             for k, task in enumerate(self._tasks)
         ]
         total = (torch.stack(losses).sum(0) * batch.weight).sum()

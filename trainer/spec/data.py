@@ -117,6 +117,11 @@ class DataSpec(SpecModel):
         Field(gt=0, le=1, description="Share of a split's rows that quarantine may leave out."),
     ] = 0.05
 
+    @property
+    def has_row_weights(self) -> bool:
+        """Whether rows count unequally: by their weights, or not at all where they are bad."""
+        return self.weight_column is not None or self.on_bad_rows == "quarantine"
+
 
 class FeatureSpec(SpecModel):
     """One model input read from one column.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,19 @@ def test_gradients_reach_tables_queries_and_layers() -> None:
     recent = model.network.sparse_arch.embedding_collection.embeddings["recent"].weight.grad
     looked_up = sorted({i for name in ("liked", "seen") for ids in IDS[name][:2] for i in ids})
     assert recent.abs().sum(dim=1).nonzero().flatten().tolist() == looked_up
+
+
+def test_a_row_of_weight_0_changes_no_loss_and_no_gradient_whatever_its_label_is() -> None:
+    spec = make_spec(FEATURES["pooled"])
+    weighted = spec.data.model_copy(update={"weight_column": "w"})
+    model, batch = make_model(spec.model_copy(update={"data": weighted})), make_batch(spec)
+    found = []
+    for label in (1.0, 3e38):  # whose square is infinite
+        labels = batch.label.clone()
+        labels[2] = label
+        loss, _ = model(replace(batch, label=labels))
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @given(

@@ -469,6 +469,11 @@ class Reconciler:
             self._log_unanswered(Action.SUBMIT, attempt, error)
             # It did not say whether it took the attempt: the submission is repeated.
             return Decision(replace(job, message=str(error)), attempt)
+        except TimeoutError as error:
+            # No failure either: whose calls keep storage busy may be another job.
+            logger.warning("attempt %s: cannot submit, trying again: %s", attempt.id, error)
+            message = f"run storage does not answer, so that the job waits: {error}"
+            return Decision(replace(job, message=message), attempt)
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
         except CodeGone as error:

@@ -167,6 +167,25 @@ def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) 
     assert reasons == [EndReason.STORAGE_ERROR] * (job.spec.retry.max_failures + 1)
 
 
+def test_run_storage_that_answers_late_delays_a_submission_and_costs_no_attempt(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(path: Path, call: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "storage has not answered", str(path))
+
+    job = house.submit("running")
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "in_time", late)
+        house.poll(5, every_s=400.0)
+    waiting = house.store.get_job(job.id)
+    assert waiting.status is JobStatus.STARTING
+    assert "storage has not answered" in waiting.message
+    house.poll(2)
+    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert house.store.get_job(job.id).message == ""
+    assert [each.end_reason for each in house.store.list_attempts(job.id)] == [None]
+
+
 @pytest.mark.parametrize("last", ["failed", "not_found"])
 def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(
     house: House, last: str

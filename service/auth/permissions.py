@@ -199,9 +199,8 @@ CLAIM_PATH = "/v1/attempts:claim"
 _FILES = "/v1/attempts/{attempt_id}/files"
 _SWEEP = "/v1/sweeps/{sweep_id}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
-# Whoever sees a job may copy it; where to is checked like any submission.
 _CHANGES = (
-    *(":cancel", ":pause", ":resume", ":restart", ":clone"),
+    *(":cancel", ":pause", ":resume", ":restart"),
     *("/resize", "/drain", "/traces", "/exports"),
 )
 _READS = (
@@ -236,6 +235,8 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/v1/plans"): _SUBMIT_SOME,
     ("POST", "/v1/code"): _SUBMIT_SOME,
     ("GET", _JOB): _SEE_JOB,
+    # Whoever sees a job may copy it; where to is checked like any submission.
+    ("POST", f"{_JOB}:clone"): _SEE_JOB,
     ("DELETE", _JOB): _CHANGE_JOB,
     ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
     **{("POST", f"{_JOB}{change}"): _CHANGE_JOB for change in _CHANGES},

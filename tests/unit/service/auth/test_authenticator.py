@@ -289,6 +289,20 @@ def test_jobs_of_foreign_projects_do_not_exist(house: Guarded) -> None:
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
 
 
+def test_who_sees_a_job_clones_it_into_a_project_where_they_may_submit(house: Guarded) -> None:
+    path = f"/v1/jobs/{house.submit('root')}:clone"
+    house.add_key("guest", {"default": Role.VIEWER, "ads": Role.SUBMITTER})
+    for caller, changes, expected in (
+        ("guest", {"project": "ads"}, 201),
+        ("guest", {}, 403),
+        ("viewer", {}, 403),
+        ("viewer", {"project": "ads"}, 403),
+    ):
+        answer = house.send("POST", path, caller, json={"set": changes})
+        assert answer.status_code == expected, answer.text
+        assert expected == 403 or answer.json()["project"] == "ads"
+
+
 def test_webhooks_are_for_administrators_of_their_project(house: Guarded) -> None:
     body = {"url": "https://hooks.example/x", "project": "default"}
     own = house.send("POST", "/v1/webhooks", "admin", json=body)

@@ -104,6 +104,8 @@ def test_viewers_change_nothing_and_submitters_jobs_their_code_and_sweeps_alone(
             for x in ("events", "secrets", "logs/{source}", "outbox/{stream}")
         ),
         "/v1/attempts/{attempt_id}/files/{path:path}",
+        # The project of the clone asks for more.
+        "/v1/jobs/{job}:clone",
     }
     assert changed_by(Role.VIEWER) == own
     theirs = ("/v1/jobs", "/v1/sweeps")

@@ -335,8 +335,9 @@ def _moment_misfits(
 def table_of(key: str) -> str | None:
     """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
     parts = _SUFFIX.sub("", key).split(".")
-    is_table = key.startswith(_TABLE_STATE) or not _TABLE_MODULES.isdisjoint(parts)
-    return parts[-2] if is_table else None
+    # Modules of a user's own may have such names, too, and hold anything.
+    is_weight = not (key.startswith(_DENSE_STATE) or _TABLE_MODULES.isdisjoint(parts[-3:-2]))
+    return parts[-2] if is_weight or key.startswith(_TABLE_STATE) else None
 
 
 def _is_in(part: WarmStartSpec, key: str) -> bool:

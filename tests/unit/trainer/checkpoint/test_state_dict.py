@@ -1,4 +1,4 @@
-"""Row-wise moments between column layouts: exact where they can be, and named in a checkpoint."""
+"""Row-wise moments between column layouts: exact where they can be; names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint.state_dict import Columns, moment_key, moments_of, stored_columns
+from trainer.checkpoint.state_dict import (
+    Columns,
+    moment_key,
+    moments_of,
+    stored_columns,
+    table_of,
+)
 
 widths = st.lists(st.integers(1, 32).map(lambda n: 4 * n), min_size=1, max_size=8)
 
@@ -52,3 +58,25 @@ def test_moments_of_whole_rows_keep_the_plain_name() -> None:
     whole = Columns(0, 16)
     assert moment_key("users.momentum1", whole, whole) == "users.momentum1"
     assert stored_columns("users.momentum1", whole, ["users.momentum1"]) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("model.network.arch.embedding_bag_collection.embedding_bags.users.weight", "users"),
+        ("network.tables.embeddings.users.weight", "users"),
+        ("model.network.dynamic._managed_collision_modules.users.ids", "users"),
+        ("optim.state.sparse_.network.embeddings.users.weight.users.momentum1", "users"),
+        (
+            "optim.state.sparse_.network.embeddings.users.weight.users.momentum1.columns_0_4",
+            "users",
+        ),
+        ("model.network.embeddings.weight", None),
+        ("model.network.embeddings.tower.0.weight", None),
+        ("optim.state.dense_.network.embeddings.weight.exp_avg", None),
+    ],
+)
+def test_a_table_is_told_by_its_place_whatever_a_user_calls_modules(
+    key: str, table: str | None
+) -> None:
+    assert table_of(key) == table

@@ -180,6 +180,11 @@ class StepPipeline:
         with _on(self._copy_stream):
             return _Staged(item[0].to(self._device, non_blocking=True), item[1])
 
+    def give(self, staged: _Staged[Any]) -> None:
+        """Let whoever asked for a batch use it: what comes next awaits its copy."""
+        if self._copy_stream is not None:
+            _hand_over(staged.batch, self._copy_stream, torch.cuda.current_stream())
+
     def enter(self, current: _Staged[Any] | None, following: _Staged[Any] | None) -> None:
         """`forward` is asked for `current` next, and after that for `following`, if any."""
         self._current, self._following = current, following
@@ -195,8 +200,6 @@ class StepPipeline:
         """(loss, outputs) of the batch that a stream gave last. Collective."""
         current, following = self._current, self._following
         assert current is not None and batch is current.batch, "batches come from a stream"
-        if self._copy_stream is not None:
-            _hand_over(batch, self._copy_stream, torch.cuda.current_stream())
         if self.is_ahead is None:
             return self._observe(batch)
         if not self.is_ahead:
@@ -273,6 +276,8 @@ class BatchStream(Generic[Item]):
 
     def __next__(self) -> tuple[Batch, Item]:
         current = self._ahead or self._read()
+        if current is not None:
+            self._pipeline.give(current)  # now, or the copy of the next is awaited too
         self._ahead = self._read() if current else None
         self._pipeline.enter(current, self._ahead)
         if current is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import make_config, open_session, snapshot, told
 from tests.integration.ranks.test_dynamic_ids import DYNAMIC
 from trainer.coordination.messages import Lease
-from trainer.data.batches import LeaseBatches
+from trainer.data.batches import Batch, LeaseBatches
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import ids_by_table
 from trainer.protocol.events import Metrics
 from trainer.protocol.worker_config import WorkerConfig
+from trainer.training import pipeline
 from trainer.training.pipeline import _sharded_modules
 from trainer.training.worker import train
 
@@ -125,6 +127,51 @@ def test_a_batch_that_is_taken_back_on_its_way_leaves_no_trace(
         assert (ahead.pop("num_sent"), plain.pop("num_sent")) == (1, 0)
         assert ahead["trained"] == [0, 0, 0, 2, 2, 2]
         torch.testing.assert_close(ahead, plain, atol=0, rtol=0)
+
+
+def train_recorded(config: WorkerConfig) -> list[tuple[str, int]]:
+    """What happens to each batch, by number, where a stream of its own copies them."""
+    session = open_session(config)
+    batches: list[Batch] = []  # in the order of their copies
+    log: list[tuple[str, int]] = []
+
+    def note(what: str, batch: Batch) -> None:
+        number = next(n for n, each in enumerate(batches) if each is batch)
+        log.append((what, number))
+
+    def copy(batch: Batch, *args: Any, **named: Any) -> Batch:
+        batches.append(batch)
+        note("copy", batch)
+        return batch
+
+    begin, forward = session.loss_weighting.begin, session.pipeline.forward
+    with (
+        patch.object(pipeline, "_on", lambda stream: nullcontext()),
+        patch.object(pipeline, "_hand_over", lambda batch, *streams: note("wait", batch)),
+        patch.object(torch.cuda, "current_stream", lambda: "main"),
+        patch.object(session.pipeline, "_copy_stream", "copy"),
+        patch.object(Batch, "to", copy),
+        patch.object(session.loss_weighting, "begin", lambda b: (note("use", b), begin(b))),
+        patch.object(session.pipeline, "forward", lambda b: (note("use", b), forward(b))[1]),
+    ):
+        train(session)
+    return log
+
+
+def test_a_batch_is_used_after_its_copy_which_is_awaited_once(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    size = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
+    # A validation comes between the steps, with a stream of its own.
+    steps = ("training.max_steps=4", "training.validate_every_steps=2")
+    config = make_config(small_movielens, tmp_path, *size, *steps)
+    ((log,),) = run_in_turn(1, (train_recorded, config))
+    uses = ["use", "use"]  # its weights, then all of it, and only the latter in a validation
+    for number in range(sum(what == "copy" for what, _ in log)):
+        found = [what for what, of in log if of == number]
+        assert found[:2] in (["copy"], ["copy", "wait"]) and found[2:] in ([], uses[1:], uses)
+    assert sum(what == "wait" for what, _ in log) > 4, "steps and validations"
+    assert log[:3] == [("copy", 0), ("wait", 0), ("copy", 1)], "the next copy is not awaited"
 
 
 def doubled(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

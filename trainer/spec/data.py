@@ -165,6 +165,14 @@ class FeatureSpec(SpecModel):
         return self.bucketize.num_ids if self.bucketize else None
 
     @property
+    def num_rows_needed(self) -> int | None:
+        """The fewest rows of its table that the encoding can do with; None where that is open.
+
+        Hashing needs a row for values besides that of id 0.
+        """
+        return 2 if self.hashing and self.hashing.num_buckets == "auto" else self.num_ids
+
+    @property
     def is_sparse(self) -> bool:
         """Whether the feature is looked up in an embedding table."""
         return self.type != "dense"

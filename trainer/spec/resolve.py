@@ -60,9 +60,9 @@ def _largest_vocabulary(
 def _num_ids(
     feature: FeatureSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
 ) -> int | None:
-    """How many ids a feature makes; None where nothing tells."""
+    """How many ids a feature makes, or at least; None where nothing tells."""
     if feature.bucketize or feature.hashing:
-        return feature.num_ids
+        return feature.num_rows_needed
     if feature.name in read_sizes:
         return read_sizes[feature.name]
     if feature.vocabulary is None:

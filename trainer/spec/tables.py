@@ -35,7 +35,7 @@ class DynamicSpec(SpecModel):
     """
 
     eviction: Literal["lru", "lfu", "distance_lfu"] = "lru"
-    input_hash_size: Annotated[PositiveInt, Field(le=MAX_INPUT_HASH_SIZE)] = MAX_INPUT_HASH_SIZE
+    input_hash_size: Annotated[int, Field(ge=2, le=MAX_INPUT_HASH_SIZE)] = MAX_INPUT_HASH_SIZE
     eviction_interval: Annotated[PositiveInt, Field(le=100_000)] = 10
     num_buckets: Annotated[PositiveInt, Field(le=1024)] = DEFAULT_NUM_BUCKETS
 

@@ -156,11 +156,12 @@ def check_encoded_sizes(spec: JobSections) -> None:
         table = tables[feature.table] if feature.table else None
         if table is None or table.dynamic is not None or table.num_embeddings == "auto":
             continue
-        if feature.num_ids is not None and feature.num_ids > table.num_embeddings:
+        needed = feature.num_rows_needed
+        if needed is not None and needed > table.num_embeddings:
             field = "hashing.num_buckets" if feature.hashing else "bucketize.boundaries"
             raise problem(
                 "vocabulary_too_large",
-                f"makes ids 0 to {feature.num_ids - 1}, but table '{table.name}' has "
+                f"makes ids 0 to {needed - 1}, but table '{table.name}' has "
                 f"{table.num_embeddings} rows; lower it or raise num_embeddings",
                 f"features[{index}].{field}",
             )

@@ -21,7 +21,7 @@ from trainer.errors import (
 )
 from trainer.spec import validate_spec
 from trainer.spec.data import FeatureSpec
-from trainer.spec.resolve import fill_statistics, size_tables
+from trainer.spec.resolve import check_sizes, fill_statistics, size_tables
 
 
 def sizes(spec) -> dict[str, int]:
@@ -99,6 +99,9 @@ def test_hashing_to_the_size_of_a_table_needs_one(make_spec):
         resolve_inputs(with_features(make_spec(), {}, hashed))
     spec = with_features(make_spec(), {}, hashed, HASHED)
     assert sizes(resolve_inputs(spec)) == {"t": 77}
+    spec = size_tables(with_features(make_spec(), {}, hashed, {}), {"f1": 1})
+    with pytest.raises(TableTooSmallError, match="'t' has 1 rows"):
+        check_sizes(spec, {}, {})
 
 
 def test_a_vocabulary_file_tells_the_size_of_its_table(make_spec, prepared):

@@ -216,6 +216,7 @@ features[0].hashing={{num_buckets: 5}}; features[0].bucketize={{boundaries: [1, 
     => features[0].bucketize several_encodings
 features[0].hashing={{num_buckets: 1}} => features[0].hashing.num_buckets -
 features[0].hashing={{num_buckets: 101}} => features[0].hashing.num_buckets vocabulary_too_large
+features[0].hashing={{}}; {ROWS}=1 => features[0].hashing.num_buckets vocabulary_too_large 1 rows
 features[0].hashing={{seed: -1}} => features[0].hashing.seed -
 features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
 features[0].bucketize={{boundaries: []}} => features[0].bucketize.boundaries -

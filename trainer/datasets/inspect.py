@@ -99,7 +99,7 @@ def _find_label(columns: Sequence[ColumnReport]) -> str | None:
 
 def _unusable(column: ColumnReport) -> str | None:
     """Why a column is no input; None where it is one."""
-    if not re.match(IDENTIFIER_PATTERN, column.name):
+    if not re.fullmatch(IDENTIFIER_PATTERN, column.name):
         return "its name is no identifier: rename it"
     if _TIME_NAME.search(column.name.lower()):
         return "a time: derive features from it"

@@ -268,12 +268,14 @@ def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
 
 def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_path):
     frame = pl.DataFrame({"price": [1.0, math.inf, 2.0, 1e200], "user id": [1, 2, 3, 4]})
-    frame.with_columns(y=pl.Series([0, 1, 1, 0])).write_parquet(tmp_path / "a.parquet")
+    frame = frame.with_columns(pl.col("price").alias("cost\n"), y=pl.Series([0, 1, 1, 0]))
+    frame.write_parquet(tmp_path / "a.parquet")
     text = invoke(tmp_path, "--json").stdout
     (document,) = json.loads(text, parse_constant=pytest.fail)
     assert document["columns"][0]["num_infinite"] == 1
     notes = document["suggested"]["notes"]
     infinite = "price: 1 infinite values, which training refuses: mend them, or set "
     assert f"{infinite}data.on_bad_rows to quarantine" in notes
-    assert "user id: left out, its name is no identifier: rename it" in notes
+    for name in ("user id", "cost\n"):
+        assert f"{name}: left out, its name is no identifier: rename it" in notes
     assert [feature["name"] for feature in document["suggested"]["features"]] == ["price"]

@@ -30,6 +30,7 @@ from service.domain.models import Job
 from service.errors import DoesNotFit, PlannerFailed, PlanTimedOut
 from service.jobs.export_runner import environment
 from service.settings import Settings
+from trainer.layout.choice import Need, need_of
 from trainer.layout.cost import MemoryUse
 from trainer.layout.hosts import Site
 from trainer.layout.plans import (
@@ -355,10 +356,14 @@ def check_fit(tried: Iterable[tuple[JobSpec, Site]]) -> None:
 
     What is not known refuses nothing: table sizes, memory, and GPUs of an unknown type.
     """
-    refused = None
+    refused, seen = None, set[Need]()
     for spec, site in tried:
         if spec.table_bytes is None or site.worker_bytes is None or not any(site.room):
             return
+        need = need_of(spec, (), site.worker_bytes)
+        if need in seen:
+            continue
+        seen.add(need)
         why = why_not_held(spec, site.worker_bytes)
         if why is None:
             return

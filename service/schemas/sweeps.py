@@ -13,12 +13,14 @@ from service.domain.sweeps import Parameter, SweepStatus
 from service.schemas.common import ApiModel, RequestModel, Value
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
+from trainer.spec.base import MAX_INTEGER
 from trainer.spec.parse import parse_document
 
 Search = Literal["tpe", "random", "grid"]
 Direction = Literal["minimize", "maximize"]
 MetricName = Annotated[str, StringConstraints(max_length=255, pattern=METRIC_NAME_PATTERN)]
 _MAX_TRIALS = 1000
+_MAX_VALUES = 500
 
 
 class ParameterSpec(RequestModel):
@@ -41,8 +43,12 @@ class ParameterSpec(RequestModel):
         if self.values is not None and (self.low is not None or self.high is not None or self.log):
             raise ValueError("values have no low, high or log")
         if self.low is not None and self.high is not None:
-            if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-                raise ValueError("low and high must be finite, and low below high")
+            whole = [each for each in (self.low, self.high) if isinstance(each, int)]
+            if any(abs(each) > MAX_INTEGER for each in whole):
+                raise ValueError(f"whole numbers must be at most {MAX_INTEGER}")
+            # The difference of two finite numbers need not be finite, but is what is drawn from.
+            if not (self.low < self.high and math.isfinite(self.high - self.low)):
+                raise ValueError("low must be below high, and their difference finite")
             if self.log and self.low <= 0:
                 raise ValueError("with log, low must be above 0")
         return self
@@ -104,6 +110,12 @@ class CreateSweep(RequestModel):
         paths = [each.path for each in self.parameters]
         if len({*paths}) < len(paths):
             raise ValueError("a field is searched once")
+        num_values = sum(len(each.values or ()) for each in self.parameters)
+        if num_values > _MAX_VALUES:
+            raise ValueError(
+                f"there are {num_values} values, and each is checked: give {_MAX_VALUES} in all at "
+                "most, or low and high for numbers"
+            )
         if self.search == "grid" and any(each.values is None for each in self.parameters):
             raise ValueError("a grid has values, not bounds, for every parameter")
         return self

@@ -18,7 +18,7 @@ from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.projects import hold_lock
 from service.db.sweeps import SweepStore
-from service.domain.sweeps import Observed, Sweep, Trial, decide, trial_key
+from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial, decide, trial_key
 from service.errors import (
     IdempotencyConflict,
     JobEnded,
@@ -37,6 +37,8 @@ _LOCK = "sweeps"
 # A pass takes far less; a replica that dies in one delays the others for this long.
 _LOCK_S = 60.0
 _POLL_S = 2.0
+# Passes in a row that may fail over a sweep before it is given up.
+_MAX_FAULTS = 3
 
 
 @dataclass
@@ -54,6 +56,7 @@ class SweepRunner:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
+        self._num_faults: dict[str, int] = {}
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sweeps", daemon=True)
@@ -91,13 +94,31 @@ class SweepRunner:
             if lock is None:
                 return
             for sweep in live:
-                try:
-                    self._advance(sweep)
-                except ServiceError as error:
-                    if isinstance(error, StoreUnavailable):
-                        raise
-                    # Of one sweep: it must not delay the others.
-                    logger.warning("sweep %s is delayed: %s", sweep.id, error)
+                self._advance_guarded(sweep)
+
+    def _advance_guarded(self, sweep: Sweep) -> None:
+        """Advance a sweep; what is wrong with it must not delay the others."""
+        try:
+            self._advance(sweep)
+        except StoreUnavailable:
+            raise
+        except ServiceError as error:
+            logger.warning("sweep %s is delayed: %s", sweep.id, error)
+        except Exception as error:
+            logger.exception("sweep %s cannot go on", sweep.id)
+            self._give_up(sweep, error)
+        else:
+            self._num_faults.pop(sweep.id, None)
+
+    def _give_up(self, sweep: Sweep, error: Exception) -> None:
+        """End a sweep over which passes failed again and again; one that is cancelled goes on."""
+        self._num_faults[sweep.id] = self._num_faults.get(sweep.id, 0) + 1
+        if self._num_faults[sweep.id] >= _MAX_FAULTS:
+            message = (
+                f"it cannot go on ({error!r:.300}), and leaves the jobs of its trials as they are; "
+                "begin another with other parameters"
+            )
+            self.store.end(sweep.id, SweepStatus.FAILED, message, self.clock())
 
     def _advance(self, sweep: Sweep) -> None:
         trials = self.store.observe(sweep)

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 # Random ones first, so that the model of the objective has something to go by.
 _NUM_STARTUP_TRIALS = 8
+# Nobody mends more at once.
+_MAX_PROBLEMS = 100
+# What tells whether the workers of a cluster hold the tables of a spec.
+_ASKED_OF_CLUSTER: Any = {
+    **dict.fromkeys(("data", "features", "embedding_tables", "parallelism", "resources"), True),
+    "optimizer": {"sparse": {"name", "weight_decay"}},
+}
 
 
 def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
@@ -104,7 +111,10 @@ def spec_of_trial(sweep: Sweep, number: int, values: Mapping[str, Any]) -> JobSp
     Where it reads and writes, what code it runs and for whom cannot be searched: that was checked
     once, for the user that made the sweep.
     """
-    base = validate_spec(dict(sweep.spec))
+    return _spec_of_trial(sweep, validate_spec(dict(sweep.spec)), number, values)
+
+
+def _spec_of_trial(sweep: Sweep, base: JobSpec, number: int, values: Mapping[str, Any]) -> JobSpec:
     spec = validate_spec(set_values(dict(sweep.spec), values))
     if _fixed(spec) != _fixed(base):
         message = "name, project, paths, sinks, code and cluster are the same for all trials"
@@ -125,16 +135,19 @@ def _fixed(spec: JobSpec) -> tuple[Any, ...]:
 
 
 def check_sweep(sweep: Sweep) -> list[JobSpec]:
-    """Specs of trials with each bound and value; `SpecError` for one that the spec does not take.
+    """Specs of trials with the bounds and values; `SpecError` for one that the spec does not take.
 
-    Each is tried by itself, with what the spec has for the others.
+    Each is tried by itself, with what the spec has for the others; of those that ask the same of a
+    cluster there is one.
     """
-    tried: list[JobSpec] = []
+    base = validate_spec(dict(sweep.spec))
+    tried: dict[str, JobSpec] = {}
     problems: list[FieldProblem] = []
     for parameter in sweep.parameters:
         for value in parameter.corners:
             try:
-                tried.append(spec_of_trial(sweep, 0, {parameter.path: value}))
+                spec = _spec_of_trial(sweep, base, 0, {parameter.path: value})
+                tried.setdefault(spec.model_dump_json(include=_ASKED_OF_CLUSTER), spec)
             except SpecError as error:
                 problems += [
                     FieldProblem(
@@ -142,6 +155,8 @@ def check_sweep(sweep: Sweep) -> list[JobSpec]:
                     )
                     for each in error.problems
                 ]
+            if len(problems) >= _MAX_PROBLEMS:
+                raise SpecError(problems)
     if problems:
         raise SpecError(problems)
-    return tried
+    return list(tried.values())

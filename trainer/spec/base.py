@@ -118,8 +118,8 @@ Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 
 
 def _writable(text: str) -> str:
-    """Half a surrogate pair, and NUL, are in no file's name."""
-    if "\x00" in text or text != text.encode(errors="replace").decode():
+    """Half a surrogate pair is in no file's name, and URLs lose control characters on their way."""
+    if any(character < " " for character in text) or text != text.encode(errors="replace").decode():
         raise problem("unwritable_path", "holds a character that no path can hold")
     return text
 
@@ -131,8 +131,8 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
 MAX_INTEGER = 2**63 - 1
 Count = Annotated[PositiveInt, Field(le=MAX_INTEGER)]
 CountOrZero = Annotated[NonNegativeInt, Field(le=MAX_INTEGER)]
-# 16 times the largest run that the cost model is checked against (docs/benchmarks.md); more would
-# take seconds to lay out.
+# As many as the cost model estimates, 16 times the largest run that it is checked against
+# (docs/benchmarks.md); more would take seconds to lay out.
 MAX_WORKERS = 1 << 14
 # 30 years: timers of Python, gloo and NCCL take no more than some hundred.
 _MAX_SECONDS = 1e9

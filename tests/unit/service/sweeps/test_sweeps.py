@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
+from service.api.routers import sweeps
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
@@ -19,7 +20,7 @@ from service.db.sweeps import SweepStore
 from service.domain.auth import Role
 from service.domain.models import JobStatus
 from service.jobs.run_storage import run_dir_of
-from service.sweeps import runner
+from service.sweeps import runner, search
 from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
 from tests.harness.builders import batch, metrics, spec_document, workers_started
@@ -214,6 +215,9 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         {"num_trials": 0},
         {"parameters": [{"path": "training.epochs", "low": 3, "high": 1}]},
         {"parameters": [{**LR, "values": [1]}]},
+        {"parameters": [{**LR, "low": 1, "high": 10**400}]},
+        {"parameters": [{**LR, "low": -1.7e308, "high": 1.7e308, "log": False}]},
+        {"parameters": [{"path": f"labels.l{n}", "values": ["a"] * 99} for n in range(6)]},
         {"early_stopping": {"min_steps": 0}},
     ):
         problem_in(api.http.post("/v1/sweeps", json=body(**changes)), 422, "invalid_request")
@@ -233,6 +237,33 @@ def test_a_sweep_of_which_no_trial_fits_the_workers_is_refused_once_unless_force
         api.http.post("/v1/sweeps?force=true", json=large),
     ):
         assert sent.status_code == 201, sent.text
+
+
+def test_values_that_ask_the_same_of_a_cluster_are_looked_at_once(api, create, monkeypatch):
+    found = []
+    monkeypatch.setattr(sweeps, "check_fits", lambda specs, context: found.extend(specs))
+    sizes = {"path": "embedding_tables[0].num_embeddings", "values": [10**3, 10**4]}
+    epochs = {"path": "training.epochs", "values": list(range(1, 100))}
+    create(parameters=[LR, epochs, sizes])
+    assert [spec.embedding_tables[0].num_embeddings for spec in found] == [100, 10**3, 10**4]
+
+
+def test_a_sweep_that_cannot_go_on_ends_and_delays_no_other(api, create):
+    broken, other = create(num_trials=1), create(num_trials=1)
+
+    def suggest(sweep, trials):
+        if sweep.id == broken:
+            raise OverflowError("Range exceeds valid bounds")
+        return search.suggest(sweep, trials)
+
+    loop = runner_of(api)
+    with patch.object(runner, "suggest", suggest):
+        for _ in range(3):
+            assert api.http.get(f"/v1/sweeps/{broken}").json()["status"] == "RUNNING"
+            loop.poll()
+    assert len(trials_of(api, other)) == 1
+    ended = api.http.get(f"/v1/sweeps/{broken}").json()
+    assert (ended["status"], "exceeds valid bounds" in ended["message"]) == ("FAILED", True)
 
 
 def test_values_that_are_not_legal_together_cost_one_trial(api, create):

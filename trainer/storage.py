@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
@@ -134,11 +134,14 @@ class Location:
     def parse(cls, text: str | Path | Location) -> Location:
         """Parse a local path, `file://`, `s3://` or `gs://` URL, without network access.
 
-        Raises `StorageError` for another scheme, a missing bucket or an unknown option.
+        Raises `StorageError` for another scheme, a missing bucket, an unknown option or a `#`,
+        which would end the path.
         """
         if isinstance(text, Location):
             return text
         url = urlsplit(str(text))
+        if url.fragment and url.scheme and not isinstance(text, Path):
+            raise StorageError(f"{text}: write %23 for the '#' of a URL's path")
         if url.scheme in ("", "file") or isinstance(text, Path):
             local = unquote(url.path) if url.scheme == "file" else str(text)
             return cls(fs.LocalFileSystem(), str(Path(local).expanduser().absolute()))
@@ -159,7 +162,7 @@ class Location:
     @property
     def text(self) -> str:
         """The location as one would type it; `parse` understands it."""
-        return f"{self.root}{self.path}{self.query}"
+        return f"{self.root}{quote(self.path)}{self.query}" if self.root else self.path
 
     def __str__(self) -> str:
         # An endpoint is of no use in a message and may hold a password.

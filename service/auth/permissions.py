@@ -7,12 +7,13 @@ links are resolved.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from service.domain.auth import ALL_PROJECTS, Principal, Role
 from service.files import is_below
@@ -136,7 +137,8 @@ def is_allowed(path: str, roots: Sequence[Path | str] | None) -> bool:
 def _is_below_url(url: str, root: str) -> bool:
     """Whether a URL lies below another one, on the endpoint that the operator chose."""
     folder = root.rstrip("/")
-    is_plain = not any(mark in url for mark in "%?#") and ".." not in url.split("/")
+    is_plain = url.isprintable() and not any(mark in url for mark in "%?#")
+    is_plain &= not {".", "..", ""} & {*url.rstrip("/").split("/")[2:]}
     return is_plain and (url == folder or url.startswith(f"{folder}/"))
 
 
@@ -146,13 +148,20 @@ def job_below(path: str, root: Path | str | None) -> str | None:
     "" where it leads to `root` itself, None where elsewhere.
     """
     if isinstance(root, str):
-        folder = root.rstrip("/")
-        is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
-        return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
+        place, folder = _plain_url(path), _plain_url(root)
+        is_inside = place == folder or place.startswith(f"{folder}/")
+        return place[len(folder) :].strip("/").partition("/")[0] if is_inside else None
     if root is None or "://" in path:
         return None
     real, runs = Path(path).resolve(), root.resolve()
     return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
+
+
+def _plain_url(url: str) -> str:
+    """What a URL names, however it is written: `urlsplit` removes what jobs' readers remove."""
+    parts = urlsplit(url)
+    path = posixpath.normpath(f"/{unquote(parts.path)}").lstrip("/")
+    return f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/")
 
 
 class Scope(Enum):

@@ -26,6 +26,15 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(self._folder))
 
     def take(self, events: Sequence[Event]) -> None:
+        if self._writer is None:
+            self.open({})
+        try:
+            self._write(events)
+        except Exception:
+            self._writer = None  # its thread is dead, and it would fail for ever
+            raise
+
+    def _write(self, events: Sequence[Event]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

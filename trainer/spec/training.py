@@ -287,8 +287,10 @@ class ResourcesSpec(SpecModel):
 
 
 def _absolute(path: str) -> str:
-    if PurePath(path).is_absolute() or "://" in path:
+    if PurePath(path).is_absolute():
         return path
+    if "://" in path:
+        raise problem("no_folder", "is no folder that the driver can write to; give a path")
     message = f"'{path}' is relative, but the driver has another working folder; give an absolute"
     raise problem("relative_path", f"{message} path")
 

@@ -77,6 +77,9 @@ def test_the_endpoint_can_come_from_the_environment(monkeypatch):
     google = Location.parse("gs://bucket/folder/?anonymous=true")
     assert isinstance(google.fs, fs.GcsFileSystem)
     assert google.parent.path == "bucket"
+    for name in ("a#b", "a?b=c", "day=1/100% café", "a%20b"):
+        odd = stated / name
+        assert pickle.loads(pickle.dumps(odd)) == Location.parse(odd.text) == odd
 
 
 def test_urls_that_mean_nothing_are_refused():
@@ -84,6 +87,8 @@ def test_urls_that_mean_nothing_are_refused():
         "ftp://host/file": "cannot read 'ftp://'",
         "s3:///key": "names no bucket",
         "s3://bucket/key?endpoint=x": "unknown option 'endpoint'",
+        "s3://bucket/key#v2": "write %23",
+        "file:///folder#v2": "write %23",
     }.items():
         with pytest.raises(StorageError, match=message):
             Location.parse(url)

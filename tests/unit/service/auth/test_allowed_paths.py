@@ -64,6 +64,7 @@ def test_remote_folders_are_confined_to_remote_roots(tmp_path: Path) -> None:
         ("s3://lake/clicks-of-others", False),
         ("s3://lake/clicks/../secret", False),
         ("s3://lake/clicks/%2e%2e/secret", False),
+        ("s3://lake/clicks//2026", False),
         ("s3://lake/clicks?endpoint_override=http://elsewhere", False),
         ("s3://other/clicks", False),
         ("gs://lake/clicks", False),
@@ -115,9 +116,7 @@ def _refused_sinks(sinks: dict[str, Any], root: Path) -> list[str]:
 
 def test_sinks_write_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("/etc", "x://y"):
-        found = _refused_sinks({"tensorboard": {"dir": folder}}, tmp_path)
-        assert found == ["sinks.tensorboard.dir"]
+    assert _refused_sinks({"tensorboard": {"dir": "/etc"}}, tmp_path) == ["sinks.tensorboard.dir"]
     root = str(tmp_path)
     for uri in (
         "file:///etc",
@@ -130,7 +129,6 @@ def test_sinks_write_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"file://{root}/%2e%2e/evil2",
         f"file://host{root}/x",
         f"{root}/ok?/../../evil3",
-        "fi\nle:///etc",
         "postgresql://host/db",
         "http:/etc",
     ):
@@ -177,10 +175,12 @@ def test_what_no_path_can_hold_is_refused_by_name(open_guarded: GuardedApps, aut
     cases: list[tuple[dict[str, Any], str]] = [
         ({"data": {**data, "path": "/a\x00b"}}, "data.path"),
         ({"data": {**data, "path": "/a\ud800b"}}, "data.path"),
+        ({"data": {**data, "path": "s3://a/\tb"}}, "data.path"),
         ({"checkpoint": {"warm_start": {"path": "/a\x00"}}}, "checkpoint.warm_start.path"),
         ({"sinks": {"tensorboard": {"dir": "/a\x00"}}}, "sinks.tensorboard.dir"),
         ({"sinks": {"mlflow": {"tracking_uri": "file:///a\x00"}}}, "sinks.mlflow.tracking_uri"),
         ({"sinks": {"mlflow": {"tracking_uri": "http://[bad"}}}, "sinks.mlflow.tracking_uri"),
+        ({"sinks": {"mlflow": {"tracking_uri": "fi\nle:///a"}}}, "sinks.mlflow.tracking_uri"),
     ]
     for changes, field in cases:
         content = json.dumps({"spec": spec_document(**changes)})
@@ -199,6 +199,8 @@ def test_a_path_tells_whose_folder_it_leads_into(tmp_path: Path) -> None:
         (f"{tmp_path}/job-1/../../x", tmp_path, None),
         ("s3://lake/runs/job-1/checkpoints/step-1", remote, "job-1"),
         ("s3://lake/runs", remote, ""),
+        ("s3://lake/\truns/job-1", remote, "job-1"),
+        ("s3://lake//x/.\n./%72uns/job-1?region=eu-west-1", remote, "job-1"),
         ("s3://lake/runs-beside/job-1", remote, None),
         (f"{tmp_path}/job-1", remote, None),
         ("s3://lake/runs/job-1", None, None),

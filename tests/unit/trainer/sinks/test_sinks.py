@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -150,11 +151,20 @@ def test_a_feed_in_its_thread_takes_what_is_left_when_it_is_closed(run_dir: RunD
     assert sink.is_closed
 
 
-def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(run_dir: RunDir) -> None:
+def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     _write(run_dir, 0, *(_metrics(step) for step in (10, 20, 30)))
-    _feed(TensorBoardSink(run_dir.tensorboard_dir), run_dir).feed()
+    sink = TensorBoardSink(run_dir.tensorboard_dir)
+    first = _feed(sink, run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventFileWriter, "flush", Mock(side_effect=OSError("no space left")))
+        assert not first.feed()
+    failed = sink._writer
+    assert first.feed() and sink._writer is not failed, "a failed writer fails for ever"
     _write(run_dir, 1, _resumed(20), _metrics(30), _metrics(40, **{"train/loss": math.nan}))
     _feed(TensorBoardSink(run_dir.tensorboard_dir), run_dir, 1).feed()
     board = EventAccumulator(str(run_dir.tensorboard_dir))

@@ -182,7 +182,7 @@ class LogFollower:
 
     def _event(self, piece: LogPiece, *, is_last: bool) -> SseEvent:
         # A cursor has an offset for each log: of thousands it would be far larger than the line.
-        has_cursor = is_last or len(piece.position.offsets) <= _MAX_OFFSETS
+        has_cursor = is_last or len(piece.before.offsets) < _MAX_OFFSETS
         cursor = piece.position.encode() if has_cursor else None
         return SseEvent("log", cursor, LogLine.model_validate(piece))
 

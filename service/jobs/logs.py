@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -166,8 +167,11 @@ def contains(text: str, wanted: str) -> bool:
 # ---- one log by byte offset
 
 _BLOCK_BYTES = 1 << 16
-# A tail is for people: nobody reads more, and looking for its beginning must end soon.
+# A tail is for people: nobody reads more, and looking for its beginning must end soon. Of one log,
+# and of all that are looked at together.
 MAX_TAIL_BYTES = 8 << 20
+MAX_TAILS_BYTES = 1 << 25
+_TAILS_S = 3.0
 # Far enough to find the line that a traceback belongs to.
 _CONTEXT_BYTES = 1 << 14
 
@@ -235,16 +239,18 @@ def context_before(log: Path, offset: int, listing: Listing | None = None) -> by
     return found.data if found and found.start + len(found.data) == offset else b""
 
 
-def tail_offset(log: Path, num_lines: int, listing: Listing | None = None) -> int:
+def tail_offset(
+    log: Path, num_lines: int, listing: Listing | None = None, max_bytes: int = MAX_TAIL_BYTES
+) -> int:
     """Byte offset of the last `num_lines` lines, read block by block from the end.
 
-    Where they are longer than `MAX_TAIL_BYTES` it is that of as many bytes, within a line.
+    Where they are longer than `max_bytes` it is that of as many bytes, within a line.
     """
     parts = _parts(log, listing)
     if not parts:
         return 0
     end = start = parts[-1].end
-    first_kept = max(_start_of_last_run(parts), end - MAX_TAIL_BYTES)
+    first_kept = max(_start_of_last_run(parts), end - max_bytes)
     blocks: list[bytes] = []
     # One more line end than wanted, since the last line has one as well.
     num_ends = 0
@@ -295,6 +301,7 @@ def _start_of_last_run(parts: list[_Part]) -> int:
 MAX_READ_BYTES = 1 << 20
 _MAX_POLL_BYTES = 1 << 23
 _MIN_READ_BYTES = 1 << 16
+MAX_POLL_LINES = 100_000
 # A file offset has 63 bits.
 _Offset = Annotated[int, Field(ge=0, lt=2**63)]
 _CURSOR: TypeAdapter[tuple[str | None, dict[str, _Offset]]] = TypeAdapter(
@@ -334,12 +341,21 @@ class LogPosition:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """One line, the position behind it, and its level and time as far as they are known."""
+    """One line, and its level and time as far as they are known.
+
+    `before` is the position where its poll began to read its log, `offset` that behind it.
+    """
 
     source: str
     text: str
-    position: LogPosition
+    before: LogPosition
+    offset: int
     head: Head = Head()
+
+    @property
+    def position(self) -> LogPosition:
+        """The position behind it; it has an offset for every log, so few lines should be asked."""
+        return self.before.moved(self.source, self.offset)
 
     @property
     def level(self) -> str | None:
@@ -380,18 +396,26 @@ def read_new(
 ) -> Iterator[LogPiece]:
     """Lines of some sources behind `position`, at most MAX_READ_BYTES of each.
 
-    A last line without an end counts only if `is_final`, when nobody writes any more. Where a log
-    grew too long and lines were removed, a line says so.
+    Of many sources with much that is new the first ones come first. A last line without an end
+    counts only if `is_final`, when nobody writes any more. Where a log grew too long and lines were
+    removed, a line says so.
     """
     listing = list_logs(files.logs_dir)
     share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_POLL_BYTES // max(1, len(sources))))
+    num_bytes = num_lines = 0
     for name in sources:
-        start = position.offsets.get(name, 0)
+        if num_bytes >= _MAX_POLL_BYTES:
+            return
+        start = offset = position.offsets.get(name, 0)
         for text, head, offset in _read_lines(
             files.log_path(name), start, share, listing, is_final=is_final
         ):
-            position = position.moved(name, offset)
-            yield LogPiece(name, text, position, head)
+            yield LogPiece(name, text, position, offset, head)
+            num_lines += 1
+            if num_lines >= MAX_POLL_LINES:
+                return
+        if offset != start:
+            position, num_bytes = position.moved(name, offset), num_bytes + offset - start
 
 
 def _read_lines(
@@ -435,9 +459,19 @@ def _text(line: bytes) -> str:
 def tail_position(
     files: AttemptDir, attempt_id: str, sources: Sequence[str], num_lines: int
 ) -> LogPosition:
-    """The position from which `num_lines` lines of each source remain."""
-    listing = list_logs(files.logs_dir)
-    offsets = {name: tail_offset(files.log_path(name), num_lines, listing) for name in sources}
+    """The position from which `num_lines` lines of each source remain.
+
+    Of many sources it is fewer, so that no job keeps run storage busy. Raises `InvalidRequest`
+    where their beginnings are not found soon.
+    """
+    listing, deadline = list_logs(files.logs_dir), time.monotonic() + _TAILS_S
+    share = min(MAX_TAIL_BYTES, MAX_TAILS_BYTES // max(1, len(sources)))
+    offsets: dict[str, int] = {}
+    for name in sources:
+        if time.monotonic() > deadline:
+            message = f"{len(sources)} logs are too many to look at; ask for a source, or for ranks"
+            raise InvalidRequest([FieldProblem(path="tail", code="slow", message=message)])
+        offsets[name] = tail_offset(files.log_path(name), num_lines, listing, share)
     return LogPosition(attempt_id, offsets)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.errors import InvalidRequest
 from service.jobs import logs
 from service.jobs.logs import (
     Head,
@@ -178,6 +179,31 @@ def test_a_tail_is_the_last_lines_whatever_their_length(
     position = tail_position(files, "a", ["driver"], num_lines)
     found = [piece.text for piece in read_new(files, position, ["driver"], is_final=True)]
     assert found == (texts[-num_lines:] if num_lines else [])
+
+
+def test_however_many_logs_there_are_little_is_read_of_their_tails_and_at_once(
+    files: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MAX_TAILS_BYTES", 20_000)
+    monkeypatch.setattr(logs, "_MAX_POLL_BYTES", 150_000)
+    monkeypatch.setattr(logs, "MAX_POLL_LINES", 15_000)
+    sources = [f"rank-{rank}" for rank in range(20)]
+    for name in sources:
+        files.log_path(name).write_text("\n" * 100_000)
+    position = tail_position(files, "a", sources, 100_000)
+    assert set(position.offsets.values()) == {99_000}
+    first = list(read_new(files, position, sources, is_final=False))
+    assert [first[-1].source, len(first)] == ["rank-14", 15_000]
+    rest = list(read_new(files, first[-1].position, sources, is_final=False))
+    assert (rest[0].source, len(rest)) == ("rank-15", 5_000)
+    long = [f"rank-{rank}" for rank in range(20, 30)]
+    for name in long:
+        files.log_path(name).write_text(("x" * 999 + "\n") * 100)
+    begun = {piece.source for piece in read_new(files, position, long, is_final=False)}
+    assert begun == {"rank-20", "rank-21", "rank-22"}
+    monkeypatch.setattr(logs, "_TAILS_S", -1.0)
+    with pytest.raises(InvalidRequest, match="20 logs are too many"):
+        tail_position(files, "a", sources, 1)
 
 
 def test_reading_the_logs_of_many_ranks_lists_their_folder_once(
